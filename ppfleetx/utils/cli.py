@@ -1,0 +1,50 @@
+"""What every tool's command line shares: ``-c``, ``-o``, and how errors end."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from ppfleetx.config.errors import UserError
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``-c FILE`` and any number of ``-o Section.key=value``."""
+    parser.add_argument("-c", "--config", required=True, metavar="FILE", help="YAML configuration")
+    parser.add_argument(
+        "-o",
+        "--override",
+        action="append",
+        default=[],
+        metavar="Section.key=value",
+        help="replace one value of the configuration; may be given many times",
+    )
+
+
+def repository_on_path(script: str) -> None:
+    """Let ``python tools/x.py`` find the package of its own checkout without an installation."""
+    root = str(Path(script).resolve().parent.parent)
+    if root not in sys.path:
+        sys.path.insert(0, root)
+
+
+def run_tool(main: Callable[[], int | None]) -> None:
+    """Run a tool's ``main`` and end the process with its exit code.
+
+    A :class:`UserError` is printed as one message and ends with code 2; anything else is a defect of
+    the program and keeps its traceback.
+    """
+    try:
+        code = main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = EXIT_INTERRUPTED
+    sys.exit(code or 0)

@@ -1,0 +1,101 @@
+"""CPU speed settings that must be in force before Paddle's first matrix product.
+
+Paddle's bundled MKL dispatches on the CPU's vendor and takes an SSE path on AMD; glibc's malloc gives
+large blocks back to the kernel after every operator, and the kernel zeroes them again. Both are set
+right here, from the CPU's own flags, never over a setting the user made. ``PPFLEETX_TUNE_CPU=0``
+switches all of it off. Measured effects: ``docs/numerics.md``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+SWITCH = "PPFLEETX_TUNE_CPU"
+
+_AVX512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl"}
+# glibc malloc.h: parameter numbers of mallopt(3), and the variables that set the same things.
+_MALLOC = {
+    "MALLOC_MMAP_MAX_": (-4, 0),
+    "MALLOC_TRIM_THRESHOLD_": (-1, 2**31 - 1),
+    "MALLOC_TOP_PAD_": (-2, 64 << 20),
+}
+
+
+def mkl_cpu_type(cpuinfo: str) -> str | None:
+    """MKL code path for the CPU described by ``/proc/cpuinfo``: "7" AVX-512, "5" AVX2, None to leave it.
+
+    Only AMD is touched: MKL chooses well on Intel by itself.
+    """
+    if "AuthenticAMD" not in cpuinfo:
+        return None
+    flags = set(cpuinfo.partition("flags")[2].partition("\n")[0].split())
+    if flags >= _AVX512:
+        return "7"
+    return "5" if "avx2" in flags else None
+
+
+def thread_count(environ: Mapping[str, str], num_cpus: int) -> int:
+    """Math threads for this process: the machine's CPUs shared among the ranks on this node."""
+    ranks_here = int(environ.get("PADDLE_LOCAL_SIZE") or environ.get("PADDLE_TRAINERS_NUM") or 1)
+    return max(1, num_cpus // max(1, ranks_here))
+
+
+def prepare_process(*, device: str = "cpu") -> str:
+    """Apply the settings to this process; call before Paddle is imported.
+
+    Args:
+        device: "cpu" sets math threads too; on other devices Paddle's own choice (1) stays.
+
+    Returns:
+        One line for the log that says what was set, kept or skipped.
+    """
+    if os.environ.get(SWITCH, "1") in {"0", "false", "off"}:
+        return f"CPU settings: left alone ({SWITCH}={os.environ[SWITCH]})"
+    assert "paddle" not in sys.modules, "prepare_process() must run before Paddle is imported"
+    said = [_set_mkl(), _set_malloc()]
+    if device == "cpu":
+        said.append(_set_threads())
+    return "CPU settings: " + ", ".join(part for part in said if part) + f" ({SWITCH}=0 leaves them alone)"
+
+
+def _set_mkl() -> str:
+    name = "MKL_DEBUG_CPU_TYPE"
+    if name in os.environ:
+        return f"{name}={os.environ[name]} (yours)"
+    cpuinfo = Path("/proc/cpuinfo")
+    value = mkl_cpu_type(cpuinfo.read_text(errors="replace")[:16384]) if cpuinfo.exists() else None
+    if value is None:
+        return "MKL's own choice"
+    os.environ[name] = value
+    return f"{name}={value}"
+
+
+def _set_malloc() -> str:
+    if not sys.platform.startswith("linux"):
+        return ""
+    kept = [name for name in _MALLOC if name in os.environ]
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:  # musl has none
+        return ""
+    for name, (parameter, value) in _MALLOC.items():
+        if name not in os.environ:
+            mallopt(parameter, value)
+    return "malloc keeps its memory" + (f" ({', '.join(kept)} yours)" if kept else "")
+
+
+def _set_threads() -> str:
+    name = "OMP_NUM_THREADS"
+    # The launcher sets OMP_NUM_THREADS=1 for every rank unless the user did, so under it the value is kept.
+    if name in os.environ:
+        return f"{name}={os.environ[name]} (yours)"
+    os.environ[name] = str(thread_count(os.environ, available_cpus()))
+    return f"{name}={os.environ[name]}"
+
+
+def available_cpus() -> int:
+    """CPUs this process may run on (its affinity, not the machine's total)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
