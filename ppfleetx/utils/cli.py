@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from ppfleetx.config.errors import UserError
 
@@ -24,13 +23,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="Section.key=value",
         help="replace one value of the configuration; may be given many times",
     )
-
-
-def repository_on_path(script: str) -> None:
-    """Let ``python tools/x.py`` find the package of its own checkout without an installation."""
-    root = str(Path(script).resolve().parent.parent)
-    if root not in sys.path:
-        sys.path.insert(0, root)
 
 
 def run_tool(main: Callable[[], int | None]) -> None:

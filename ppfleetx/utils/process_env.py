@@ -8,7 +8,10 @@ switches all of it off. Measured effects: ``docs/numerics.md``.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import importlib
+import io
 import os
 import sys
 from collections.abc import Mapping
@@ -89,11 +92,40 @@ def _set_malloc() -> str:
 
 def _set_threads() -> str:
     name = "OMP_NUM_THREADS"
-    # The launcher sets OMP_NUM_THREADS=1 for every rank unless the user did, so under it the value is kept.
-    if name in os.environ:
+    if name in os.environ and not _set_by_launcher(name):
         return f"{name}={os.environ[name]} (yours)"
     os.environ[name] = str(thread_count(os.environ, available_cpus()))
     return f"{name}={os.environ[name]}"
+
+
+def _set_by_launcher(name: str) -> bool:
+    """Whether Paddle's launcher, not the user, put the variable into our environment.
+
+    The launcher imports Paddle, which sets OMP_NUM_THREADS=1 for itself and thus for its ranks. Its
+    environment as the user gave it is what the kernel recorded when it started.
+    """
+    if "PADDLE_LOCAL_SIZE" not in os.environ:
+        return False
+    try:
+        given = Path(f"/proc/{os.getppid()}/environ").read_bytes()
+    except OSError:
+        return False
+    return not any(entry.startswith(name.encode() + b"=") for entry in given.split(b"\0"))
+
+
+def import_paddle() -> None:
+    """Import Paddle without the banner it prints whenever OMP_NUM_THREADS is not 1.
+
+    The banner warns of data parallel ranks that share cores, which :func:`thread_count` has seen to.
+    Everything else Paddle prints while it loads is passed on.
+    """
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        importlib.import_module("paddle")
+    banner = ("WARNING: OMP_NUM_THREADS set to", "PLEASE USE OMP_NUM_THREADS WISELY")
+    for line in said.getvalue().splitlines():
+        if not line.startswith(banner):
+            print(line, file=sys.stderr)
 
 
 def available_cpus() -> int:

@@ -52,13 +52,13 @@ class ProgressBar:
             self._progress.update(self._task, advance=amount, text=text)
 
 
-def _make_progress(unit: str):  # noqa: ANN202 - rich is imported here only, so that --help stays quick
+def _make_progress(unit: str):  # rich is imported here only: --help stays quick
     from rich.console import Console
     from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
     from rich.text import Text
 
     class RateColumn(ProgressColumn):
-        def render(self, task) -> Text:  # noqa: ANN001
+        def render(self, task) -> Text:
             speed = task.finished_speed or task.speed
             return Text("" if speed is None else f"{speed:.2f} {unit}/s")
 
@@ -71,4 +71,7 @@ def _make_progress(unit: str):  # noqa: ANN202 - rich is imported here only, so 
         TextColumn("{task.fields[text]}"),
         console=Console(file=sys.stderr),
         refresh_per_second=4,
+        # Lines for a file or a pipe must reach it; only a terminal's own lines are drawn above the bar.
+        redirect_stdout=sys.stdout.isatty(),
+        redirect_stderr=False,
     )

@@ -1,0 +1,61 @@
+# `make quickstart` and `make test` are complete on a machine with Python 3.11+ and make.
+
+PYTHON ?= python3
+VENV   ?= .venv
+OUT    ?= quickstart
+
+PY      := $(VENV)/bin/python
+CONFIG  := ppfleetx/configs/nlp/gpt/pretrain_gpt_tiny.yaml
+
+.PHONY: help quickstart test lint docs clean
+
+help:  ## Show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+
+# One stamp per set of requirements: a second run finds it and installs nothing.
+$(VENV)/.run: requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'ppfleetx needs Python 3.11 or newer; say which with PYTHON=...' >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check --requirement requirements.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[plots]'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.run
+	$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[test,plots]'
+	@touch $@
+
+# Training is always asked for: `resume=auto` continues a run that was stopped and leaves a finished one alone.
+quickstart: $(OUT)/data/stdlib_text_document.idx  ## Train a small GPT on this machine's Python sources, and let it write
+	@$(PY) tools/train.py -c $(CONFIG) -o Engine.save_load.resume=auto
+	@$(PY) tools/plot_loss.py --metrics $(OUT)/run/metrics.jsonl --output $(OUT)/loss.png
+	@$(PY) tasks/gpt/generation.py -c $(CONFIG) -o Engine.save_load.ckpt_dir=$(OUT)/run \
+		-o 'Generation.prompt=["import os\n\ndef ", "class Node:\n    def __init__(self"]'
+	@echo 'Loss curve: $(OUT)/loss.png   checkpoints and metrics: $(OUT)/run'
+
+$(OUT)/corpus.jsonl: | $(VENV)/.run
+	@mkdir -p $(OUT)
+	$(PY) tools/make_stdlib_corpus.py --output $@
+
+$(OUT)/tokenizer/tokenizer.json: $(OUT)/corpus.jsonl
+	$(PY) tools/train_tokenizer.py --input $< --vocab-size 8192 --output $(@D)
+
+$(OUT)/data/stdlib_text_document.idx: $(OUT)/tokenizer/tokenizer.json
+	$(PY) tools/preprocess_data.py --input $(OUT)/corpus.jsonl --tokenizer $(OUT)/tokenizer \
+		--output-prefix $(OUT)/data/stdlib --append-eod --workers 2 --overwrite
+
+test: $(VENV)/.test  ## Check style, layers and everything else (what CI runs)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/lint-imports
+	$(PY) -m pytest
+
+lint: $(VENV)/.test  ## Style and layers only
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/lint-imports
+
+docs: $(VENV)/.run  ## Write docs/config.md and the JSON schema anew
+	$(PY) tools/gen_config_docs.py
+
+clean:  ## Remove what the quickstart made (not the virtual environment)
+	rm -rf $(OUT)

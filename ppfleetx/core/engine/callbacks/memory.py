@@ -1,0 +1,53 @@
+"""One line on memory after the first step, when everything has been allocated, and one at the end."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from typing import TYPE_CHECKING
+
+import paddle
+
+from ppfleetx.core.engine.callbacks.base import Callback, StepRecord
+from ppfleetx.utils.log import get_logger
+
+if TYPE_CHECKING:
+    from ppfleetx.core.engine.engine import Engine
+
+
+class MemoryLog(Callback):
+    """Bytes of parameters and optimizer state, and the peak measured on host and device."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def on_step_end(self, engine: Engine, record: StepRecord) -> None:
+        if self._said:
+            return
+        self._said = True
+        parameters = sum(_bytes(p) for _, p in engine.runner.named_parameters())
+        states = sum(_bytes(t) for t in engine.runner.optimizer_state().values())
+        get_logger().info(
+            f"memory: parameters {_mib(parameters)}, optimizer state {_mib(states)}, {peak_memory(engine)}"
+        )
+
+    def on_fit_end(self, engine: Engine) -> None:
+        get_logger().info(f"memory: {peak_memory(engine)}")
+
+
+def peak_memory(engine: Engine) -> str:
+    """Peak resident memory of the process, and of its device where there is one."""
+    # Linux counts ru_maxrss in KiB, macOS in bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    text = f"peak host {_mib(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)}"
+    if engine.ctx.device.startswith("gpu"):
+        text += f", peak device {_mib(paddle.device.cuda.max_memory_allocated())}"
+    return text
+
+
+def _bytes(tensor: paddle.Tensor) -> int:
+    return tensor.size * tensor.element_size()
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,88 @@
+"""``metrics.jsonl``: every logged step and evaluation in full precision."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ppfleetx.core.engine.callbacks.base import Callback, EvalRecord, StepRecord
+from ppfleetx.core.engine.callbacks.window import Window
+from ppfleetx.utils.files import atomic_write
+
+if TYPE_CHECKING:
+    from ppfleetx.core.engine.engine import Engine
+
+
+class MetricsFile(Callback):
+    """Appends one JSON object a line.
+
+    On resume, lines later than the step resumed from are dropped first, so that the file always reads
+    like that of a run that was never interrupted.
+    """
+
+    def __init__(self, path: Path, logging_freq: int) -> None:
+        self._path, self._logging_freq = path, logging_freq
+        self._window = Window()
+
+    def on_fit_start(self, engine: Engine) -> None:
+        keep_until(self._path, engine.state.step)
+
+    def on_step_end(self, engine: Engine, record: StepRecord) -> None:
+        self._window.add(record)
+        if record.step % self._logging_freq and record.step != engine.max_steps:
+            return
+        self._append(
+            {
+                "kind": "train",
+                "step": record.step,
+                "epoch": record.epoch,
+                "loss": record.loss,
+                "lr": record.lr,
+                "weight_decay": record.weight_decay,
+                "grad_norm": record.grad_norm,
+                "tokens": record.num_valid_tokens,
+                "consumed_samples": engine.state.consumed_samples,
+                "reader_cost": self._window.reader_cost,
+                "batch_cost": self._window.batch_cost,
+                "ips_total": self._window.ips_total,
+                "ips": self._window.ips,
+            }
+        )
+        self._window = Window()
+
+    def on_eval_end(self, engine: Engine, record: EvalRecord) -> None:
+        self._append(
+            {
+                "kind": "eval",
+                "step": record.step,
+                "loss": record.loss,
+                "ppl": record.ppl,
+                "tokens": record.num_valid_tokens,
+                "seconds": record.seconds,
+            }
+        )
+
+    def _append(self, record: dict[str, Any]) -> None:
+        # Opened for each line: a killed run leaves whole lines, and nothing to close.
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Drop records later than ``step`` and a line torn by a kill."""
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines()
+    kept = [line for line in lines if _step_of(line) <= step] if step else []
+    if kept != lines:
+        with atomic_write(path, "w") as file:
+            file.write("".join(f"{line}\n" for line in kept))
+
+
+def _step_of(line: str) -> float:
+    """The record's step; infinity for a torn line, which is thus dropped."""
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return float("inf")

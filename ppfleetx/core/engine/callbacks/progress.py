@@ -1,0 +1,32 @@
+"""The training bar on a terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from ppfleetx.core.engine.callbacks.base import Callback, StepRecord
+from ppfleetx.utils.progress import ProgressBar
+
+if TYPE_CHECKING:
+    from ppfleetx.core.engine.engine import Engine
+
+
+class TrainProgress(Callback):
+    """Steps done of ``max_steps``, time left, and the last loss."""
+
+    def __init__(self, show: bool | Literal["auto"]) -> None:
+        self._show = show
+        self._bar: ProgressBar | None = None
+
+    def on_fit_start(self, engine: Engine) -> None:
+        self._bar = ProgressBar(
+            "training", total=engine.max_steps, completed=engine.state.step, unit="step", show=self._show
+        )
+        self._bar.__enter__()
+
+    def on_step_end(self, engine: Engine, record: StepRecord) -> None:
+        self._bar.advance(1, f"loss {record.loss:.4f}")
+
+    def on_fit_end(self, engine: Engine) -> None:
+        if self._bar is not None:
+            self._bar.__exit__(None, None, None)

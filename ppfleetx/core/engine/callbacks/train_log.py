@@ -1,0 +1,43 @@
+"""The FleetX log line, on which users' parsers rely."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ppfleetx.core.engine.callbacks.base import Callback, EvalRecord, StepRecord
+from ppfleetx.core.engine.callbacks.window import Window
+from ppfleetx.utils.log import get_logger
+
+if TYPE_CHECKING:
+    from ppfleetx.core.engine.engine import Engine
+
+
+class TrainLog(Callback):
+    """One line every ``logging_freq`` steps; costs and speed are means since the last line."""
+
+    def __init__(self, logging_freq: int) -> None:
+        self._logging_freq = logging_freq
+        self._window = Window()
+
+    def on_step_end(self, engine: Engine, record: StepRecord) -> None:
+        self._window.add(record)
+        if record.step % self._logging_freq == 0 or record.step == engine.max_steps:
+            get_logger().info(train_line(record, self._window))
+            self._window = Window()
+
+    def on_eval_end(self, engine: Engine, record: EvalRecord) -> None:
+        get_logger().info(
+            f"eval at global step {record.step}, loss: {record.loss:.9f}, ppl: {record.ppl:.4f}, "
+            f"tokens: {record.num_valid_tokens:.0f}, cost: {record.seconds:.2f} sec"
+        )
+
+
+def train_line(record: StepRecord, window: Window) -> str:
+    """The line's text; its shape is a contract."""
+    return (
+        f"global step {record.step}, epoch: {record.epoch}, batch: {record.batch}, "
+        f"loss: {record.loss:.9f}, avg_reader_cost: {window.reader_cost:.5f} sec, "
+        f"avg_batch_cost: {window.batch_cost:.5f} sec, speed: {window.speed:.2f} step/s, "
+        f"ips_total: {window.ips_total:.0f} tokens/s, ips: {window.ips:.0f} tokens/s, "
+        f"learning rate: {record.lr:.5e}, grad norm: {record.grad_norm:.5f}"
+    )

@@ -1,0 +1,46 @@
+"""Scalars for VisualDL, when it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ppfleetx.core.engine.callbacks.base import Callback, EvalRecord, StepRecord
+
+if TYPE_CHECKING:
+    from ppfleetx.core.engine.engine import Engine
+
+
+def visual_dl_is_installed() -> bool:
+    """Whether ``pip install ppfleetx[vdl]`` was done."""
+    return importlib.util.find_spec("visualdl") is not None
+
+
+class VisualDL(Callback):
+    """Writes loss, learning rate, gradient norm and speed of each step, and evaluation losses."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._writer = None
+
+    def on_fit_start(self, engine: Engine) -> None:
+        from visualdl import LogWriter
+
+        self._writer = LogWriter(logdir=str(self._directory))
+
+    def on_step_end(self, engine: Engine, record: StepRecord) -> None:
+        for tag, value in (
+            ("train/loss", record.loss),
+            ("train/learning_rate", record.lr),
+            ("train/grad_norm", record.grad_norm),
+            ("train/ips_total", record.num_tokens / record.batch_cost),
+        ):
+            self._writer.add_scalar(tag=tag, step=record.step, value=value)
+
+    def on_eval_end(self, engine: Engine, record: EvalRecord) -> None:
+        self._writer.add_scalar(tag="eval/loss", step=record.step, value=record.loss)
+
+    def on_fit_end(self, engine: Engine) -> None:
+        if self._writer is not None:
+            self._writer.close()

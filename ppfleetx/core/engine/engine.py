@@ -1,0 +1,196 @@
+"""The loop: take a batch, let the runner step, tell the callbacks, evaluate, save, stop."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Protocol
+
+from ppfleetx.config.errors import UserError
+from ppfleetx.config.schema import RunConfig
+from ppfleetx.core.engine.callbacks.base import Callback, EvalRecord, StepRecord
+from ppfleetx.core.engine.signals import StopRequest
+from ppfleetx.core.engine.state import TrainState
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.optims.schedules import Schedule
+from ppfleetx.parallel.runner import MicroBatch, NonFiniteError, Runner
+from ppfleetx.utils.log import get_logger
+
+Loader = Iterable[Sequence[MicroBatch]]
+
+
+class Saver(Protocol):
+    """Writes a checkpoint of the engine as it stands."""
+
+    def save(self, engine: Engine) -> Any: ...
+
+
+class TrainingStoppedError(UserError):
+    """Training cannot go on, and the user can tell why from the message."""
+
+
+class Engine:
+    """Trains and evaluates what a runner executes. It knows steps, samples and callbacks, but no degrees.
+
+    Args:
+        cfg: the run's configuration.
+        ctx: this process's place.
+        runner: executes steps.
+        schedule: learning rate and weight decay of each step; None when only evaluating.
+        saver: writes checkpoints; None writes none.
+        callbacks: told in this order.
+        samples_per_epoch: samples in one pass over the training split, for counting epochs.
+    """
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        ctx: ParallelContext,
+        runner: Runner,
+        *,
+        schedule: Schedule | None = None,
+        saver: Saver | None = None,
+        callbacks: Sequence[Callback] = (),
+        samples_per_epoch: float = math.inf,
+        max_steps: int = 0,
+    ) -> None:
+        self.cfg, self.ctx, self.runner = cfg, ctx, runner
+        self.schedule = schedule
+        self.state = TrainState()
+        self.max_steps = max_steps
+        self._saver, self._callbacks = saver, list(callbacks)
+        self._samples_per_epoch = samples_per_epoch
+        self._saved_step = -1
+
+    def fit(self, train_loader: Loader, eval_loader: Loader | None = None) -> None:
+        """Train from ``state.step`` to exactly ``max_steps`` optimizer steps, and save at the end.
+
+        SIGTERM or Ctrl-C ends the run after the current step, with a checkpoint.
+
+        Raises:
+            TrainingStoppedError: the loss or the gradient is not finite, or the data ended early.
+        """
+        self._saved_step = self.state.step
+        self._log_start()
+        try:
+            with StopRequest() as stop:
+                self._tell("on_fit_start")
+                self._evaluate_first(eval_loader, stop)
+                self._train(iter(train_loader), eval_loader, stop)
+                self._save_once()
+            if stop:
+                get_logger().info(
+                    f"stopped by {stop.signal_name} after global step {self.state.step} of {self.max_steps}; "
+                    "the same command with -o Engine.save_load.resume=auto continues"
+                )
+        finally:
+            self._tell("on_fit_end")
+
+    def evaluate(
+        self, loader: Loader, num_batches: int, stop: StopRequest | None = None
+    ) -> EvalRecord | None:
+        """Token-weighted mean loss over ``num_batches`` global batches; -1 takes all the loader has.
+
+        Returns None when a stop was requested before the end: a part would not be comparable.
+        """
+        started = time.perf_counter()
+        loss_sum = num_valid = 0.0
+        for micro_batches in islice(iter(loader), num_batches if num_batches >= 0 else None):
+            if stop:
+                return None
+            batch_loss, batch_valid = self.runner.eval_step(micro_batches)
+            loss_sum, num_valid = loss_sum + batch_loss, num_valid + batch_valid
+        if num_valid == 0:
+            raise UserError("Data.Eval: no token counts in the loss; is the evaluation split empty?")
+        loss = loss_sum / num_valid
+        record = EvalRecord(
+            step=self.state.step,
+            loss=loss,
+            ppl=math.exp(min(20.0, loss)),
+            num_valid_tokens=num_valid,
+            seconds=time.perf_counter() - started,
+        )
+        self._tell("on_eval_end", record)
+        return record
+
+    def _evaluate_first(self, eval_loader: Loader | None, stop: StopRequest) -> None:
+        """Evaluate before the first step: a broken evaluation set is found now, not after ``eval_freq`` steps."""
+        if eval_loader is not None and self.state.step == 0 and self.cfg.Engine.eval_freq > 0:
+            self.evaluate(eval_loader, self.cfg.Engine.eval_iters, stop)
+
+    def _train(
+        self, batches: Iterator[Sequence[MicroBatch]], eval_loader: Loader | None, stop: StopRequest
+    ) -> None:
+        engine_cfg = self.cfg.Engine
+        while self.state.step < self.max_steps and not stop:
+            self._step(batches)
+            step = self.state.step
+            if eval_loader is not None and engine_cfg.eval_freq > 0 and step % engine_cfg.eval_freq == 0:
+                self.evaluate(eval_loader, engine_cfg.eval_iters, stop)
+            save_steps = engine_cfg.save_load.save_steps
+            if save_steps and save_steps > 0 and step % save_steps == 0:
+                self._save_once()
+
+    def _step(self, batches: Iterator[Sequence[MicroBatch]]) -> None:
+        started = time.perf_counter()
+        micro_batches = next(batches, None)
+        if micro_batches is None:
+            raise TrainingStoppedError(
+                f"the training data ended at global step {self.state.step} of {self.max_steps}"
+            )
+        read = time.perf_counter()
+        step = self.state.step + 1
+        lr, weight_decay = self.schedule.lr(step), self.schedule.weight_decay(step)
+        try:
+            output = self.runner.train_step(micro_batches, step=step, lr=lr, weight_decay=weight_decay)
+        except NonFiniteError as error:
+            raise TrainingStoppedError(
+                f"global step {step}: {error.what} is {error.value}; nothing was updated. "
+                f"Samples of this step on data rank {self.ctx.data_rank} (positions in the training order): {error.sample_ids}"
+            ) from error
+        epoch, batch = self._position()
+        batch_size = self.cfg.batch.global_batch_size
+        self.state.step = step
+        self.state.consumed_samples += batch_size
+        self.state.epoch = self._position()[0]
+        done = time.perf_counter()
+        record = StepRecord(
+            step=step,
+            epoch=epoch,
+            batch=batch,
+            loss=output.loss,
+            lr=lr,
+            weight_decay=weight_decay,
+            grad_norm=output.grad_norm,
+            num_valid_tokens=output.num_valid_tokens,
+            num_tokens=batch_size * self.cfg.Data.Train.dataset.max_seq_len,
+            data_size=self.ctx.data_size,
+            reader_cost=read - started,
+            batch_cost=done - started,
+        )
+        self._tell("on_step_end", record)
+
+    def _position(self) -> tuple[int, int]:
+        """(pass over the split, step within that pass) of the next step."""
+        samples, size = self.state.consumed_samples, self.cfg.batch.global_batch_size
+        if math.isinf(self._samples_per_epoch):
+            return 0, samples // size
+        epoch = int(samples // self._samples_per_epoch)
+        return epoch, int((samples - epoch * self._samples_per_epoch) // size)
+
+    def _save_once(self) -> None:
+        if self._saver is not None and self.state.step != self._saved_step:
+            self._saver.save(self)
+            self._saved_step = self.state.step
+
+    def _log_start(self) -> None:
+        if self.state.step:
+            get_logger().info(f"training continues at global step {self.state.step + 1} of {self.max_steps}")
+        if self.state.step >= self.max_steps:
+            get_logger().info(f"nothing to train: {self.state.step} of {self.max_steps} steps are done")
+
+    def _tell(self, hook: str, *args: object) -> None:
+        for callback in self._callbacks:
+            getattr(callback, hook)(self, *args)

@@ -1,0 +1,41 @@
+"""SIGTERM and Ctrl-C as a request to stop after the current step."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Self
+
+
+class StopRequest:
+    """Context in which the first SIGTERM or SIGINT only sets :attr:`signal_name`.
+
+    A second Ctrl-C ends the process at once, as an impatient user expects.
+    """
+
+    def __init__(self) -> None:
+        self.signal_name: str | None = None
+        self._previous: dict[int, object] = {}
+
+    def __bool__(self) -> bool:
+        return self.signal_name is not None
+
+    def __enter__(self) -> Self:
+        # Python delivers signals to the main thread only; elsewhere the host program decides.
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            # A handler that Python did not install (Paddle's C++ one) cannot be put back from here.
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.signal_name is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal_name = signal.Signals(number).name

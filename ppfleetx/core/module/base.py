@@ -1,0 +1,27 @@
+"""What a task tells the engine: its stages and its loss, and no training logic."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import paddle
+
+from ppfleetx.config.schema import RunConfig
+from ppfleetx.nn.stage import LayerFactory, Stage
+
+
+class BasicModule(ABC):
+    """A task on a model, independent of how it is parallelised."""
+
+    def __init__(self, cfg: RunConfig) -> None:
+        self.cfg = cfg
+
+    @abstractmethod
+    def stages(self, factory: LayerFactory) -> list[Stage]:
+        """The model as named stages, first to last."""
+
+    @abstractmethod
+    def loss(
+        self, model: paddle.nn.Layer, batch: dict[str, paddle.Tensor]
+    ) -> tuple[paddle.Tensor, paddle.Tensor]:
+        """(sum of the loss over valid tokens, their number) of one micro batch."""

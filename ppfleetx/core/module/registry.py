@@ -1,0 +1,24 @@
+"""``Model.module`` by name."""
+
+from __future__ import annotations
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.schema import RunConfig
+from ppfleetx.core.module.base import BasicModule
+from ppfleetx.core.module.gpt import GPTModule
+
+MODULES: dict[str, type[BasicModule]] = {"GPTModule": GPTModule}
+
+
+def build_module(cfg: RunConfig) -> BasicModule:
+    """The task named by ``Model.module``.
+
+    Raises:
+        ConfigError: a module this version does not have.
+    """
+    name = cfg.Model.module
+    if name not in MODULES:
+        raise ConfigError(
+            f"this program has {', '.join(sorted(MODULES))} only", key="Model.module", value=name
+        )
+    return MODULES[name](cfg)

@@ -1,0 +1,65 @@
+"""What the engine asks of whoever executes the model, whatever the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+MicroBatch = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """One optimizer step, as the whole job sees it.
+
+    Attributes:
+        loss: sum of the loss over valid tokens divided by their number, over all micro batches and
+            data ranks.
+        num_valid_tokens: tokens that count in the loss.
+        grad_norm: global L2 norm of the gradients before clipping.
+    """
+
+    loss: float
+    num_valid_tokens: float
+    grad_norm: float
+
+
+class NonFiniteError(RuntimeError):
+    """Loss or gradient is NaN or infinite. The parameters are those of before the step."""
+
+    def __init__(self, what: str, value: float, sample_ids: Sequence[int]) -> None:
+        super().__init__(f"{what} is {value}")
+        self.what, self.value, self.sample_ids = what, value, list(sample_ids)
+
+
+class Runner(Protocol):
+    """Executes steps of one model under one plan."""
+
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float, weight_decay: float
+    ) -> StepOutput:
+        """Forward, backward and update over one global batch.
+
+        Raises:
+            NonFiniteError: before the update, when the loss or the gradient norm is not finite.
+        """
+        ...
+
+    def eval_step(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, float]:
+        """(sum of the loss over valid tokens, their number), over the whole job."""
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """(canonical name, parameter) of what this rank holds, in model order."""
+        ...
+
+    def optimizer_state(self) -> dict[tuple[str, str], Any]:
+        """{(canonical name, state name): tensor} of what this rank holds."""
+        ...
+
+    def load_optimizer_state(self, state: dict[tuple[str, str], np.ndarray]) -> None:
+        """Take over a state of the form of :meth:`optimizer_state`."""
+        ...
