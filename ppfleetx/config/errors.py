@@ -1,4 +1,4 @@
-"""Errors a user can cause and repair. The tools print them as one message and exit with code 2."""
+"""Errors that are the user's to mend: one message, no traceback, exit code 2."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ _UNSET = object()
 
 
 class UserError(ValueError):
-    """Something the user asked for or supplied is wrong; the message says what and the rule it breaks."""
+    """A mistake in what the user gave us. Tools print its message and exit with code 2."""
 
 
 class ConfigError(UserError):
-    """A configuration value breaks a rule.
+    """A wrong configuration.
 
     Args:
-        rule: the rule in words, with the numbers it is about.
-        key: dotted name of the key, e.g. ``Global.micro_batch_size``.
-        value: the offending value; left out of the message when not given.
-        place: where the value came from, e.g. ``pretrain.yaml:14``.
-        hint: what to do about it.
+        rule: what is wrong and what would be right, as a sentence.
+        key: dotted key, e.g. ``Model.num_layers``.
+        value: the offending value, when there is one.
+        place: where it was written, ``file:line`` or ``-o override 2``.
+        hint: what to do about it, e.g. the nearest key.
     """
 
     def __init__(
@@ -31,16 +31,20 @@ class ConfigError(UserError):
         place: str | None = None,
         hint: str | None = None,
     ) -> None:
-        head = "" if key is None else (key if value is _UNSET else f"{key} = {value!r}")
-        where = f" ({place})" if place else ""
-        prefix = f"{head}{where}: " if head or where else ""
-        super().__init__(f"{prefix}{rule}" + (f" {hint}" if hint else ""))
         self.rule, self.key, self.place, self.hint = rule, key, place, hint
+        self.value = None if value is _UNSET else value
+        head = key or ""
+        if key is not None and value is not _UNSET:
+            head += f" = {value!r}"
+        if place is not None:
+            head += f" ({place})" if head else place
+        message = f"{head}: {rule}" if head else rule
+        super().__init__(f"{message} {hint}" if hint else message)
 
 
 class DataError(UserError):
-    """A corpus or an index on disk is missing, damaged, or does not fit what was asked of it."""
+    """Corpus, index or tokenizer files that are missing, damaged or too small."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint is missing, damaged, or does not fit the run that wants to load it."""
+    """A checkpoint that is missing, damaged, or does not fit the model."""

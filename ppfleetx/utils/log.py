@@ -1,10 +1,38 @@
-"""The one logger of the package."""
+"""The program's one logger, in FleetX's line format.
+
+``[2022-07-27 12:40:00,833] [    INFO] - message`` on stdout; colours only on a terminal.
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
+
+_FORMAT = "[%(asctime)s] [%(levelname)8s] - %(message)s"
 
 
 def get_logger() -> logging.Logger:
-    """The logger named ``ppfleetx``; its handlers and level are set by whoever starts the process."""
+    """The logger ``ppfleetx``. It has no handler until a tool calls :func:`configure_logging`."""
     return logging.getLogger("ppfleetx")
+
+
+def configure_logging(*, quiet: bool = False) -> logging.Logger:
+    """Give the logger its stdout handler; ``quiet`` (ranks that say nothing) keeps warnings only."""
+    logger = get_logger()
+    logger.handlers.clear()
+    handler = logging.StreamHandler(_Stdout())
+    handler.setFormatter(logging.Formatter(_FORMAT))
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING if quiet else logging.INFO)
+    logger.propagate = False
+    return logger
+
+
+class _Stdout:
+    """The present ``sys.stdout``: a progress bar or a test may replace it while we run."""
+
+    def write(self, text: str) -> int:
+        return sys.stdout.write(text)
+
+    def flush(self) -> None:
+        sys.stdout.flush()
