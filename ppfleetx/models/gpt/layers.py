@@ -1,0 +1,211 @@
+"""The four layers of a GPT: embedding, block, final norm, head.
+
+The state that travels between them is a tuple of tensors, so that a pipeline can send it:
+``(hidden [s, b, h], position_ids [b, s] if rotary, document_start [b, s] if given)``. The first stage
+takes ``(tokens [b, s], position_ids [b, s], document_start [b, s] if given)``, the last gives logits
+``[s, b, V]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import paddle
+from paddle import nn
+
+from ppfleetx.nn.attention import Attention, KeyValueCache
+from ppfleetx.nn.embedding import TokenEmbedding
+from ppfleetx.nn.init import Init
+from ppfleetx.nn.kernels import KernelOptions
+from ppfleetx.nn.mlp import MLP
+from ppfleetx.nn.recompute import may_recompute, recompute
+from ppfleetx.nn.rope import RotaryEmbedding
+from ppfleetx.nn.stage import LayerFactory
+
+State = tuple[paddle.Tensor, ...]
+
+
+class Embedding(TokenEmbedding):
+    """First stage. ``carries_positions``: whether the blocks need position ids (rotary)."""
+
+    def __init__(self, factory: LayerFactory, *, carries_positions: bool, **kwargs: object) -> None:
+        super().__init__(factory, **kwargs)
+        self.carries_positions = carries_positions
+
+    def forward(self, state: State, cache: KeyValueCache | None = None) -> State:
+        tokens, position_ids, *document_start = state
+        hidden = super().forward(tokens, position_ids)
+        positions = (position_ids,) if self.carries_positions else ()
+        return (hidden, *positions, *document_start)
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """Everything a block is made from, resolved (no None that means "derive it")."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_hidden_size: int
+    activation: str
+    norm: str
+    norm_epsilon: float
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    hidden_dropout: float
+    attention_dropout: float
+    sandwich_norm: bool
+    attention_post_norm_gain: float
+    mlp_post_norm_gain: float
+    init: Init
+    output_init: Init
+
+
+class Block(nn.Layer):
+    """Pre-norm transformer block; with sandwich norm each branch is normalised again before it is added.
+
+    Args:
+        factory: makes linears and norms.
+        shape: sizes and options.
+        layer_index: index in the whole model.
+        rotary: rotary positions, or None.
+        kernel: attention kernel options.
+        recompute: ``full``, ``full_attn``, ``core_attn`` or None.
+    """
+
+    def __init__(
+        self,
+        factory: LayerFactory,
+        *,
+        shape: BlockShape,
+        layer_index: int,
+        rotary: RotaryEmbedding | None,
+        kernel: KernelOptions,
+        recompute: str | None,
+    ) -> None:
+        super().__init__()
+        self.granularity, self.carries_positions = recompute, rotary is not None
+
+        def norm(gain: float = 1.0) -> nn.Layer:
+            return factory.norm(shape.norm, shape.hidden_size, epsilon=shape.norm_epsilon, gain=gain)
+
+        self.input_norm = norm()
+        self.attention = Attention(
+            factory,
+            hidden_size=shape.hidden_size,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            layer_index=layer_index,
+            rotary=rotary,
+            qkv_bias=shape.qkv_bias,
+            output_bias=shape.output_bias,
+            dropout=shape.attention_dropout,
+            init=shape.init,
+            output_init=shape.output_init,
+            options=kernel,
+            recompute_core=recompute == "core_attn",
+        )
+        self.attention_post_norm = norm(shape.attention_post_norm_gain) if shape.sandwich_norm else None
+        self.mlp_norm = norm()
+        self.mlp = MLP(
+            factory,
+            hidden_size=shape.hidden_size,
+            ffn_hidden_size=shape.ffn_hidden_size,
+            activation=shape.activation,
+            bias=shape.mlp_bias,
+            init=shape.init,
+            output_init=shape.output_init,
+        )
+        self.mlp_post_norm = norm(shape.mlp_post_norm_gain) if shape.sandwich_norm else None
+        self.dropout = factory.dropout(shape.hidden_dropout)
+
+    def forward(self, state: State, cache: KeyValueCache | None = None) -> State:
+        hidden, *rest = state
+        position_ids = rest[0] if self.carries_positions else None
+        document_start = rest[-1] if len(rest) > int(self.carries_positions) else None
+        granularity = self.granularity if cache is None and may_recompute(self) else None
+        if granularity == "full":
+            hidden = recompute(self.transform, hidden, position_ids, document_start)
+        else:
+            hidden = self.transform(hidden, position_ids, document_start, cache, granularity == "full_attn")
+        return (hidden, *rest)
+
+    def transform(
+        self,
+        hidden: paddle.Tensor,
+        position_ids: paddle.Tensor | None,
+        document_start: paddle.Tensor | None,
+        cache: KeyValueCache | None = None,
+        recompute_attention: bool = False,
+    ) -> paddle.Tensor:
+        """``hidden [s, b, h]`` through attention and feed-forward."""
+        if recompute_attention:
+            branch = recompute(self.attend, hidden, position_ids, document_start)
+        else:
+            branch = self.attend(hidden, position_ids, document_start, cache)
+        hidden = hidden + branch
+        branch = self.dropout(self.mlp(self.mlp_norm(hidden)))
+        if self.mlp_post_norm is not None:
+            branch = self.mlp_post_norm(branch)
+        return hidden + branch
+
+    def attend(
+        self,
+        hidden: paddle.Tensor,
+        position_ids: paddle.Tensor | None,
+        document_start: paddle.Tensor | None,
+        cache: KeyValueCache | None = None,
+    ) -> paddle.Tensor:
+        """The attention branch, up to but without its addition to ``hidden``."""
+        branch = self.attention(self.input_norm(hidden), position_ids, document_start, cache)
+        branch = self.dropout(branch)
+        return branch if self.attention_post_norm is None else self.attention_post_norm(branch)
+
+
+class FinalNorm(nn.Layer):
+    """Norm after the last block."""
+
+    def __init__(self, factory: LayerFactory, *, norm: str, hidden_size: int, epsilon: float) -> None:
+        super().__init__()
+        self.final_norm = factory.norm(norm, hidden_size, epsilon=epsilon)
+
+    def forward(self, state: State, cache: KeyValueCache | None = None) -> State:
+        return (self.final_norm(state[0]), *state[1:])
+
+
+class Head(nn.Layer):
+    """Logits from a matrix of its own."""
+
+    def __init__(
+        self, factory: LayerFactory, *, hidden_size: int, padded_vocab_size: int, bias: bool, init: Init
+    ) -> None:
+        super().__init__()
+        self.head = factory.column_linear(hidden_size, padded_vocab_size, init=init, bias=bias, kind="head")
+
+    def forward(self, state: State, cache: KeyValueCache | None = None) -> paddle.Tensor:
+        return self.head(state[0])
+
+
+class TiedHead(nn.Layer):
+    """Logits from the word embedding, which another stage shares (one card) or mirrors (pipeline)."""
+
+    def __init__(
+        self,
+        factory: LayerFactory,
+        *,
+        hidden_size: int,
+        padded_vocab_size: int,
+        word_init: Init,
+        word_embeddings: nn.Layer | None = None,
+    ) -> None:
+        super().__init__()
+        self.factory = factory
+        self.word_embeddings = word_embeddings or factory.vocab_embedding(
+            padded_vocab_size, hidden_size, init=word_init
+        )
+
+    def forward(self, state: State, cache: KeyValueCache | None = None) -> paddle.Tensor:
+        return self.factory.tied_logits(state[0], self.word_embeddings.weight)

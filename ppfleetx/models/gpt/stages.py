@@ -1,0 +1,153 @@
+"""GPT as a list of stages, from the ``Model`` section of a configuration."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.models.gpt.layers import Block, BlockShape, Embedding, FinalNorm, Head, TiedHead
+from ppfleetx.nn.init import Normal
+from ppfleetx.nn.kernels import KERNELS, KernelOptions
+from ppfleetx.nn.recompute import RecomputePolicy
+from ppfleetx.nn.rope import RotaryEmbedding
+from ppfleetx.nn.stage import LayerFactory, Stage, Tie
+
+if TYPE_CHECKING:
+    from ppfleetx.config.sections import ModelConfig
+
+_WORD_TIE = Tie(key="embedding.word_embeddings", attribute="word_embeddings")
+
+
+def gpt_stages(cfg: ModelConfig, factory: LayerFactory) -> list[Stage]:
+    """Embedding, ``num_layers`` blocks, final norm, head.
+
+    Args:
+        cfg: the ``Model`` section.
+        factory: makes the layers; the only thing that knows whether they are sliced.
+
+    Raises:
+        ConfigError: an option that no layer offers.
+    """
+    shape = block_shape(cfg)
+    is_rotary = cfg.position_embedding_type == "rope"
+    rotary = (
+        RotaryEmbedding(shape.head_dim, cfg.max_position_embeddings, cfg.rotary_base) if is_rotary else None
+    )
+    kernel, policy = kernel_options(cfg), recompute_policy(cfg)
+    blocks = [
+        Stage(
+            f"decoder.layers.{index}",
+            Block,
+            {
+                "factory": factory,
+                "shape": shape,
+                "layer_index": index,
+                "rotary": rotary,
+                "kernel": kernel,
+                "recompute": policy.of_layer(index),
+            },
+        )
+        for index in range(cfg.num_layers)
+    ]
+    final_norm = Stage(
+        "decoder.final_norm",
+        FinalNorm,
+        {
+            "factory": factory,
+            "norm": shape.norm,
+            "hidden_size": shape.hidden_size,
+            "epsilon": shape.norm_epsilon,
+        },
+        root="decoder",
+    )
+    return [_embedding(cfg, factory), *blocks, final_norm, _head(cfg, factory)]
+
+
+def _embedding(cfg: ModelConfig, factory: LayerFactory) -> Stage:
+    learned = cfg.position_embedding_type == "learned_absolute"
+    kwargs = {
+        "factory": factory,
+        "padded_vocab_size": cfg.padded_vocab_size,
+        "hidden_size": cfg.hidden_size,
+        "num_positions": cfg.max_position_embeddings if learned else None,
+        "dropout": cfg.hidden_dropout_prob,
+        "word_init": Normal(cfg.initializer_range, padded_dim=0, true_size=cfg.vocab_size),
+        "position_init": Normal(cfg.initializer_range),
+        "carries_positions": cfg.position_embedding_type == "rope",
+    }
+    return Stage("embedding", Embedding, kwargs, tie=_WORD_TIE if cfg.tie_word_embeddings else None)
+
+
+def _head(cfg: ModelConfig, factory: LayerFactory) -> Stage:
+    kwargs = {
+        "factory": factory,
+        "hidden_size": cfg.hidden_size,
+        "padded_vocab_size": cfg.padded_vocab_size,
+    }
+    if cfg.tie_word_embeddings:
+        if cfg.add_head_bias:
+            raise ConfigError("a tied head has no bias of its own", key="Model.add_head_bias", value=True)
+        kwargs["word_init"] = Normal(cfg.initializer_range, padded_dim=0, true_size=cfg.vocab_size)
+        return Stage("head", TiedHead, kwargs, tie=_WORD_TIE)
+    kwargs["init"] = Normal(cfg.initializer_range, padded_dim=1, true_size=cfg.vocab_size)
+    return Stage("head", Head, {**kwargs, "bias": bool(cfg.add_head_bias)}, root="")
+
+
+def block_shape(cfg: ModelConfig) -> BlockShape:
+    """The block's sizes and options with every default filled in."""
+
+    def bias(own: bool | None) -> bool:
+        return cfg.add_bias_linear if own is None else own
+
+    std = cfg.initializer_range
+    output_std = std / math.sqrt(2 * cfg.num_layers) if cfg.scale_output_init else std
+    return BlockShape(
+        hidden_size=cfg.hidden_size,
+        num_heads=cfg.num_attention_heads,
+        num_kv_heads=cfg.num_query_groups or cfg.num_attention_heads,
+        head_dim=cfg.head_dim or cfg.hidden_size // cfg.num_attention_heads,
+        ffn_hidden_size=cfg.ffn_hidden_size or _default_ffn(cfg),
+        activation=cfg.hidden_act,
+        norm=cfg.normalization,
+        norm_epsilon=cfg.norm_epsilon,
+        qkv_bias=bias(cfg.add_qkv_bias),
+        output_bias=bias(cfg.add_out_proj_bias),
+        mlp_bias=bias(cfg.add_mlp_bias),
+        hidden_dropout=cfg.hidden_dropout_prob,
+        attention_dropout=cfg.attention_probs_dropout_prob,
+        sandwich_norm=cfg.sandwich_norm,
+        attention_post_norm_gain=cfg.attn_post_norm_scale,
+        mlp_post_norm_gain=cfg.ffn_post_norm_scale,
+        init=Normal(std),
+        output_init=Normal(output_std),
+    )
+
+
+def _default_ffn(cfg: ModelConfig) -> int:
+    if cfg.hidden_act == "swiglu":
+        return int(cfg.hidden_size * 4 * 2 / 3 / 64) * 64
+    return 4 * cfg.hidden_size
+
+
+def kernel_options(cfg: ModelConfig) -> KernelOptions:
+    """Attention kernel asked for; ``use_flash_attn: True`` means flash unless a kernel is named."""
+    kernel = cfg.attention_kernel
+    if kernel not in KERNELS:
+        raise ConfigError(f"must be one of {', '.join(KERNELS)}", key="Model.attention_kernel", value=kernel)
+    if kernel == "auto" and not cfg.use_flash_attn:
+        kernel = "reference"
+    guard = float(cfg.num_layers) if cfg.scale_qk_by_layer_num else 1.0
+    return KernelOptions(kernel, cfg.softmax_in_fp32, guard)
+
+
+def recompute_policy(cfg: ModelConfig) -> RecomputePolicy:
+    """The recompute keys; without a granularity the whole layer is recomputed."""
+    if not cfg.use_recompute:
+        return RecomputePolicy()
+    return RecomputePolicy(
+        cfg.recompute_granularity or "full",
+        cfg.recompute_interval,
+        tuple(cfg.recompute_layers or ()),
+        tuple(cfg.no_recompute_layers or ()),
+    )

@@ -1,0 +1,51 @@
+"""All stages of a model in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import paddle
+from paddle import nn
+
+from ppfleetx.nn.attention import KeyValueCache
+from ppfleetx.nn.stage import Stage, build_stage
+
+
+class StagedModel(nn.Layer):
+    """Runs a list of stages one after the other.
+
+    Args:
+        stages: the model, e.g. from ``gpt_stages``.
+        seed: seed of the initial weights.
+    """
+
+    def __init__(self, stages: Sequence[Stage], seed: int = 0) -> None:
+        super().__init__()
+        shared: dict[str, nn.Layer] = {}
+        self.stages = nn.LayerList([build_stage(stage, seed, shared) for stage in stages])
+
+    def forward(
+        self,
+        tokens: paddle.Tensor,
+        position_ids: paddle.Tensor | None = None,
+        document_start: paddle.Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> paddle.Tensor:
+        """Logits ``[s, b, V_padded]``.
+
+        Args:
+            tokens: ``[b, s]`` int64.
+            position_ids: ``[b, s]`` int64; counted from the cache's length when None.
+            document_start: ``[b, s]`` int32, first absolute position each position may attend to; None
+                lets it attend to everything before it.
+            cache: keys and values of earlier positions, extended by this call.
+        """
+        if position_ids is None:
+            past = 0 if cache is None else cache.length
+            position_ids = (paddle.arange(tokens.shape[1]) + past).unsqueeze(0).expand_as(tokens)
+        state = (tokens, position_ids)
+        if document_start is not None:
+            state = (*state, document_start)
+        for stage in self.stages:
+            state = stage(state, cache)
+        return state

@@ -1,0 +1,135 @@
+"""Self-attention with grouped key/value heads, rotary positions and a key/value cache.
+
+Shape letters: s positions, b batch, h hidden, g key/value heads held here, r query heads per key/value
+head, d head size. MHA is r = 1, MQA is one key/value head in all.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import paddle
+from paddle import nn
+
+from ppfleetx.nn.init import Init
+from ppfleetx.nn.kernels import KernelOptions, attend
+from ppfleetx.nn.recompute import may_recompute, recompute
+from ppfleetx.nn.rope import RotaryEmbedding
+from ppfleetx.nn.stage import LayerFactory
+
+
+class KeyValueCache(Protocol):
+    """Keys and values of the positions seen so far, one pair per layer."""
+
+    @property
+    def length(self) -> int | paddle.Tensor:
+        """Positions held before the current call, the same for all layers."""
+
+    def update(
+        self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor
+    ) -> tuple[paddle.Tensor, paddle.Tensor]:
+        """Append ``key, value [b, g, s, d]`` of the new positions; give all ``[b, g, length + s, d]``."""
+
+
+class Attention(nn.Layer):
+    """Causal self-attention on ``[s, b, h]``.
+
+    The fused projection is grouped per key/value head, ``[g][q ... q, k, v][d]``: a slice of its columns
+    that holds whole groups is a smaller attention of the same kind.
+
+    Args:
+        factory: makes the projections and says how many key/value heads are held here.
+        hidden_size: h.
+        num_heads: query heads of the whole model.
+        num_kv_heads: key/value heads of the whole model; divides ``num_heads``.
+        head_dim: d.
+        layer_index: place of this layer's keys in the cache.
+        rotary: rotary positions, or None.
+        qkv_bias, output_bias: whether the projections have biases.
+        dropout: probability of dropping an attention weight.
+        init, output_init: initial values of the projections.
+        options: which kernel, and how.
+        recompute_core: forget scores and weights in the forward pass, recompute them in the backward.
+    """
+
+    def __init__(
+        self,
+        factory: LayerFactory,
+        *,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        layer_index: int,
+        rotary: RotaryEmbedding | None,
+        qkv_bias: bool,
+        output_bias: bool,
+        dropout: float,
+        init: Init,
+        output_init: Init,
+        options: KernelOptions,
+        recompute_core: bool = False,
+    ) -> None:
+        super().__init__()
+        assert num_heads % num_kv_heads == 0
+        self.layer_index, self.head_dim, self.rotary, self.options = layer_index, head_dim, rotary, options
+        self.recompute_core = recompute_core
+        self.queries_per_group = num_heads // num_kv_heads
+        self.num_groups = factory.local_count(num_kv_heads, "key/value heads")
+        width = num_kv_heads * (self.queries_per_group + 2) * head_dim
+        self.qkv = factory.column_linear(hidden_size, width, init=init, bias=qkv_bias)
+        self.out_proj = factory.row_linear(
+            num_heads * head_dim, hidden_size, init=output_init, bias=output_bias
+        )
+        self.dropout = factory.dropout(dropout, inside_heads=True)
+
+    def forward(
+        self,
+        hidden: paddle.Tensor,
+        position_ids: paddle.Tensor | None = None,
+        document_start: paddle.Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> paddle.Tensor:
+        """Attend.
+
+        Args:
+            hidden: ``[s, b, h]``.
+            position_ids: ``[b, s]``, needed with rotary positions.
+            document_start: ``[b, s]`` first position each row may attend to.
+            cache: keys and values of earlier positions; those of ``hidden`` are appended.
+        """
+        query, key, value = self.project(hidden, position_ids)
+        if cache is not None:
+            key, value = cache.update(self.layer_index, key, value)
+        if self.recompute_core and cache is None and may_recompute(self):
+            context = recompute(self.core, query, key, value, document_start)
+        else:
+            context = self.core(query, key, value, document_start)
+        return self.out_proj(context)
+
+    def project(
+        self, hidden: paddle.Tensor, position_ids: paddle.Tensor | None
+    ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
+        """query ``[b, g, r, s, d]``, key and value ``[b, g, s, d]``."""
+        per_group = self.queries_per_group
+        qkv = self.qkv(hidden).reshape([0, 0, self.num_groups, per_group + 2, self.head_dim])
+        if self.rotary is not None:
+            turned = self.rotary.rotate(qkv[:, :, :, : per_group + 1], position_ids)
+            query, key = turned[:, :, :, :per_group], turned[:, :, :, per_group]
+        else:
+            query, key = qkv[:, :, :, :per_group], qkv[:, :, :, per_group]
+        value = qkv[:, :, :, per_group + 1]
+        heads_first = [1, 2, 0, 3]
+        return query.transpose([1, 2, 3, 0, 4]), key.transpose(heads_first), value.transpose(heads_first)
+
+    def core(
+        self,
+        query: paddle.Tensor,
+        key: paddle.Tensor,
+        value: paddle.Tensor,
+        document_start: paddle.Tensor | None,
+    ) -> paddle.Tensor:
+        """Attention proper; gives ``[s, b, g * r * d]``."""
+        context = attend(query, key, value, document_start, self.dropout, self.options)
+        width = self.num_groups * self.queries_per_group * self.head_dim
+        return context.transpose([3, 0, 1, 2, 4]).reshape([0, 0, width])

@@ -1,0 +1,53 @@
+"""Token and position embeddings."""
+
+from __future__ import annotations
+
+import paddle
+from paddle import nn
+
+from ppfleetx.nn.init import Init
+from ppfleetx.nn.stage import LayerFactory
+
+
+class TokenEmbedding(nn.Layer):
+    """Tokens (and learned positions) to the trunk's ``[s, b, h]``.
+
+    Args:
+        factory: makes the tables.
+        padded_vocab_size: rows of the word table.
+        hidden_size: h.
+        num_positions: rows of the learned position table, or None for none.
+        dropout: probability of dropping an element of the sum.
+        word_init, position_init: initial values.
+        word_embeddings: a word table shared with another stage, to use instead of making one.
+    """
+
+    def __init__(
+        self,
+        factory: LayerFactory,
+        *,
+        padded_vocab_size: int,
+        hidden_size: int,
+        num_positions: int | None,
+        dropout: float,
+        word_init: Init,
+        position_init: Init,
+        word_embeddings: nn.Layer | None = None,
+    ) -> None:
+        super().__init__()
+        self.factory = factory
+        self.word_embeddings = word_embeddings or factory.vocab_embedding(
+            padded_vocab_size, hidden_size, init=word_init
+        )
+        self.position_embeddings = (
+            factory.embedding(num_positions, hidden_size, init=position_init) if num_positions else None
+        )
+        self.dropout = factory.dropout(dropout)
+
+    def forward(self, tokens: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
+        """``tokens [b, s]`` and ``position_ids [b, s]`` to ``[s, b, h]``."""
+        # Transposing the ids costs nothing; transposing the embeddings would.
+        hidden = self.word_embeddings(tokens.transpose([1, 0]))
+        if self.position_embeddings is not None:
+            hidden = hidden + self.position_embeddings(position_ids.transpose([1, 0]))
+        return self.dropout(self.factory.enter_trunk(hidden))

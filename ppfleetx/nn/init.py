@@ -1,0 +1,107 @@
+"""Initial weights as a function of (seed, canonical name, global index).
+
+The global array is cut into fixed tiles; each tile is drawn from its own counter range of one Philox
+stream keyed by the seed and the parameter's name. A rank that owns a slice draws the tiles its slice
+touches and nothing else, so step-0 weights are bitwise equal under every parallel plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+# Rows and columns of a tile. Part of the definition of the initial weights: changing it changes them.
+_TILE = (128, 512)
+# A tile takes at most this many 256-bit counter values; a normal draw takes well under 8 of 32 bits.
+_COUNTERS_PER_TILE = 1 << 32
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Every element is ``value``."""
+
+    value: float = 0.0
+
+
+@dataclass(frozen=True)
+class Normal:
+    """N(0, std); along ``padded_dim`` the elements from ``true_size`` on are zero (vocabulary padding)."""
+
+    std: float
+    padded_dim: int | None = None
+    true_size: int | None = None
+
+
+Init = Constant | Normal
+
+
+def draw(
+    init: Init,
+    seed: int,
+    name: str,
+    global_shape: Sequence[int],
+    offset: Sequence[int] | None = None,
+    local_shape: Sequence[int] | None = None,
+) -> np.ndarray:
+    """Initial values of one slice of a parameter.
+
+    Args:
+        init: what to draw.
+        seed: the run's seed.
+        name: canonical name; two names give independent values.
+        global_shape: shape of the whole parameter, one or two dimensions for ``Normal``.
+        offset: first global index of the slice in each dimension; the origin when None.
+        local_shape: shape of the slice; the whole when None.
+
+    Returns:
+        float32 array of ``local_shape``.
+    """
+    offset = tuple(offset) if offset is not None else (0,) * len(global_shape)
+    local_shape = tuple(local_shape) if local_shape is not None else tuple(global_shape)
+    if isinstance(init, Constant):
+        return np.full(local_shape, init.value, dtype=np.float32)
+    assert len(global_shape) in (1, 2), f"{name}: normal initialisation is defined for vectors and matrices"
+    rows_cols = (1, *global_shape)[-2:]
+    values = _normal_tiles(_key(seed, name), rows_cols, (0, *offset)[-2:], (1, *local_shape)[-2:])
+    values *= np.float32(init.std)
+    values = values.reshape(local_shape)
+    if init.padded_dim is not None:
+        first_padding = max(0, init.true_size - offset[init.padded_dim])
+        np.moveaxis(values, init.padded_dim, 0)[first_padding:] = 0.0
+    return values
+
+
+def _key(seed: int, name: str) -> np.ndarray:
+    digest = hashlib.sha256(f"{seed}\0{name}".encode()).digest()
+    return np.frombuffer(digest[:16], dtype="<u8").astype(np.uint64)
+
+
+def _normal_tiles(
+    key: np.ndarray, shape: Sequence[int], offset: Sequence[int], local_shape: Sequence[int]
+) -> np.ndarray:
+    """Standard normal float32 values of ``[offset, offset + local_shape)`` of a matrix of ``shape``."""
+    out = np.empty(local_shape, dtype=np.float32)
+    tiles_per_row = -(-shape[1] // _TILE[1])
+    touched = [
+        range(start // tile, -(-(start + size) // tile))
+        for start, size, tile in zip(offset, local_shape, _TILE, strict=True)
+    ]
+    for tile_row, tile_col in itertools.product(*touched):
+        counter = (tile_row * tiles_per_row + tile_col) * _COUNTERS_PER_TILE
+        tile = np.random.Generator(np.random.Philox(key=key, counter=counter)).standard_normal(
+            _TILE, dtype=np.float32
+        )
+        source, target = [], []
+        for position, start, size, extent in zip(
+            (tile_row, tile_col), offset, local_shape, _TILE, strict=True
+        ):
+            origin = position * extent
+            low, high = max(start, origin), min(start + size, origin + extent)
+            source.append(slice(low - origin, high - origin))
+            target.append(slice(low - start, high - start))
+        out[tuple(target)] = tile[tuple(source)]
+    return out

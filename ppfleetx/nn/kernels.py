@@ -1,0 +1,131 @@
+"""Attention kernels behind one dispatch.
+
+Shape letters: b batch, q query positions, k key positions, g key/value heads, r query heads per
+key/value head, d head size. Kernels take ``query [b, g, r, q, d]`` and ``key, value [b, g, k, d]`` and
+give ``[b, g, r, q, d]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import paddle
+import paddle.nn.functional as F
+from paddle import nn
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.nn.masks import attention_mask, block, flash_row_limits
+
+KERNELS = ("auto", "reference", "flash")
+_HALF = (paddle.float16, paddle.bfloat16)
+
+
+@dataclass(frozen=True)
+class KernelOptions:
+    """What the kernels need to know beside the tensors.
+
+    Attributes:
+        kernel: one of :data:`KERNELS`. ``auto`` takes flash where it can run.
+        softmax_in_fp32: softmax in float32 when the scores are 16-bit.
+        qk_scale_guard: in 16 bits, scores are divided by this before and multiplied after the conversion
+            to float32, so that they cannot overflow float16; equal in exact arithmetic.
+    """
+
+    kernel: str = "auto"
+    softmax_in_fp32: bool = True
+    qk_scale_guard: float = 1.0
+
+
+def attend(
+    query: paddle.Tensor,
+    key: paddle.Tensor,
+    value: paddle.Tensor,
+    document_start: paddle.Tensor | None,
+    dropout: nn.Layer,
+    options: KernelOptions,
+) -> paddle.Tensor:
+    """Causal attention by the kernel that ``options`` ask for.
+
+    Raises:
+        ConfigError: flash is asked for where it cannot run.
+    """
+    obstacle = flash_obstacle(query, key)
+    if options.kernel == "flash" and obstacle:
+        raise ConfigError(
+            f"flash attention cannot run here: {obstacle}; use auto or reference",
+            key="Model.attention_kernel",
+            value="flash",
+        )
+    if options.kernel == "reference" or obstacle:
+        return reference_attention(query, key, value, document_start, dropout, options)
+    return flash_attention(query, key, value, document_start, dropout)
+
+
+def flash_obstacle(query: paddle.Tensor, key: paddle.Tensor) -> str | None:
+    """Why flash attention cannot serve these tensors, or None when it can."""
+    if not paddle.is_compiled_with_cuda() or not paddle.get_device().startswith("gpu"):
+        return f"it needs a GPU, the device is {paddle.get_device()}"
+    if query.dtype not in _HALF:
+        return f"it needs float16 or bfloat16, the activations are {str(query.dtype).split('.')[-1]}"
+    if query.shape[-1] > 256:
+        return f"its largest head size is 256, this is {query.shape[-1]}"
+    if query.shape[-2] != key.shape[-2]:
+        return "a key/value cache needs explicit masks"
+    return None
+
+
+def reference_attention(
+    query: paddle.Tensor,
+    key: paddle.Tensor,
+    value: paddle.Tensor,
+    document_start: paddle.Tensor | None,
+    dropout: nn.Layer,
+    options: KernelOptions,
+) -> paddle.Tensor:
+    """Matrix product, softmax, matrix product: runs everywhere and defines what the others must give."""
+    _, groups, per_group, num_queries, head_dim = query.shape
+    num_keys = key.shape[2]
+    half = query.dtype in _HALF
+    guard = options.qk_scale_guard if half else 1.0
+    query = (query * (head_dim**-0.5 / guard)).reshape([0, groups, -1, head_dim])
+    # The query heads of one key/value head stand below each other: keys are never repeated.
+    scores = paddle.matmul(query, key, transpose_y=True)
+    if half and options.softmax_in_fp32:
+        scores = scores.astype("float32")
+    if guard != 1.0:
+        scores = scores * guard
+    scores = scores.reshape([0, groups * per_group, -1, num_keys])
+    scores = block(scores, attention_mask(num_queries, num_keys, document_start))
+    weights = dropout(F.softmax(scores).astype(value.dtype))
+    context = paddle.matmul(weights.reshape([0, groups, -1, num_keys]), value)
+    return context.reshape([0, groups, per_group, -1, head_dim])
+
+
+def flash_attention(
+    query: paddle.Tensor,
+    key: paddle.Tensor,
+    value: paddle.Tensor,
+    document_start: paddle.Tensor | None,
+    dropout: nn.Layer,
+) -> paddle.Tensor:
+    """Paddle's flash attention; documents packed in a row go through flashmask."""
+    _, groups, per_group, _, head_dim = query.shape
+    q_bsnd = query.flatten(1, 2).transpose([0, 2, 1, 3])
+    k_bsnd, v_bsnd = key.transpose([0, 2, 1, 3]), value.transpose([0, 2, 1, 3])
+    probability = dropout.p if dropout.training else 0.0
+    if document_start is None:
+        # Its default is training=True: dropout would stay on in evaluation.
+        context, _ = F.flash_attention.flash_attention(
+            q_bsnd, k_bsnd, v_bsnd, dropout=probability, causal=True, training=dropout.training
+        )
+    else:
+        context = F.flash_attention.flashmask_attention(
+            q_bsnd,
+            k_bsnd,
+            v_bsnd,
+            flash_row_limits(document_start),
+            dropout=probability,
+            causal=True,
+            training=dropout.training,
+        )
+    return context.transpose([0, 2, 1, 3]).reshape([0, groups, per_group, -1, head_dim])

@@ -1,0 +1,160 @@
+"""A model as a list of named stages, and parameters that know their global slice.
+
+A stage is a recipe (class and arguments) for one layer. One card builds every stage into a plain
+container; a pipeline builds from the same list those that live on its rank. Nothing about a
+parameter's name, initial value or slice depends on which of the two happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import paddle
+from paddle import nn
+
+from ppfleetx.nn.init import Init, draw
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """What a parameter is, independent of the parallel plan.
+
+    Attributes:
+        name: canonical name, e.g. ``decoder.layers.3.attention.qkv.weight``; inside a factory it is
+            still empty, :func:`build_stage` fills it in.
+        global_shape: shape of the whole parameter.
+        offset: first global index held here, in each dimension.
+        local_shape: shape held here.
+        init: how its initial values are drawn.
+        kind: ``matrix``, ``bias``, ``norm``, ``word_embedding``, ``position_embedding`` or ``head``.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    init: Init
+    kind: str
+
+    @property
+    def is_whole(self) -> bool:
+        return self.local_shape == self.global_shape
+
+
+@dataclass(frozen=True)
+class Tie:
+    """The sub-layer ``attribute`` of this stage is one and the same in all stages with this ``key``.
+
+    ``key`` is also its canonical place: the parameters of the shared sub-layer are named
+    ``{key}.weight`` in whichever stage they are found. The sub-layer holds nothing but what is shared,
+    so that a pipeline's copy on another rank has no parameter without a gradient.
+    """
+
+    key: str
+    attribute: str
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Recipe of one layer of the model.
+
+    Attributes:
+        name: unique name, e.g. ``decoder.layers.3``.
+        layer_cls: its class. ``forward(state, cache=None)`` maps a tuple of tensors to a tuple of tensors
+            (the last stage: to one tensor).
+        kwargs: arguments of the class.
+        tie: sub-layer shared with other stages.
+        root: prefix of the canonical names of its parameters; ``name`` when None.
+    """
+
+    name: str
+    layer_cls: type[nn.Layer]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tie: Tie | None = None
+    root: str | None = None
+
+
+class LayerFactory(Protocol):
+    """Makes the layers whose parameters a parallel plan may slice. Sizes given are global ones.
+
+    Every parameter made here carries ``info`` (a :class:`ParamInfo` without its name). Blocks never ask
+    for a degree: they ask :meth:`local_count` how many of a number of equal parts live here.
+    """
+
+    def local_count(self, count: int, what: str) -> int:
+        """How many of ``count`` equal parts (``what``: "key/value heads") one rank holds."""
+
+    def column_linear(
+        self, in_features: int, out_features: int, *, init: Init, bias: bool, kind: str = "matrix"
+    ) -> nn.Layer:
+        """Linear ``[in, out]`` whose output features may be sliced; the output stays sliced."""
+
+    def row_linear(self, in_features: int, out_features: int, *, init: Init, bias: bool) -> nn.Layer:
+        """Linear ``[in, out]`` whose input features may be sliced (and arrive sliced); output is whole."""
+
+    def vocab_embedding(self, padded_vocab_size: int, hidden_size: int, *, init: Init) -> nn.Layer:
+        """Embedding ``[V, h]`` whose rows may be sliced; output is whole."""
+
+    def embedding(self, num_embeddings: int, hidden_size: int, *, init: Init) -> nn.Layer:
+        """Embedding held whole by every rank."""
+
+    def norm(self, kind: str, size: int, *, epsilon: float, gain: float = 1.0) -> nn.Layer:
+        """``LayerNorm`` or ``RMSNorm`` over the last dimension, its gain starting at ``gain``."""
+
+    def dropout(self, probability: float, *, inside_heads: bool = False) -> nn.Layer:
+        """Dropout; ``inside_heads`` when the tensor is sliced over heads and masks must differ by rank."""
+
+    def enter_trunk(self, hidden: paddle.Tensor) -> paddle.Tensor:
+        """``[s, b, h]`` whole to what the blocks work on (its part of ``s`` under sequence parallelism)."""
+
+    def tied_logits(self, hidden: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
+        """Trunk output times the word embedding ``[V, h]`` transposed; columns stay sliced."""
+
+
+def build_stage(stage: Stage, seed: int, shared: MutableMapping[str, nn.Layer] | None = None) -> nn.Layer:
+    """Build one stage: canonical names on its parameters, initial values from (seed, name).
+
+    Args:
+        stage: the recipe.
+        seed: seed of the initial weights.
+        shared: tied sub-layers built so far in this process, by key; extended by this stage's own. A
+            stage that finds its key here is given that sub-layer instead of making one.
+
+    Raises:
+        TypeError: the class does not accept the stage's arguments.
+    """
+    kwargs = dict(stage.kwargs)
+    known = stage.tie is not None and shared is not None and stage.tie.key in shared
+    if known:
+        kwargs[stage.tie.attribute] = shared[stage.tie.key]
+    layer = stage.layer_cls(**kwargs)
+    if stage.tie is not None and shared is not None:
+        shared[stage.tie.key] = getattr(layer, stage.tie.attribute)
+    for path, parameter in layer.named_parameters():
+        if parameter.info.name:  # made, named and filled by the stage it is shared with
+            continue
+        parameter.info = replace(parameter.info, name=_canonical_name(stage, path))
+        initialize(parameter, seed)
+    return layer
+
+
+def initialize(parameter: paddle.Tensor, seed: int) -> None:
+    """Set a parameter that carries its named ``info`` to its initial values."""
+    info: ParamInfo = parameter.info
+    values = draw(info.init, seed, info.name, info.global_shape, info.offset, info.local_shape)
+    value = paddle.to_tensor(values)
+    parameter.set_value(value if value.dtype == parameter.dtype else value.astype(parameter.dtype))
+
+
+def _canonical_name(stage: Stage, path: str) -> str:
+    if stage.tie is not None and path.startswith(stage.tie.attribute + "."):
+        return f"{stage.tie.key}.{path[len(stage.tie.attribute) + 1 :]}"
+    root = stage.name if stage.root is None else stage.root
+    return f"{root}.{path}" if root else path
+
+
+def canonical_parameters(layer: nn.Layer) -> dict[str, paddle.Tensor]:
+    """Parameters of a layer or container by canonical name; a tied one appears once."""
+    return {parameter.info.name: parameter for parameter in layer.parameters()}
