@@ -1,0 +1,401 @@
+"""Tokenised corpora on disk: Megatron's ``.bin`` / ``.idx`` pair, read through mmap and written as a stream.
+
+``PREFIX.bin`` is the token ids of all sequences one after the other, nothing else.
+``PREFIX.idx`` is, little-endian throughout (N sequences, D = documents + 1)::
+
+    offset     bytes  content
+    0          9      magic  b"MMIDIDX\\0\\0"
+    9          8      version = 1 (uint64)
+    17         1      dtype code (uint8)
+    18         8      N (uint64)
+    26         8      D (uint64)
+    34         4N     length of each sequence in tokens (int32)
+    34 + 4N    8N     byte offset of each sequence in .bin (int64)
+    34 + 12N   8D     document boundaries counted in sequences, first 0, last N (int64)
+
+One *sequence* is what the index maps shuffle and split; a document may hold several (sentences) or none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import struct
+from array import array
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+
+from ppfleetx.config.errors import DataError
+from ppfleetx.utils.files import atomic_write
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES: dict[int, np.dtype] = {
+    1: np.dtype("u1"),
+    2: np.dtype("i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f4"),
+    8: np.dtype("<u2"),
+}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_CHUNK = (
+    1 << 22
+)  # index entries handled at a time, so that checks and writes need no second copy of the index
+_COPY_BYTES = 16 << 20
+_SAMPLED_BLOCKS, _BLOCK_BYTES = 16, 4096
+
+
+def optimal_dtype(vocab_size: int | None) -> np.dtype:
+    """Smallest dtype Megatron would store ids of this vocabulary in (``vocab_size`` before padding)."""
+    small = vocab_size is not None and vocab_size < 65500
+    return np.dtype("<u2") if small else np.dtype("<i4")
+
+
+def bin_path(prefix: str | os.PathLike[str]) -> Path:
+    """Path of the token file of ``prefix``."""
+    return Path(f"{os.fspath(prefix)}.bin")
+
+
+def idx_path(prefix: str | os.PathLike[str]) -> Path:
+    """Path of the index file of ``prefix``."""
+    return Path(f"{os.fspath(prefix)}.idx")
+
+
+class TokenStore:
+    """Sequences of tokens lying one after the other in one flat array; base of every corpus format.
+
+    Attributes:
+        prefix: the path without its suffix, as the user gave it; used in messages.
+        sizes: int32 [N], tokens per sequence.
+        byte_offsets: int64 [N], where each sequence starts in the flat token array.
+        document_indices: int64 [documents + 1], document boundaries counted in sequences.
+        dtype: dtype of the stored tokens.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        tokens: np.ndarray,
+        sizes: np.ndarray,
+        byte_offsets: np.ndarray,
+        document_indices: np.ndarray,
+    ) -> None:
+        self.prefix = prefix
+        self.sizes = sizes
+        self.byte_offsets = byte_offsets
+        self.document_indices = document_indices
+        self.dtype = tokens.dtype
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return self.sizes.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole corpus."""
+        return self._tokens.shape[0]
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Tokens ``[offset, offset + length)`` of one sequence, as a read-only view (no copy).
+
+        Raises:
+            IndexError: the sequence does not exist, or has no such range of tokens.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.prefix}: sequence {index} of {len(self)}")
+        size = int(self.sizes[index])
+        length = size - offset if length is None else length
+        if offset < 0 or length < 0 or offset + length > size:
+            raise IndexError(
+                f"{self.prefix}: tokens [{offset}, {offset + length}) of sequence {index}, which has {size}"
+            )
+        start = int(self.byte_offsets[index]) // self.dtype.itemsize + offset
+        return self._tokens[start : start + length]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash that tells corpora apart without reading them: lengths, boundaries, size, and a few blocks.
+
+        Two corpora with equal sequence lengths (fixed-length chunks under two tokenizers, say) differ in the
+        sampled blocks, though a single changed token elsewhere goes unnoticed. The path is not part of it, so
+        a corpus can be moved.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(f"{self.dtype.str} {len(self)} {self.num_tokens}".encode())
+        for values in (self.sizes, self.document_indices):
+            for first in range(0, values.shape[0], _CHUNK):
+                digest.update(np.ascontiguousarray(values[first : first + _CHUNK]))
+        block = _BLOCK_BYTES // self.dtype.itemsize
+        last = max(0, self.num_tokens - block)
+        for first in sorted({last * i // (_SAMPLED_BLOCKS - 1) for i in range(_SAMPLED_BLOCKS)}):
+            digest.update(np.ascontiguousarray(self._tokens[first : first + block]))
+        return digest.hexdigest()
+
+
+class IndexedDataset(TokenStore):
+    """Reader of one ``.bin`` / ``.idx`` pair; everything is memory-mapped and checked when opened.
+
+    Args:
+        prefix: path of the pair without ``.bin`` or ``.idx`` (either suffix is accepted and taken off).
+
+    Raises:
+        DataError: a file of the pair is missing, truncated, damaged, or of a kind we do not read.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+        text = os.fspath(prefix)
+        text = text[:-4] if text.endswith((".bin", ".idx")) else text
+        if bin_path(text).is_file() != idx_path(text).is_file():
+            there, missing = (bin_path, idx_path) if bin_path(text).is_file() else (idx_path, bin_path)
+            raise DataError(f"{there(text)} exists but its partner {missing(text)} does not")
+        if not idx_path(text).is_file():
+            raise DataError(f"no corpus at {text}: neither {bin_path(text)} nor {idx_path(text)} exists")
+        dtype, sizes, byte_offsets, document_indices = _read_index(idx_path(text))
+        _check_index(text, dtype, sizes, byte_offsets, document_indices)
+        super().__init__(text, _map_file(bin_path(text), dtype), sizes, byte_offsets, document_indices)
+
+
+def _map_file(path: Path, dtype: np.dtype) -> np.ndarray:
+    if path.stat().st_size == 0:  # an empty file cannot be mapped
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
+
+
+def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
+    """Views of the lengths, byte offsets and document boundaries, after checking header and file length."""
+    raw = _map_file(path, np.dtype("u1"))
+    if raw.shape[0] < HEADER.size:
+        raise DataError(f"{path} is truncated: {raw.shape[0]} bytes, the header alone has {HEADER.size}")
+    magic, version, code, num_sequences, num_boundaries = HEADER.unpack(raw[: HEADER.size].tobytes())
+    if magic != MAGIC:
+        raise DataError(f"{path} is not an index file: it starts with {magic!r} instead of {MAGIC!r}")
+    if version != VERSION:
+        raise DataError(f"{path} has format version {version}; only version {VERSION} is known")
+    if code not in DTYPES:
+        raise DataError(f"{path} has token dtype code {code}; known codes are {sorted(DTYPES)}")
+    lengths_end = HEADER.size + 4 * num_sequences
+    offsets_end = lengths_end + 8 * num_sequences
+    expected = offsets_end + 8 * num_boundaries
+    if num_sequences and raw.shape[0] == expected + num_sequences:
+        raise DataError(
+            f"{path} belongs to a multimodal corpus (it has sequence modes), which is not supported"
+        )
+    if raw.shape[0] != expected:
+        kind = "truncated" if raw.shape[0] < expected else "damaged"
+        raise DataError(
+            f"{path} is {kind}: {raw.shape[0]} bytes, but {num_sequences} sequences and {num_boundaries} "
+            f"document boundaries need {expected}"
+        )
+    sizes = raw[HEADER.size : lengths_end].view("<i4")
+    return DTYPES[code], sizes, raw[lengths_end:offsets_end].view("<i8"), raw[offsets_end:].view("<i8")
+
+
+def _check_index(
+    prefix: str, dtype: np.dtype, sizes: np.ndarray, byte_offsets: np.ndarray, document_indices: np.ndarray
+) -> None:
+    """Lengths, offsets, boundaries and the length of .bin must agree: one pass over the index, in chunks."""
+    path, total = idx_path(prefix), 0
+    for first in range(0, sizes.shape[0], _CHUNK):
+        lengths = sizes[first : first + _CHUNK].astype(np.int64)
+        if lengths.min() < 0:
+            raise DataError(
+                f"{path} is damaged: sequence {first + int(lengths.argmin())} has a negative length"
+            )
+        ends = total * dtype.itemsize + np.cumsum(lengths) * dtype.itemsize
+        wrong = np.flatnonzero(byte_offsets[first : first + _CHUNK] != ends - lengths * dtype.itemsize)
+        if wrong.size:
+            raise DataError(
+                f"{path} is damaged: sequence {first + int(wrong[0])} does not follow the one before"
+            )
+        total += int(lengths.sum())
+    boundaries_fit = document_indices.shape[0] and document_indices[0] == 0
+    if not boundaries_fit or document_indices[-1] != sizes.shape[0] or (np.diff(document_indices) < 0).any():
+        raise DataError(f"{path} is damaged: document boundaries do not run from 0 to {sizes.shape[0]}")
+    actual = bin_path(prefix).stat().st_size
+    if actual != total * dtype.itemsize:
+        kind = "truncated" if actual < total * dtype.itemsize else "too long"
+        raise DataError(
+            f"{bin_path(prefix)} is {kind}: {actual} bytes, but its index counts {total} tokens of "
+            f"{dtype.itemsize} bytes = {total * dtype.itemsize}"
+        )
+
+
+class IndexedDatasetWriter:
+    """Writes a ``.bin`` / ``.idx`` pair as a stream; nothing appears under the final names before `finalize`.
+
+    The index is held in memory as flat integers: 4 bytes a sequence and 8 bytes a document. As a context
+    manager it finalises on success and removes the temporary file when the block raises.
+
+    Args:
+        prefix: path of the pair to write; existing files are replaced by `finalize`, ``.idx`` last.
+        dtype: dtype of the stored tokens, see `optimal_dtype`.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], dtype: np.dtype | type | str) -> None:
+        self.prefix = os.fspath(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        if self.dtype not in _CODES:
+            raise DataError(f"tokens cannot be stored as {self.dtype}; known: {', '.join(map(str, _CODES))}")
+        self._lengths = array("i")
+        self._boundaries = array("q", [0])
+        self._num_tokens = 0
+        bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
+        self._temporary = Path(f"{bin_path(prefix)}.{os.getpid()}.tmp")
+        self._file = self._temporary.open("wb")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens written so far."""
+        return self._num_tokens
+
+    @property
+    def num_documents(self) -> int:
+        """Documents ended so far."""
+        return len(self._boundaries) - 1
+
+    def add_item(self, tokens: Sequence[int] | np.ndarray) -> None:
+        """Append one sequence to the document being written."""
+        self._lengths.append(self._write(tokens))
+
+    def end_document(self) -> None:
+        """Close the document; one that got no sequence is empty, and counts."""
+        self._boundaries.append(len(self._lengths))
+
+    def add_document(self, tokens: Sequence[int] | np.ndarray, lengths: Sequence[int]) -> None:
+        """Append one document whose sequences, of ``lengths`` tokens each, lie one after the other."""
+        if sum(lengths) != len(tokens):
+            raise ValueError(f"lengths sum to {sum(lengths)}, but there are {len(tokens)} tokens")
+        self._write(tokens)
+        self._lengths.extend(int(n) for n in lengths)
+        self.end_document()
+
+    def add_documents(self, flat_tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Append many documents of one sequence each: the fast way for a batch.
+
+        Args:
+            flat_tokens: tokens of all documents, one after the other.
+            lengths: tokens of each document. 0 writes a document without a sequence, as
+                ``add_document([], [])`` does.
+        """
+        lengths = np.asarray(lengths)
+        if lengths.sum() != len(flat_tokens) or (lengths.size and lengths.min() < 0):
+            raise ValueError(f"lengths sum to {lengths.sum()}, but there are {len(flat_tokens)} tokens")
+        filled = lengths > 0
+        boundaries = len(self._lengths) + np.cumsum(filled, dtype=np.int64)
+        self._write(flat_tokens)
+        self._lengths.frombytes(lengths[filled].astype(np.int32).tobytes())
+        self._boundaries.frombytes(boundaries.tobytes())
+
+    def add_index(self, other_prefix: str | os.PathLike[str]) -> None:
+        """Append a whole other pair, byte for byte.
+
+        Raises:
+            DataError: the other pair is damaged, or stores another dtype.
+        """
+        other = IndexedDataset(other_prefix)
+        if other.dtype != self.dtype:
+            raise DataError(f"{other.prefix} stores {other.dtype}, {self.prefix} stores {self.dtype}")
+        first_sequence = len(self._lengths)
+        for first in range(0, len(other), _CHUNK):
+            self._lengths.frombytes(other.sizes[first : first + _CHUNK].tobytes())
+        for first in range(1, other.document_indices.shape[0], _CHUNK):
+            self._boundaries.frombytes(
+                (first_sequence + other.document_indices[first : first + _CHUNK]).tobytes()
+            )
+        with bin_path(other.prefix).open("rb") as source:
+            shutil.copyfileobj(source, self._file, _COPY_BYTES)
+        self._num_tokens += other.num_tokens
+
+    def finalize(self) -> None:
+        """Write the index and put both files under their names.
+
+        Raises:
+            DataError: sequences were added after the last `end_document`.
+        """
+        if self._boundaries[-1] != len(self._lengths):
+            self.abort()
+            raise DataError(f"{self.prefix}: the last document was not ended")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        # An old index must never be seen beside the new tokens, so it goes first and the new one comes last.
+        idx_path(self.prefix).unlink(missing_ok=True)
+        self._temporary.replace(bin_path(self.prefix))
+        with atomic_write(idx_path(self.prefix)) as file:
+            self._write_index(file)
+
+    def abort(self) -> None:
+        """Throw away what was written."""
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+    def __enter__(self) -> IndexedDatasetWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.finalize()
+        else:
+            self.abort()
+
+    def _write(self, tokens: Sequence[int] | np.ndarray) -> int:
+        values = np.asarray(tokens)
+        if values.dtype != self.dtype:
+            _check_fits(values, self.dtype, self.prefix)
+            values = values.astype(self.dtype)
+        self._file.write(np.ascontiguousarray(values).data)
+        self._num_tokens += values.shape[0]
+        return values.shape[0]
+
+    def _write_index(self, file: BinaryIO) -> None:
+        lengths = np.frombuffer(self._lengths, np.int32)
+        header = (MAGIC, VERSION, _CODES[self.dtype], lengths.shape[0], len(self._boundaries))
+        file.write(HEADER.pack(*header))
+        file.write(lengths.astype("<i4", copy=False).data)
+        offset = 0
+        for first in range(0, lengths.shape[0], _CHUNK):
+            widths = lengths[first : first + _CHUNK].astype("<i8") * self.dtype.itemsize
+            ends = offset + np.cumsum(widths)
+            file.write((ends - widths).data)
+            offset = int(ends[-1])
+        file.write(np.frombuffer(self._boundaries, np.int64).astype("<i8", copy=False).data)
+
+
+def _check_fits(values: np.ndarray, dtype: np.dtype, prefix: str) -> None:
+    """Refuse ids that a cast to the stored dtype would wrap around."""
+    if values.size == 0 or dtype.kind == "f":
+        return
+    if values.dtype.kind not in "iu":
+        raise DataError(f"{prefix}: token ids must be integers, got {values.dtype}")
+    limits = np.iinfo(dtype)
+    low, high = int(values.min()), int(values.max())
+    if low < limits.min or high > limits.max:
+        raise DataError(f"{prefix}: token ids {low} to {high} do not fit the stored dtype {dtype}")
+
+
+def merge(prefixes: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str]) -> None:
+    """Write one pair holding the given pairs one after the other, in the order given.
+
+    Raises:
+        DataError: no input, a damaged input, different dtypes, or the output is one of the inputs.
+    """
+    prefixes = [os.fspath(prefix) for prefix in prefixes]
+    if not prefixes:
+        raise DataError(f"nothing to merge into {os.fspath(out)}")
+    if any(bin_path(prefix).resolve() == bin_path(out).resolve() for prefix in prefixes):
+        raise DataError(f"{os.fspath(out)} is both input and output of the merge")
+    with IndexedDatasetWriter(out, IndexedDataset(prefixes[0]).dtype) as writer:
+        for prefix in prefixes:
+            writer.add_index(prefix)
