@@ -1,0 +1,159 @@
+"""Optimizers that are addressed by canonical parameter names.
+
+`NamedOptimizer` holds one of Paddle's optimizers (`inner`) and speaks of its parameters and of its
+state by canonical name only. Paddle's own names (`linear_3.w_0`) depend on creation order and hence
+on the plan; they appear here in one look-up table because `apply_decay_param_fun` is called with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ppfleetx.config.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from paddle import Tensor
+    from paddle.optimizer import Optimizer
+
+# State name in our checkpoints -> accumulator name in Paddle's AdamW.
+ADAMW_ACCUMULATORS = {
+    "moment1": "moment1",
+    "moment2": "moment2",
+    "beta1_pow": "beta1_pow_acc",
+    "beta2_pow": "beta2_pow_acc",
+}
+MASTER_WEIGHT = "master_weight"
+# What fleet's sharding puts before the name of a parameter it holds a flat slice of.
+_SLICE_PREFIX = "slice@"
+
+NamedParams = Sequence[tuple[str, "Tensor"]]
+StateKey = tuple[str, str]
+
+
+class NamedOptimizer:
+    """One of Paddle's optimizers behind canonical names.
+
+    `stepper` is what `step` and `clear_grad` call: the optimizer itself, or what fleet made of it
+    (`wrap`). Learning rate and weight decay come with each step; no scheduler lives inside.
+    """
+
+    def __init__(self, inner: Optimizer, named_params: NamedParams, accumulators: Mapping[str, str]) -> None:
+        self.inner = inner
+        self.stepper: Any = inner
+        self.named_params = list(named_params)
+        self._accumulators = dict(accumulators)
+
+    def wrap(self, make_stepper: Callable[[Optimizer], Any]) -> None:
+        """Let `make_stepper` (fleet.distributed_optimizer, ...) wrap the optimizer that does the steps."""
+        self.stepper = make_stepper(self.inner)
+
+    def step(self, lr: float, weight_decay: float | None = None) -> None:
+        """Update all parameters that have a gradient; `weight_decay` None keeps the last one."""
+        self.inner.set_lr(lr)
+        if weight_decay is not None and "weight_decay" in getattr(self.inner, "_default_dict", {}):
+            # AdamW reads this attribute at each parameter's update and has no setter for it.
+            self.inner._weight_decay = float(weight_decay)
+        self.stepper.step()
+
+    def clear_grad(self) -> None:
+        """Drop all gradients (dropped, not zeroed: the next backward writes without adding)."""
+        self.stepper.clear_grad(set_to_zero=False)
+
+    def state(self) -> dict[StateKey, Tensor]:
+        """State tensors, (canonical name, state name) -> tensor; created first if no step was taken."""
+        self._create_state()
+        state = {}
+        for name, param in self.named_params:
+            for ours, theirs in self._accumulators.items():
+                state[name, ours] = self.inner._get_accumulator_master(theirs, param)
+            master = self.inner._master_weights.get(param.name)
+            if master is not None:
+                state[name, MASTER_WEIGHT] = master
+        return state
+
+    def load_state(self, values: Mapping[StateKey, Any]) -> None:
+        """Copy `values` (arrays or tensors) into the state; raises CheckpointError on any difference in
+        names or shapes, before anything is changed."""
+        state = self.state()
+        missing, extra = sorted(state.keys() - values.keys()), sorted(values.keys() - state.keys())
+        if missing or extra:
+            raise CheckpointError(
+                "the optimizer state does not fit: "
+                + _listing("missing", missing)
+                + _listing("unknown", extra)
+            )
+        for key, tensor in state.items():
+            if list(values[key].shape) != list(tensor.shape):
+                raise CheckpointError(
+                    f"optimizer state {key[1]} of {key[0]} has shape {list(values[key].shape)}, "
+                    f"expected {list(tensor.shape)}"
+                )
+        for key, tensor in state.items():
+            tensor.set_value(values[key])
+
+    def _create_state(self) -> None:
+        import paddle
+
+        if not self._accumulators:
+            return
+        block = paddle.base.framework.default_main_program().global_block()
+        self.inner._create_accumulators(block, [param for _, param in self.named_params])
+
+
+def adamw(
+    named_params: NamedParams,
+    *,
+    decayed: Callable[[str], bool],
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    epsilon: float = 1e-8,
+    weight_decay: float = 0.01,
+    multi_precision: bool = False,
+) -> NamedOptimizer:
+    """AdamW with decoupled weight decay (Loshchilov & Hutter 2019): p -= lr * wd * p, then Adam's step.
+
+    `decayed(canonical name)` says where decay applies. `multi_precision` keeps float32 master weights
+    of 16-bit parameters (Paddle has that kernel on GPUs only).
+    """
+    import paddle
+
+    named_params = _trainable(named_params)
+    decay_by_paddle_name = {param.name: decayed(name) for name, param in named_params}
+    inner = paddle.optimizer.AdamW(
+        learning_rate=0.0,
+        beta1=beta1,
+        beta2=beta2,
+        epsilon=epsilon,
+        parameters=[param for _, param in named_params],
+        weight_decay=weight_decay,
+        apply_decay_param_fun=lambda name: decay_by_paddle_name[name.removeprefix(_SLICE_PREFIX)],
+        multi_precision=multi_precision,
+    )
+    return NamedOptimizer(inner, named_params, ADAMW_ACCUMULATORS)
+
+
+def sgd(named_params: NamedParams, *, multi_precision: bool = False) -> NamedOptimizer:
+    """Plain stochastic gradient descent, p -= lr * g, without decay or momentum: it has no state."""
+    import paddle
+
+    named_params = _trainable(named_params)
+    inner = paddle.optimizer.SGD(
+        learning_rate=0.0,
+        parameters=[param for _, param in named_params],
+        multi_precision=multi_precision,
+    )
+    return NamedOptimizer(inner, named_params, {})
+
+
+def _trainable(named_params: NamedParams) -> list[tuple[str, Tensor]]:
+    """Parameters that train, each once (a tied one may be listed under one name from two places)."""
+    unique = {id(param): (name, param) for name, param in reversed(list(named_params))}
+    return [pair for pair in reversed(list(unique.values())) if not pair[1].stop_gradient]
+
+
+def _listing(word: str, keys: Sequence[StateKey]) -> str:
+    if not keys:
+        return ""
+    shown = ", ".join(f"{name}/{state}" for name, state in keys[:5])
+    return f"{len(keys)} {word} ({shown}{', ...' if len(keys) > 5 else ''}) "

@@ -1,0 +1,80 @@
+"""Clipping of gradients by their global L2 norm.
+
+The squared norm of each gradient is taken in float32 by Paddle's own kernel (on a CPU it runs at
+memory speed and sums in blocks, so 40 million elements lose no digits; a plain dot product loses
+three), the squares of all parameters are added in float64, so that the sum does not depend on how
+parameters are grouped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paddle import Tensor
+
+Reduce = Callable[["Tensor"], "Tensor"]
+
+
+def squared_norm(params: Iterable[Tensor]) -> Tensor:
+    """Sum of squares of all gradients, a float64 tensor of shape [].
+
+    A parameter that comes twice (tied) counts once; one without a gradient counts zero.
+    """
+    import paddle
+    from paddle import _C_ops
+
+    squares = [_C_ops.squared_l2_norm(grad).reshape([]) for grad in _gradients(params)]
+    if not squares:
+        return paddle.zeros([], dtype="float64")
+    return paddle.stack(squares).astype("float64").sum()
+
+
+def global_norm(params: Iterable[Tensor], reduce: Reduce | None = None) -> Tensor:
+    """L2 norm over all gradients, a float64 tensor of shape [].
+
+    `reduce` turns this process's sum of squares into the job's (a sum over the axes parameters are
+    split on); parameters held by several ranks have to be passed by one of them only.
+    """
+    total = squared_norm(params)
+    return (total if reduce is None else reduce(total)).sqrt()
+
+
+def clip_by_global_norm(
+    params: Iterable[Tensor], max_norm: float | None, reduce: Reduce | None = None
+) -> float:
+    """Scale all gradients in place so that their global norm is at most `max_norm`; give the norm before.
+
+    The factor is `max_norm / (norm + 1e-6)`, applied when below 1 (Megatron). `max_norm` None or 0
+    only measures. A norm that is not finite is returned and the gradients are left alone: whether to
+    skip the step or to stop is the caller's choice, and scaling would hide which gradient was bad.
+    """
+    import paddle
+
+    params = list(params)
+    norm = float(global_norm(params, reduce).item())
+    if not max_norm or not math.isfinite(norm):
+        return norm
+    coefficient = max_norm / (norm + 1e-6)
+    if coefficient < 1.0:
+        with paddle.no_grad():
+            for param in _unique(params):
+                if param.grad is not None:
+                    param.grad.scale_(coefficient)
+    return norm
+
+
+def _unique(params: Iterable[Tensor]) -> list[Tensor]:
+    return list({id(param): param for param in params}.values())
+
+
+def _gradients(params: Iterable[Tensor]) -> Iterable[Tensor]:
+    import paddle
+
+    for param in _unique(params):
+        grad = param.grad
+        if grad is not None:
+            # 16-bit gradients: their kernel is missing on a CPU, and 16-bit sums overflow.
+            yield grad if grad.dtype == paddle.float32 else grad.astype("float32")

@@ -1,0 +1,247 @@
+"""Learning-rate and weight-decay schedules as pure functions of the optimizer step.
+
+Legend: n  the step being taken, 1, 2, 3, ... (never 0, so the first learning rate is not zero);
+        W  warm-up length, D  decay length, both in optimizer steps; W may be fractional when it
+        comes from a fraction of D.
+Formulas: those of Megatron's parameter scheduler, with steps in the place of samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from ppfleetx.config.errors import CheckpointError, ConfigError
+
+DECAY_STYLES = ("cosine", "linear", "constant", "inverse-square-root", "WSD")
+WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
+WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
+RESUME_POLICIES = ("strict", "checkpoint", "config")
+
+_WSD_COEFFICIENT: dict[str, Callable[[float], float]] = {
+    "exponential": lambda u: 2.0 * 0.5**u - 1.0,
+    "linear": lambda u: 1.0 - u,
+    "cosine": lambda u: 0.5 * (1.0 + math.cos(math.pi * u)),
+    "minus_sqrt": lambda u: 1.0 - math.sqrt(u),
+}
+
+
+def warmup(n: int, *, max_lr: float, warmup_steps: float, init_lr: float = 0.0) -> float:
+    """Straight line from `init_lr` (step 0, never taken) to `max_lr` at step W."""
+    return init_lr + (max_lr - init_lr) * n / warmup_steps
+
+
+def cosine(n: int, *, max_lr: float, min_lr: float, warmup_steps: float, decay_steps: int) -> float:
+    """Half a cosine from `max_lr` at W to `min_lr` at D."""
+    ratio = (n - warmup_steps) / (decay_steps - warmup_steps)
+    return min_lr + (max_lr - min_lr) * 0.5 * (1.0 + math.cos(math.pi * ratio))
+
+
+def linear(n: int, *, max_lr: float, min_lr: float, warmup_steps: float, decay_steps: int) -> float:
+    """Straight line from `max_lr` at W to `min_lr` at D."""
+    ratio = (n - warmup_steps) / (decay_steps - warmup_steps)
+    return min_lr + (max_lr - min_lr) * (1.0 - ratio)
+
+
+def inverse_square_root(n: int, *, max_lr: float, min_lr: float, warmup_steps: float) -> float:
+    """`max_lr * sqrt(W / n)`, never below `min_lr`; W counts as 1 when there is no warm-up."""
+    return max(min_lr, max_lr * math.sqrt(max(warmup_steps, 1.0)) / math.sqrt(max(n, 1)))
+
+
+def wsd(n: int, *, max_lr: float, min_lr: float, decay_steps: int, wsd_steps: int, style: str) -> float:
+    """Warm-up, stable, decay: `max_lr` until D - wsd_steps, then down to `min_lr` at D in `style`."""
+    annealing_start = decay_steps - wsd_steps
+    if n <= annealing_start:
+        return max_lr
+    coefficient = _WSD_COEFFICIENT[style]((n - annealing_start) / wsd_steps)
+    return min_lr + (max_lr - min_lr) * coefficient
+
+
+def weight_decay_at(n: int, *, start: float, end: float, style: str, total_steps: int) -> float:
+    """Weight decay of step n: constant, or a linear or cosine ramp reaching `end` at `total_steps`."""
+    if style == "constant":
+        return end
+    ratio = min(n / total_steps, 1.0)
+    coefficient = ratio if style == "linear" else 0.5 * (1.0 + math.cos(math.pi * (1.0 - ratio)))
+    return start + (end - start) * coefficient
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Everything that decides the learning rate and the weight decay of a step.
+
+    `decay_steps` is D; after it the learning rate stays at `min_lr` (except in style `constant`).
+    Two schedules are equal when all their fields are; `state()` goes into a checkpoint.
+    Raises ConfigError when the numbers cannot form a schedule.
+    """
+
+    max_lr: float
+    min_lr: float = 0.0
+    warmup_steps: float = 0.0
+    decay_steps: int = 1
+    decay_style: str = "cosine"
+    init_lr: float = 0.0
+    wsd_decay_steps: int | None = None
+    wsd_decay_style: str = "exponential"
+    start_weight_decay: float = 0.01
+    end_weight_decay: float = 0.01
+    weight_decay_style: str = "constant"
+    weight_decay_steps: int = 1
+
+    def __post_init__(self) -> None:
+        _check_choice("Optimizer.lr.decay_style", self.decay_style, DECAY_STYLES)
+        _check_choice("Optimizer.lr.wsd_decay_style", self.wsd_decay_style, WSD_STYLES)
+        _check_choice("Optimizer.weight_decay_schedule.style", self.weight_decay_style, WEIGHT_DECAY_STYLES)
+        _check_learning_rates(self)
+        _check_lengths(self)
+        _check_weight_decay(self)
+
+    def lr(self, step: int) -> float:
+        """Learning rate used in step `step` (1 is the first)."""
+        if step < 1:
+            raise ValueError(f"steps count from 1, got {step}")
+        if step <= self.warmup_steps:
+            return warmup(step, max_lr=self.max_lr, warmup_steps=self.warmup_steps, init_lr=self.init_lr)
+        if self.decay_style == "constant":
+            return self.max_lr
+        if step > self.decay_steps:
+            return self.min_lr
+        limits = {"max_lr": self.max_lr, "min_lr": self.min_lr}
+        if self.decay_style == "inverse-square-root":
+            return inverse_square_root(step, **limits, warmup_steps=self.warmup_steps)
+        if self.decay_style == "WSD":
+            assert self.wsd_decay_steps is not None
+            return wsd(
+                step,
+                **limits,
+                decay_steps=self.decay_steps,
+                wsd_steps=self.wsd_decay_steps,
+                style=self.wsd_decay_style,
+            )
+        curve = cosine if self.decay_style == "cosine" else linear
+        return curve(step, **limits, warmup_steps=self.warmup_steps, decay_steps=self.decay_steps)
+
+    def weight_decay(self, step: int) -> float:
+        """Weight decay used in step `step` (1 is the first)."""
+        if step < 1:
+            raise ValueError(f"steps count from 1, got {step}")
+        return weight_decay_at(
+            step,
+            start=self.start_weight_decay,
+            end=self.end_weight_decay,
+            style=self.weight_decay_style,
+            total_steps=self.weight_decay_steps,
+        )
+
+    def describe(self) -> str:
+        """One line for the log: style, limits and lengths."""
+        text = f"{self.decay_style} learning rate, peak {self.max_lr:g}"
+        if self.decay_style != "constant":
+            text += f", floor {self.min_lr:g} at step {self.decay_steps}"
+        if self.warmup_steps:
+            text += f", warm-up {self.warmup_steps:g} steps from {self.init_lr:g}"
+        if self.decay_style == "WSD":
+            text += f", {self.wsd_decay_style} decay over the last {self.wsd_decay_steps}"
+        text += f"; weight decay {self.end_weight_decay:g}"
+        if self.weight_decay_style != "constant":
+            text += f" ({self.weight_decay_style} from {self.start_weight_decay:g}"
+            text += f" over {self.weight_decay_steps} steps)"
+        return text
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able description for a checkpoint; `from_state` gives an equal schedule."""
+        return asdict(self)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Schedule:
+        """Schedule of a checkpoint. Raises CheckpointError when `state` is not one."""
+        known = {field.name for field in fields(cls)}
+        if not isinstance(state, Mapping) or set(state) != known:
+            raise CheckpointError(
+                "the learning-rate schedule in the checkpoint is not one this version can read; "
+                "set Engine.save_load.lr_schedule to config to use the one of the configuration"
+            )
+        return cls(**state)
+
+    def differences(self, other: Schedule) -> dict[str, tuple[Any, Any]]:
+        """Fields that differ: name -> (value here, value in `other`)."""
+        mine, theirs = self.state(), other.state()
+        return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
+
+
+def resume_schedule(policy: str, configured: Schedule, saved: Mapping[str, Any]) -> Schedule:
+    """Schedule to continue with after loading a checkpoint (`Engine.save_load.lr_schedule`).
+
+    `strict` wants the saved one equal to the configured one, `checkpoint` takes the saved one,
+    `config` the configured one. Raises CheckpointError (strict and different), naming each difference.
+    """
+    _check_choice("Engine.save_load.lr_schedule", policy, RESUME_POLICIES)
+    if policy == "config":
+        return configured
+    from_checkpoint = Schedule.from_state(saved)
+    if policy == "checkpoint":
+        return from_checkpoint
+    different = configured.differences(from_checkpoint)
+    if different:
+        listing = ", ".join(f"{name}: {here} now, {there} saved" for name, (here, there) in different.items())
+        raise CheckpointError(
+            f"the learning-rate schedule differs from the checkpoint's ({listing}); set "
+            "Engine.save_load.lr_schedule to checkpoint (keep the saved one) or config (use the new one)"
+        )
+    return configured
+
+
+def _check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"must be one of {', '.join(allowed)}", key=key, value=value)
+
+
+def _check_learning_rates(schedule: Schedule) -> None:
+    for key in ("max_lr", "min_lr", "init_lr"):
+        value = getattr(schedule, key)
+        if not math.isfinite(value) or value < 0:
+            raise ConfigError("must be a finite number, 0 or more", key=f"Optimizer.lr.{key}", value=value)
+    if schedule.min_lr > schedule.max_lr and schedule.decay_style != "constant":
+        rule = f"must not be above max_lr ({schedule.max_lr:g})"
+        raise ConfigError(rule, key="Optimizer.lr.min_lr", value=schedule.min_lr)
+    if schedule.init_lr > schedule.max_lr:
+        rule = f"must not be above max_lr ({schedule.max_lr:g})"
+        raise ConfigError(rule, key="Optimizer.lr.init_lr", value=schedule.init_lr)
+
+
+def _check_lengths(schedule: Schedule) -> None:
+    key = "Optimizer.lr.warmup_steps"
+    if schedule.warmup_steps < 0:
+        raise ConfigError("must not be negative", key=key, value=schedule.warmup_steps)
+    if schedule.decay_style == "constant":
+        return
+    if schedule.decay_steps < 1:
+        raise ConfigError("must be 1 or more", key="Optimizer.lr.decay_steps", value=schedule.decay_steps)
+    if schedule.warmup_steps >= schedule.decay_steps:
+        rule = f"must be less than decay_steps ({schedule.decay_steps})"
+        raise ConfigError(rule, key=key, value=schedule.warmup_steps)
+    if schedule.decay_style != "WSD":
+        return
+    longest = schedule.decay_steps - schedule.warmup_steps
+    if schedule.wsd_decay_steps is None or not 1 <= schedule.wsd_decay_steps <= longest:
+        rule = f"must be between 1 and decay_steps - warm-up ({longest:g})"
+        raise ConfigError(rule, key="Optimizer.lr.wsd_decay_steps", value=schedule.wsd_decay_steps)
+
+
+def _check_weight_decay(schedule: Schedule) -> None:
+    for key in ("start_weight_decay", "end_weight_decay"):
+        value = getattr(schedule, key)
+        if not math.isfinite(value) or value < 0:
+            raise ConfigError("must be a finite number, 0 or more", key=f"Optimizer.{key}", value=value)
+    if schedule.weight_decay_style == "constant" and schedule.start_weight_decay != schedule.end_weight_decay:
+        raise ConfigError(
+            f"a constant weight decay cannot start at {schedule.start_weight_decay:g} "
+            f"and end at {schedule.end_weight_decay:g}",
+            key="Optimizer.weight_decay_schedule.style",
+            value="constant",
+        )
+    if schedule.weight_decay_style != "constant" and schedule.weight_decay_steps < 1:
+        key = "Optimizer.weight_decay_schedule.steps"
+        raise ConfigError("must be 1 or more", key=key, value=schedule.weight_decay_steps)

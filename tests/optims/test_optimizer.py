@@ -1,0 +1,188 @@
+"""AdamW against a NumPy AdamW, decay groups, state by canonical name, clipping."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from ppfleetx.config.errors import CheckpointError, ConfigError
+from ppfleetx.optims.build import build_optimizer, build_schedule
+from ppfleetx.optims.grad_clip import clip_by_global_norm, global_norm
+from ppfleetx.optims.groups import decays
+
+paddle = pytest.importorskip("paddle")
+
+SHAPES = {
+    "embedding.word_embeddings.weight": [7, 4],
+    "decoder.layers.0.attention.qkv.weight": [4, 12],
+    "decoder.layers.0.attention.qkv.bias": [12],
+    "decoder.final_norm.weight": [4],
+}
+
+
+def section(**changes):
+    values = {"name": "FusedAdamW", "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8}
+    return SimpleNamespace(**{**values, **changes})
+
+
+def make_params(seed=0):
+    rng = np.random.default_rng(seed)
+    params = []
+    for name, shape in SHAPES.items():
+        param = paddle.create_parameter(shape, "float32")
+        param.set_value(rng.standard_normal(shape).astype(np.float32))
+        params.append((name, param))
+    return params
+
+
+def set_grads(params, rng):
+    grads = {}
+    for name, param in params:
+        grads[name] = rng.standard_normal(param.shape).astype(np.float32)
+        param.grad = paddle.to_tensor(grads[name])
+    return grads
+
+
+def numpy_adamw(value, grad, moments, step, lr, weight_decay):
+    m, v = moments
+    m[:] = 0.9 * m + 0.1 * grad
+    v[:] = 0.95 * v + 0.05 * grad * grad
+    value *= 1 - lr * weight_decay
+    value -= lr * (m / (1 - 0.9**step)) / (np.sqrt(v / (1 - 0.95**step)) + 1e-8)
+
+
+def test_equals_a_numpy_adamw_with_changing_rate_and_decay():
+    params, rng = make_params(), np.random.default_rng(1)
+    optimizer = build_optimizer(section(), params)
+    expected = {name: param.numpy().astype(np.float64) for name, param in params}
+    moments = {name: (np.zeros(s), np.zeros(s)) for name, s in SHAPES.items()}
+    for step in range(1, 21):
+        lr, weight_decay = 1e-2 / step, 0.01 * step
+        grads = set_grads(params, rng)
+        optimizer.step(lr, weight_decay)
+        optimizer.clear_grad()
+        for name in SHAPES:
+            decay = weight_decay if name.endswith("s.weight") or name.endswith("qkv.weight") else 0.0
+            numpy_adamw(expected[name], grads[name], moments[name], step, lr, decay)
+    for name, param in params:
+        assert param.grad is None
+        np.testing.assert_allclose(param.numpy(), expected[name], rtol=1e-6, atol=1e-6)
+
+
+def test_decay_rule():
+    assert decays("embedding.word_embeddings.weight", [10, 4])
+    assert decays("embedding.position_embeddings.weight", [10, 4])
+    assert not decays("decoder.layers.1.mlp.fc1.bias", [4])
+    assert not decays("decoder.layers.1.input_norm.weight", [4])
+
+
+def test_state_moves_to_a_new_optimizer_bit_for_bit():
+    first, second = make_params(), make_params(seed=5)
+    one, two = build_optimizer(section(), first), build_optimizer(section(), second)
+    rng = np.random.default_rng(2)
+    for _ in range(3):
+        set_grads(first, rng)
+        one.step(1e-2, 0.1)
+    state = {key: tensor.numpy() for key, tensor in one.state().items()}
+    assert set(state) == {(n, s) for n in SHAPES for s in ("moment1", "moment2", "beta1_pow", "beta2_pow")}
+    two.load_state(state)
+    for (_, source), (_, target) in zip(first, second, strict=True):
+        target.set_value(source.numpy())
+    for params, optimizer in ((first, one), (second, two)):
+        set_grads(params, np.random.default_rng(3))
+        optimizer.step(1e-2, 0.1)
+    for (_, a), (_, b) in zip(first, second, strict=True):
+        assert np.array_equal(a.numpy(), b.numpy())
+
+
+def test_state_that_does_not_fit_changes_nothing():
+    optimizer = build_optimizer(section(), make_params())
+    state = {key: tensor.numpy() + 1 for key, tensor in optimizer.state().items()}
+    name = "decoder.final_norm.weight"
+    with pytest.raises(CheckpointError, match=r"1 missing \(decoder.final_norm.weight/moment1"):
+        optimizer.load_state({k: v for k, v in state.items() if k != (name, "moment1")})
+    with pytest.raises(CheckpointError, match="1 unknown"):
+        optimizer.load_state({**state, ("x", "moment1"): np.zeros(1)})
+    with pytest.raises(CheckpointError, match="shape"):
+        optimizer.load_state({**state, (name, "moment2"): np.zeros([5], np.float32)})
+    assert float(optimizer.state()[name, "moment1"].sum()) == 0.0
+
+
+def test_frozen_parameters_have_no_state_and_do_not_move():
+    params = make_params()
+    params[0][1].stop_gradient = True
+    before = params[0][1].numpy()
+    optimizer = build_optimizer(section(), params)
+    set_grads(params, np.random.default_rng(0))
+    optimizer.step(1.0, 0.5)
+    assert np.array_equal(params[0][1].numpy(), before)
+    assert not any(name == params[0][0] for name, _ in optimizer.state())
+
+
+def test_sgd_and_unknown_names():
+    params = make_params()
+    before = params[1][1].numpy()
+    optimizer = build_optimizer(section(name="SGD"), params)
+    grads = set_grads(params, np.random.default_rng(0))
+    optimizer.step(0.5, 0.1)
+    np.testing.assert_allclose(params[1][1].numpy(), before - 0.5 * grads[params[1][0]], rtol=1e-6)
+    assert optimizer.state() == {}
+    with pytest.raises(ConfigError, match="unknown optimizer"):
+        build_optimizer(section(name="Lion"), params)
+
+
+def test_global_norm_counts_a_tied_parameter_once_and_keeps_digits():
+    param = paddle.create_parameter([3_000_000], "float32")
+    values = np.random.default_rng(0).standard_normal(3_000_000).astype(np.float32)
+    param.grad = paddle.to_tensor(values)
+    expected = np.sqrt((values.astype(np.float64) ** 2).sum())
+    assert global_norm([param, param]).item() == pytest.approx(expected, rel=1e-6)
+    doubled = global_norm([param], reduce=lambda total: total * 4).item()
+    assert doubled == pytest.approx(2 * expected, rel=1e-6)
+
+
+def test_clip_scales_only_above_the_limit():
+    params = make_params()
+    grads = set_grads(params, np.random.default_rng(0))
+    tensors = [param for _, param in params]
+    norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in grads.values()))
+    assert clip_by_global_norm(tensors, 1e3) == pytest.approx(norm, rel=1e-6)
+    assert np.array_equal(tensors[1].grad.numpy(), grads[params[1][0]])
+    assert clip_by_global_norm(tensors, None) == clip_by_global_norm(tensors, 0.0)
+    assert clip_by_global_norm(tensors + tensors, 1.0) == pytest.approx(norm, rel=1e-6)
+    for name, param in params:
+        np.testing.assert_allclose(param.grad.numpy(), grads[name] / (norm + 1e-6), rtol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_norm_that_is_not_finite_leaves_gradients_alone(bad):
+    params = make_params()
+    grads = set_grads(params, np.random.default_rng(0))
+    grad = grads[params[0][0]]
+    grad[0, 0] = bad
+    params[0][1].grad = paddle.to_tensor(grad)
+    assert not np.isfinite(clip_by_global_norm([p for _, p in params], 1.0))
+    assert np.array_equal(params[1][1].grad.numpy(), grads[params[1][0]])
+
+
+def test_clip_of_no_gradients_is_zero():
+    assert clip_by_global_norm([param for _, param in make_params()], 1.0) == 0.0
+
+
+def test_schedule_from_the_optimizer_section():
+    lr = SimpleNamespace(
+        name="CosineAnnealingWithWarmupDecay", max_lr=1e-3, min_lr=1e-4, warmup_rate=0.1, decay_steps=None
+    )
+    schedule = build_schedule(section(lr=lr), max_steps=200)
+    assert (schedule.warmup_steps, schedule.decay_steps, schedule.decay_style) == (20.0, 200, "cosine")
+    assert schedule.weight_decay(7) == 0.1
+    lr.warmup_steps = 5
+    with pytest.raises(ConfigError, match="not both"):
+        build_schedule(section(lr=lr), max_steps=200)
+    lr.warmup_rate = None
+    ramp = SimpleNamespace(start=0.0, end=0.2, style="linear")
+    schedule = build_schedule(section(lr=lr, weight_decay_schedule=ramp), max_steps=200)
+    assert schedule.warmup_steps == 5 and schedule.weight_decay(100) == pytest.approx(0.1)
+    lr.name = "StepDecay"
+    with pytest.raises(ConfigError, match="unknown schedule"):
+        build_schedule(section(lr=lr), max_steps=200)

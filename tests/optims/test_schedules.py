@@ -1,0 +1,96 @@
+"""Schedules against the values Megatron's scheduler prints (max 1.5e-4, min 1e-5, W 3200, D 320000)."""
+
+import pytest
+
+from ppfleetx.config.errors import CheckpointError, ConfigError
+from ppfleetx.optims.schedules import Schedule, resume_schedule
+
+MEGATRON = {"max_lr": 1.5e-4, "min_lr": 1e-5, "warmup_steps": 3200, "decay_steps": 320000}
+
+
+@pytest.mark.parametrize(
+    ("style", "step", "expected"),
+    [
+        ("cosine", 1, 4.6875e-08),
+        ("cosine", 1600, 7.5e-05),
+        ("cosine", 100000, 1.20150351e-04),
+        ("cosine", 160000, 8.11106175e-05),
+        ("linear", 100000, 1.07222222e-04),
+        ("inverse-square-root", 100000, 2.68328157e-05),
+        ("inverse-square-root", 320001, 1e-05),
+        ("constant", 320001, 1.5e-4),
+        ("cosine", 320000, 1e-05),
+        ("linear", 10**7, 1e-05),
+    ],
+)
+def test_values_of_megatron(style, step, expected):
+    assert Schedule(**MEGATRON, decay_style=style).lr(step) == pytest.approx(expected, rel=2e-9)
+
+
+@pytest.mark.parametrize(
+    ("style", "expected"),
+    [("exponential", 6.79898987e-05), ("linear", 8e-05), ("cosine", 8e-05), ("minus_sqrt", 5.10050506e-05)],
+)
+def test_wsd_of_megatron(style, expected):
+    schedule = Schedule(**MEGATRON, decay_style="WSD", wsd_decay_steps=64000, wsd_decay_style=style)
+    assert schedule.lr(288000) == pytest.approx(expected, rel=2e-9)
+    assert schedule.lr(256000) == 1.5e-4
+    assert schedule.lr(320000) == pytest.approx(1e-5)
+
+
+def test_first_step_is_not_zero_and_warmup_ends_at_the_peak():
+    schedule = Schedule(max_lr=1.0, warmup_steps=4, decay_steps=10, decay_style="linear")
+    assert [schedule.lr(n) for n in range(1, 6)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 5 / 6])
+    assert Schedule(max_lr=1.0, decay_steps=10, decay_style="linear").lr(1) == pytest.approx(0.9)
+    with pytest.raises(ValueError, match="count from 1"):
+        schedule.lr(0)
+
+
+def test_weight_decay_ramps():
+    ramp = {"max_lr": 1.0, "decay_steps": 10, "start_weight_decay": 0.0, "end_weight_decay": 0.1}
+    linear = Schedule(**ramp, weight_decay_style="linear", weight_decay_steps=10)
+    cosine = Schedule(**ramp, weight_decay_style="cosine", weight_decay_steps=10)
+    assert linear.weight_decay(5) == pytest.approx(0.05)
+    assert cosine.weight_decay(5) == pytest.approx(0.05)
+    assert cosine.weight_decay(2) == pytest.approx(0.1 * 0.5 * (1 - 0.8090169943749475))
+    assert linear.weight_decay(10) == cosine.weight_decay(11) == pytest.approx(0.1)
+    assert Schedule(max_lr=1.0, decay_steps=10).weight_decay(3) == 0.01
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"warmup_steps": 320000}, "less than decay_steps"),
+        ({"warmup_steps": -1}, "negative"),
+        ({"decay_style": "step"}, "one of"),
+        ({"min_lr": 1.0}, "above max_lr"),
+        ({"max_lr": float("nan")}, "finite"),
+        ({"decay_style": "WSD"}, "between 1"),
+        ({"decay_style": "WSD", "wsd_decay_steps": 319000}, "between 1"),
+        ({"decay_steps": 0, "warmup_steps": 0}, "1 or more"),
+        ({"start_weight_decay": 0.5}, "constant weight decay"),
+        ({"weight_decay_style": "linear", "weight_decay_steps": 0}, "1 or more"),
+    ],
+)
+def test_impossible_schedules_are_refused(change, word):
+    with pytest.raises(ConfigError, match=word):
+        Schedule(**{**MEGATRON, **change})
+
+
+def test_state_round_trip_and_resume_policies():
+    saved, configured = Schedule(**MEGATRON), Schedule(**{**MEGATRON, "max_lr": 3e-4})
+    assert Schedule.from_state(saved.state()) == saved
+    assert resume_schedule("strict", saved, saved.state()) == saved
+    assert resume_schedule("checkpoint", configured, saved.state()) == saved
+    assert resume_schedule("config", configured, saved.state()) == configured
+    with pytest.raises(CheckpointError, match=r"max_lr: 0.0003 now, 0.00015 saved"):
+        resume_schedule("strict", configured, saved.state())
+    with pytest.raises(CheckpointError, match="not one this version can read"):
+        resume_schedule("checkpoint", configured, {"max_lr": 1.0})
+    with pytest.raises(ConfigError, match="one of strict"):
+        resume_schedule("newest", configured, saved.state())
+
+
+def test_describe_names_what_is_in_force():
+    text = Schedule(**MEGATRON, decay_style="WSD", wsd_decay_steps=64000).describe()
+    assert "WSD" in text and "0.00015" in text and "3200" in text and "64000" in text
