@@ -1,6 +1,6 @@
 """Optimizers that are addressed by canonical parameter names.
 
-`NamedOptimizer` holds one of Paddle's optimizers (`inner`) and speaks of its parameters and of its
+`Optimizer` holds one of Paddle's optimizers (`inner`) and speaks of its parameters and of its
 state by canonical name only. Paddle's own names (`linear_3.w_0`) depend on creation order and hence
 on the plan; they appear here in one look-up table because `apply_decay_param_fun` is called with them.
 """
@@ -14,7 +14,7 @@ from ppfleetx.config.errors import CheckpointError
 
 if TYPE_CHECKING:
     from paddle import Tensor
-    from paddle.optimizer import Optimizer
+    from paddle.optimizer import Optimizer as PaddleOptimizer
 
 # State name in our checkpoints -> accumulator name in Paddle's AdamW.
 ADAMW_ACCUMULATORS = {
@@ -31,20 +31,22 @@ NamedParams = Sequence[tuple[str, "Tensor"]]
 StateKey = tuple[str, str]
 
 
-class NamedOptimizer:
+class Optimizer:
     """One of Paddle's optimizers behind canonical names.
 
     `stepper` is what `step` and `clear_grad` call: the optimizer itself, or what fleet made of it
     (`wrap`). Learning rate and weight decay come with each step; no scheduler lives inside.
     """
 
-    def __init__(self, inner: Optimizer, named_params: NamedParams, accumulators: Mapping[str, str]) -> None:
+    def __init__(
+        self, inner: PaddleOptimizer, named_params: NamedParams, accumulators: Mapping[str, str]
+    ) -> None:
         self.inner = inner
         self.stepper: Any = inner
         self.named_params = list(named_params)
         self._accumulators = dict(accumulators)
 
-    def wrap(self, make_stepper: Callable[[Optimizer], Any]) -> None:
+    def wrap(self, make_stepper: Callable[[PaddleOptimizer], Any]) -> None:
         """Let `make_stepper` (fleet.distributed_optimizer, ...) wrap the optimizer that does the steps."""
         self.stepper = make_stepper(self.inner)
 
@@ -110,7 +112,7 @@ def adamw(
     epsilon: float = 1e-8,
     weight_decay: float = 0.01,
     multi_precision: bool = False,
-) -> NamedOptimizer:
+) -> Optimizer:
     """AdamW with decoupled weight decay (Loshchilov & Hutter 2019): p -= lr * wd * p, then Adam's step.
 
     `decayed(canonical name)` says where decay applies. `multi_precision` keeps float32 master weights
@@ -130,10 +132,10 @@ def adamw(
         apply_decay_param_fun=lambda name: decay_by_paddle_name[name.removeprefix(_SLICE_PREFIX)],
         multi_precision=multi_precision,
     )
-    return NamedOptimizer(inner, named_params, ADAMW_ACCUMULATORS)
+    return Optimizer(inner, named_params, ADAMW_ACCUMULATORS)
 
 
-def sgd(named_params: NamedParams, *, multi_precision: bool = False) -> NamedOptimizer:
+def sgd(named_params: NamedParams, *, multi_precision: bool = False) -> Optimizer:
     """Plain stochastic gradient descent, p -= lr * g, without decay or momentum: it has no state."""
     import paddle
 
@@ -143,7 +145,7 @@ def sgd(named_params: NamedParams, *, multi_precision: bool = False) -> NamedOpt
         parameters=[param for _, param in named_params],
         multi_precision=multi_precision,
     )
-    return NamedOptimizer(inner, named_params, {})
+    return Optimizer(inner, named_params, {})
 
 
 def _trainable(named_params: NamedParams) -> list[tuple[str, Tensor]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ppfleetx.config.errors import CheckpointError, ConfigError
 
-DECAY_STYLES = ("cosine", "linear", "constant", "inverse-square-root", "WSD")
+DECAY_STYLES = ("cosine", "linear", "constant", "inverse_square_root", "wsd")
 WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
 RESUME_POLICIES = ("strict", "checkpoint", "config")
@@ -109,9 +109,9 @@ class Schedule:
         if step > self.decay_steps:
             return self.min_lr
         limits = {"max_lr": self.max_lr, "min_lr": self.min_lr}
-        if self.decay_style == "inverse-square-root":
+        if self.decay_style == "inverse_square_root":
             return inverse_square_root(step, **limits, warmup_steps=self.warmup_steps)
-        if self.decay_style == "WSD":
+        if self.decay_style == "wsd":
             assert self.wsd_decay_steps is not None
             return wsd(
                 step,
@@ -142,7 +142,7 @@ class Schedule:
             text += f", floor {self.min_lr:g} at step {self.decay_steps}"
         if self.warmup_steps:
             text += f", warm-up {self.warmup_steps:g} steps from {self.init_lr:g}"
-        if self.decay_style == "WSD":
+        if self.decay_style == "wsd":
             text += f", {self.wsd_decay_style} decay over the last {self.wsd_decay_steps}"
         text += f"; weight decay {self.end_weight_decay:g}"
         if self.weight_decay_style != "constant":
@@ -222,7 +222,7 @@ def _check_lengths(schedule: Schedule) -> None:
     if schedule.warmup_steps >= schedule.decay_steps:
         rule = f"must be less than decay_steps ({schedule.decay_steps})"
         raise ConfigError(rule, key=key, value=schedule.warmup_steps)
-    if schedule.decay_style != "WSD":
+    if schedule.decay_style != "wsd":
         return
     longest = schedule.decay_steps - schedule.warmup_steps
     if schedule.wsd_decay_steps is None or not 1 <= schedule.wsd_decay_steps <= longest:

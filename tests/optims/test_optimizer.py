@@ -1,11 +1,10 @@
 """AdamW against a NumPy AdamW, decay groups, state by canonical name, clipping."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
 from ppfleetx.config.errors import CheckpointError, ConfigError
+from ppfleetx.config.optimizer import LRConfig, OptimizerConfig, WeightDecayScheduleConfig
 from ppfleetx.optims.build import build_optimizer, build_schedule
 from ppfleetx.optims.grad_clip import clip_by_global_norm, global_norm
 from ppfleetx.optims.groups import decays
@@ -21,8 +20,7 @@ SHAPES = {
 
 
 def section(**changes):
-    values = {"name": "FusedAdamW", "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8}
-    return SimpleNamespace(**{**values, **changes})
+    return OptimizerConfig(**{"weight_decay": 0.1, "beta2": 0.95, **changes})
 
 
 def make_params(seed=0):
@@ -127,8 +125,8 @@ def test_sgd_and_unknown_names():
     optimizer.step(0.5, 0.1)
     np.testing.assert_allclose(params[1][1].numpy(), before - 0.5 * grads[params[1][0]], rtol=1e-6)
     assert optimizer.state() == {}
-    with pytest.raises(ConfigError, match="unknown optimizer"):
-        build_optimizer(section(name="Lion"), params)
+    with pytest.raises(ConfigError, match="AdamW or SGD"):
+        build_optimizer(section().model_copy(update={"name": "Lion"}), params)
 
 
 def test_global_norm_counts_a_tied_parameter_once_and_keeps_digits():
@@ -170,19 +168,19 @@ def test_clip_of_no_gradients_is_zero():
 
 
 def test_schedule_from_the_optimizer_section():
-    lr = SimpleNamespace(
-        name="CosineAnnealingWithWarmupDecay", max_lr=1e-3, min_lr=1e-4, warmup_rate=0.1, decay_steps=None
-    )
+    lr = LRConfig(name="CosineAnnealingWithWarmupDecay", max_lr=1e-3, min_lr=1e-4, warmup_rate=0.1)
     schedule = build_schedule(section(lr=lr), max_steps=200)
-    assert (schedule.warmup_steps, schedule.decay_steps, schedule.decay_style) == (20.0, 200, "cosine")
+    assert (schedule.warmup_steps, schedule.decay_steps, schedule.decay_style) == (20, 200, "cosine")
     assert schedule.weight_decay(7) == 0.1
-    lr.warmup_steps = 5
-    with pytest.raises(ConfigError, match="not both"):
-        build_schedule(section(lr=lr), max_steps=200)
-    lr.warmup_rate = None
-    ramp = SimpleNamespace(start=0.0, end=0.2, style="linear")
+    ramp = WeightDecayScheduleConfig(start=0.0, end=0.2)
+    lr = LRConfig(decay_style="wsd", warmup_steps=5, decay_steps=100)
     schedule = build_schedule(section(lr=lr, weight_decay_schedule=ramp), max_steps=200)
-    assert schedule.warmup_steps == 5 and schedule.weight_decay(100) == pytest.approx(0.1)
-    lr.name = "StepDecay"
-    with pytest.raises(ConfigError, match="unknown schedule"):
-        build_schedule(section(lr=lr), max_steps=200)
+    assert (schedule.warmup_steps, schedule.wsd_decay_steps) == (5, 10)
+    assert schedule.weight_decay(100) == pytest.approx(0.1)
+    with pytest.raises(ConfigError, match="less than decay_steps"):
+        build_schedule(section(lr=LRConfig(warmup_steps=10)), max_steps=10)
+
+
+def test_every_style_of_the_configuration_makes_a_schedule():
+    for style in LRConfig.model_fields["decay_style"].annotation.__args__:
+        assert build_schedule(section(lr=LRConfig(decay_style=style)), max_steps=50).lr(50) > -1e-12

@@ -16,8 +16,8 @@ MEGATRON = {"max_lr": 1.5e-4, "min_lr": 1e-5, "warmup_steps": 3200, "decay_steps
         ("cosine", 100000, 1.20150351e-04),
         ("cosine", 160000, 8.11106175e-05),
         ("linear", 100000, 1.07222222e-04),
-        ("inverse-square-root", 100000, 2.68328157e-05),
-        ("inverse-square-root", 320001, 1e-05),
+        ("inverse_square_root", 100000, 2.68328157e-05),
+        ("inverse_square_root", 320001, 1e-05),
         ("constant", 320001, 1.5e-4),
         ("cosine", 320000, 1e-05),
         ("linear", 10**7, 1e-05),
@@ -32,7 +32,7 @@ def test_values_of_megatron(style, step, expected):
     [("exponential", 6.79898987e-05), ("linear", 8e-05), ("cosine", 8e-05), ("minus_sqrt", 5.10050506e-05)],
 )
 def test_wsd_of_megatron(style, expected):
-    schedule = Schedule(**MEGATRON, decay_style="WSD", wsd_decay_steps=64000, wsd_decay_style=style)
+    schedule = Schedule(**MEGATRON, decay_style="wsd", wsd_decay_steps=64000, wsd_decay_style=style)
     assert schedule.lr(288000) == pytest.approx(expected, rel=2e-9)
     assert schedule.lr(256000) == 1.5e-4
     assert schedule.lr(320000) == pytest.approx(1e-5)
@@ -65,8 +65,8 @@ def test_weight_decay_ramps():
         ({"decay_style": "step"}, "one of"),
         ({"min_lr": 1.0}, "above max_lr"),
         ({"max_lr": float("nan")}, "finite"),
-        ({"decay_style": "WSD"}, "between 1"),
-        ({"decay_style": "WSD", "wsd_decay_steps": 319000}, "between 1"),
+        ({"decay_style": "wsd"}, "between 1"),
+        ({"decay_style": "wsd", "wsd_decay_steps": 319000}, "between 1"),
         ({"decay_steps": 0, "warmup_steps": 0}, "1 or more"),
         ({"start_weight_decay": 0.5}, "constant weight decay"),
         ({"weight_decay_style": "linear", "weight_decay_steps": 0}, "1 or more"),
@@ -92,5 +92,5 @@ def test_state_round_trip_and_resume_policies():
 
 
 def test_describe_names_what_is_in_force():
-    text = Schedule(**MEGATRON, decay_style="WSD", wsd_decay_steps=64000).describe()
-    assert "WSD" in text and "0.00015" in text and "3200" in text and "64000" in text
+    text = Schedule(**MEGATRON, decay_style="wsd", wsd_decay_steps=64000).describe()
+    assert "wsd" in text and "0.00015" in text and "3200" in text and "64000" in text
