@@ -1,4 +1,4 @@
-"""Which layers forget their activations, and how much of them, to recompute them in the backward pass.
+"""Forgetting activations in the forward pass and computing them again in the backward pass.
 
 From least memory to least extra work: ``full`` keeps a layer's input only, ``full_attn`` forgets the
 attention sub-block (projections included), ``core_attn`` forgets scores, softmax and context only.
@@ -6,50 +6,10 @@ attention sub-block (projections included), ``core_attn`` forgets scores, softma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import paddle
-
-from ppfleetx.config.errors import ConfigError
-
-GRANULARITIES = ("full", "full_attn", "core_attn")
-
-
-@dataclass(frozen=True)
-class RecomputePolicy:
-    """The recompute keys of a model.
-
-    Attributes:
-        granularity: one of :data:`GRANULARITIES`, or None to keep everything.
-        interval: every n-th layer, counted from the first.
-        only_layers: only these layers; empty for all.
-        except_layers: never these.
-    """
-
-    granularity: str | None = None
-    interval: int = 1
-    only_layers: Sequence[int] = ()
-    except_layers: Sequence[int] = ()
-
-    def __post_init__(self) -> None:
-        if self.granularity is not None and self.granularity not in GRANULARITIES:
-            raise ConfigError(
-                f"must be one of {', '.join(GRANULARITIES)}",
-                key="Model.recompute_granularity",
-                value=self.granularity,
-            )
-        if self.interval < 1:
-            raise ConfigError("must be at least 1", key="Model.recompute_interval", value=self.interval)
-
-    def of_layer(self, index: int) -> str | None:
-        """What layer ``index`` (of the whole model) recomputes, or None."""
-        if self.only_layers and index not in self.only_layers:
-            return None
-        if index in self.except_layers or index % self.interval:
-            return None
-        return self.granularity
 
 
 def recompute(function: Callable[..., Any], *args: Any) -> Any:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from ppfleetx.config.errors import ConfigError
+import paddle
+
 from ppfleetx.models.gpt.layers import Block, BlockShape, Embedding, FinalNorm, Head, TiedHead
 from ppfleetx.nn.init import Normal
-from ppfleetx.nn.kernels import KERNELS, KernelOptions
-from ppfleetx.nn.recompute import RecomputePolicy
+from ppfleetx.nn.kernels import KernelOptions
 from ppfleetx.nn.rope import RotaryEmbedding
 from ppfleetx.nn.stage import LayerFactory, Stage, Tie
+from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
-    from ppfleetx.config.sections import ModelConfig
+    from ppfleetx.config.model import ModelConfig
 
 _WORD_TIE = Tie(key="embedding.word_embeddings", attribute="word_embeddings")
 
@@ -25,16 +26,13 @@ def gpt_stages(cfg: ModelConfig, factory: LayerFactory) -> list[Stage]:
     Args:
         cfg: the ``Model`` section.
         factory: makes the layers; the only thing that knows whether they are sliced.
-
-    Raises:
-        ConfigError: an option that no layer offers.
     """
     shape = block_shape(cfg)
     is_rotary = cfg.position_embedding_type == "rope"
     rotary = (
         RotaryEmbedding(shape.head_dim, cfg.max_position_embeddings, cfg.rotary_base) if is_rotary else None
     )
-    kernel, policy = kernel_options(cfg), recompute_policy(cfg)
+    kernel, granularity = kernel_options(cfg), cfg.recompute_granularity or "full"
     blocks = [
         Stage(
             f"decoder.layers.{index}",
@@ -45,7 +43,7 @@ def gpt_stages(cfg: ModelConfig, factory: LayerFactory) -> list[Stage]:
                 "layer_index": index,
                 "rotary": rotary,
                 "kernel": kernel,
-                "recompute": policy.of_layer(index),
+                "recompute": granularity if cfg.is_recomputed(index) else None,
             },
         )
         for index in range(cfg.num_layers)
@@ -86,34 +84,28 @@ def _head(cfg: ModelConfig, factory: LayerFactory) -> Stage:
         "padded_vocab_size": cfg.padded_vocab_size,
     }
     if cfg.tie_word_embeddings:
-        if cfg.add_head_bias:
-            raise ConfigError("a tied head has no bias of its own", key="Model.add_head_bias", value=True)
         kwargs["word_init"] = Normal(cfg.initializer_range, padded_dim=0, true_size=cfg.vocab_size)
         return Stage("head", TiedHead, kwargs, tie=_WORD_TIE)
     kwargs["init"] = Normal(cfg.initializer_range, padded_dim=1, true_size=cfg.vocab_size)
-    return Stage("head", Head, {**kwargs, "bias": bool(cfg.add_head_bias)}, root="")
+    return Stage("head", Head, {**kwargs, "bias": cfg.has_head_bias}, root="")
 
 
 def block_shape(cfg: ModelConfig) -> BlockShape:
     """The block's sizes and options with every default filled in."""
-
-    def bias(own: bool | None) -> bool:
-        return cfg.add_bias_linear if own is None else own
-
     std = cfg.initializer_range
     output_std = std / math.sqrt(2 * cfg.num_layers) if cfg.scale_output_init else std
     return BlockShape(
         hidden_size=cfg.hidden_size,
         num_heads=cfg.num_attention_heads,
-        num_kv_heads=cfg.num_query_groups or cfg.num_attention_heads,
-        head_dim=cfg.head_dim or cfg.hidden_size // cfg.num_attention_heads,
-        ffn_hidden_size=cfg.ffn_hidden_size or _default_ffn(cfg),
+        num_kv_heads=cfg.kv_heads,
+        head_dim=cfg.head_size,
+        ffn_hidden_size=cfg.ffn_size,
         activation=cfg.hidden_act,
         norm=cfg.normalization,
         norm_epsilon=cfg.norm_epsilon,
-        qkv_bias=bias(cfg.add_qkv_bias),
-        output_bias=bias(cfg.add_out_proj_bias),
-        mlp_bias=bias(cfg.add_mlp_bias),
+        qkv_bias=cfg.has_qkv_bias,
+        output_bias=cfg.has_out_proj_bias,
+        mlp_bias=cfg.has_mlp_bias,
         hidden_dropout=cfg.hidden_dropout_prob,
         attention_dropout=cfg.attention_probs_dropout_prob,
         sandwich_norm=cfg.sandwich_norm,
@@ -124,30 +116,9 @@ def block_shape(cfg: ModelConfig) -> BlockShape:
     )
 
 
-def _default_ffn(cfg: ModelConfig) -> int:
-    if cfg.hidden_act == "swiglu":
-        return int(cfg.hidden_size * 4 * 2 / 3 / 64) * 64
-    return 4 * cfg.hidden_size
-
-
 def kernel_options(cfg: ModelConfig) -> KernelOptions:
-    """Attention kernel asked for; ``use_flash_attn: True`` means flash unless a kernel is named."""
-    kernel = cfg.attention_kernel
-    if kernel not in KERNELS:
-        raise ConfigError(f"must be one of {', '.join(KERNELS)}", key="Model.attention_kernel", value=kernel)
-    if kernel == "auto" and not cfg.use_flash_attn:
-        kernel = "reference"
+    """How attention is computed. ``use_flash_attn`` asks for flash where there is one, and says where not."""
+    if cfg.use_flash_attn and cfg.attention_kernel == "auto" and not paddle.is_compiled_with_cuda():
+        get_logger().warning("Model.use_flash_attn: this build of Paddle has no flash attention; not used")
     guard = float(cfg.num_layers) if cfg.scale_qk_by_layer_num else 1.0
-    return KernelOptions(kernel, cfg.softmax_in_fp32, guard)
-
-
-def recompute_policy(cfg: ModelConfig) -> RecomputePolicy:
-    """The recompute keys; without a granularity the whole layer is recomputed."""
-    if not cfg.use_recompute:
-        return RecomputePolicy()
-    return RecomputePolicy(
-        cfg.recompute_granularity or "full",
-        cfg.recompute_interval,
-        tuple(cfg.recompute_layers or ()),
-        tuple(cfg.no_recompute_layers or ()),
-    )
+    return KernelOptions(cfg.attention_kernel, cfg.softmax_in_fp32, guard)

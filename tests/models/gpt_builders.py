@@ -1,0 +1,90 @@
+"""Small models for tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+
+from ppfleetx.config.model import ModelConfig
+from ppfleetx.models.gpt.stages import gpt_stages
+from ppfleetx.models.staged import StagedModel
+from ppfleetx.nn.factory import LocalFactory
+from ppfleetx.nn.stage import canonical_parameters
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+
+LLAMA_STYLE = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "hidden_act": "swiglu",
+    "num_query_groups": 2,
+    "tie_word_embeddings": False,
+    "add_bias_linear": False,
+}
+VARIANTS = {
+    "gpt2": {},
+    "llama": LLAMA_STYLE,
+    "mqa_sandwich_relu2": {"sandwich_norm": True, "num_query_groups": 1, "hidden_act": "relu2"},
+    "no_positions_wide_heads": {"position_embedding_type": "none", "head_dim": 16, "add_qkv_bias": False},
+}
+
+
+def tiny_config(**keys: Any) -> ModelConfig:
+    """Two layers, hidden 32, 61 tokens padded to 64, no dropout unless asked for."""
+    defaults = {
+        "vocab_size": 61,
+        "vocab_size_divisible_unit": 64,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 24,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
+    return ModelConfig(**(defaults | keys))
+
+
+def build(cfg: ModelConfig, seed: int = 1) -> StagedModel:
+    return StagedModel(gpt_stages(cfg, LocalFactory()), seed=seed)
+
+
+def random_tokens(batch: int = 2, length: int = 12, vocab: int = 61) -> paddle.Tensor:
+    return paddle.to_tensor(np.random.default_rng(5).integers(0, vocab, (batch, length)))
+
+
+def load_golden(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    with np.load(GOLDENS / f"{name}.npz") as archive:
+        arrays = {key: archive[key] for key in archive.files}
+    return json.loads(str(arrays.pop("config"))), arrays
+
+
+def assign(model: StagedModel, name: str, values: np.ndarray) -> None:
+    """Set a parameter; vocabulary padding keeps its initial values."""
+    parameter = canonical_parameters(model)[name]
+    whole = parameter.numpy()
+    whole[tuple(slice(0, size) for size in values.shape)] = values
+    parameter.set_value(whole)
+
+
+class GrowingCache:
+    """The simplest key/value cache: concatenation."""
+
+    def __init__(self) -> None:
+        self.pairs: dict[int, tuple[paddle.Tensor, paddle.Tensor]] = {}
+
+    @property
+    def length(self) -> int:
+        return self.pairs[0][0].shape[2] if self.pairs else 0
+
+    def update(
+        self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor
+    ) -> tuple[paddle.Tensor, paddle.Tensor]:
+        if layer_index in self.pairs:
+            past_key, past_value = self.pairs[layer_index]
+            key, value = paddle.concat([past_key, key], axis=2), paddle.concat([past_value, value], axis=2)
+        self.pairs[layer_index] = (key, value)
+        return key, value
