@@ -1,0 +1,97 @@
+"""Batch arithmetic, all of it.
+
+global = local x data_size, local = micro x accumulate; data_size = dp x sharding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ppfleetx.config.fields import RuleError
+
+_GLOBAL = "Global.global_batch_size"
+_LOCAL = "Global.local_batch_size"
+_MICRO = "Global.micro_batch_size"
+_STEPS = "Engine.accumulate_steps"
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Sequences per optimizer step of the job, of one data rank, per forward pass; and forward passes."""
+
+    global_batch_size: int
+    local_batch_size: int
+    micro_batch_size: int
+    accumulate_steps: int
+
+
+def resolve_batch(
+    global_size: int | None,
+    local_size: int | None,
+    micro_size: int | None,
+    accumulate_steps: int | None,
+    *,
+    data_size: int,
+) -> BatchPlan:
+    """Determine all batch sizes from those given.
+
+    Args:
+        global_size, local_size, micro_size, accumulate_steps: what the configuration says, None where open.
+        data_size: number of data ranks, dp x sharding.
+
+    Raises:
+        RuleError: sizes that contradict each other or do not divide, or none given.
+    """
+    local = _local_size(global_size, local_size, micro_size, accumulate_steps, data_size)
+    if micro_size is None:
+        micro = _divide(
+            local, accumulate_steps or 1, (_STEPS, _LOCAL), "local_batch_size", "accumulate_steps"
+        )
+    else:
+        micro = micro_size
+    steps = _divide(local, micro, (_MICRO, _LOCAL), "local_batch_size", "micro_batch_size")
+    if accumulate_steps is not None and accumulate_steps != steps:
+        raise RuleError(
+            (_STEPS, _LOCAL, _MICRO),
+            f"contradicts the batch sizes: local_batch_size {local} / micro_batch_size {micro} = {steps}",
+        )
+    return BatchPlan(local * data_size, local, micro, steps)
+
+
+def _local_size(
+    global_size: int | None, local_size: int | None, micro: int | None, steps: int | None, data_size: int
+) -> int:
+    ranks = f"dp_degree x sharding_degree = {data_size} data ranks"
+    if global_size is not None and local_size is not None:
+        if global_size != local_size * data_size:
+            raise RuleError(
+                (_GLOBAL, _LOCAL),
+                f"must be local_batch_size {local_size} x {ranks} = {local_size * data_size}",
+            )
+        return local_size
+    if local_size is not None:
+        return local_size
+    if global_size is not None:
+        if global_size % data_size:
+            raise RuleError(
+                (_GLOBAL,),
+                f"{global_size} sequences cannot be shared evenly by {ranks}; "
+                f"the nearest that can is {_nearest_multiple(global_size, data_size)}",
+            )
+        return global_size // data_size
+    if micro is not None:
+        return micro * (steps or 1)
+    raise RuleError(
+        (_GLOBAL, _LOCAL, _MICRO),
+        "no batch size is given; give Global.global_batch_size or Global.local_batch_size",
+    )
+
+
+def _divide(whole: int, part: int, keys: tuple[str, ...], whole_name: str, part_name: str) -> int:
+    if whole % part:
+        raise RuleError(keys, f"{whole_name} {whole} does not divide by {part_name} {part}")
+    return whole // part
+
+
+def _nearest_multiple(number: int, unit: int) -> int:
+    return max(unit, round(number / unit) * unit)

@@ -1,0 +1,126 @@
+"""Section ``Data``: corpora, sampling, loading and the tokenizer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from ppfleetx.config.fields import (
+    Bool,
+    CountInt,
+    NonNegativeFloat,
+    PositiveInt,
+    RuleError,
+    Section,
+    Text,
+)
+
+GLUE_TASKS = ("CoLA", "SST2", "MRPC", "QQP", "STSB", "MNLI", "QNLI", "RTE", "WNLI")
+
+
+class DatasetConfig(Section):
+    """Where samples come from and how they are cut."""
+
+    name: Literal["GPTDataset", "CoLA", "SST2", "MRPC", "QQP", "STSB", "MNLI", "QNLI", "RTE", "WNLI"] = (
+        "GPTDataset"
+    )
+    """GPTDataset (preprocessed corpora) or a GLUE task."""
+    input_dir: Text | tuple[Text, ...] = "./data"
+    """A corpus prefix, a directory of corpora, or a list of them; of a GLUE task its directory."""
+    weights: tuple[NonNegativeFloat, ...] | None = None
+    """Share of each entry of `input_dir` in the blend, normalised; null: by its number of samples."""
+    split: Text | tuple[NonNegativeFloat, ...] = (969, 30, 1)
+    """Shares of documents for Train, Eval and Test, e.g. `[969, 30, 1]`; of a GLUE task a part's name."""
+    max_seq_len: PositiveInt = 1024
+    """Tokens per sample."""
+    seed: CountInt | None = None
+    """Seed of the order of samples; null: `Global.seed`."""
+    reset_position_ids: Bool = False
+    """Positions start again at 0 after each end of document."""
+    reset_attention_mask: Bool = False
+    """A token attends to its own document only."""
+    eod_mask_loss: Bool = False
+    """No loss where the input is the end-of-document token."""
+    eod_id: CountInt | None = None
+    """Id of the end-of-document token; null: the tokenizer's."""
+    cache_dir: Text | None = None
+    """Directory of the index maps; null: beside the corpus."""
+
+    @model_validator(mode="after")
+    def _check(self) -> DatasetConfig:
+        if self.weights is not None:
+            corpora = 1 if isinstance(self.input_dir, str) else len(self.input_dir)
+            if len(self.weights) != corpora:
+                raise RuleError(
+                    ("weights", "input_dir"), f"{len(self.weights)} weights for {corpora} corpora"
+                )
+            if not sum(self.weights) > 0:
+                raise RuleError(("weights",), "at least one weight must be greater than 0")
+        if isinstance(self.split, tuple) and (len(self.split) != 3 or not sum(self.split) > 0):
+            raise RuleError(("split",), "needs three shares (Train, Eval, Test), not all of them 0")
+        return self
+
+
+class SamplerConfig(Section):
+    """Which samples make a batch."""
+
+    name: Literal["GPTBatchSampler"] = "GPTBatchSampler"
+    """Walks the data by consumed samples; the same global batches for every parallel plan."""
+    shuffle: Bool = False
+    """Shuffle again on top of the dataset's own order."""
+    drop_last: Bool = True
+    """Leave out the last incomplete global batch."""
+
+
+class LoaderConfig(Section):
+    """How batches are read."""
+
+    num_workers: CountInt = 1
+    """Processes that prepare batches; 0: the training process itself."""
+
+
+class DataSplitConfig(Section):
+    """One of Train, Eval and Test."""
+
+    dataset: DatasetConfig = DatasetConfig()
+    sampler: SamplerConfig = SamplerConfig()
+    loader: LoaderConfig = LoaderConfig()
+
+
+class TokenizerConfig(Section):
+    """Byte-level BPE files: `dir`, or `tokenizer_file`, or `vocab_file` with `merges_file`."""
+
+    dir: Text | None = None
+    """Directory with tokenizer.json, or with vocab.json and merges.txt."""
+    tokenizer_file: Text | None = None
+    """A tokenizer.json."""
+    vocab_file: Text | None = None
+    """A GPT-2 style vocab.json."""
+    merges_file: Text | None = None
+    """A GPT-2 style merges.txt."""
+    eos_token: Text = "<|endoftext|>"  # noqa: S105 a token of text, not a secret
+    """End of document, also start and padding in generation."""
+
+    @model_validator(mode="after")
+    def _check(self) -> TokenizerConfig:
+        if (self.vocab_file is None) != (self.merges_file is None):
+            missing = "vocab_file" if self.vocab_file is None else "merges_file"
+            raise RuleError((missing,), "vocab_file and merges_file are given together")
+        given = [key for key in ("dir", "tokenizer_file", "vocab_file") if getattr(self, key) is not None]
+        if len(given) > 1:
+            raise RuleError(tuple(given), "name the tokenizer's files in one way only")
+        return self
+
+
+class DataConfig(Section):
+    """Corpora by use, and the tokenizer."""
+
+    Train: DataSplitConfig | None = None
+    """Training data; needed by tools/train.py."""
+    Eval: DataSplitConfig | None = None
+    """Evaluation data; null: no evaluation."""
+    Test: DataSplitConfig | None = None
+    """Data of tools/inference.py."""
+    tokenizer: TokenizerConfig | None = None
+    """Needed by generation, and by `eod_mask_loss`/`reset_*` without `eod_id`."""

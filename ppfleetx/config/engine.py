@@ -1,0 +1,178 @@
+"""Sections ``Global``, ``Engine`` and ``Profiler``: the run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from ppfleetx.config.fields import (
+    Bool,
+    CountInt,
+    Float,
+    Int,
+    PositiveFloat,
+    PositiveInt,
+    RuleError,
+    Section,
+    Text,
+)
+
+
+class GlobalConfig(Section):
+    """Device, seed and batch sizes.
+
+    global_batch_size = local_batch_size x dp_degree x sharding_degree, and
+    accumulate_steps = local_batch_size / micro_batch_size.
+    """
+
+    device: Literal["auto", "cpu", "gpu", "xpu", "npu"] = "auto"
+    """Where to run; `auto` takes the GPU when Paddle has one, else the CPU."""
+    seed: CountInt = 1024
+    """Decides initial weights, data order and dropout."""
+    global_batch_size: PositiveInt | None = None
+    """Sequences per optimizer step over the whole job; null: from the other batch sizes."""
+    local_batch_size: PositiveInt | None = None
+    """Sequences per optimizer step on one data-parallel replica; null: from the other batch sizes."""
+    micro_batch_size: PositiveInt | None = None
+    """Sequences per forward pass; null: `local_batch_size / Engine.accumulate_steps`."""
+    flags: dict[str, Bool | Int | Float | Text] = Field(default_factory=dict)
+    """Paddle flags set before the first operation, e.g. `FLAGS_cudnn_deterministic: true`."""
+
+
+class MixedPrecisionConfig(Section):
+    """Computation in 16 bits."""
+
+    enable: Bool = False
+    """Compute in `dtype` instead of float32."""
+    dtype: Literal["float16", "bfloat16"] = "float16"
+    """The 16-bit format."""
+    level: Literal["O1", "O2"] = "O2"
+    """O1 casts the inputs of listed operations; O2 holds the weights in `dtype` with float32 masters."""
+    scale_loss: PositiveFloat = 32768.0
+    """Loss scale at the start (float16)."""
+    use_dynamic_loss_scaling: Bool = True
+    """Halve the scale on overflow and double it after a quiet while; false: `scale_loss` throughout."""
+    incr_every_n_steps: PositiveInt = 1000
+    """Steps without overflow before the scale doubles."""
+    hysteresis: PositiveInt = 2
+    """Overflows before the scale halves."""
+    main_grad_fp32: Bool = True
+    """Accumulate and reduce gradients in float32 (level O2)."""
+    custom_black_list: tuple[Text, ...] = ()
+    """Operations kept in float32, besides Paddle's own list."""
+    custom_white_list: tuple[Text, ...] = ()
+    """Operations computed in `dtype`, besides Paddle's own list."""
+
+
+class SaveLoadConfig(Section):
+    """Checkpoints: when to write them, and what to start from."""
+
+    save_steps: PositiveInt | None = 1000
+    """Write a checkpoint every so many optimizer steps; null: only at the end."""
+    save_epoch: PositiveInt | None = 1
+    """In run mode `epoch`, write a checkpoint every so many epochs; null: only at the end."""
+    output_dir: Text = "./output"
+    """Directory of checkpoints, metrics.jsonl and the resolved config.yaml."""
+    ckpt_dir: Text | None = None
+    """Checkpoint to resume or evaluate: its step directory, an output directory or a rank directory."""
+    init_from: Text | None = None
+    """Checkpoint whose weights alone start a new run (step 0, new optimizer, new data order)."""
+    resume: Literal["auto"] | Bool = "auto"
+    """`auto`: continue from `ckpt_dir` if given, else from the newest complete checkpoint of `output_dir` if
+    there is one; true: the same, and an error when there is none; false: never."""
+    keep_max: PositiveInt | None = None
+    """Keep only the newest so many checkpoints; null: all."""
+    load_optim: Bool = True
+    """Restore the optimizer's state on resume."""
+    load_rng: Bool = True
+    """Restore the random number generators on resume."""
+    reset_data: Bool = False
+    """Start the data from its beginning on resume (another corpus)."""
+    lr_schedule: Literal["strict", "checkpoint", "config"] = "strict"
+    """Whose schedule holds on resume: the checkpoint's, this file's, or `strict`: an error if they differ."""
+    verify: Bool = True
+    """Compare every file's checksum with the manifest when loading."""
+
+    @model_validator(mode="after")
+    def _check_start(self) -> SaveLoadConfig:
+        if self.init_from is not None and self.ckpt_dir is not None:
+            raise RuleError(
+                ("init_from", "ckpt_dir"),
+                "a run starts from weights (init_from) or resumes a checkpoint (ckpt_dir), not both",
+            )
+        if self.init_from is not None and self.resume is True:
+            raise RuleError(("init_from", "resume"), "a run that must resume cannot start from other weights")
+        return self
+
+
+class EngineConfig(Section):
+    """The training loop."""
+
+    max_steps: PositiveInt = 500000
+    """Optimizer steps of the run; it ends with a checkpoint."""
+    num_train_epochs: PositiveInt = 1
+    """Passes over the data in run mode `epoch`."""
+    run_mode: Literal["step", "epoch"] = "step"
+    """Count logging, evaluation and saving in optimizer steps or in epochs."""
+    accumulate_steps: PositiveInt | None = None
+    """Micro batches per optimizer step; null: `local_batch_size / micro_batch_size`."""
+    logging_freq: PositiveInt = 1
+    """Optimizer steps between log lines."""
+    eval_freq: CountInt | None = 500
+    """Optimizer steps (epochs in run mode `epoch`) between evaluations; 0 or null: none."""
+    eval_iters: PositiveInt = 10
+    """Batches of one evaluation."""
+    test_iters: PositiveInt | None = None
+    """Batches of the test set; null: `10 * eval_iters`."""
+    mix_precision: MixedPrecisionConfig = MixedPrecisionConfig()
+    save_load: SaveLoadConfig = SaveLoadConfig()
+    checks: Literal["off", "cheap", "full"] = "cheap"
+    """Watch for mistakes: `cheap` the loss and gradient norm, `full` every tensor and replica as well."""
+    progress_bar: Literal["auto"] | Bool = "auto"
+    """A progress bar instead of a stream of lines; `auto`: on a terminal."""
+
+
+class ProfilerSummaryConfig(Section):
+    """Tables printed at the end of the profile."""
+
+    overview: Bool = True
+    """Time by kind of event."""
+    model: Bool = True
+    """Time of forward, backward and optimizer."""
+    kernel: Bool = True
+    """Time by kernel (GPU)."""
+    op: Bool = True
+    """Time by operator."""
+    device: Bool = False
+    """Device utilisation."""
+    dist: Bool = False
+    """Communication and its overlap."""
+    mem: Bool = False
+    """Memory by operator."""
+    memcpy: Bool = False
+    """Copies."""
+
+
+class ProfilerConfig(Section):
+    """Profile some steps with paddle.profiler."""
+
+    enable: Bool = False
+    """Profile the steps of `scheduler`."""
+    scheduler: tuple[CountInt, CountInt] = (1, 5)
+    """First step profiled and the step before which it ends."""
+    profiler_log: Text = "./profiler_log"
+    """Directory of the chrome trace."""
+    detailed: Bool = False
+    """Add per-thread and per-shape detail to the summary."""
+    record_shapes: Bool = True
+    """Record input shapes of operators."""
+    profile_memory: Bool = True
+    """Record memory."""
+    summary: ProfilerSummaryConfig = ProfilerSummaryConfig()
+
+    @model_validator(mode="after")
+    def _check_range(self) -> ProfilerConfig:
+        if self.scheduler[0] >= self.scheduler[1]:
+            raise RuleError(("scheduler",), "the first step must be smaller than the end step")
+        return self

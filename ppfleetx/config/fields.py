@@ -1,0 +1,72 @@
+"""The base of every section, and the value types its fields are made of.
+
+The types are strict where YAML is loose: an integer field takes neither ``1.5`` nor ``true`` nor ``'12x'``.
+Each carries a :class:`Says`, the words used in error messages, in ``docs/config.md`` and in tests.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+FLOAT_TEXT = re.compile(r"[-+]?(\d+(_\d+)*(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
+
+
+class Section(BaseModel):
+    """A part of the configuration: typed, closed to unknown keys, and frozen after loading.
+
+    Each field is documented by the string below it; ``docs/config.md`` is made of those strings.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class RuleError(ValueError):
+    """Values that are each well-typed but do not fit together.
+
+    ``keys`` are relative to the section that raises, the one to blame first; the loader turns this into a
+    ``ConfigError`` with the value and the place of each of them.
+    """
+
+    def __init__(self, keys: Sequence[str], rule: str) -> None:
+        self.keys, self.rule = tuple(keys), rule
+        super().__init__(f"{', '.join(keys)}: {rule}")
+
+
+@dataclass(frozen=True)
+class Says:
+    """What a type accepts, in words."""
+
+    words: str
+
+
+def _float_from_text(value: Any) -> Any:
+    """``'2e-5'`` is a string to YAML 1.1 (no dot), a number to everybody who writes it."""
+    if isinstance(value, str) and FLOAT_TEXT.fullmatch(value.strip()):
+        return float(value)
+    return value
+
+
+Text = Annotated[str, Field(strict=True), Says("a text")]
+Bool = Annotated[bool, Field(strict=True), Says("true or false")]
+Int = Annotated[int, Field(strict=True), Says("an integer")]
+CountInt = Annotated[int, Field(strict=True, ge=0), Says("an integer of at least 0")]
+PositiveInt = Annotated[int, Field(strict=True, ge=1), Says("an integer of at least 1")]
+_LaxFloat = Annotated[float, BeforeValidator(_float_from_text)]
+Float = Annotated[_LaxFloat, Field(strict=True, allow_inf_nan=False), Says("a number")]
+PositiveFloat = Annotated[
+    _LaxFloat, Field(strict=True, allow_inf_nan=False, gt=0), Says("a number greater than 0")
+]
+NonNegativeFloat = Annotated[
+    _LaxFloat, Field(strict=True, allow_inf_nan=False, ge=0), Says("a number of at least 0")
+]
+Fraction = Annotated[
+    _LaxFloat, Field(strict=True, allow_inf_nan=False, ge=0, lt=1), Says("a number in [0, 1)")
+]
+UnitFloat = Annotated[
+    _LaxFloat, Field(strict=True, allow_inf_nan=False, gt=0, le=1), Says("a number in (0, 1]")
+]

@@ -1,0 +1,125 @@
+"""Sections ``Generation``, ``Inference`` and ``Offline_Eval``: using a trained model."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from ppfleetx.config.fields import (
+    Bool,
+    CountInt,
+    Float,
+    PositiveFloat,
+    PositiveInt,
+    RuleError,
+    Section,
+    Text,
+    UnitFloat,
+)
+
+
+class GenerationConfig(Section):
+    """How text is continued."""
+
+    decode_strategy: Literal["greedy_search", "sampling", "beam_search"] = "sampling"
+    """Take the likeliest token, draw one, or search."""
+    top_k: CountInt = 0
+    """Sampling: only the k likeliest tokens; 0: all."""
+    top_p: UnitFloat = 1.0
+    """Sampling: only the likeliest tokens that together have this probability."""
+    temperature: PositiveFloat = 1.0
+    """Sampling: logits are divided by this."""
+    min_dec_len: CountInt = 0
+    """New tokens before the end token may come."""
+    max_dec_len: PositiveInt = 20
+    """Most new tokens."""
+    num_return_sequences: PositiveInt = 1
+    """Continuations per prompt."""
+    repetition_penalty: PositiveFloat = 1.0
+    """Divides the (positive) logits of tokens already present; 1: none."""
+    num_beams: PositiveInt = 1
+    """Beam search: beams."""
+    length_penalty: Float = 0.0
+    """Beam search: exponent of the length by which scores are divided."""
+    early_stopping: Bool = False
+    """Beam search: stop when `num_beams` sequences are finished."""
+    use_cache: Bool = True
+    """Keep keys and values of past tokens; false recomputes them, for comparison."""
+    seed: CountInt | None = None
+    """Seed of sampling; null: `Global.seed`."""
+    prompt: Text | tuple[Text, ...] | None = None
+    """One prompt or a list of them."""
+    prompt_file: Text | None = None
+    """A file with one prompt a line."""
+    stop: Text | tuple[Text, ...] | None = None
+    """Generation ends before any of these texts."""
+
+    @model_validator(mode="after")
+    def _check(self) -> GenerationConfig:
+        if self.min_dec_len > self.max_dec_len:
+            raise RuleError(
+                ("min_dec_len", "max_dec_len"),
+                f"at least {self.min_dec_len} new tokens and at most {self.max_dec_len} cannot both hold",
+            )
+        if self.prompt is not None and self.prompt_file is not None:
+            raise RuleError(("prompt_file", "prompt"), "give the prompts themselves or a file, not both")
+        return self
+
+
+class TensorRTConfig(Section):
+    """TensorRT subgraphs of the exported model (GPU)."""
+
+    max_batch_size: PositiveInt = 1
+    """Largest batch."""
+    workspace_size: PositiveInt = 1 << 30
+    """Bytes TensorRT may use."""
+    min_subgraph_size: PositiveInt = 3
+    """Smaller subgraphs stay with Paddle."""
+    precision: Literal["fp32", "fp16", "int8"] = "fp16"
+    """Computation of the subgraphs."""
+    use_static: Bool = False
+    """Store the built engine beside the model."""
+    use_calib_mode: Bool = False
+    """Calibrate for int8."""
+    collect_shape: Bool = False
+    """Record dynamic shapes into `shape_range_info_filename`."""
+    shape_range_info_filename: Text | None = None
+    """File of the recorded shapes."""
+
+
+class InferenceConfig(Section):
+    """Serving an exported model."""
+
+    model_dir: Text = "./output"
+    """Directory of the exported model."""
+    mp_degree: PositiveInt | None = None
+    """Tensor parallel ranks of the exported model; null: `Distributed.mp_degree`."""
+    TensorRT: TensorRTConfig | None = None
+    """Use TensorRT; null: do not."""
+
+
+class OfflineEvalConfig(Section):
+    """Perplexity of a text file, or accuracy of last words (cloze)."""
+
+    eval_path: Text | None = None
+    """The text file (perplexity) or jsonl file with `text` (cloze)."""
+    cloze_eval: Bool = False
+    """Accuracy of the last word instead of perplexity."""
+    overlapping_eval: PositiveInt = 32
+    """Perplexity: tokens each window moves; only they are scored."""
+    batch_size: PositiveInt = 8
+    """Windows per forward pass."""
+    max_seq_len: PositiveInt = 1024
+    """Tokens per window."""
+    logging_freq: PositiveInt = 10
+    """Batches between log lines."""
+
+    @model_validator(mode="after")
+    def _check(self) -> OfflineEvalConfig:
+        if self.overlapping_eval > self.max_seq_len:
+            raise RuleError(
+                ("overlapping_eval", "max_seq_len"),
+                f"windows of {self.max_seq_len} tokens that move by {self.overlapping_eval} leave gaps",
+            )
+        return self

@@ -1,0 +1,128 @@
+"""Section ``Optimizer``: update rule, learning-rate and weight-decay schedules, gradient clipping."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from ppfleetx.config.fields import (
+    CountInt,
+    Fraction,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    RuleError,
+    Section,
+)
+
+_STYLE_OF_NAME = {"CosineAnnealingWithWarmupDecay": "cosine", "LinearDecayWithWarmup": "linear"}
+
+
+class LRConfig(Section):
+    """Learning rate as a function of the optimizer step n = 1, 2, ...
+
+    Warm-up is linear to `max_lr` (`max_lr * n / warmup`), then `decay_style` leads to `min_lr` at
+    `decay_steps`, where it stays.
+    """
+
+    name: Literal["CosineAnnealingWithWarmupDecay", "LinearDecayWithWarmup"] | None = None
+    """FleetX's name of a schedule; decides `decay_style` when that is not given."""
+    decay_style: Literal["cosine", "linear", "constant", "inverse_square_root", "wsd"] = "cosine"
+    """Course after the warm-up. `wsd`: warm-up, stable, decay over the last `wsd_decay_steps`."""
+    max_lr: PositiveFloat = 5e-5
+    """Highest learning rate."""
+    min_lr: NonNegativeFloat = 0.0
+    """Lowest learning rate after the warm-up."""
+    decay_steps: PositiveInt | None = None
+    """Optimizer step at which `min_lr` is reached; null: `Engine.max_steps`."""
+    warmup_steps: CountInt | None = None
+    """Optimizer steps of the warm-up; excludes `warmup_rate`."""
+    warmup_rate: Fraction | None = None
+    """Warm-up as a fraction of `decay_steps`; excludes `warmup_steps`."""
+    wsd_decay_steps: PositiveInt | None = None
+    """Length of the final decay of `wsd`; null: a tenth of `decay_steps`."""
+    wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Course of the final decay of `wsd`."""
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Warm-up in optimizer steps; a `warmup_rate` needs `decay_steps`, which loading fills in."""
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        if not self.warmup_rate:
+            return 0
+        if self.decay_steps is None:
+            raise RuleError(("decay_steps", "warmup_rate"), "warmup_rate is a fraction of decay_steps")
+        return round(self.warmup_rate * self.decay_steps)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _style_from_name(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("name") not in _STYLE_OF_NAME:
+            return values
+        style = _STYLE_OF_NAME[values["name"]]
+        given = values.get("decay_style")
+        if given is not None and given != style:
+            raise RuleError(
+                ("decay_style", "name"), f"contradicts the schedule's name, which means {style!r}"
+            )
+        return {**values, "decay_style": style}
+
+    @model_validator(mode="after")
+    def _check(self) -> LRConfig:
+        if self.warmup_steps is not None and self.warmup_rate is not None:
+            raise RuleError(("warmup_rate", "warmup_steps"), "give the warm-up once: in steps or as a rate")
+        if self.min_lr > self.max_lr:
+            raise RuleError(
+                ("min_lr", "max_lr"), f"the lowest rate {self.min_lr} is above the highest {self.max_lr}"
+            )
+        if self.wsd_decay_steps is not None and self.decay_style != "wsd":
+            raise RuleError(
+                ("wsd_decay_steps", "decay_style"), f"has no meaning with decay_style {self.decay_style!r}"
+            )
+        return self
+
+
+class GradClipConfig(Section):
+    """Gradient clipping."""
+
+    name: Literal["ClipGradByGlobalNorm"] = "ClipGradByGlobalNorm"
+    """Scale all gradients when their joint L2 norm exceeds `clip_norm`."""
+    clip_norm: NonNegativeFloat = 1.0
+    """Largest norm; 0 turns clipping off."""
+
+
+class WeightDecayScheduleConfig(Section):
+    """Weight decay that changes from step 0 to `Engine.max_steps`."""
+
+    start: NonNegativeFloat
+    """Weight decay at the first step."""
+    end: NonNegativeFloat
+    """Weight decay at the last step."""
+    style: Literal["constant", "linear", "cosine"] = "linear"
+    """Course between the two."""
+
+    @model_validator(mode="after")
+    def _check(self) -> WeightDecayScheduleConfig:
+        if self.style == "constant" and self.start != self.end:
+            raise RuleError(("end", "start", "style"), "a constant weight decay starts and ends the same")
+        return self
+
+
+class OptimizerConfig(Section):
+    """Update rule."""
+
+    name: Literal["AdamW", "SGD"] = "AdamW"
+    """AdamW with decoupled weight decay, or plain gradient descent."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Weight decay of matrices and embeddings; biases and norms have none."""
+    beta1: Fraction = 0.9
+    """AdamW: decay of the first moment."""
+    beta2: Fraction = 0.999
+    """AdamW: decay of the second moment."""
+    epsilon: PositiveFloat = 1e-8
+    """AdamW: added to the root of the second moment."""
+    lr: LRConfig = LRConfig()
+    grad_clip: GradClipConfig | None = GradClipConfig()
+    weight_decay_schedule: WeightDecayScheduleConfig | None = None

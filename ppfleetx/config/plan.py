@@ -1,0 +1,278 @@
+"""Parallel plans: degrees, and the one table of which plans are legal and why others are not.
+
+Loading, the planner, the documentation and the test matrix all use this table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+AXES = ("dp", "pp", "sharding", "sep", "mp")
+"""Order of the axes in a global rank, from the slowest to the fastest changing (fleet's order)."""
+
+CONFIG_KEYS = {
+    "dp": "Distributed.dp_degree",
+    "mp": "Distributed.mp_degree",
+    "pp": "Distributed.pp_degree",
+    "sep": "Distributed.sep_degree",
+    "sharding": "Distributed.sharding.sharding_degree",
+    "sharding_stage": "Distributed.sharding.sharding_stage",
+    "sharding_offload": "Distributed.sharding.sharding_offload",
+    "pp_layers": "Distributed.pp_layers",
+    "sequence_parallel": "Model.sequence_parallel",
+    "virtual_pp_degree": "Model.virtual_pp_degree",
+    "num_layers": "Model.num_layers",
+    "num_heads": "Model.num_attention_heads",
+    "num_groups": "Model.num_query_groups",
+    "ffn_size": "Model.ffn_hidden_size",
+    "padded_vocab": "Model.vocab_size_divisible_unit",
+    "seq_len": "Data.Train.dataset.max_seq_len",
+    "accumulate_steps": "Engine.accumulate_steps",
+}
+"""Where each number of a plan, or of what it is applied to, stands in the configuration."""
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """How many ways each kind of parallelism divides the work."""
+
+    dp: int = 1
+    mp: int = 1
+    pp: int = 1
+    sharding: int = 1
+    sep: int = 1
+    sharding_stage: int = 1
+    sharding_offload: bool = False
+    sequence_parallel: bool = False
+    virtual_pp_degree: int = 1
+    pp_layers: tuple[int, ...] | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.dp * self.mp * self.pp * self.sharding * self.sep
+
+    @property
+    def data_size(self) -> int:
+        """Number of ranks that read different samples: dp x sharding."""
+        return self.dp * self.sharding
+
+    @property
+    def num_chunks(self) -> int:
+        """Pieces the model is cut into: stages x virtual stages."""
+        return self.pp * self.virtual_pp_degree
+
+    def layers_of_chunks(self, num_layers: int) -> tuple[int, ...]:
+        """Layers of each chunk in model order; chunk c runs on stage ``c % pp``."""
+        return self.pp_layers or (num_layers // self.num_chunks,) * self.num_chunks
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Rank along each axis of the global rank ``rank``."""
+        position = {}
+        for axis in reversed(AXES):
+            rank, position[axis] = divmod(rank, getattr(self, axis))
+        return {axis: position[axis] for axis in AXES}
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """Global ranks that communicate along ``axis``, one list per group."""
+        stride = math.prod(getattr(self, name) for name in AXES[AXES.index(axis) + 1 :])
+        size = getattr(self, axis)
+        starts = (r for r in range(self.world_size) if self.coordinates(r)[axis] == 0)
+        return [[start + i * stride for i in range(size)] for start in starts]
+
+    def __str__(self) -> str:
+        text = f"dp {self.dp}, mp {self.mp}, pp {self.pp}, sharding {self.sharding}"
+        if self.sharding > 1:
+            text += f" (stage {self.sharding_stage}{', offload' if self.sharding_offload else ''})"
+        text += f", sep {self.sep}" if self.sep > 1 else ""
+        text += f", virtual pp {self.virtual_pp_degree}" if self.virtual_pp_degree > 1 else ""
+        return text + (", sequence parallel" if self.sequence_parallel else "")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The numbers of a model and its batches that a plan has to divide. None: not known, not checked."""
+
+    num_layers: int | None = None
+    num_heads: int | None = None
+    num_groups: int | None = None
+    ffn_size: int | None = None
+    padded_vocab: int | None = None
+    seq_len: int | None = None
+    accumulate_steps: int | None = None
+
+
+@dataclass(frozen=True)
+class PlanRule:
+    """One condition on a plan.
+
+    ``reads`` names fields of plan and workload, the one to blame first; the rule is skipped while one of
+    them is unknown. ``sentence`` says what must hold, with the numbers filled in.
+    """
+
+    reads: tuple[str, ...]
+    holds: Callable[[ParallelPlan, Workload], bool]
+    sentence: str
+
+
+def _divides(whole: str, axis: str, words: str) -> PlanRule:
+    def holds(plan: ParallelPlan, work: Workload) -> bool:
+        return getattr(work, whole) % getattr(plan, axis) == 0
+
+    return PlanRule((axis, whole), holds, words)
+
+
+LEGAL: tuple[PlanRule, ...] = (
+    PlanRule(
+        ("sharding_stage", "pp", "sharding"),
+        lambda p, w: p.sharding == 1 or p.sharding_stage == 1 or p.pp == 1,
+        "sharding stage {sharding_stage} frees gradients that pipeline stages (pp_degree {pp}) still add to; "
+        "with pp use stage 1",
+    ),
+    PlanRule(
+        ("sharding_stage", "mp", "sharding"),
+        lambda p, w: p.sharding == 1 or p.sharding_stage == 1 or p.mp == 1,
+        "sharding stage {sharding_stage} goes with data parallelism only (mp_degree is {mp}); use stage 1",
+    ),
+    PlanRule(
+        ("sharding_stage", "sep", "sharding"),
+        lambda p, w: p.sharding == 1 or p.sharding_stage == 1 or p.sep == 1,
+        "sharding stage {sharding_stage} goes with data parallelism only (sep_degree is {sep}); use stage 1",
+    ),
+    PlanRule(
+        ("sharding_offload", "sharding_stage", "sharding"),
+        lambda p, w: not p.sharding_offload or (p.sharding > 1 and p.sharding_stage > 1),
+        "offload needs sharding_stage 2 or 3 and sharding_degree > 1 "
+        "(they are {sharding_stage} and {sharding})",
+    ),
+    PlanRule(
+        ("sequence_parallel", "mp"),
+        lambda p, w: not p.sequence_parallel or p.mp > 1,
+        "sequence parallelism splits the sequence over the tensor-parallel ranks, so it needs "
+        "mp_degree > 1 (it is {mp})",
+    ),
+    PlanRule(
+        ("sequence_parallel", "sep"),
+        lambda p, w: not (p.sequence_parallel and p.sep > 1),
+        "sequence parallelism and sep_degree {sep} both split the sequence; use one of them",
+    ),
+    PlanRule(
+        ("virtual_pp_degree", "pp"),
+        lambda p, w: p.virtual_pp_degree == 1 or p.pp > 2,
+        "Paddle's interleaved schedule (virtual_pp_degree {virtual_pp_degree}) needs pp_degree > 2 "
+        "(it is {pp})",
+    ),
+    PlanRule(
+        ("sep", "pp"),
+        lambda p, w: p.sep == 1 or p.pp == 1,
+        "sep_degree {sep} with pipeline stages (pp_degree {pp}) has not been shown to equal one card",
+    ),
+    PlanRule(
+        ("pp_layers", "pp", "virtual_pp_degree"),
+        lambda p, w: p.pp_layers is None or len(p.pp_layers) == p.num_chunks,
+        "one number of layers per pipeline stage and virtual stage: pp_degree {pp} x virtual_pp_degree "
+        "{virtual_pp_degree} numbers",
+    ),
+    PlanRule(
+        ("pp_layers", "num_layers"),
+        lambda p, w: p.pp_layers is None or sum(p.pp_layers) == w.num_layers,
+        "the layers of the stages must add up to num_layers {num_layers}",
+    ),
+    PlanRule(
+        ("pp", "num_layers", "virtual_pp_degree"),
+        lambda p, w: p.pp_layers is not None or w.num_layers % p.num_chunks == 0,
+        "{num_layers} layers do not divide into pp_degree {pp} x virtual_pp_degree {virtual_pp_degree} equal "
+        "parts; give the layers of each in Distributed.pp_layers",
+    ),
+    PlanRule(
+        ("accumulate_steps", "virtual_pp_degree", "pp"),
+        lambda p, w: p.virtual_pp_degree == 1 or w.accumulate_steps % p.pp == 0,
+        "with virtual stages the number of micro batches (accumulate_steps {accumulate_steps}) must be a "
+        "multiple of pp_degree {pp}",
+    ),
+    _divides("num_heads", "mp", "the {num_heads} attention heads must divide by mp_degree {mp}"),
+    _divides("num_groups", "mp", "the {num_groups} key/value heads must divide by mp_degree {mp}"),
+    _divides("ffn_size", "mp", "the MLP width {ffn_size} must divide by mp_degree {mp}"),
+    _divides("padded_vocab", "mp", "the padded vocabulary {padded_vocab} must divide by mp_degree {mp}"),
+    PlanRule(
+        ("sequence_parallel", "seq_len", "mp"),
+        lambda p, w: not p.sequence_parallel or w.seq_len % p.mp == 0,
+        "sequence parallelism needs a sequence length ({seq_len}) that divides by mp_degree {mp}",
+    ),
+    _divides("seq_len", "sep", "the sequence length {seq_len} must divide by sep_degree {sep}"),
+    PlanRule(
+        ("sep", "num_groups", "mp"),
+        lambda p, w: w.num_groups % (p.sep * p.mp) == 0,
+        "the {num_groups} key/value heads must divide by sep_degree {sep} x mp_degree {mp}: attention "
+        "exchanges sequence parts for heads",
+    ),
+    PlanRule(
+        ("sep", "num_heads", "mp"),
+        lambda p, w: w.num_heads % (p.sep * p.mp) == 0,
+        "the {num_heads} attention heads must divide by sep_degree {sep} x mp_degree {mp}: attention "
+        "exchanges sequence parts for heads",
+    ),
+)
+"""Every condition, with its reason. Sharding stage 1 goes with everything."""
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A rule a plan breaks: configuration keys concerned (the one to blame first) and a sentence."""
+
+    keys: tuple[str, ...]
+    sentence: str
+
+
+def violations(plan: ParallelPlan, work: Workload | None = None) -> list[Violation]:
+    """The rules of :data:`LEGAL` that ``plan`` breaks when applied to ``work``."""
+    return list(_violations(plan, work or Workload()))
+
+
+def _violations(plan: ParallelPlan, work: Workload) -> Iterator[Violation]:
+    for rule in LEGAL:
+        values = {key: getattr(plan if hasattr(plan, key) else work, key) for key in rule.reads}
+        if any(value is None for key, value in values.items() if hasattr(work, key)):
+            continue
+        if not rule.holds(plan, work):
+            yield Violation(tuple(CONFIG_KEYS[key] for key in rule.reads), rule.sentence.format(**values))
+
+
+def enumerate_plans(world_size: int, work: Workload | None = None) -> list[ParallelPlan]:
+    """All legal plans of ``world_size`` processes (for ``work``, where given).
+
+    Each factorisation into degrees, with every sharding stage, with and without sequence parallelism, and
+    with one or two virtual stages. Offload and explicit ``pp_layers`` are left out.
+    """
+    return [plan for plan in _candidates(world_size) if not violations(plan, work)]
+
+
+def _candidates(world_size: int) -> Iterator[ParallelPlan]:
+    divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    for mp, pp, sharding, sep in product(divisors, repeat=4):
+        if world_size % (mp * pp * sharding * sep):
+            continue
+        plan = ParallelPlan(world_size // (mp * pp * sharding * sep), mp, pp, sharding, sep)
+        stages = (1, 2, 3) if sharding > 1 else (1,)
+        for stage, split_sequence, chunks in product(stages, (False, True), (1, 2)):
+            yield replace(
+                plan, sharding_stage=stage, sequence_parallel=split_sequence, virtual_pp_degree=chunks
+            )
+
+
+def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = None) -> ParallelPlan | None:
+    """The legal plan of ``world_size`` processes whose degrees differ least from ``plan``'s.
+
+    Changing the data-parallel degree costs least, because it does not cut the model differently.
+    """
+
+    def distance(other: ParallelPlan) -> float:
+        cost = {"dp": 1.0, "sharding": 2.0, "mp": 4.0, "pp": 4.0, "sep": 8.0}
+        degrees = sum(c * abs(math.log2(getattr(plan, a) / getattr(other, a))) for a, c in cost.items())
+        options = ("sharding_stage", "sequence_parallel", "virtual_pp_degree")
+        return degrees + sum(0.5 for o in options if getattr(plan, o) != getattr(other, o))
+
+    return min(enumerate_plans(world_size, work), key=distance, default=None)

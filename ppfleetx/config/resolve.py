@@ -1,0 +1,156 @@
+"""Values that follow from others, and the rules that hold between sections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ppfleetx.config.batch import BatchPlan, resolve_batch
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.fields import RuleError
+from ppfleetx.config.plan import nearest_plan, violations
+from ppfleetx.config.sections import RunConfig, plan_of, workload_of
+from ppfleetx.config.validate import violation_error
+
+
+def resolve(
+    cfg: RunConfig, origins: dict[str, str], warnings: tuple[str, ...], world_size: int | None
+) -> RunConfig:
+    """``cfg`` with derived values filled in and all rules between sections checked.
+
+    Raises:
+        ConfigError: see :func:`ppfleetx.config.loader.load_config`.
+    """
+    try:
+        cfg = _with_data_parallel(cfg, world_size)
+        batch = _batch_of(cfg)
+        cfg = _with_derived(cfg, batch)
+        for violation in _violations(cfg, batch):
+            raise violation
+    except RuleError as violation:
+        raise violation_error(violation, "", cfg.model_dump(), origins) from None
+    cfg._batch, cfg._origins, cfg._warnings = batch, origins, warnings
+    return cfg
+
+
+def _with_data_parallel(cfg: RunConfig, world_size: int | None) -> RunConfig:
+    if world_size is None:
+        return _change(cfg, "Distributed", dp_degree=cfg.Distributed.dp_degree or 1)
+    if cfg.Distributed.dp_degree is None:
+        rest = plan_of(cfg).world_size
+        if world_size % rest == 0:
+            return _change(cfg, "Distributed", dp_degree=world_size // rest)
+    plan = plan_of(cfg)
+    if plan.world_size == world_size:
+        return cfg
+    near = nearest_plan(plan, world_size, workload_of(cfg))
+    needed = f"{'a multiple of ' if cfg.Distributed.dp_degree is None else ''}{plan.world_size}"
+    dp = "open" if cfg.Distributed.dp_degree is None else plan.dp
+    raise ConfigError(
+        f"{world_size} processes were started, but dp {dp} x mp {plan.mp} x pp {plan.pp} x sharding "
+        f"{plan.sharding} x sep {plan.sep} needs {needed}.",
+        key="Distributed",
+        hint=f"The nearest plan for {world_size}: {near}."
+        if near
+        else f"No plan fits {world_size} processes.",
+    )
+
+
+def _batch_of(cfg: RunConfig) -> BatchPlan:
+    sizes = cfg.Global
+    return resolve_batch(
+        sizes.global_batch_size,
+        sizes.local_batch_size,
+        sizes.micro_batch_size,
+        cfg.Engine.accumulate_steps,
+        data_size=plan_of(cfg).data_size,
+    )
+
+
+def _with_derived(cfg: RunConfig, batch: BatchPlan) -> RunConfig:
+    cfg = _change(
+        cfg,
+        "Global",
+        global_batch_size=batch.global_batch_size,
+        local_batch_size=batch.local_batch_size,
+        micro_batch_size=batch.micro_batch_size,
+    )
+    cfg = _change(
+        cfg,
+        "Engine",
+        accumulate_steps=batch.accumulate_steps,
+        test_iters=cfg.Engine.test_iters or 10 * cfg.Engine.eval_iters,
+    )
+    lr = cfg.Optimizer.lr
+    decay_steps = lr.decay_steps or cfg.Engine.max_steps
+    return _change(cfg, "Optimizer", lr=lr.model_copy(update={"decay_steps": decay_steps}))
+
+
+def _change(cfg: RunConfig, section: str, **values: Any) -> RunConfig:
+    """A copy of ``cfg`` with values of ours in one section; users' values are never replaced."""
+    return cfg.model_copy(update={section: getattr(cfg, section).model_copy(update=values)})
+
+
+def _violations(cfg: RunConfig, batch: BatchPlan) -> Iterator[RuleError]:
+    for broken in violations(plan_of(cfg), workload_of(cfg, batch.accumulate_steps)):
+        yield RuleError(broken.keys, broken.sentence)
+    yield from _lengths(cfg)
+    yield from _schedules(cfg)
+    yield from _tokens(cfg)
+
+
+def _lengths(cfg: RunConfig) -> Iterator[RuleError]:
+    longest, position_key = cfg.Model.max_position_embeddings, "Model.max_position_embeddings"
+    lengths = {
+        f"Data.{name}.dataset.max_seq_len": split.dataset.max_seq_len
+        for name, split in (("Train", cfg.Data.Train), ("Eval", cfg.Data.Eval), ("Test", cfg.Data.Test))
+        if split is not None
+    }
+    if cfg.Model.module == "GPTEvalModule":
+        lengths["Offline_Eval.max_seq_len"] = cfg.Offline_Eval.max_seq_len
+    for key, length in lengths.items():
+        if length > longest:
+            yield RuleError(
+                (key, position_key), f"sequences of {length} tokens exceed max_position_embeddings {longest}"
+            )
+    if cfg.Model.module == "GPTGenerationModule" and cfg.Generation.max_dec_len >= longest:
+        yield RuleError(
+            ("Generation.max_dec_len", position_key),
+            f"{cfg.Generation.max_dec_len} new tokens and a prompt exceed max_position_embeddings {longest}",
+        )
+
+
+def _schedules(cfg: RunConfig) -> Iterator[RuleError]:
+    lr = cfg.Optimizer.lr
+    decay = lr.decay_steps or cfg.Engine.max_steps
+    if lr.num_warmup_steps > decay:
+        yield RuleError(
+            ("Optimizer.lr.warmup_steps", "Optimizer.lr.decay_steps", "Engine.max_steps"),
+            f"a warm-up of {lr.num_warmup_steps} steps is longer than the schedule of {decay} steps",
+        )
+    if (lr.wsd_decay_steps or 0) + lr.num_warmup_steps > decay:
+        yield RuleError(
+            ("Optimizer.lr.wsd_decay_steps", "Optimizer.lr.warmup_steps", "Optimizer.lr.decay_steps"),
+            f"warm-up ({lr.num_warmup_steps}) and final decay ({lr.wsd_decay_steps}) are longer than the "
+            f"schedule of {decay} steps",
+        )
+
+
+def _tokens(cfg: RunConfig) -> Iterator[RuleError]:
+    for name, split in (("Train", cfg.Data.Train), ("Eval", cfg.Data.Eval), ("Test", cfg.Data.Test)):
+        if split is None:
+            continue
+        dataset, key = split.dataset, f"Data.{name}.dataset"
+        if dataset.eod_id is not None and dataset.eod_id >= cfg.Model.vocab_size:
+            yield RuleError(
+                (f"{key}.eod_id", "Model.vocab_size"),
+                f"token ids run from 0 to {cfg.Model.vocab_size - 1}",
+            )
+        needing = [
+            k for k in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask") if getattr(dataset, k)
+        ]
+        if needing and dataset.eod_id is None and cfg.Data.tokenizer is None:
+            yield RuleError(
+                (f"{key}.{needing[0]}",),
+                f"needs to know the end of a document; give {key}.eod_id or Data.tokenizer",
+            )

@@ -1,0 +1,81 @@
+"""What the fields of the configuration accept: for reading values, for messages and for documentation."""
+
+from __future__ import annotations
+
+import types
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from ppfleetx.config.fields import Says, Section
+
+
+@cache
+def field_types(section: type[Section]) -> dict[str, Any]:
+    """Annotation of each field of ``section``, with its ``Annotated`` parts, in order of declaration."""
+    hints = get_type_hints(section, include_extras=True)
+    return {name: hints[name] for name in section.model_fields}
+
+
+def members(annotation: Any) -> tuple[Any, ...]:
+    """The alternatives of a union, or the annotation alone."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return tuple(part for arg in get_args(annotation) for part in members(arg))
+    return (annotation,)
+
+
+def _bare(annotation: Any) -> Any:
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def section_in(annotation: Any) -> type[Section] | None:
+    """The section among the alternatives of ``annotation``."""
+    for part in members(annotation):
+        if isinstance(part, type) and issubclass(part, Section):
+            return part
+    return None
+
+
+def item_type(annotation: Any) -> Any:
+    """Type of the items of the list (or of the values of the mapping) among the alternatives, else None."""
+    for part in members(annotation):
+        if get_origin(part) is tuple:
+            return get_args(part)[0]
+        if get_origin(part) is dict:
+            return get_args(part)[1]
+    return None
+
+
+def is_text_only(annotation: Any) -> bool:
+    """Whether every scalar the field accepts, null aside, is a text."""
+    scalars = []
+    for part in members(annotation):
+        bare = _bare(part)
+        if get_origin(bare) is Literal:
+            scalars += [isinstance(choice, str) for choice in get_args(bare)]
+        elif bare is not type(None) and get_origin(bare) not in (tuple, dict) and section_in(part) is None:
+            scalars.append(bare is str)
+    return bool(scalars) and all(scalars)
+
+
+def describe(annotation: Any) -> str:
+    """What the field accepts, in words: ``an integer of at least 1, or null``."""
+    words = [_describe_one(part) for part in members(annotation) if part is not type(None)]
+    if type(None) in members(annotation):
+        words.append("null")
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + ", or " + words[-1]
+
+
+def _describe_one(part: Any) -> str:
+    says = [meta.words for meta in getattr(part, "__metadata__", ()) if isinstance(meta, Says)]
+    if says:
+        return says[-1]
+    if get_origin(part) is Literal:
+        choices = [str(choice) for choice in get_args(part)]
+        return choices[0] if len(choices) == 1 else "one of " + ", ".join(choices)
+    if get_origin(part) is tuple:
+        args = get_args(part)
+        count = "" if args[-1] is Ellipsis else f"{len(args)} items, "
+        return f"a list ({count}each {describe(args[0])})"
+    if get_origin(part) is dict:
+        return f"a mapping (values: {describe(get_args(part)[1])})"
+    return "a section (a mapping of keys)"
