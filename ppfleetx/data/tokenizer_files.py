@@ -1,0 +1,198 @@
+"""Reading and writing the files of a byte-level BPE: ``tokenizer.json``, or GPT-2's ``vocab.json`` + ``merges.txt``.
+
+Both become one *definition*: the dictionary a ``tokenizer.json`` holds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ppfleetx.config.errors import DataError
+from ppfleetx.utils.files import atomic_write
+
+END_OF_DOCUMENT = "<|endoftext|>"
+TOKENIZER_FILE, VOCAB_FILE, MERGES_FILE = "tokenizer.json", "vocab.json", "merges.txt"
+
+
+def _byte_characters() -> list[str]:
+    """GPT-2's printable character for each byte: itself where it is visible, else the next from U+0100 on."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    characters, extra = [], 0x100
+    for byte in range(256):
+        if byte in visible:
+            characters.append(chr(byte))
+        else:
+            characters.append(chr(extra))
+            extra += 1
+    return characters
+
+
+BYTE_CHARACTERS = _byte_characters()
+_BYTE_OF = {character: byte for byte, character in enumerate(BYTE_CHARACTERS)}
+
+
+def token_to_bytes(token: str) -> bytes | None:
+    """The bytes a vocabulary entry stands for; None if it is not written in the byte alphabet."""
+    try:
+        return bytes([_BYTE_OF[character] for character in token])
+    except KeyError:
+        return None
+
+
+def read_definition(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a tokenizer from a directory, a ``tokenizer.json``, or a ``vocab.json`` with its ``merges.txt``.
+
+    Raises:
+        DataError: nothing there, or what is there is damaged.
+    """
+    path = Path(path)
+    if path.is_dir():
+        if (path / TOKENIZER_FILE).is_file():
+            return _read_tokenizer_json(path / TOKENIZER_FILE)
+        if (path / VOCAB_FILE).is_file() or (path / MERGES_FILE).is_file():
+            return read_vocab_and_merges(path / VOCAB_FILE, path / MERGES_FILE)
+        raise DataError(
+            f"{path} holds no tokenizer: neither {TOKENIZER_FILE} nor {VOCAB_FILE} and {MERGES_FILE} is there"
+        )
+    if not path.exists():
+        raise DataError(
+            f"no tokenizer at {path}: give a directory holding {TOKENIZER_FILE}, or {VOCAB_FILE} and "
+            f"{MERGES_FILE}; tools/train_tokenizer.py makes one from your text (nothing is downloaded)"
+        )
+    content = _read_json(path)
+    if "model" in content:
+        return _checked(content, path)
+    return read_vocab_and_merges(path, path.with_name(MERGES_FILE))
+
+
+def read_vocab_and_merges(
+    vocab_path: str | os.PathLike[str], merges_path: str | os.PathLike[str]
+) -> dict[str, Any]:
+    """Definition of a GPT-2 style pair of files, ``<|endoftext|>`` being special if the vocabulary has it.
+
+    Raises:
+        DataError: a file is missing or damaged.
+    """
+    vocab = _read_json(Path(vocab_path))
+    merges = []
+    for number, line in enumerate(_read_text(Path(merges_path)).split("\n"), start=1):
+        line = line.rstrip("\r")
+        if not line or (number == 1 and line.startswith("#version")):
+            continue
+        pair = line.split(" ")
+        if len(pair) != 2:
+            raise DataError(f"{merges_path}:{number}: expected two tokens and a space between, got {line!r}")
+        merges.append(pair)
+    return _checked(make_definition(vocab, merges, [END_OF_DOCUMENT]), Path(vocab_path))
+
+
+def make_definition(vocab: dict[str, int], merges: list[list[str]], special: list[str]) -> dict[str, Any]:
+    """A ``tokenizer.json`` of GPT-2's kind; ``special`` tokens that the vocabulary lacks are left out."""
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {"id": vocab[token], "content": token} | flags for token in special if token in vocab
+        ],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": vocab,
+            "merges": merges,
+        },
+    }
+
+
+def write_definition(definition: dict[str, Any], directory: str | os.PathLike[str], eod: str | None) -> None:
+    """Write ``tokenizer.json``, ``tokenizer_config.json`` and, for a BPE, ``vocab.json`` and ``merges.txt``.
+
+    Hugging Face ``transformers`` loads the directory with ``AutoTokenizer.from_pretrained``.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "add_prefix_space": False}
+    if eod is not None:
+        config |= {"bos_token": eod, "eos_token": eod, "unk_token": eod, "pad_token": eod}
+    files = {"tokenizer_config.json": json.dumps(config, indent=2)}
+    model = definition["model"]
+    if model["type"] == "BPE":
+        merges = "".join(f"{left} {right}\n" for left, right in merge_pairs(model))
+        files[VOCAB_FILE] = json.dumps(model["vocab"], ensure_ascii=False)
+        files[MERGES_FILE] = f"#version: 0.2\n{merges}"
+    files[TOKENIZER_FILE] = json.dumps(definition, ensure_ascii=False, indent=1)
+    for name, text in files.items():
+        with atomic_write(directory / name, "w") as file:
+            file.write(text)
+
+
+def merge_pairs(model: dict[str, Any]) -> list[tuple[str, str]]:
+    """The merges of a model; files hold them as pairs or as "left right"."""
+    return [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
+
+
+def _read_text(path: Path) -> str:
+    try:
+        # No newline translation: a merge may hold any character but a space and the line ends of its file.
+        return path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise DataError(f"cannot read the tokenizer file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"the tokenizer file {path} is damaged: it is not UTF-8 ({error})") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    text = _read_text(path)
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"the tokenizer file {path} is damaged: not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise DataError(f"the tokenizer file {path} is damaged: expected a JSON object at the top")
+    return content
+
+
+def _read_tokenizer_json(path: Path) -> dict[str, Any]:
+    return _checked(_read_json(path), path)
+
+
+def _checked(definition: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Check what the rest of the code relies on: a vocabulary of distinct ids and merges within it."""
+    model = definition.get("model")
+    if not isinstance(model, dict):
+        raise DataError(f"the tokenizer file {path} is damaged: it has no model")
+    model.setdefault("type", "BPE")  # very old files do not name it
+    if model["type"] != "BPE":
+        return definition
+    vocab, merges = model.get("vocab"), model.get("merges")
+    if not isinstance(vocab, dict) or not vocab or not isinstance(merges, list):
+        raise DataError(f"the tokenizer file {path} is damaged: a BPE model needs a vocabulary and merges")
+    if not all(type(token_id) is int and token_id >= 0 for token_id in vocab.values()):
+        raise DataError(f"{path}: token ids must be integers from 0 on")
+    if len(set(vocab.values())) != len(vocab):
+        raise DataError(f"the tokenizer file {path} is damaged: two tokens share an id")
+    for pair in merge_pairs(model):
+        if len(pair) != 2 or not all(isinstance(half, str) for half in pair):
+            raise DataError(f"the tokenizer file {path} is damaged: merge {pair!r} is not a pair")
+        missing = [token for token in (*pair, "".join(pair)) if token not in vocab]
+        if missing:
+            raise DataError(f"{path}: merge {' '.join(pair)!r} needs {missing[0]!r}, not in the vocabulary")
+    for added in definition.get("added_tokens") or []:
+        if not isinstance(added, dict) or not isinstance(added.get("content"), str) or "id" not in added:
+            raise DataError(f"the tokenizer file {path} is damaged: added token {added!r}")
+    return definition

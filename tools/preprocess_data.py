@@ -1,0 +1,93 @@
+#!/usr/bin/env python3
+"""Encode text into token files: json lines (.gz, .zst), plain text or folders to PREFIX_KEY_document.{bin,idx}.
+
+Option names of Megatron-LM and PaddleFleetX are accepted where they mean the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from ppfleetx.config.errors import DataError
+from ppfleetx.utils.cli import run_tool
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--input", "--input_path", "--input-path", required=True, nargs="+", metavar="PATH",
+        help="files and folders, in the order they are to be written")  # fmt: skip
+    add(
+        "--output-prefix",
+        "--output_prefix",
+        required=True,
+        metavar="PREFIX",
+        help="start of the output names",
+    )
+    add("--tokenizer", "--tokenizer-model", "--model_name", metavar="DIR",
+        help="folder with tokenizer.json, or with vocab.json and merges.txt")  # fmt: skip
+    add("--vocab-file", "--vocab_file", metavar="FILE", help="vocab.json, in place of --tokenizer")
+    add("--merge-file", "--merge_file", metavar="FILE", help="merges.txt, with --vocab-file")
+    add("--eod-token", default="<|endoftext|>", metavar="TOKEN", help="end of a document (<|endoftext|>)")
+    add("--json-keys", "--json-key", "--json_key", "--json_keys", nargs="+", default=["text"], metavar="KEY",
+        help="keys of the json objects, one pair of files each (text)")  # fmt: skip
+    add("--append-eod", "--append_eod", "--append_eos", "--append-eos", action="store_true",
+        help="end each document with the end-of-document token")  # fmt: skip
+    add("--workers", type=int, default=None, metavar="N", help="processes (as many as there are cores)")
+    add("--suffixes", default="", metavar=".py,.txt", help="in folders take only files with these endings")
+    add("--split-on", choices=["file", "line", "blank-line"], default="file",
+        help="what one document of a plain text file is (file)")  # fmt: skip
+    add("--strict", action="store_true", help="an empty or unreadable document is an error")
+    add("--overwrite", action="store_true", help="replace an output that is there already")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    args = parse_arguments()
+    # A terminated run leaves as little behind as one stopped by Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    from ppfleetx.data.corpus import find_sources
+    from ppfleetx.data.preprocess import preprocess
+
+    workers = len(os.sched_getaffinity(0)) if args.workers is None else args.workers
+    if workers < 1:
+        raise DataError(f"--workers {workers}: at least 1 is needed")
+    suffixes = [suffix for suffix in args.suffixes.split(",") if suffix]
+    sources = find_sources(args.input, suffixes=suffixes, split_on=args.split_on.replace("_", "-"))
+    report = preprocess(
+        sources,
+        args.output_prefix,
+        load_tokenizer(args),
+        keys=args.json_keys,
+        append_eod=args.append_eod,
+        workers=workers,
+        strict=args.strict,
+        overwrite=args.overwrite,
+    )
+    print(report)
+
+
+def load_tokenizer(args: argparse.Namespace):
+    """The tokenizer the command line names."""
+    from ppfleetx.data.tokenizer import Tokenizer
+
+    if (args.tokenizer is None) == (args.vocab_file is None) or bool(args.vocab_file) != bool(
+        args.merge_file
+    ):
+        raise DataError("give --tokenizer, or --vocab-file and --merge-file")
+    if args.tokenizer is not None:
+        return Tokenizer.load(args.tokenizer, eod_token=args.eod_token)
+    return Tokenizer.from_vocab_and_merges(args.vocab_file, args.merge_file, eod_token=args.eod_token)
+
+
+if __name__ == "__main__":
+    run_tool(main)
