@@ -1,0 +1,192 @@
+"""Prompts in, continuations out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import paddle
+
+from ppfleetx.config.errors import ConfigError, DataError
+from ppfleetx.config.sections import GenerationConfig, ModelConfig
+from ppfleetx.data.tokenizer import Tokenizer
+from ppfleetx.generation.search import Choose, FinishReason, Row, Rules, Sampler, decode, greedy
+from ppfleetx.generation.session import DecodingSession, NextTokenModel
+from ppfleetx.generation.text import RowText
+from ppfleetx.models.staged import StagedModel
+from ppfleetx.utils.log import get_logger
+
+Prompt = str | Sequence[int]
+OnText = Callable[[int, int, str], None]
+"""(prompt number, continuation number, new piece of its text)."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One continuation of a prompt.
+
+    Attributes:
+        text: without the prompt, the end token and the stop string.
+        ids: new token ids as the model gave them, the end token included.
+        finish_reason: ``stop`` (end token or stop string) or ``length``.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    finish_reason: FinishReason
+
+
+class Generator:
+    """Continues prompts with a model. Weights are taken as they are when the generator is made.
+
+    Args:
+        model: the whole model, in this process.
+        model_cfg: its ``Model`` section: vocabulary and number of positions.
+        tokenizer: the one it was trained with.
+
+    Raises:
+        DataError: the tokenizer has ids that the model has not.
+    """
+
+    def __init__(self, model: StagedModel, model_cfg: ModelConfig, tokenizer: Tokenizer) -> None:
+        if tokenizer.vocab_size > model_cfg.vocab_size:
+            raise DataError(
+                f"{tokenizer.place} has {tokenizer.vocab_size} token ids, the model has "
+                f"{model_cfg.vocab_size} (Model.vocab_size): it was trained with another tokenizer"
+            )
+        self._model, self._tokenizer = model, tokenizer
+        self._max_positions = model_cfg.max_position_embeddings
+        # A model may have more ids than its tokenizer; what cannot be written is not generated.
+        self._next_token = NextTokenModel(model, tokenizer.vocab_size)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        cfg: GenerationConfig,
+        *,
+        seed: int = 0,
+        on_text: OnText | None = None,
+        batch_rows: int = 16,
+        first_prompt: int = 0,
+    ) -> list[list[Generation]]:
+        """Continue each prompt ``cfg.num_return_sequences`` times.
+
+        Args:
+            prompts: texts or token ids. An empty one starts from the end-of-text token.
+            cfg: the ``Generation`` section.
+            seed: used when ``cfg.seed`` is None.
+            on_text: told of text as it is made, see :data:`OnText`.
+            batch_rows: sequences under way at the same time (at least those of one prompt); no effect on
+                the result beyond float rounding.
+            first_prompt: number of the first prompt in a larger list, which decides its random numbers.
+
+        Raises:
+            ConfigError: an option that does not fit the model or the prompts.
+        """
+        _check_strategy(cfg)
+        encoded = [self._encode(prompt) for prompt in prompts]
+        num_new = [self._new_tokens(len(ids), cfg, first_prompt + i) for i, ids in enumerate(encoded)]
+        per_batch = max(1, batch_rows // cfg.num_return_sequences)
+        results: list[list[Generation]] = []
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            with paddle.no_grad():
+                for start in range(0, len(encoded), per_batch):
+                    part = slice(start, start + per_batch)
+                    batch = _Batch(cfg, seed, first_prompt + start, num_new[part], on_text)
+                    results += self._run(encoded[part], batch)
+        finally:
+            if was_training:
+                self._model.train()
+        return results
+
+    def _run(self, prompts: list[list[int]], batch: _Batch) -> list[list[Generation]]:
+        copies = batch.cfg.num_return_sequences
+        streams = [(i, copy) for i in range(len(prompts)) for copy in range(copies)]
+        texts = [self._row_text(batch, batch.first_prompt + i, copy) for i, copy in streams]
+        session = DecodingSession(self._next_token, prompts, use_cache=batch.cfg.use_cache)
+        rules = Rules(self._tokenizer.eod_id, batch.cfg.min_dec_len, batch.cfg.repetition_penalty)
+
+        def on_token(row: int, token_id: int) -> bool:
+            return texts[row].feed(token_id)
+
+        choose = batch.choose(streams)
+        rows = decode(session, choose, rules, batch.max_new_tokens, copies=copies, on_token=on_token)
+        finished = [_generation(row, text) for row, text in zip(rows, texts, strict=True)]
+        return [finished[i : i + copies] for i in range(0, len(finished), copies)]
+
+    def _row_text(self, batch: _Batch, prompt: int, copy: int) -> RowText:
+        stop = batch.cfg.stop or ()
+        emit = None if batch.on_text is None else _bound(batch.on_text, prompt, copy)
+        return RowText(self._tokenizer, (stop,) if isinstance(stop, str) else stop, emit)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
+        wrong = [i for i in ids if not 0 <= i < self._tokenizer.vocab_size]
+        if wrong:
+            raise DataError(f"token id {wrong[0]} of a prompt is not one of {self._tokenizer.place}")
+        return ids or [self._tokenizer.eod_id]
+
+    def _new_tokens(self, prompt_length: int, cfg: GenerationConfig, number: int) -> int:
+        """How many tokens a prompt may get: ``max_dec_len``, when it was asked for; else what fits."""
+        room = self._max_positions - prompt_length
+        if cfg.max_dec_len <= room:
+            return cfg.max_dec_len
+        facts = (
+            f"prompt {number} has {prompt_length} tokens, which leaves room for {max(room, 0)} more in the "
+            f"model's {self._max_positions} positions (Model.max_position_embeddings)"
+        )
+        if room <= 0 or room < cfg.min_dec_len or "max_dec_len" in cfg.model_fields_set:
+            raise ConfigError(facts, key="Generation.max_dec_len", value=cfg.max_dec_len)
+        get_logger().warning("%s: Generation.max_dec_len is %d here", facts, room)
+        return room
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What the prompts of one batch have in common."""
+
+    cfg: GenerationConfig
+    default_seed: int
+    first_prompt: int
+    max_new_tokens: list[int]
+    on_text: OnText | None
+
+    def choose(self, streams: Sequence[tuple[int, int]]) -> Choose:
+        """How a token is chosen for rows of these (prompt of the batch, copy)."""
+        cfg = self.cfg
+        if cfg.decode_strategy == "greedy_search":
+            return greedy
+        return Sampler(
+            self.default_seed if cfg.seed is None else cfg.seed,
+            [(self.first_prompt + prompt, copy) for prompt, copy in streams],
+            max(self.max_new_tokens),
+            temperature=cfg.temperature,
+            top_k=cfg.top_k,
+            top_p=cfg.top_p,
+        )
+
+
+def _bound(on_text: OnText, prompt: int, copy: int) -> Callable[[str], None]:
+    return lambda piece: on_text(prompt, copy, piece)
+
+
+def _generation(row: Row, text: RowText) -> Generation:
+    assert row.finish_reason is not None
+    return Generation(text.finish(), tuple(row.ids), row.finish_reason)
+
+
+def _check_strategy(cfg: GenerationConfig) -> None:
+    if cfg.decode_strategy not in ("greedy_search", "sampling"):
+        raise ConfigError(
+            "this program has greedy_search and sampling",
+            key="Generation.decode_strategy",
+            value=cfg.decode_strategy,
+        )
+    if cfg.decode_strategy == "greedy_search" and cfg.num_return_sequences > 1:
+        raise ConfigError(
+            "greedy search has one result per prompt; use sampling for more",
+            key="Generation.num_return_sequences",
+            value=cfg.num_return_sequences,
+        )

@@ -1,0 +1,95 @@
+"""What is done to logits before a token is chosen. Terms mean what they mean in Hugging Face transformers.
+
+Shape letters: b rows, n positions so far, V vocabulary, m tokens that are left to choose from.
+All functions are made of operations that can be exported.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+
+# top-p alone looks at this many likeliest tokens first: a full sort can cost more than the model.
+_TOP_P_CANDIDATES = 4096
+
+
+def penalize_repetition(logits: paddle.Tensor, history: paddle.Tensor, penalty: float) -> paddle.Tensor:
+    """Make tokens that occurred less likely (Keskar et al., 2019).
+
+    A token's logit is divided by ``penalty`` when positive and multiplied when negative, once, however
+    often it occurred.
+
+    Args:
+        logits: ``[b, V]``.
+        history: ``[b, n]`` int64 ids of prompt and generated tokens.
+        penalty: greater than 1 discourages repetition, 1 changes nothing.
+    """
+    seen = paddle.take_along_axis(logits, history, axis=1)
+    seen = paddle.where(seen < 0, seen * penalty, seen / penalty)
+    return paddle.put_along_axis(logits, history, seen, axis=1)
+
+
+def forbid(logits: paddle.Tensor, token_id: int) -> paddle.Tensor:
+    """``logits [b, V]`` with no probability left for one token."""
+    column = paddle.arange(logits.shape[-1]) == token_id
+    return paddle.where(column, paddle.full([], -np.inf, dtype=logits.dtype), logits)
+
+
+def candidates(
+    logits: paddle.Tensor, *, temperature: float, top_k: int, top_p: float
+) -> tuple[paddle.Tensor, paddle.Tensor | None]:
+    """The distribution to sample from, after temperature, then top-k, then top-p.
+
+    top-k keeps the k likeliest tokens. top-p keeps of these, renormalised, the likeliest ones up to and
+    including the one with which their probability reaches p (Holtzman et al., 2020); one is always left.
+
+    Args:
+        logits: ``[b, V]`` float32.
+        temperature: positive divisor of the logits.
+        top_k: 0 keeps all.
+        top_p: in (0, 1]; 1 keeps all.
+
+    Returns:
+        (weights, ids), both ``[b, m]``. Weights are probabilities up to a factor per row, 0 where a token
+        is not kept. With ids the order is by falling probability; without (None), column is id.
+    """
+    if temperature != 1.0:
+        logits = logits / temperature
+    vocab = logits.shape[-1]
+    if 0 < top_k < vocab:
+        values, ids = paddle.topk(logits, top_k, axis=-1)
+        probabilities = F.softmax(values, axis=-1)
+        return (probabilities if top_p >= 1.0 else _keep_top_p(probabilities, top_p)), ids
+    probabilities = F.softmax(logits, axis=-1)
+    if top_p >= 1.0:
+        return probabilities, None
+    likeliest, ids = paddle.topk(probabilities, min(_TOP_P_CANDIDATES, vocab), axis=-1)
+    if likeliest.shape[-1] < vocab and bool((likeliest.sum(-1) < top_p).any()):
+        likeliest, ids = paddle.topk(probabilities, vocab, axis=-1)
+    return _keep_top_p(likeliest, top_p), ids
+
+
+def _keep_top_p(falling: paddle.Tensor, top_p: float) -> paddle.Tensor:
+    """Zero the probabilities ``[b, m]``, sorted falling, of tokens before which p is reached already."""
+    cumulative = falling.cumsum(-1)
+    before = paddle.concat([paddle.zeros_like(cumulative[:, :1]), cumulative[:, :-1]], axis=-1)
+    kept = before < top_p
+    return paddle.where(kept, falling, paddle.zeros([], dtype=falling.dtype))
+
+
+def draw(weights: paddle.Tensor, ids: paddle.Tensor | None, uniform: paddle.Tensor) -> paddle.Tensor:
+    """One token per row by inverting the cumulative distribution.
+
+    Args:
+        weights, ids: as :func:`candidates` gives them.
+        uniform: ``[b]`` float32 in [0, 1).
+
+    Returns:
+        ``[b]`` int64.
+    """
+    cumulative = weights.cumsum(-1)
+    # A hair below the uniform number: in float32 its product with the total must stay below the total.
+    threshold = cumulative[:, -1] * (uniform * (1.0 - 2.0**-22))
+    column = (cumulative <= threshold.unsqueeze(-1)).astype("int64").sum(-1)
+    return column if ids is None else paddle.take_along_axis(ids, column.unsqueeze(-1), axis=1).squeeze(-1)

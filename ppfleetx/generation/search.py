@@ -1,0 +1,151 @@
+"""The decoding loop of greedy search and sampling.
+
+Shape letters: b rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import paddle
+
+from ppfleetx.generation.processors import candidates, draw, forbid, penalize_repetition
+from ppfleetx.generation.session import DecodingSession
+
+FinishReason = Literal["stop", "length"]
+Choose = Callable[[paddle.Tensor, np.ndarray, int], paddle.Tensor]
+"""(logits ``[b, V]``, numbers of the rows they belong to ``[b]``, index of the step) to token ids ``[b]``."""
+OnToken = Callable[[int, int], bool]
+"""(row, token id) to whether the row shall stop after this token."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is done to logits before a token is chosen, and the token that ends a row.
+
+    Attributes:
+        end_id: the end token; None when nothing ends a row but its length.
+        min_new_tokens: the end token cannot come before so many others.
+        repetition_penalty: see :func:`~ppfleetx.generation.processors.penalize_repetition`.
+    """
+
+    end_id: int | None = None
+    min_new_tokens: int = 0
+    repetition_penalty: float = 1.0
+
+
+@dataclass
+class Row:
+    """New tokens of a row, the end token included, and why it ended."""
+
+    max_new_tokens: int
+    ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    def add(self, token_id: int, *, is_last: bool) -> bool:
+        """Append a token; whether the row goes on."""
+        self.ids.append(token_id)
+        if is_last:
+            self.finish_reason = "stop"
+        elif len(self.ids) == self.max_new_tokens:
+            self.finish_reason = "length"
+        return self.finish_reason is None
+
+
+def decode(
+    session: DecodingSession,
+    choose: Choose,
+    rules: Rules,
+    max_new_tokens: Sequence[int],
+    *,
+    copies: int = 1,
+    on_token: OnToken | None = None,
+) -> list[Row]:
+    """Extend every row of the session until it ends. A row that ended leaves the batch.
+
+    Args:
+        session: the prompts.
+        choose: greedy or sampling.
+        rules: see :class:`Rules`.
+        max_new_tokens: of each prompt, at least 1.
+        copies: continuations of each prompt; those of prompt ``i`` are the rows from ``i * copies`` on.
+            The prompt itself is run once.
+        on_token: told of every token.
+    """
+    logits = session.next_logits()
+    if copies > 1:
+        repeated = np.repeat(np.arange(session.num_rows), copies)
+        session.select(repeated)
+        logits = logits.index_select(paddle.to_tensor(repeated), axis=0)
+    rows = [Row(limit) for limit in max_new_tokens for _ in range(copies)]
+    active = np.arange(len(rows))
+    for step in itertools.count():
+        tokens = choose(process(logits, session.history, step, rules), active, step).numpy()
+        going_on = []
+        for place, (row, token) in enumerate(zip(active.tolist(), tokens.tolist(), strict=True)):
+            told_to_stop = on_token is not None and on_token(row, token)
+            if rows[row].add(token, is_last=token == rules.end_id or told_to_stop):
+                going_on.append(place)
+        if not going_on:
+            return rows
+        session.append(tokens)
+        if len(going_on) < len(active):
+            session.select(np.array(going_on))
+            active = active[going_on]
+        logits = session.next_logits()
+    raise AssertionError("unreachable: every row has a limit")
+
+
+def process(logits: paddle.Tensor, history: np.ndarray, num_new: int, rules: Rules) -> paddle.Tensor:
+    """Repetition penalty, then minimum length, on ``logits [b, V]`` after ``num_new`` new tokens."""
+    if rules.repetition_penalty != 1.0:
+        logits = penalize_repetition(logits, paddle.to_tensor(history), rules.repetition_penalty)
+    if rules.end_id is not None and num_new < rules.min_new_tokens:
+        logits = forbid(logits, rules.end_id)
+    return logits
+
+
+def greedy(logits: paddle.Tensor, rows: np.ndarray, step: int) -> paddle.Tensor:
+    """The likeliest token of each row."""
+    return logits.argmax(-1)
+
+
+class Sampler:
+    """Draws tokens, each row from a random stream of its own.
+
+    The streams are NumPy's Philox keyed by (seed, prompt, copy) and drawn on the host: what a row gets
+    depends neither on the rows beside it nor on the device.
+
+    Args:
+        seed: seed of the run.
+        streams: (prompt number, copy number) of each row.
+        num_steps: most tokens per row.
+        temperature, top_k, top_p: see :func:`~ppfleetx.generation.processors.candidates`.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        streams: Sequence[tuple[int, int]],
+        num_steps: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+    ) -> None:
+        self._uniforms = np.stack([uniforms(seed, prompt, copy, num_steps) for prompt, copy in streams])
+        self._options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+
+    def __call__(self, logits: paddle.Tensor, rows: np.ndarray, step: int) -> paddle.Tensor:
+        weights, ids = candidates(logits, **self._options)
+        return draw(weights, ids, paddle.to_tensor(self._uniforms[rows, step]))
+
+
+def uniforms(seed: int, prompt: int, copy: int, count: int) -> np.ndarray:
+    """Float32 numbers in [0, 1) of one row: the first ``count`` of its stream."""
+    key = np.array([seed % 2**64, (prompt << 32) | copy], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key)).random(count, dtype=np.float32)

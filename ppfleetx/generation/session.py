@@ -1,0 +1,118 @@
+"""Rows of tokens under way, and the model's logits for what comes next.
+
+Shape letters: b rows, n positions so far, h hidden, V true vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import paddle
+
+from ppfleetx.generation.cache import ConcatCache
+from ppfleetx.models.gpt.layers import TiedHead
+from ppfleetx.models.staged import StagedModel
+
+
+class NextTokenModel:
+    """A staged model asked for nothing but the logits after the last position.
+
+    Columns of vocabulary padding do not exist in what it gives, so no padding id can ever be chosen.
+
+    Args:
+        model: the model. A tied head's matrix is copied here, so weights changed later are not seen.
+        vocab_size: ids below this may be generated.
+    """
+
+    def __init__(self, model: StagedModel, vocab_size: int) -> None:
+        self.model, self.vocab_size = model, vocab_size
+        self._head_matrix: paddle.Tensor | None = None
+        if isinstance(model.stages[-1], TiedHead):
+            # [h, V] in memory: on CPU the product with [V, h] transposed takes more than twice as long.
+            with paddle.no_grad():
+                self._head_matrix = model.stages[-1].word_embeddings.weight[:vocab_size].transpose([1, 0])
+
+    def with_cache(
+        self,
+        tokens: paddle.Tensor,
+        position_ids: paddle.Tensor,
+        document_start: paddle.Tensor | None,
+        cache: ConcatCache,
+    ) -> paddle.Tensor:
+        """Logits ``[b, V]`` float32 after new ``tokens [b, s]``, which ``cache`` is extended by."""
+        state = (tokens, position_ids)
+        if document_start is not None:
+            state = (*state, document_start)
+        *trunk, head = self.model.stages
+        for stage in trunk:
+            state = stage(state, cache)
+        last = state[0][-1]
+        if self._head_matrix is not None:
+            return paddle.matmul(last, self._head_matrix).astype("float32")
+        return head((last.unsqueeze(0),)).squeeze(0)[:, : self.vocab_size].astype("float32")
+
+    def without_cache(
+        self, tokens: paddle.Tensor, position_ids: paddle.Tensor, document_start: paddle.Tensor | None
+    ) -> paddle.Tensor:
+        """The same from the plain forward pass over all ``tokens [b, n]``; it defines the result."""
+        logits = self.model(tokens, position_ids, document_start)
+        return logits[-1][:, : self.vocab_size].astype("float32")
+
+
+class DecodingSession:
+    """A batch of rows that grow by one token a step.
+
+    Prompts of unequal length are padded on the left. Padding is not attended to, and a row's positions
+    count from its first real token, so a row's logits are those it has alone.
+
+    Args:
+        model: gives the logits.
+        prompts: token ids of each row, none of them empty.
+        use_cache: keep keys and values; otherwise every step runs the whole forward pass.
+    """
+
+    def __init__(self, model: NextTokenModel, prompts: Sequence[Sequence[int]], *, use_cache: bool) -> None:
+        assert prompts, "a session has rows"
+        assert all(prompts), "a row starts from at least one token"
+        lengths = np.array([len(prompt) for prompt in prompts])
+        self._model = model
+        self._cache = ConcatCache() if use_cache else None
+        self._padding = lengths.max() - lengths
+        # A padding column holds the row's own first token: it is masked for the model, and harmless to
+        # whatever asks which tokens occurred.
+        self.history = np.stack(
+            [
+                np.concatenate([np.full(padding, prompt[0], dtype=np.int64), np.asarray(prompt, np.int64)])
+                for prompt, padding in zip(prompts, self._padding, strict=True)
+            ]
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return self.history.shape[0]
+
+    def next_logits(self) -> paddle.Tensor:
+        """Logits ``[b, V]`` float32 for the token after the last one of each row."""
+        past = 0 if self._cache is None else self._cache.length
+        length = self.history.shape[1]
+        columns = np.arange(past, length, dtype=np.int64)
+        positions = np.maximum(columns[None, :] - self._padding[:, None], 0)
+        document_start = None
+        if self._padding.any():
+            starts = np.broadcast_to(self._padding[:, None], positions.shape).astype(np.int32)
+            document_start = paddle.to_tensor(starts)
+        tokens, position_ids = paddle.to_tensor(self.history[:, past:]), paddle.to_tensor(positions)
+        if self._cache is None:
+            return self._model.without_cache(tokens, position_ids, document_start)
+        return self._model.with_cache(tokens, position_ids, document_start, self._cache)
+
+    def append(self, tokens: np.ndarray) -> None:
+        """Add one token ``[b]`` to each row."""
+        self.history = np.concatenate([self.history, tokens[:, None].astype(np.int64)], axis=1)
+
+    def select(self, rows: np.ndarray) -> None:
+        """Keep, repeat or reorder rows: row ``i`` becomes what row ``rows[i]`` was."""
+        self.history, self._padding = self.history[rows], self._padding[rows]
+        if self._cache is not None:
+            self._cache.select(paddle.to_tensor(rows.astype(np.int64)))
