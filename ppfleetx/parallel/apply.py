@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import paddle
 
-from ppfleetx.config.schema import RunConfig
+from ppfleetx.config.sections import RunConfig
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.stage import Stage

@@ -14,6 +14,7 @@ import importlib
 import io
 import os
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -120,7 +121,9 @@ def import_paddle() -> None:
     Everything else Paddle prints while it loads is passed on.
     """
     said = io.StringIO()
-    with contextlib.redirect_stderr(said):
+    with contextlib.redirect_stderr(said), warnings.catch_warnings():
+        # Said on every machine without a compiler cache; we compile nothing.
+        warnings.filterwarnings("ignore", message="No ccache found")
         importlib.import_module("paddle")
     banner = ("WARNING: OMP_NUM_THREADS set to", "PLEASE USE OMP_NUM_THREADS WISELY")
     for line in said.getvalue().splitlines():

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 from ppfleetx.config.errors import UserError
-from ppfleetx.config.schema import RunConfig
+from ppfleetx.config.sections import RunConfig
 from ppfleetx.core.engine.callbacks.base import Callback, EvalRecord, StepRecord
 from ppfleetx.core.engine.signals import StopRequest
 from ppfleetx.core.engine.state import TrainState
@@ -116,7 +116,7 @@ class Engine:
         return record
 
     def _evaluate_first(self, eval_loader: Loader | None, stop: StopRequest) -> None:
-        """Evaluate before the first step: a broken evaluation set is found now, not after ``eval_freq`` steps."""
+        """Evaluate before the first step: a broken evaluation set is found now, not ``eval_freq`` steps later."""
         if eval_loader is not None and self.state.step == 0 and self.cfg.Engine.eval_freq > 0:
             self.evaluate(eval_loader, self.cfg.Engine.eval_iters, stop)
 
@@ -148,7 +148,8 @@ class Engine:
         except NonFiniteError as error:
             raise TrainingStoppedError(
                 f"global step {step}: {error.what} is {error.value}; nothing was updated. "
-                f"Samples of this step on data rank {self.ctx.data_rank} (positions in the training order): {error.sample_ids}"
+                f"Samples of this step on data rank {self.ctx.data_rank}, as positions in the training order: "
+                f"{error.sample_ids}"
             ) from error
         epoch, batch = self._position()
         batch_size = self.cfg.batch.global_batch_size

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 import paddle
 
-from ppfleetx.config.schema import RunConfig
+from ppfleetx.config.sections import RunConfig
 from ppfleetx.nn.stage import LayerFactory, Stage
 
 

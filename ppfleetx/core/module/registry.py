@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.schema import RunConfig
+from ppfleetx.config.sections import RunConfig
 from ppfleetx.core.module.base import BasicModule
 from ppfleetx.core.module.gpt import GPTModule
 

@@ -1,0 +1,266 @@
+#!/usr/bin/env python3
+"""Training throughput on a CPU, in pairs against nanoGPT (PyTorch, float32, eager) at equal shapes.
+
+    python benchmarks/throughput.py --nanogpt DIR [--peer-python PYTHON] [--threads 1] [--pairs 3]
+
+DIR is a checkout of nanoGPT; PYTHON an interpreter that has PyTorch. Each pair runs both programs one
+after the other in processes of their own, on the same cores, and compares tokens per CPU second (time
+of the process on all its threads, which other jobs on the machine disturb less than the clock on the
+wall). Both do what their trainers do in a step: forward, backward, clipping to norm 1, AdamW.
+
+Without ``--nanogpt`` only this project is measured. ``--profile`` adds a table of where the step's time
+goes and compares the whole step with the best float32 matrix product of the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+VOCAB, SEQ = 50304, 256
+SHAPES = {"12x768": (12, 768, 12, 4), "6x384": (6, 384, 6, 8)}  # layers, hidden, heads, batch
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--nanogpt", type=Path, help="checkout of nanoGPT to compare with")
+    parser.add_argument("--peer-python", default=sys.executable, help="interpreter with PyTorch")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of each run, after two untimed")
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--profile", action="store_true", help="say where the step's time goes")
+    parser.add_argument("--worker", choices=["ours", "nanogpt", "profile"], help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker = {"ours": run_ours, "nanogpt": run_nanogpt, "profile": run_profile}
+        print(json.dumps(worker[args.worker](*SHAPES[args.shapes[0]], args)))
+        return
+    for shape in args.shapes:
+        compare(shape, args)
+    if args.profile:
+        for shape in args.shapes:
+            profile(shape, args)
+
+
+def compare(shape: str, args: argparse.Namespace) -> None:
+    """Print tokens per CPU second of both, and the ratio pair by pair."""
+    ratios, rows = [], []
+    for _ in range(args.pairs):
+        ours = spawn("ours", sys.executable, shape, args)
+        row = {"ours": ours}
+        if args.nanogpt:
+            row["nanogpt"] = spawn("nanogpt", args.peer_python, shape, args)
+            ratios.append(ours["tokens_per_cpu_s"] / row["nanogpt"]["tokens_per_cpu_s"])
+        rows.append(row)
+    for name in rows[0]:
+        cpu = [row[name]["tokens_per_cpu_s"] for row in rows]
+        wall = [row[name]["tokens_per_s"] for row in rows]
+        print(
+            f"{shape:8} {name:8} {statistics.median(cpu):8.0f} tokens per CPU second "
+            f"({min(cpu):.0f} to {max(cpu):.0f}), {statistics.median(wall):.0f} per second"
+        )
+    if ratios:
+        text = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        print(f"{shape:8} ratio of the pairs: {text}; median {statistics.median(ratios):.2f}")
+
+
+def spawn(worker: str, python: str, shape: str, args: argparse.Namespace) -> dict[str, float]:
+    """Run one worker in a process of its own and return what it measured."""
+    environ = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "MKL_NUM_THREADS": str(args.threads)}
+    command = [python, __file__, "--worker", worker, "--shapes", shape, "--steps", str(args.steps)]
+    command += ["--threads", str(args.threads)]
+    if args.nanogpt:
+        command += ["--nanogpt", str(args.nanogpt)]
+    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def run_ours(layers: int, hidden: int, heads: int, batch: int, args: argparse.Namespace) -> dict[str, float]:
+    """Train steps of this project's runner, exactly as the engine calls it."""
+    return measure(make_step(make_runner(layers, hidden, heads), batch), batch * SEQ, args.steps)
+
+
+def make_step(runner, batch: int):
+    """A function that trains one step on random tokens."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+
+    def step(number: int) -> None:
+        tokens = rng.integers(0, VOCAB, (batch, SEQ + 1))
+        micro_batch = {
+            "tokens": tokens[:, :-1],
+            "labels": tokens[:, 1:],
+            "loss_mask": np.ones((batch, SEQ), np.float32),
+            "position_ids": np.broadcast_to(np.arange(SEQ), (batch, SEQ)),
+        }
+        runner.train_step([micro_batch], step=number, lr=1e-4, weight_decay=0.1)
+
+    return step
+
+
+def make_runner(layers: int, hidden: int, heads: int):
+    """A local runner of a GPT-2 of this shape; sets the process up as the tools do."""
+    from ppfleetx.utils.process_env import import_paddle, prepare_process
+
+    prepare_process()
+    import_paddle()
+    from ppfleetx.config.sections import GradClipConfig, ModelConfig, OptimizerConfig
+    from ppfleetx.distributed.context import ParallelContext
+    from ppfleetx.models.gpt.stages import gpt_stages
+    from ppfleetx.models.staged import StagedModel
+    from ppfleetx.nn.factory import LocalFactory
+    from ppfleetx.nn.loss import token_loss
+    from ppfleetx.optims.build import build_optimizer
+    from ppfleetx.parallel.local import LocalRunner
+
+    model_cfg = ModelConfig(
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_attention_heads=heads,
+        max_position_embeddings=SEQ,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    model = StagedModel(gpt_stages(model_cfg, LocalFactory()), seed=0)
+    optimizer_cfg = OptimizerConfig(grad_clip=GradClipConfig(clip_norm=1.0))
+    optimizer = build_optimizer(optimizer_cfg, [(p.info.name, p) for p in model.parameters()])
+
+    def loss(model, batch):
+        logits = model(batch["tokens"], position_ids=batch["position_ids"])
+        return token_loss(logits, batch["labels"], batch["loss_mask"], VOCAB)
+
+    return LocalRunner(model, loss, optimizer, ParallelContext.single(), seed=0, clip_norm=1.0)
+
+
+def run_nanogpt(
+    layers: int, hidden: int, heads: int, batch: int, args: argparse.Namespace
+) -> dict[str, float]:
+    """Train steps as nanoGPT's train.py does them on a CPU without compilation."""
+    sys.path.insert(0, str(args.nanogpt))
+    import torch
+    from model import GPT, GPTConfig
+
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    sys.stdout = sys.stderr
+    model = GPT(
+        GPTConfig(
+            block_size=SEQ,
+            vocab_size=VOCAB,
+            n_layer=layers,
+            n_head=heads,
+            n_embd=hidden,
+            dropout=0.0,
+            bias=True,
+        )
+    )
+    optimizer = model.configure_optimizers(0.1, 1e-4, (0.9, 0.95), "cpu")
+    sys.stdout = sys.__stdout__
+
+    def step(number: int) -> None:
+        tokens = torch.randint(0, VOCAB, (batch, SEQ + 1))
+        _, loss = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss.item()
+
+    return measure(step, batch * SEQ, args.steps)
+
+
+def profile(shape: str, args: argparse.Namespace) -> None:
+    """Print operators by their share of the step, and the step's FLOP/s beside the best matrix product's."""
+    done = subprocess.run(
+        [sys.executable, __file__, "--worker", "profile", "--shapes", shape, "--steps", str(args.steps)],
+        env={**os.environ, "OMP_NUM_THREADS": str(args.threads)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    result = json.loads(done.stdout.splitlines()[-1])
+    print(f"\n{shape}: {result['step_s'] * 1e3:.0f} ms a step, of which operators")
+    for name, seconds in result["operators"]:
+        print(f"  {name:28} {seconds * 1e3:8.1f} ms {100 * seconds / result['step_s']:6.1f} %")
+    print(
+        f"  {result['gflops']:.0f} GFLOP/s over the whole step, {result['best_gflops']:.0f} in the best "
+        f"matrix product: {100 * result['gflops'] / result['best_gflops']:.0f} %"
+    )
+
+
+def run_profile(layers: int, hidden: int, heads: int, batch: int, args: argparse.Namespace) -> dict:
+    """Time by operator from Paddle's profiler, and the machine's best matrix product."""
+    import tempfile
+
+    runner = make_runner(layers, hidden, heads)
+    from paddle import profiler
+
+    step = make_step(runner, batch)
+    seconds = batch * SEQ / measure(step, batch * SEQ, args.steps)["tokens_per_cpu_s"]
+    with tempfile.TemporaryDirectory() as directory:
+        with profiler.Profiler(targets=[profiler.ProfilerTarget.CPU], on_trace_ready=lambda _: None) as prof:
+            step(100)
+            prof.step()
+        trace = Path(directory) / "trace.json"
+        prof.export(str(trace), format="json")
+        events = json.loads(trace.read_text(errors="replace"))["traceEvents"]
+    flops = 6 * layers * (12 * hidden**2 + SEQ * hidden) + 6 * hidden * VOCAB  # of a token, causal half
+    return {
+        "step_s": seconds,
+        "operators": operator_times(events)[:14],
+        "gflops": flops * batch * SEQ / seconds / 1e9,
+        "best_gflops": best_matmul_gflops(),
+    }
+
+
+def operator_times(events: list[dict]) -> list[tuple[str, float]]:
+    """(operator, seconds) with the longest first; ``*_grad`` are the backward operators."""
+    totals: dict[str, float] = {}
+    for event in events:
+        if event.get("ph") == "X" and event.get("cat") == "Operator":
+            name = event["name"].split(" ")[0].split("[")[0]
+            totals[name] = totals.get(name, 0.0) + event["dur"] / 1e6
+    return sorted(totals.items(), key=lambda pair: -pair[1])
+
+
+def best_matmul_gflops(size: int = 1536) -> float:
+    """Best of several float32 products of square matrices, per CPU second."""
+    import paddle
+
+    a, b = paddle.randn([size, size]), paddle.randn([size, size])
+    best = 0.0
+    for _ in range(8):
+        start = time.process_time()
+        paddle.matmul(a, b)
+        best = max(best, 2 * size**3 / (time.process_time() - start) / 1e9)
+    return best
+
+
+def measure(step, tokens: int, steps: int) -> dict[str, float]:
+    """Two untimed steps, then ``steps`` timed ones; medians over steps."""
+    cpu, wall = [], []
+    for number in range(1, steps + 3):
+        cpu_start, wall_start = time.process_time(), time.perf_counter()
+        step(number)
+        cpu.append(time.process_time() - cpu_start)
+        wall.append(time.perf_counter() - wall_start)
+    return {
+        "tokens_per_cpu_s": tokens / statistics.median(cpu[2:]),
+        "tokens_per_s": tokens / statistics.median(wall[2:]),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Wiring: from a configuration and a context to a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import dump_config
+from ppfleetx.config.sections import RunConfig
+from ppfleetx.core.check import check_report
+from ppfleetx.core.engine.callbacks.base import Callback, EvalRecord
+from ppfleetx.core.engine.callbacks.memory import MemoryLog
+from ppfleetx.core.engine.callbacks.metrics import MetricsFile
+from ppfleetx.core.engine.callbacks.profiler import ProfilerCallback
+from ppfleetx.core.engine.callbacks.progress import TrainProgress
+from ppfleetx.core.engine.callbacks.train_log import TrainLog
+from ppfleetx.core.engine.callbacks.visual_dl import VisualDL, visual_dl_is_installed
+from ppfleetx.core.engine.checkpoints import CheckpointSaver, Start, find_start
+from ppfleetx.core.engine.engine import Engine
+from ppfleetx.core.module.registry import build_module
+from ppfleetx.data.loader import DataLoader, build_dataloader
+from ppfleetx.data.tokenizer import Tokenizer
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.nn.factory import LocalFactory
+from ppfleetx.optims.build import build_schedule
+from ppfleetx.parallel.apply import parallelize
+from ppfleetx.parallel.runner import Runner
+from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.log import get_logger
+
+
+def train(cfg: RunConfig, ctx: ParallelContext) -> None:
+    """Train as configured: start or resume, evaluate, save, stop.
+
+    Raises:
+        UserError: data, checkpoint or configuration that cannot be trained with, in words.
+    """
+    if cfg.Data.Train is None:
+        raise ConfigError("training needs a corpus", key="Data.Train")
+    log = get_logger()
+    for line in check_report(cfg).splitlines():
+        log.info(line)
+    output_dir = make_output_dir(cfg)
+    start = find_start(cfg, output_dir)
+    train_loader = _loader(cfg, ctx, "Train", consumed_samples=start.consumed_samples)
+    eval_loader = _loader(cfg, ctx, "Eval") if cfg.Data.Eval is not None and cfg.Engine.eval_freq else None
+    runner = build_runner(cfg, ctx, train=True)
+    schedule = build_schedule(cfg.Optimizer, cfg.Engine.max_steps)
+    log.info(schedule.describe())
+    fingerprints = {"data": train_loader.fingerprint, "tokenizer": tokenizer_fingerprint(cfg)}
+    schedule = start.restore(runner, schedule, fingerprints)
+    engine = Engine(
+        cfg,
+        ctx,
+        runner,
+        schedule=schedule,
+        saver=CheckpointSaver(cfg, output_dir, fingerprints),
+        callbacks=_callbacks(cfg, output_dir) if ctx.is_main else (),
+        samples_per_epoch=train_loader.samples_per_epoch,
+        max_steps=cfg.Engine.max_steps,
+    )
+    engine.state = start.state
+    engine.fit(train_loader, eval_loader)
+
+
+def evaluate(cfg: RunConfig, ctx: ParallelContext) -> EvalRecord:
+    """Evaluate the checkpoint ``Engine.save_load.ckpt_dir`` on ``Data.Eval`` and print the result.
+
+    Raises:
+        UserError: no such checkpoint or data, or they do not fit the model.
+    """
+    if cfg.Data.Eval is None:
+        raise ConfigError("evaluation needs a corpus", key="Data.Eval")
+    start = find_weights(cfg)
+    loader = _loader(cfg, ctx, "Eval")
+    runner = build_runner(cfg, ctx, train=False)
+    start.restore_weights(runner)
+    engine = Engine(cfg, ctx, runner, callbacks=[TrainLog(cfg.Engine.logging_freq)] if ctx.is_main else ())
+    engine.state = start.state
+    return engine.evaluate(loader, cfg.Engine.eval_iters)
+
+
+def find_weights(cfg: RunConfig) -> Start:
+    """The checkpoint to evaluate, generate or export with: ``ckpt_dir``, which must be given."""
+    if cfg.Engine.save_load.ckpt_dir is None:
+        raise ConfigError(
+            "names no checkpoint; give -o Engine.save_load.ckpt_dir=DIR (a step directory or an output "
+            "directory of a training run)",
+            key="Engine.save_load.ckpt_dir",
+        )
+    return find_start(cfg, output_dir=None)
+
+
+def build_runner(cfg: RunConfig, ctx: ParallelContext, *, train: bool) -> Runner:
+    """Model of the configured module under the plan of ``ctx``, with fresh weights."""
+    module = build_module(cfg)
+    return parallelize(module.stages(LocalFactory()), module.loss, cfg, ctx, train=train)
+
+
+def make_output_dir(cfg: RunConfig) -> Path:
+    """Create the output directory and write the resolved configuration into it.
+
+    Raises:
+        ConfigError: it cannot be created or written.
+    """
+    key, value = "Engine.save_load.output_dir", cfg.Engine.save_load.output_dir
+    directory = Path(value)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with atomic_write(directory / "config.yaml", "w") as file:
+            file.write(dump_config(cfg))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot be written: {error.strerror}", key=key, value=value, place=cfg.origins.get(key)
+        ) from error
+    return directory
+
+
+def load_tokenizer(cfg: RunConfig) -> Tokenizer | None:
+    """The tokenizer of ``Data.tokenizer``; None when the configuration names none."""
+    files = cfg.Data.tokenizer
+    if files is None:
+        return None
+    if files.vocab_file is not None:
+        return Tokenizer.from_vocab_and_merges(files.vocab_file, files.merges_file, eod_token=files.eos_token)
+    path = files.dir or files.tokenizer_file
+    return None if path is None else Tokenizer.load(path, eod_token=files.eos_token)
+
+
+def tokenizer_fingerprint(cfg: RunConfig) -> str | None:
+    """Identity of the tokenizer, for the checkpoint."""
+    tokenizer = load_tokenizer(cfg)
+    return None if tokenizer is None else tokenizer.fingerprint
+
+
+def _loader(cfg: RunConfig, ctx: ParallelContext, mode: str, *, consumed_samples: int = 0) -> DataLoader:
+    loader = build_dataloader(
+        cfg,
+        mode,
+        data_rank=ctx.data_rank,
+        data_size=ctx.data_size,
+        consumed_samples=consumed_samples,
+    )
+    get_logger().info(f"{mode}: {loader.describe()}")
+    return loader
+
+
+def _callbacks(cfg: RunConfig, output_dir: Path) -> list[Callback]:
+    freq = cfg.Engine.logging_freq
+    callbacks: list[Callback] = [
+        TrainProgress(cfg.Engine.progress_bar),
+        TrainLog(freq),
+        MetricsFile(output_dir / "metrics.jsonl", freq),
+        MemoryLog(),
+    ]
+    if visual_dl_is_installed():
+        callbacks.append(VisualDL(output_dir / "vdl"))
+    if cfg.Profiler.enable:
+        callbacks.append(ProfilerCallback(cfg.Profiler, output_dir))
+    return callbacks
