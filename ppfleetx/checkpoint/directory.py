@@ -1,0 +1,232 @@
+"""The output directory: finding checkpoints in it, locking it, clearing up and keeping the newest n."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ppfleetx.checkpoint import storage
+from ppfleetx.checkpoint.manifest import (
+    LATEST_FILE,
+    MANIFEST_FILE,
+    MARKER_FILE,
+    is_rank_directory,
+    parse_step_directory,
+    seal,
+    unseal,
+)
+from ppfleetx.checkpoint.reader import Checkpoint, open_checkpoint, read_marker
+from ppfleetx.config.errors import CheckpointError
+from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.log import get_logger
+
+# A checkpoint being written, one that made way for another of its name, one being deleted. The dot
+# keeps them out of every search: under its plain name a checkpoint is always complete.
+SAVING, REPLACED, DELETING = ".saving-", ".replaced-", ".deleting-"
+_LOCK_FILE = ".lock"
+_LOCK_SECONDS = 60.0
+_thread_locks: dict[Path, threading.Lock] = {}
+_thread_locks_guard = threading.Lock()
+
+
+def resolve_checkpoint(path: str | Path) -> Path:
+    """Step directory meant by `path`: itself, an output directory, or a rank directory of a checkpoint.
+
+    An output directory means what its `latest` says, or its newest complete checkpoint when there is no
+    such file. Raises CheckpointError when there is nothing complete where it should be; the message
+    names the newest checkpoint that is good.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise CheckpointError(f"there is no checkpoint directory {path}{_instead(path.parent)}")
+    if is_rank_directory(path.name) and not _is_fleetx(path):
+        path = path.resolve().parent
+    _refuse_fleetx(path)
+    if parse_step_directory(path.name) or (path / MANIFEST_FILE).exists() or (path / MARKER_FILE).exists():
+        try:
+            open_checkpoint(path)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{_instead(path.parent, path)}") from error
+        return path
+    return _resolve_output_directory(path)
+
+
+def newest_complete(output_dir: str | Path) -> Path | None:
+    """The complete checkpoint saved last in `output_dir`, or None. Looks at the markers only."""
+    complete = complete_checkpoints(output_dir)
+    return complete[-1] if complete else None
+
+
+def complete_checkpoints(output_dir: str | Path) -> list[Path]:
+    """Checkpoints of `output_dir` with a sound marker, in the order they were saved."""
+    found = []
+    for path in _step_directories(Path(output_dir)):
+        try:
+            saved_at = int(read_marker(path)["saved_at_ns"])
+        except CheckpointError:
+            continue
+        found.append((saved_at, parse_step_directory(path.name)[::-1], path))
+    return [path for _, _, path in sorted(found)]
+
+
+def newest_good(output_dir: str | Path, *, verify: bool = True) -> Checkpoint | None:
+    """The checkpoint saved last that is undamaged; `verify` reads all its data to know."""
+    for path in reversed(complete_checkpoints(output_dir)):
+        try:
+            checkpoint = open_checkpoint(path)
+            if verify:
+                checkpoint.verify()
+        except CheckpointError as error:
+            get_logger().warning(f"passed over a damaged checkpoint: {error}")
+            continue
+        return checkpoint
+    return None
+
+
+def write_latest(output_dir: Path, name: str) -> None:
+    """Let `latest` say that `name` is the checkpoint to continue from."""
+    marker = read_marker(output_dir / name)
+    with atomic_write(output_dir / LATEST_FILE) as file:
+        storage.write_bytes(file, seal(checkpoint=name, manifest_sha256=marker["manifest_sha256"]))
+
+
+@contextlib.contextmanager
+def output_lock(output_dir: Path) -> Iterator[None]:
+    """Hold `output_dir` for saving, among threads and processes; the system lets go when a process dies."""
+    with _thread_locks_guard:
+        thread_lock = _thread_locks.setdefault(output_dir.resolve(), threading.Lock())
+    # A record lock, because (unlike flock's) a child forked meanwhile does not inherit it.
+    with thread_lock, (output_dir / _LOCK_FILE).open("ab") as file:
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while not _try_lock(file.fileno()):
+            if time.monotonic() > deadline:
+                raise CheckpointError(f"another process is saving a checkpoint into {output_dir}")
+            time.sleep(0.1)
+        yield
+
+
+def clear_leftovers(output_dir: Path) -> None:
+    """Remove what killed saves and deletions left. The caller holds the lock, so nothing of it is in use."""
+    for path in sorted(output_dir.glob(f"{REPLACED}*")):
+        original = output_dir / path.name.removeprefix(REPLACED)
+        if not original.exists():  # killed between two renames: give the name back
+            storage.rename(path, original)
+    for prefix in (SAVING, REPLACED, DELETING):
+        for path in output_dir.glob(f"{prefix}*"):
+            remove_tree(path)
+
+
+def publish(saved: Path, target: Path) -> None:
+    """Give a complete checkpoint its name; one that has the name already is gone only afterwards."""
+    if not target.exists():
+        storage.rename(saved, target)
+        return
+    if storage.exchange(saved, target):
+        remove_tree(saved)
+        return
+    replaced = target.with_name(f"{REPLACED}{target.name}")
+    storage.rename(target, replaced)
+    storage.rename(saved, target)
+    remove_tree(replaced)
+
+
+def delete_checkpoint(path: Path) -> None:
+    """Delete a checkpoint such that, killed midway, it does not look like one any more."""
+    hidden = path.with_name(f"{DELETING}{path.name}")
+    storage.rename(path, hidden)
+    remove_tree(hidden)
+
+
+def keep_newest(output_dir: Path, keep_max: int | None) -> None:
+    """Delete complete checkpoints until `keep_max` are left; incomplete directories are not touched.
+
+    What cannot be deleted is reported and left: the new checkpoint is safe, and training goes on.
+    """
+    if keep_max is None:
+        return
+    for path in complete_checkpoints(output_dir)[:-keep_max]:
+        try:
+            delete_checkpoint(path)
+        except OSError as error:
+            get_logger().warning(f"old checkpoint {path} could not be deleted: {error.strerror}")
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a directory that no name leads to any more; what resists is left for the next save."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _resolve_output_directory(path: Path) -> Path:
+    latest = path / LATEST_FILE
+    if not latest.exists():
+        newest = newest_complete(path)
+        if newest is None:
+            raise CheckpointError(f"there is no complete checkpoint in {path}")
+        return _opened(newest, path)
+    fields = unseal(latest.read_bytes())
+    if fields is None or parse_step_directory(fields.get("checkpoint", "")) is None:
+        raise CheckpointError(f"{latest} is damaged: its checksum is wrong{_instead(path)}")
+    target = path / fields["checkpoint"]
+    if not target.is_dir():
+        raise CheckpointError(f"{latest} names {target.name}, which does not exist{_instead(path)}")
+    resolved = _opened(target, path)
+    if read_marker(resolved)["manifest_sha256"] != fields["manifest_sha256"]:
+        # Killed between publishing a checkpoint under a name that was in use and writing `latest`.
+        get_logger().warning(f"{target} is not the checkpoint {latest} was written for, but a complete one")
+    return resolved
+
+
+def _opened(path: Path, output_dir: Path) -> Path:
+    try:
+        open_checkpoint(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{_instead(output_dir, path)}") from error
+    return path
+
+
+def _instead(output_dir: Path, bad: Path | None = None) -> str:
+    """Sentence that names the newest good checkpoint beside a bad one."""
+    good = newest_good(output_dir) if output_dir.is_dir() else None
+    if good is None or (bad is not None and good.path.resolve() == bad.resolve()):
+        return "; there is no good checkpoint beside it"
+    return f"; the newest good checkpoint is {good.path}"
+
+
+def _step_directories(output_dir: Path) -> list[Path]:
+    if not output_dir.is_dir():
+        return []
+    return [path for path in output_dir.iterdir() if path.is_dir() and parse_step_directory(path.name)]
+
+
+def _is_fleetx(path: Path) -> bool:
+    return (path / "model.pdparams").exists()
+
+
+def _refuse_fleetx(path: Path) -> None:
+    if _is_fleetx(path) or any(_is_fleetx(child) for child in path.glob("mp_*_sharding_*_pp_*")):
+        raise CheckpointError(
+            f"{path} is a checkpoint of FleetX (model.pdparams); this version cannot read it yet, "
+            "it reads checkpoints with a manifest.json"
+        )
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except PermissionError:
+        return False
+    return True
+
+
+def describe_os_error(error: OSError) -> str:
+    """An operating system error in words, with the file it is about."""
+    where = f" ({os.fsdecode(error.filename)})" if error.filename else ""
+    return f"{error.strerror or error}{where}"

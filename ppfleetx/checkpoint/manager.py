@@ -1,0 +1,49 @@
+"""What a training loop needs of checkpoints: save here, keep n, and where to continue from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ppfleetx.checkpoint.directory import newest_good
+from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.checkpoint.slices import TensorSlice
+from ppfleetx.checkpoint.writer import save_checkpoint
+from ppfleetx.utils.log import get_logger
+
+
+class CheckpointManager:
+    """Saves into one output directory and keeps the newest `keep_max` checkpoints (None: all).
+
+    Args:
+        description: further arguments of `save_checkpoint` that stay the same for the whole run
+            (`plan`, `config`, `fingerprints`, `vocab_size`, ...).
+    """
+
+    def __init__(self, output_dir: str | Path, keep_max: int | None = None, **description: Any) -> None:
+        if keep_max is not None and keep_max < 1:
+            raise ValueError(f"keep_max must be 1 or more, got {keep_max}")
+        self.output_dir, self.keep_max = Path(output_dir), keep_max
+        self._description = description
+
+    def save(
+        self, *, epoch: int, step: int, tensors: Iterable[TensorSlice], state: Mapping[str, Any]
+    ) -> Path:
+        """Save a checkpoint; arguments and errors of `save_checkpoint`."""
+        return save_checkpoint(
+            self.output_dir,
+            epoch=epoch,
+            step=step,
+            tensors=tensors,
+            state=state,
+            keep_max=self.keep_max,
+            **self._description,
+        )
+
+    def newest_good(self, *, verify: bool = True) -> Checkpoint | None:
+        """The newest undamaged checkpoint, None when there is none; damaged ones are passed over with a warning."""
+        found = newest_good(self.output_dir, verify=verify)
+        if found is not None:
+            get_logger().info(f"newest good checkpoint: {found.path}")
+        return found

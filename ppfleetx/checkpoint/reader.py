@@ -1,0 +1,207 @@
+"""Reading a checkpoint: whole tensors or any box of them, whatever slices they were saved in."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ppfleetx.checkpoint import storage
+from ppfleetx.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST_FILE,
+    MARKER_FILE,
+    VERSION,
+    Manifest,
+    SliceEntry,
+    TensorEntry,
+    unseal,
+)
+from ppfleetx.checkpoint.slices import MODEL, NUMPY_OF_DTYPE, Index, boxes_of_interval, intersect
+from ppfleetx.config.errors import CheckpointError
+
+# Rows are read in blocks of about this many bytes, so that a narrow column of a large matrix does not
+# need the memory of the matrix.
+_BLOCK_BYTES = 64 * 1024 * 1024
+
+
+class Checkpoint:
+    """An open checkpoint: manifest, marker, file sizes and headers have been checked, data has not.
+
+    Data is checked as it is read (and all of it by `verify`).
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, saved_at_ns: int) -> None:
+        self.path, self.manifest, self.saved_at_ns = path, manifest, saved_at_ns
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """What the trainer stored beside the tensors."""
+        return self.manifest.state
+
+    def names(self, kind: str = MODEL) -> list[str]:
+        """Canonical names with tensors of this kind (`model`, `optimizer`), in the order saved."""
+        return list(
+            dict.fromkeys(entry.name for entry in self.manifest.tensors.values() if entry.kind == kind)
+        )
+
+    def keys(self, kind: str = MODEL) -> list[tuple[str, str]]:
+        """(canonical name, state name) of all tensors of this kind, in the order saved."""
+        return [(entry.name, entry.state) for entry in self.manifest.tensors.values() if entry.kind == kind]
+
+    def entry(self, name: str, kind: str = MODEL, state: str = "") -> TensorEntry:
+        """Description of a tensor. Raises CheckpointError when there is none of that name."""
+        try:
+            return self.manifest.tensors[kind, name, state]
+        except KeyError:
+            what = f"state {state} of {name}" if state else name
+            raise CheckpointError(f"checkpoint {self.path} holds no {kind} tensor {what}") from None
+
+    def read(
+        self,
+        name: str,
+        kind: str = MODEL,
+        state: str = "",
+        *,
+        offset: Index | None = None,
+        shape: Index | None = None,
+    ) -> np.ndarray:
+        """The box (offset, shape) of a tensor; by default all of it. bfloat16 comes as its bits in uint16.
+
+        Only the parts of the files that hold the box are read. Raises CheckpointError for an unknown
+        tensor, a box outside it, or damaged bytes.
+        """
+        entry = self.entry(name, kind, state)
+        offset = (0,) * len(entry.shape) if offset is None else tuple(offset)
+        shape = (
+            tuple(n - o for n, o in zip(entry.shape, offset, strict=True)) if shape is None else tuple(shape)
+        )
+        if len(shape) != len(entry.shape) or any(
+            o < 0 or n < 0 or o + n > size for o, n, size in zip(offset, shape, entry.shape, strict=True)
+        ):
+            raise CheckpointError(
+                f"{name} has shape {list(entry.shape)}; there is no part of shape {list(shape)} at {list(offset)}"
+            )
+        held = NUMPY_OF_DTYPE[entry.dtype]
+        if len(entry.slices) == 1 and entry.slices[0].shape == shape and not entry.slices[0].flat:
+            content = storage.read_range(self.path, entry.slices[0], 0, entry.slices[0].num_bytes)
+            return np.frombuffer(content, held).reshape(shape)
+        return self._assemble(entry, offset, shape)
+
+    def verify(self) -> None:
+        """Read everything and compare all checksums; raises CheckpointError naming each damaged place."""
+        damage = list(self.damage())
+        if damage:
+            raise CheckpointError("\n".join(damage))
+
+    def damage(self) -> Iterator[str]:
+        """One sentence for each damaged tensor piece."""
+        for entry in self.manifest.tensors.values():
+            for piece in entry.slices:
+                try:
+                    for start in range(0, piece.num_bytes, _BLOCK_BYTES):
+                        end = min(start + _BLOCK_BYTES, piece.num_bytes)
+                        storage.read_range(self.path, piece, start, end)
+                except CheckpointError as error:
+                    yield f"{entry.kind} {entry.name} {entry.state}".rstrip() + f": {error}"
+
+    def _assemble(self, entry: TensorEntry, offset: Index, shape: Index) -> np.ndarray:
+        result = np.empty(shape, NUMPY_OF_DTYPE[entry.dtype])
+        found = 0
+        for piece in entry.slices:
+            for box_offset, box_shape, first in _boxes(piece):
+                common = intersect(offset, shape, box_offset, box_shape)
+                if common is not None:
+                    found += prod(common[1])
+                    self._copy(piece, (box_offset, box_shape, first), common, result, offset)
+        if found != prod(shape):
+            raise CheckpointError(f"checkpoint {self.path} holds {entry.name} with holes or overlaps")
+        return result
+
+    def _copy(
+        self,
+        piece: SliceEntry,
+        box: tuple[Index, Index, int],
+        common: tuple[Index, Index],
+        result: np.ndarray,
+        result_offset: Index,
+    ) -> None:
+        """Copy the box `common` out of a contiguous `box` of `piece`, some rows at a time."""
+        (box_offset, box_shape, first), (offset, shape) = box, common
+        held = result.dtype
+        if not shape:
+            result[...] = np.frombuffer(storage.read_range(self.path, piece, 0, held.itemsize), held)[0]
+            return
+        row_size = prod(box_shape[1:])
+        row_bytes = row_size * held.itemsize
+        rows_at_once = max(1, _BLOCK_BYTES // max(row_bytes, 1))
+        inner = tuple(slice(o - b, o - b + n) for o, b, n in zip(offset, box_offset, shape, strict=True))[1:]
+        inner_target = tuple(
+            slice(o - r, o - r + n) for o, r, n in zip(offset, result_offset, shape, strict=True)
+        )[1:]
+        for row in range(offset[0], offset[0] + shape[0], rows_at_once):
+            count = min(rows_at_once, offset[0] + shape[0] - row)
+            start = first * held.itemsize + (row - box_offset[0]) * row_bytes
+            content = storage.read_range(self.path, piece, start, start + count * row_bytes)
+            block = np.frombuffer(content, held).reshape(count, *box_shape[1:])
+            target_row = row - result_offset[0]
+            result[(slice(target_row, target_row + count), *inner_target)] = block[(slice(None), *inner)]
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open the checkpoint in step directory `path`, checking marker, manifest, file sizes and headers.
+
+    Raises CheckpointError when it is not complete or any of these is damaged. (`resolve_checkpoint`
+    finds the step directory.)
+    """
+    path = Path(path)
+    manifest_path = path / MANIFEST_FILE
+    marker = read_marker(path)
+    content = _content(manifest_path)
+    if len(content) != int(marker["manifest_bytes"]):
+        raise CheckpointError(
+            f"{manifest_path} has {len(content)} bytes instead of {marker['manifest_bytes']}: it is damaged"
+        )
+    if hashlib.sha256(content).hexdigest() != marker["manifest_sha256"]:
+        raise CheckpointError(f"{manifest_path} is damaged: its checksum differs from that in {MARKER_FILE}")
+    manifest = Manifest.from_bytes(content, str(manifest_path))
+    for relative, entry in manifest.files.items():
+        storage.check_file(path, relative, entry)
+    return Checkpoint(path, manifest, int(marker["saved_at_ns"]))
+
+
+def read_marker(path: Path) -> dict[str, str]:
+    """Fields of the completeness marker; raises CheckpointError when it is missing or damaged."""
+    marker_path = path / MARKER_FILE
+    if not marker_path.is_file():
+        raise CheckpointError(f"checkpoint {path} is not complete: it has no file {MARKER_FILE}")
+    fields = unseal(_content(marker_path))
+    if fields is None:
+        raise CheckpointError(f"{marker_path} is damaged: its checksum is wrong")
+    if fields.get("format") != f"{FORMAT}-{VERSION}":
+        raise CheckpointError(f"{marker_path} is of format {fields.get('format')}, not {FORMAT}-{VERSION}")
+    return fields
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"checkpoint file {path} cannot be read: {error.strerror}") from error
+
+
+def _boxes(piece: SliceEntry) -> Iterator[tuple[Index, Index, int]]:
+    """A piece as boxes contiguous in it: (global offset, shape, position of the first element)."""
+    if piece.flat is None:
+        yield piece.offset, piece.shape, 0
+        return
+    for offset, shape, first in boxes_of_interval(piece.shape, *piece.flat):
+        yield tuple(o + b for o, b in zip(offset, piece.offset, strict=True)), shape, first

@@ -1,0 +1,126 @@
+"""Boxes, flat intervals and slices of global tensors: arithmetic only, no files.
+
+Legend: a box is (offset, shape) in the global index space of a tensor; a flat interval [a, b) counts
+elements of a box in row-major order. A slice of a tensor is a box, or a flat interval of a box.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+Index = tuple[int, ...]
+
+# Element type in the files (safetensors' names) -> how NumPy holds its bits. bfloat16 has no NumPy type.
+NUMPY_OF_DTYPE = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I16": np.dtype("<i2"),
+    "I8": np.dtype("i1"),
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
+}
+DTYPE_OF_NUMPY = {held: name for name, held in NUMPY_OF_DTYPE.items() if name != "BF16"}
+MODEL, OPTIMIZER = "model", "optimizer"
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """One piece of one tensor, as a rank hands it to the writer.
+
+    Attributes:
+        name: canonical name of the parameter.
+        kind: `model` or `optimizer`.
+        dtype: element type, a key of NUMPY_OF_DTYPE.
+        global_shape: shape of the whole tensor.
+        offset, shape: the box of the global tensor that this piece lies in.
+        data: an array of `shape` (with `flat`: of that many elements), or a function that makes it when
+            its turn comes, so that no more than one copy is alive. bfloat16 comes as its bits in uint16.
+        state: name of the optimizer state (`moment1`, ...); empty for model parameters.
+        flat: the interval of the box held here when it is not the whole box.
+        vocab_dim: dimension that counts (padded) vocabulary entries, if one does.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    global_shape: Index
+    offset: Index
+    shape: Index
+    data: np.ndarray | Callable[[], np.ndarray]
+    state: str = ""
+    flat: tuple[int, int] | None = None
+    vocab_dim: int | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.kind, self.name, self.state
+
+    @property
+    def size(self) -> int:
+        """Number of elements in this piece."""
+        return self.flat[1] - self.flat[0] if self.flat else prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.size * NUMPY_OF_DTYPE[self.dtype].itemsize
+
+    def array(self) -> np.ndarray:
+        """The elements, contiguous and in the byte order of the file."""
+        made = self.data() if callable(self.data) else self.data
+        held = np.ascontiguousarray(made, dtype=NUMPY_OF_DTYPE[self.dtype])
+        assert held.size == self.size, f"{self.name}: {held.size} elements where {self.size} were announced"
+        return held
+
+
+def whole(name: str, data: np.ndarray, *, kind: str = MODEL, state: str = "") -> TensorSlice:
+    """The slice that is all of a tensor; `data` is a plain array (no bfloat16)."""
+    data = np.asarray(data)
+    shape = tuple(data.shape)
+    dtype = DTYPE_OF_NUMPY[data.dtype.newbyteorder("<")]
+    return TensorSlice(name, kind, dtype, shape, (0,) * len(shape), shape, data, state)
+
+
+def intersect(
+    offset: Index, shape: Index, other_offset: Index, other_shape: Index
+) -> tuple[Index, Index] | None:
+    """Box common to two boxes, or None."""
+    starts = tuple(map(max, offset, other_offset))
+    ends = tuple(
+        min(a + n, b + m) for a, n, b, m in zip(offset, shape, other_offset, other_shape, strict=True)
+    )
+    if any(start >= end for start, end in zip(starts, ends, strict=True)):
+        return None
+    return starts, tuple(end - start for start, end in zip(starts, ends, strict=True))
+
+
+def boxes_of_interval(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[Index, Index, int]]:
+    """A flat interval of a row-major array of `shape`, as boxes that are contiguous in it.
+
+    Yields (offset, shape, position of the box's first element in the interval); at most 2 * ndim - 1.
+    """
+    shape = tuple(shape)
+    if start >= end:
+        return
+    if len(shape) <= 1:
+        yield (start,) * len(shape), (end - start,) * len(shape), 0
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), end // row
+    if first > last:  # inside one row
+        for offset, box, at in boxes_of_interval(shape[1:], start - last * row, end - last * row):
+            yield (last, *offset), (1, *box), at
+        return
+    for offset, box, at in boxes_of_interval(shape[1:], start - (first - 1) * row, row):
+        yield (first - 1, *offset), (1, *box), at
+    if first < last:
+        yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]), first * row - start
+    for offset, box, at in boxes_of_interval(shape[1:], 0, end - last * row):
+        yield (last, *offset), (1, *box), last * row - start + at

@@ -1,0 +1,174 @@
+"""Bytes to disk and back: safetensors files with checksums, durable small files, renames.
+
+Everything that touches the disk while saving goes through the functions of this file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from ppfleetx.checkpoint.manifest import CHUNK_BYTES, FileEntry, SliceEntry
+from ppfleetx.checkpoint.slices import TensorSlice
+from ppfleetx.config.errors import CheckpointError
+from ppfleetx.utils.files import fsync_dir
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+def write_safetensors(
+    path: Path, relative: str, pieces: Sequence[TensorSlice]
+) -> tuple[FileEntry, list[SliceEntry]]:
+    """Write the pieces into one safetensors file and flush it to disk; only one piece is held at a time.
+
+    Returns the file's entry and one entry per piece. `relative` is the file's path in the manifest.
+    """
+    header = _header(pieces)
+    entries = []
+    position = len(header)
+    with path.open("wb", buffering=1 << 20) as file:
+        write_bytes(file, header)
+        for piece in pieces:
+            checksums = _write_chunks(file, piece.array())
+            entries.append(
+                SliceEntry(
+                    piece.offset,
+                    piece.shape,
+                    relative,
+                    start=position,
+                    num_bytes=piece.num_bytes,
+                    crc32=checksums,
+                    flat=piece.flat,
+                )
+            )
+            position += piece.num_bytes
+        flush(file)
+    return FileEntry(position, len(header), f"{zlib.crc32(header):08x}"), entries
+
+
+def write_small(path: Path, content: bytes) -> None:
+    """Write a file and flush it to disk."""
+    with path.open("wb") as file:
+        write_bytes(file, content)
+        flush(file)
+
+
+def write_bytes(file: BinaryIO, content: bytes | memoryview) -> None:
+    """Every write of a save comes through here."""
+    file.write(content)
+
+
+def flush(file: BinaryIO) -> None:
+    """Every flush of a save comes through here."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename and make it durable; every rename of a save comes through here."""
+    source.rename(target)
+    fsync_dir(target.parent)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Swap two directories in one indivisible step; False where the system cannot (then nothing changed)."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    result = renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    if result == 0:
+        fsync_dir(other.parent)
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(other))
+
+
+def check_file(directory: Path, relative: str, entry: FileEntry) -> None:
+    """Raise CheckpointError unless the file is there with its size and its header."""
+    path = directory / relative
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header = file.read(entry.header_bytes)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint file {path} cannot be read: {error.strerror}") from error
+    if size != entry.num_bytes:
+        raise CheckpointError(f"checkpoint file {path} has {size} bytes instead of {entry.num_bytes}")
+    if f"{zlib.crc32(header):08x}" != entry.header_crc32:
+        raise CheckpointError(f"checkpoint file {path} is damaged: the checksum of its header is wrong")
+
+
+def read_range(directory: Path, piece: SliceEntry, start: int, end: int) -> memoryview:
+    """Bytes [start, end) of a piece, checked chunk by chunk.
+
+    Raises CheckpointError when they cannot be read or are not those that were written.
+    """
+    first, last = start // CHUNK_BYTES, -(-end // CHUNK_BYTES)
+    begin, stop = first * CHUNK_BYTES, min(last * CHUNK_BYTES, piece.num_bytes)
+    # np.empty: a bytearray would be zeroed first, which costs as much as the read.
+    buffer = memoryview(np.empty(stop - begin, np.uint8))
+    path = directory / piece.file
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(piece.start + begin)
+            for number in range(first, last):
+                low = (number - first) * CHUNK_BYTES
+                chunk = buffer[low : low + CHUNK_BYTES]
+                _read_full(file, chunk)
+                if f"{zlib.crc32(chunk):08x}" != piece.crc32[number]:
+                    raise CheckpointError(
+                        f"checkpoint file {path} is damaged: wrong checksum in the "
+                        f"{len(chunk)} bytes from {piece.start + number * CHUNK_BYTES}"
+                    )
+    except OSError as error:
+        raise CheckpointError(f"checkpoint file {path} cannot be read: {error.strerror}") from error
+    return buffer[start - begin : end - begin]
+
+
+def _read_full(file: BinaryIO, target: memoryview) -> None:
+    done = 0
+    while done < len(target):
+        count = file.readinto(target[done:])
+        if not count:
+            raise OSError(errno.EIO, "the file ends too early")
+        done += count
+
+
+def _write_chunks(file: BinaryIO, array: np.ndarray) -> tuple[str, ...]:
+    """Write an array's bytes; returns the checksum of each chunk."""
+    content = memoryview(array.reshape(-1).view(np.uint8))
+    checksums = []
+    for start in range(0, len(content), CHUNK_BYTES):
+        chunk = content[start : start + CHUNK_BYTES]
+        write_bytes(file, chunk)
+        checksums.append(f"{zlib.crc32(chunk):08x}")
+    return tuple(checksums)
+
+
+def _header(pieces: Sequence[TensorSlice]) -> bytes:
+    """Header of a safetensors file: its length in 8 bytes (little endian), then JSON, padded to 8 bytes."""
+    table, position = {}, 0
+    for piece in pieces:
+        key = base = f"{piece.name}/{piece.state}" if piece.state else piece.name
+        number = 1
+        while key in table:  # a rank may hold several pieces of one tensor
+            number += 1
+            key = f"{base}#{number}"
+        end = position + piece.num_bytes
+        shape = [piece.size] if piece.flat else list(piece.shape)
+        table[key] = {"dtype": piece.dtype, "shape": shape, "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,263 @@
+"""Between live Paddle tensors and slices: model parameters and optimizer state, out and in.
+
+Parameters carry `info` (nn/stage.py): canonical name, global shape, offset and shape of the part here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ppfleetx.checkpoint.manifest import TensorEntry
+from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.checkpoint.slices import DTYPE_OF_NUMPY, MODEL, OPTIMIZER, Index, TensorSlice
+from ppfleetx.config.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from paddle import Tensor
+
+NamedTensors = Iterable[tuple[str, "Tensor"]]
+StateKey = tuple[str, str]
+MASTER_WEIGHT = "master_weight"
+_DTYPE_OF_PADDLE = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+_SIXTEEN_BIT = ("F16", "BF16")
+
+
+def model_slices(named_params: NamedTensors) -> Iterator[TensorSlice]:
+    """One slice per parameter, to be read when the writer comes to it."""
+    for name, param in named_params:
+        yield _slice(name, MODEL, "", param, param.info)
+
+
+def optimizer_slices(state: Mapping[StateKey, Tensor], named_params: NamedTensors) -> Iterator[TensorSlice]:
+    """One slice per state tensor. A state of its parameter's shape lies where the parameter lies; any other
+    (the powers of beta, one number) is stored whole."""
+    params = dict(named_params)
+    for (name, state_name), tensor in state.items():
+        yield _slice(name, OPTIMIZER, state_name, tensor, params[name].info)
+
+
+def load_model(
+    named_params: NamedTensors,
+    checkpoint: Checkpoint,
+    *,
+    vocab_size: int | None = None,
+    allow_missing: Collection[str] = (),
+    allow_extra: bool = False,
+) -> None:
+    """Copy a checkpoint's weights into parameters, each rank reading its own part.
+
+    Element types are converted; float32 parameters take a 16-bit checkpoint's master weights. A table
+    padded to another number of rows gets its true rows, and keeps its own padding.
+
+    Args:
+        vocab_size: true vocabulary size of the model; must be the checkpoint's.
+        allow_missing: parameters that may be absent and then keep their values.
+        allow_extra: ignore tensors that the model does not have.
+
+    Raises:
+        CheckpointError: another vocabulary, missing, unknown or differently shaped tensors (before
+            anything is changed), or damaged bytes.
+    """
+    params = list(named_params)
+    _check_vocabulary(checkpoint, vocab_size)
+    _check_names(checkpoint, [name for name, _ in params], allow_missing, allow_extra)
+    stored = set(checkpoint.names())
+    present = [(name, param) for name, param in params if name in stored]
+    for name, param in present:
+        _check_shape(checkpoint, checkpoint.entry(name), param.info)
+    for name, param in present:
+        kind, state = MODEL, ""
+        has_master = (OPTIMIZER, name, MASTER_WEIGHT) in checkpoint.manifest.tensors
+        if has_master and _dtype(param) == "F32" and checkpoint.entry(name).dtype in _SIXTEEN_BIT:
+            kind, state = OPTIMIZER, MASTER_WEIGHT
+        _fill(checkpoint, checkpoint.entry(name, kind, state), param, param.info)
+
+
+def load_optimizer(
+    state: Mapping[StateKey, Tensor], named_params: NamedTensors, checkpoint: Checkpoint
+) -> None:
+    """Copy a checkpoint's optimizer state into the live one (`Optimizer.state()`), one tensor at a time.
+
+    Master weights the checkpoint does not have (it was trained in float32) are its float32 weights.
+
+    Raises:
+        CheckpointError: a state is missing or unknown, or of another shape (before anything is
+            changed), or damaged bytes.
+    """
+    params = dict(named_params)
+    stored = set(checkpoint.keys(OPTIMIZER))
+    missing = [key for key in state if key not in stored and key[1] != MASTER_WEIGHT]
+    unknown = [key for key in stored if key not in state and key[1] != MASTER_WEIGHT]
+    if missing or unknown:
+        raise CheckpointError(
+            f"the optimizer state in checkpoint {checkpoint.path} is not that of this optimizer and model"
+            f"{_listed('it lacks', ['/'.join(key) for key in missing])}"
+            f"{_listed('it has besides', ['/'.join(key) for key in sorted(unknown)])}"
+            "; set Engine.save_load.load_optim to False to start with a fresh optimizer"
+        )
+    plan = []
+    for key, tensor in state.items():
+        entry = checkpoint.entry(key[0], OPTIMIZER, key[1]) if key in stored else checkpoint.entry(key[0])
+        info = _Place(tensor, params[key[0]].info)
+        _check_shape(checkpoint, entry, info)
+        plan.append((entry, tensor, info))
+    for entry, tensor, info in plan:
+        _fill(checkpoint, entry, tensor, info)
+
+
+class _Place:
+    """Where a state tensor lies: with its parameter when it has its shape, else alone and whole."""
+
+    def __init__(self, tensor: Tensor, info: Any) -> None:
+        shape = tuple(tensor.shape)
+        follows = shape == tuple(info.local_shape)
+        self.name = info.name
+        self.global_shape: Index = tuple(info.global_shape) if follows else shape
+        self.offset: Index = tuple(info.offset) if follows else (0,) * len(shape)
+        self.local_shape: Index = shape
+        self.kind = info.kind if follows else ""
+
+
+def _slice(name: str, kind: str, state: str, tensor: Tensor, info: Any) -> TensorSlice:
+    place = _Place(tensor, info)
+    return TensorSlice(
+        name=name,
+        kind=kind,
+        dtype=_dtype(tensor),
+        global_shape=place.global_shape,
+        offset=place.offset,
+        shape=place.local_shape,
+        data=lambda: host_array(tensor),
+        state=state,
+        vocab_dim=_vocab_dim(place),
+    )
+
+
+def host_array(tensor: Tensor) -> np.ndarray:
+    """A tensor's elements in host memory, without a copy where possible; bfloat16 as its bits in uint16."""
+    import paddle
+
+    tensor = tensor.detach()
+    if tensor.place.is_cpu_place() and tensor.dtype != paddle.bfloat16 and tensor.is_contiguous():
+        return np.from_dlpack(tensor)
+    return tensor.numpy()
+
+
+def _dtype(tensor: Tensor) -> str:
+    return _DTYPE_OF_PADDLE[str(tensor.dtype).removeprefix("paddle.")]
+
+
+def _vocab_dim(place: Any) -> int | None:
+    """Dimension that counts vocabulary entries: rows of the word embedding, columns of an untied head."""
+    if place.kind == "word_embedding":
+        return 0
+    return len(place.global_shape) - 1 if place.kind == "head" else None
+
+
+def _fill(checkpoint: Checkpoint, entry: TensorEntry, tensor: Tensor, place: Any) -> None:
+    """Copy the tensor's part of a stored one into it."""
+    offset, shape = tuple(place.offset), tuple(place.local_shape)
+    if tuple(entry.shape) == tuple(place.global_shape):
+        _set(tensor, entry, checkpoint.read(*_key(entry), offset=offset, shape=shape))
+        return
+    dim = entry.vocab_dim
+    rows = min(checkpoint.manifest.vocab_size - offset[dim], shape[dim])
+    current = host_array(tensor).copy()
+    if rows > 0:
+        part = tuple(rows if axis == dim else size for axis, size in enumerate(shape))
+        values = _convert(
+            checkpoint.read(*_key(entry), offset=offset, shape=part), entry.dtype, _dtype(tensor)
+        )
+        current[tuple(slice(size) for size in part)] = values
+    tensor.set_value(current)
+
+
+def _set(tensor: Tensor, entry: TensorEntry, values: np.ndarray) -> None:
+    tensor.set_value(_convert(values, entry.dtype, _dtype(tensor)))
+
+
+def _convert(values: np.ndarray, stored: str, wanted: str) -> np.ndarray:
+    """Elements in another element type; bfloat16 on either side as bits in uint16."""
+    if stored == wanted:
+        return values
+    if stored == "BF16":
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    if wanted == "BF16":
+        return _bfloat16_bits(values.astype(np.float32))
+    numpy_type = next(held for held, name in DTYPE_OF_NUMPY.items() if name == wanted)
+    return values.astype(numpy_type)
+
+
+def _bfloat16_bits(values: np.ndarray) -> np.ndarray:
+    """float32 to bfloat16 bits, rounding to nearest, ties to even; NaN stays NaN."""
+    bits = values.view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
+
+
+def _key(entry: TensorEntry) -> tuple[str, str, str]:
+    return entry.name, entry.kind, entry.state
+
+
+def _check_vocabulary(checkpoint: Checkpoint, vocab_size: int | None) -> None:
+    stored = checkpoint.manifest.vocab_size
+    if vocab_size is not None and stored is not None and stored != vocab_size:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} has a vocabulary of {stored}, the model (Model.vocab_size) of "
+            f"{vocab_size}: they belong to different tokenizers"
+        )
+
+
+def _check_names(
+    checkpoint: Checkpoint, names: list[str], allow_missing: Collection[str], allow_extra: bool
+) -> None:
+    stored = checkpoint.names()
+    missing = [name for name in names if name not in set(stored) and name not in allow_missing]
+    if missing:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} lacks parameters of the model{_listed('missing', missing)}"
+        )
+    extra = [name for name in stored if name not in set(names)]
+    if extra and not allow_extra:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} holds parameters the model does not have{_listed('extra', extra)}"
+        )
+
+
+def _check_shape(checkpoint: Checkpoint, entry: TensorEntry, place: Any) -> None:
+    stored, wanted, dim = tuple(entry.shape), tuple(place.global_shape), entry.vocab_dim
+    if stored == wanted:
+        return
+    name = f"{entry.name} {entry.state}".rstrip()
+    true_size = checkpoint.manifest.vocab_size
+    differs = [axis for axis, (a, b) in enumerate(zip(stored, wanted, strict=False)) if a != b]
+    if len(stored) == len(wanted) and differs == [dim]:
+        if true_size is not None and true_size <= min(stored[dim], wanted[dim]):
+            return  # padded differently: the true entries are there
+        raise CheckpointError(
+            f"{name} has {stored[dim]} vocabulary entries in checkpoint {checkpoint.path} and {wanted[dim]} "
+            f"in the model; the checkpoint's vocabulary is {true_size if true_size else 'not recorded'}"
+        )
+    raise CheckpointError(
+        f"{name} has shape {list(stored)} in checkpoint {checkpoint.path} and {list(wanted)} in the model"
+    )
+
+
+def _listed(word: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    return f"; {word} {len(names)}: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"

@@ -1,0 +1,225 @@
+"""Writing a checkpoint: beside its place first, checked, then renamed, so that it is whole or absent.
+
+A save of several ranks is the same sequence: every rank calls `write_rank`, one of them `commit` with
+what all ranks returned.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ppfleetx.checkpoint import directory, storage
+from ppfleetx.checkpoint.manifest import (
+    MANIFEST_FILE,
+    MARKER_FILE,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    marker_of,
+    rank_directory,
+    step_directory,
+)
+from ppfleetx.checkpoint.reader import open_checkpoint
+from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE, OPTIMIZER, TensorSlice
+from ppfleetx.config.errors import CheckpointError
+from ppfleetx.utils.files import fsync_dir
+
+MAX_FILE_BYTES = 4 * 1024**3
+
+
+@dataclass(frozen=True)
+class RankIndex:
+    """What one rank wrote: its files by relative path, and its pieces of tensors."""
+
+    files: Mapping[str, FileEntry]
+    tensors: Sequence[TensorEntry]
+
+
+def save_checkpoint(
+    output_dir: str | Path,
+    *,
+    epoch: int,
+    step: int,
+    tensors: Iterable[TensorSlice],
+    state: Mapping[str, Any],
+    plan: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | str | None = None,
+    fingerprints: Mapping[str, Any] | None = None,
+    vocab_size: int | None = None,
+    rank_dir: str | None = None,
+    keep_max: int | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    verify: bool = True,
+) -> Path:
+    """Save a checkpoint of one process and return its directory `output_dir/epoch_{E}_step_{S}`.
+
+    Args:
+        tensors: slices that together make up every tensor.
+        state: the trainer's own state, any JSON.
+        plan, config, fingerprints, vocab_size: see Manifest.
+        rank_dir: directory of this rank's files; that of rank (0, 0, 0) when None.
+        keep_max: delete the oldest complete checkpoints beyond this number, after saving.
+        max_file_bytes: files are split at tensor boundaries so as not to exceed this.
+        verify: read back and compare all checksums before the checkpoint gets its name.
+
+    Raises:
+        CheckpointError: it could not be written (disk full, no permission, ...). Earlier checkpoints
+            are as they were.
+    """
+    rank_dir = rank_dir or rank_directory()
+    output_dir = Path(output_dir)
+    try:
+        with saving(output_dir, epoch, step) as staged:
+            index = write_rank(staged, rank_dir, tensors, max_file_bytes=max_file_bytes)
+            manifest = Manifest(
+                step=step,
+                epoch=epoch,
+                files={},
+                tensors={},
+                state=state,
+                plan=plan or {},
+                ranks=({"rank": 0, "directory": rank_dir},),
+                vocab_size=vocab_size,
+                config=config,
+                fingerprints=fingerprints or {},
+            )
+            return commit(staged, manifest, [index], keep_max=keep_max, verify=verify)
+    except OSError as error:
+        name = step_directory(epoch, step)
+        raise CheckpointError(
+            f"checkpoint {name} could not be written to {output_dir}: "
+            f"{directory.describe_os_error(error)}. Earlier checkpoints are as they were."
+        ) from error
+
+
+class saving:  # noqa: N801  (a context manager reads as a verb)
+    """Hold the output directory and give a new directory to write a checkpoint into.
+
+    On an exception what was written is removed; after `commit` nothing is left to remove.
+    """
+
+    def __init__(self, output_dir: Path, epoch: int, step: int) -> None:
+        self._output_dir = output_dir
+        self._staged = output_dir / f"{directory.SAVING}{step_directory(epoch, step)}"
+
+    def __enter__(self) -> Path:
+        self._output_dir.mkdir(parents=True, exist_ok=True)
+        self._lock = directory.output_lock(self._output_dir)
+        self._lock.__enter__()
+        try:
+            directory.clear_leftovers(self._output_dir)
+            self._staged.mkdir()
+        except BaseException:
+            self._lock.__exit__(None, None, None)
+            raise
+        return self._staged
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if self._staged.exists():
+                directory.remove_tree(self._staged)
+        finally:
+            self._lock.__exit__(None, None, None)
+
+
+def write_rank(
+    staged: Path, rank_dir: str, tensors: Iterable[TensorSlice], *, max_file_bytes: int = MAX_FILE_BYTES
+) -> RankIndex:
+    """Write one rank's slices under `staged / rank_dir` and flush them to disk."""
+    target = staged / rank_dir
+    target.mkdir()
+    files: dict[str, FileEntry] = {}
+    entries: dict[tuple[str, str, str], TensorEntry] = {}
+    for file_name, pieces in _split(list(tensors), max_file_bytes):
+        relative = f"{rank_dir}/{file_name}"
+        files[relative], slices = storage.write_safetensors(target / file_name, relative, pieces)
+        for piece, entry in zip(pieces, slices, strict=True):
+            known = entries.get(piece.key)
+            earlier = known.slices if known else ()
+            entries[piece.key] = TensorEntry(
+                piece.name,
+                piece.kind,
+                piece.state,
+                piece.dtype,
+                piece.global_shape,
+                (*earlier, entry),
+                piece.vocab_dim,
+            )
+    fsync_dir(target)
+    return RankIndex(files, list(entries.values()))
+
+
+def commit(
+    staged: Path,
+    manifest: Manifest,
+    indices: Sequence[RankIndex],
+    *,
+    keep_max: int | None = None,
+    verify: bool = True,
+) -> Path:
+    """Turn what all ranks wrote into a checkpoint: manifest, check, marker, name, `latest`, retention.
+
+    Raises CheckpointError when the ranks' slices do not make up whole tensors, or what is read back
+    is not what was written.
+    """
+    files = {path: entry for index in indices for path, entry in index.files.items()}
+    manifest = replace(manifest, files=files, tensors=_merged(indices))
+    content = manifest.to_bytes()
+    Manifest.from_bytes(content, "the checkpoint about to be saved")
+    storage.write_small(staged / MANIFEST_FILE, content)
+    storage.write_small(staged / MARKER_FILE, marker_of(content, time.time_ns()))
+    fsync_dir(staged)
+    # Under its hidden name nobody takes the directory for a checkpoint, marker or not.
+    written = open_checkpoint(staged)
+    if verify:
+        written.verify()
+    output_dir = staged.parent
+    target = output_dir / step_directory(manifest.epoch, manifest.step)
+    directory.publish(staged, target)
+    directory.write_latest(output_dir, target.name)
+    directory.keep_newest(output_dir, keep_max)
+    return target
+
+
+def _merged(indices: Sequence[RankIndex]) -> dict[tuple[str, str, str], TensorEntry]:
+    merged: dict[tuple[str, str, str], TensorEntry] = {}
+    for index in indices:
+        for entry in index.tensors:
+            known = merged.get(entry.key)
+            if known is None:
+                merged[entry.key] = entry
+            elif (known.dtype, known.shape) != (entry.dtype, entry.shape):
+                raise CheckpointError(
+                    f"ranks disagree on shape or element type of {entry.name} {entry.state}"
+                )
+            else:
+                merged[entry.key] = replace(known, slices=(*known.slices, *entry.slices))
+    return merged
+
+
+def _split(tensors: Sequence[TensorSlice], max_bytes: int) -> Iterator[tuple[str, list[TensorSlice]]]:
+    """(file name, slices): model and optimizer apart, neither larger than `max_bytes` if it can be helped."""
+    for stem, of_kind in (
+        ("model", [piece for piece in tensors if piece.kind != OPTIMIZER]),
+        ("optimizer", [piece for piece in tensors if piece.kind == OPTIMIZER]),
+    ):
+        # Wide elements first: then every tensor is aligned for readers that map the file.
+        of_kind.sort(key=lambda piece: -NUMPY_OF_DTYPE[piece.dtype].itemsize)
+        groups: list[list[TensorSlice]] = []
+        room = 0
+        for piece in of_kind:
+            if not groups or piece.num_bytes > room:
+                groups.append([])
+                room = max_bytes
+            groups[-1].append(piece)
+            room -= piece.num_bytes
+        for number, group in enumerate(groups, start=1):
+            count = len(groups)
+            yield (
+                (f"{stem}.safetensors" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.safetensors"),
+                group,
+            )
