@@ -1,0 +1,126 @@
+"""Decoding with a cache gives what the plain forward pass gives, and a row what it gives alone."""
+
+import numpy as np
+import paddle
+import pytest
+
+from ppfleetx.generation.processors import penalize_repetition
+from ppfleetx.generation.search import Choose, Rules, Sampler, decode, greedy
+from ppfleetx.generation.session import DecodingSession, NextTokenModel
+
+PROMPTS = [[5, 3, 9], [1], [7, 7, 2, 50, 4, 3, 8], [60, 0]]
+NEW = 24
+SAMPLINGS = {
+    "all": {"temperature": 1.3},
+    "top_k": {"top_k": 12, "temperature": 0.8},
+    "top_p": {"top_p": 0.9, "temperature": 1.5},
+    "top_k_top_p": {"top_k": 20, "top_p": 0.8, "temperature": 2.0},
+}
+
+
+def sampler(name: str, numbers: range | list[int], copies: int = 1) -> Sampler:
+    return Sampler(11, [(i, j) for i in numbers for j in range(copies)], NEW, **SAMPLINGS[name])
+
+
+def run(model, prompts: list, choose: Choose, rules: Rules, *, use_cache: bool = True, copies: int = 1):
+    session = DecodingSession(NextTokenModel(model, 61), prompts, use_cache=use_cache)
+    with paddle.no_grad():
+        rows = decode(session, choose, rules, [NEW] * len(prompts), copies=copies)
+    return [(row.ids, row.finish_reason) for row in rows]
+
+
+@pytest.fixture
+def model(make_model, style):
+    model, _ = make_model(**style)
+    model.eval()
+    return model
+
+
+@pytest.mark.parametrize("rules", [Rules(), Rules(9, 4, 1.3)], ids=["plain", "end_min_penalty"])
+@pytest.mark.parametrize("strategy", ["greedy", *SAMPLINGS])
+def test_cache_gives_the_tokens_of_the_full_forward(model, strategy: str, rules: Rules) -> None:
+    copies = 1 if strategy == "greedy" else 3
+    results = []
+    for use_cache in (True, False):
+        choose = greedy if strategy == "greedy" else sampler(strategy, range(4), copies)
+        results.append(run(model, PROMPTS, choose, rules, use_cache=use_cache, copies=copies))
+    assert results[0] == results[1]
+    assert len({tuple(ids) for ids, _ in results[0]}) > 1
+
+
+@pytest.mark.parametrize("strategy", ["greedy", "top_k_top_p"])
+def test_a_row_in_a_batch_equals_the_row_alone(model, strategy: str) -> None:
+    rules = Rules(9, 2, 1.2)
+    choose = greedy if strategy == "greedy" else sampler(strategy, range(4))
+    together = run(model, PROMPTS, choose, rules)
+    for number, prompt in enumerate(PROMPTS):
+        choose = greedy if strategy == "greedy" else sampler(strategy, [number])
+        assert run(model, [prompt], choose, rules) == [together[number]]
+
+
+def test_cached_logits_equal_those_of_the_full_forward(model) -> None:
+    cached = DecodingSession(NextTokenModel(model, 61), PROMPTS, use_cache=True)
+    plain = DecodingSession(NextTokenModel(model, 61), PROMPTS, use_cache=False)
+    with paddle.no_grad():
+        for step in range(8):
+            ours, full = cached.next_logits().numpy(), plain.next_logits().numpy()
+            np.testing.assert_allclose(ours, full, rtol=1e-4, atol=1e-4)
+            tokens = (full.argmax(-1) + step) % 61
+            cached.append(tokens)
+            plain.append(tokens)
+            if step == 3:
+                for session in (cached, plain):
+                    session.select(np.array([2, 0, 0, 3, 1]))
+
+
+def test_a_row_ends_with_the_end_token_and_the_others_go_on(model) -> None:
+    free = run(model, PROMPTS, greedy, Rules())
+    end = free[0][0][5]
+    ended = run(model, PROMPTS, greedy, Rules(end_id=end))
+    for (ids, reason), (free_ids, _) in zip(ended, free, strict=True):
+        expected = free_ids[: free_ids.index(end) + 1] if end in free_ids else free_ids
+        assert ids == expected
+        assert reason == ("stop" if end in free_ids else "length")
+    assert {reason for _, reason in ended} >= {"stop"}
+
+
+@pytest.mark.parametrize("strategy", ["greedy", "all"])
+def test_the_end_token_does_not_come_before_the_minimum(model, strategy: str) -> None:
+    """Whatever the end token is, it is forbidden for exactly ``min_new_tokens`` steps."""
+    choose = greedy if strategy == "greedy" else sampler("all", [0])
+    likeliest = run(model, PROMPTS[:1], choose, Rules())[0][0][0]
+    assert len(run(model, PROMPTS[:1], choose, Rules(end_id=likeliest))[0][0]) == 1
+    ids, _ = run(model, PROMPTS[:1], choose, Rules(end_id=likeliest, min_new_tokens=6))[0]
+    assert likeliest not in ids[:6]
+    assert len(ids) > 6
+
+
+def test_rows_have_limits_of_their_own(model) -> None:
+    session = DecodingSession(NextTokenModel(model, 61), PROMPTS, use_cache=True)
+    with paddle.no_grad():
+        rows = decode(session, greedy, Rules(), [3, 1, 9, 2])
+    assert [len(row.ids) for row in rows] == [3, 1, 9, 2]
+    whole = run(model, PROMPTS, greedy, Rules())
+    assert [row.ids for row in rows] == [
+        ids[: len(row.ids)] for row, (ids, _) in zip(rows, whole, strict=True)
+    ]
+
+
+def test_padding_ids_are_never_produced(make_model) -> None:
+    """With uniform logits every id of the table would come up: 61 of 640 columns are true ones."""
+    for tied in (True, False):
+        model, cfg = make_model(
+            vocab_size_divisible_unit=640, initializer_range=1e-6, tie_word_embeddings=tied
+        )
+        assert cfg.padded_vocab_size == 640
+        model.eval()
+        rows = run(model, PROMPTS, sampler("all", range(4), 20), Rules(), copies=20)
+        seen = {token for ids, _ in rows for token in ids}
+        assert seen == set(range(61))
+
+
+def test_penalty_counts_the_whole_history_once() -> None:
+    logits = paddle.to_tensor([[2.0, -2.0, 1.0, 0.5], [2.0, -2.0, 1.0, 0.5]])
+    history = paddle.to_tensor(np.array([[0, 1, 1, 0], [3, 3, 3, 3]]))
+    result = penalize_repetition(logits, history, 2.0).numpy()
+    np.testing.assert_array_equal(result, [[1.0, -4.0, 1.0, 0.5], [2.0, -2.0, 1.0, 0.25]])
