@@ -1,0 +1,135 @@
+"""Parameter counts and FLOPs against published numbers and hand formulas."""
+
+import math
+
+import pytest
+
+from ppfleetx.config.sections import ModelConfig
+from ppfleetx.models.gpt.shape import flops_per_step, paper_flops, parameter_count, parameter_shapes
+
+
+def gpt(layers: int, hidden: int, heads: int, vocab: int = 51200, positions: int = 2048, **more) -> ModelConfig:
+    return ModelConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        vocab_size=vocab,
+        max_position_embeddings=positions,
+        **more,
+    )
+
+
+# Layers, hidden, heads, padded vocabulary, positions = sequence, batch, parameters, FLOPs (Megatron-LM's formula).
+MEGATRON = [
+    (24, 1024, 16, 50304, 1024, 16, 354_871_296, 3.722448e13),
+    (24, 2048, 16, 50432, 1024, 32, 1_313_984_512, 2.676967e14),
+    (32, 2560, 32, 50432, 2048, 32, 2_652_001_280, 1.106298e15),
+    (32, 3072, 32, 50432, 2048, 16, 3_786_381_312, 7.825259e14),
+    (96, 12288, 96, 51200, 2048, 1536, 174_615_846_912, 3.340598e18),
+]
+
+
+@pytest.mark.parametrize(("layers", "hidden", "heads", "vocab", "seq", "batch", "params", "flops"), MEGATRON)
+def test_published_sizes(layers, hidden, heads, vocab, seq, batch, params, flops):
+    model = gpt(layers, hidden, heads, vocab, seq)
+    assert parameter_count(model) == params
+    assert flops_per_step(model, batch, seq) == pytest.approx(flops, rel=5e-7)
+
+
+def test_paper_form_of_345m():
+    assert paper_flops(gpt(24, 1024, 16, 50304, 1024), 16, 1024) == pytest.approx(3.969838e13, rel=5e-7)
+
+
+# Narayanan et al. 2021, table 1: heads, hidden, layers, billions of parameters as printed.
+SC21 = [
+    (24, 2304, 24, "1.7"),
+    (32, 3072, 30, "3.6"),
+    (32, 4096, 36, "7.5"),
+    (48, 6144, 40, "18.4"),
+    (64, 8192, 48, "39.1"),
+    (80, 10240, 60, "76.1"),
+    (96, 12288, 80, "145.6"),
+    (128, 16384, 96, "310.1"),
+    (128, 20480, 105, "529.6"),
+    (160, 25600, 128, "1008"),
+]
+
+
+@pytest.mark.parametrize(("heads", "hidden", "layers", "printed"), SC21)
+def test_sc21_table(heads, hidden, layers, printed):
+    billions = parameter_count(gpt(layers, hidden, heads)) / 1e9
+    digit = 10.0 ** -len(printed.partition(".")[2])
+    # 18.45 and 76.05 lie on the edge of rounding, hence a little more than half a digit.
+    assert abs(billions - float(printed)) <= 0.51 * digit
+
+
+def test_sc21_iteration_time_of_gpt3():
+    """1024 A100 at 138 TFLOP/s each, batch 1536: the formula with full recompute gives 31.9 s."""
+    flops = paper_flops(gpt(96, 12288, 96), 1536, 2048, recompute="full")
+    assert flops / (138e12 * 1024) == pytest.approx(31.9, abs=0.05)
+
+
+# Korthikanti et al. 2022, table 5: heads, hidden, layers, GPUs, batch, seconds, MFU %, HFU %.
+RECOMPUTE_PAPER = [
+    (64, 6144, 48, 8, 4, 1.10, 41.5, 43.7),
+    (96, 12288, 96, 64, 64, 13.75, 51.4, 52.8),
+    (128, 20480, 105, 280, 280, 37.83, 56.0, 57.0),
+    (160, 25600, 128, 512, 512, 71.49, 56.3, 57.0),
+]
+
+
+@pytest.mark.parametrize(("heads", "hidden", "layers", "gpus", "batch", "seconds", "mfu", "hfu"), RECOMPUTE_PAPER)
+def test_utilisation_of_the_recompute_paper(heads, hidden, layers, gpus, batch, seconds, mfu, hfu):
+    model, peak = gpt(layers, hidden, heads), 312e12 * gpus * seconds / 100
+    assert paper_flops(model, batch, 2048) / peak == pytest.approx(mfu, abs=0.25)
+    assert paper_flops(model, batch, 2048, "selective") / peak == pytest.approx(hfu, abs=0.25)
+
+
+def test_hand_formula():
+    layers, h, vocab, positions = 3, 48, 256, 32
+    model = gpt(layers, h, 4, vocab, positions)
+    assert parameter_count(model) == 12 * layers * h**2 + 13 * layers * h + (vocab + positions) * h + 2 * h
+
+
+def test_38b_with_every_other_option():
+    """38B of MindFormers: GQA, SwiGLU, RMSNorm, sandwich norms, RoPE, no biases, untied head."""
+    model = gpt(
+        62,
+        6144,
+        48,
+        165664,
+        4096,
+        vocab_size_divisible_unit=1,
+        num_query_groups=8,
+        ffn_hidden_size=27648,
+        hidden_act="swiglu",
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        sandwich_norm=True,
+        add_bias_linear=False,
+        tie_word_embeddings=False,
+    )
+    assert parameter_count(model) == 39_093_884_928
+
+
+def test_biases_by_place():
+    base = gpt(2, 64, 4, 100, 16, add_bias_linear=False)
+    count = parameter_count(base)
+    assert parameter_count(gpt(2, 64, 4, 100, 16, add_bias_linear=False, add_qkv_bias=True)) == count + 2 * 192
+    assert parameter_count(gpt(2, 64, 4, 100, 16, add_bias_linear=False, add_out_proj_bias=True)) == count + 2 * 64
+    assert parameter_count(gpt(2, 64, 4, 100, 16, add_bias_linear=False, add_mlp_bias=True)) == count + 2 * 320
+    untied = gpt(2, 64, 4, 100, 16, add_bias_linear=False, tie_word_embeddings=False, add_head_bias=True)
+    assert parameter_count(untied) == count + 128 * 64 + 128
+
+
+def test_shapes_agree_with_count_and_are_named():
+    model = gpt(2, 64, 4, 100, 16, num_query_groups=2, head_dim=24, hidden_act="swiglu", sandwich_norm=True)
+    shapes = parameter_shapes(model)
+    assert sum(math.prod(shape) for shape in shapes.values()) == parameter_count(model)
+    assert shapes["embedding.word_embeddings.weight"] == (128, 64)
+    assert shapes["decoder.layers.1.attention.qkv.weight"] == (64, 4 * 24 + 2 * 2 * 24)
+    assert shapes["decoder.layers.1.attention.out_proj.weight"] == (96, 64)
+    assert shapes["decoder.layers.0.mlp.fc1.weight"] == (64, 2 * 128)  # int(256 * 2/3 / 64) * 64 = 128
+    assert shapes["decoder.layers.0.mlp.fc2.weight"] == (128, 64)
+    assert shapes["decoder.layers.0.mlp_post_norm.bias"] == (64,)
+    assert "head.weight" not in shapes
