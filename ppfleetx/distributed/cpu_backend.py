@@ -1,0 +1,713 @@
+"""Process groups for the CPU build of Paddle, on which fleet's own hybrid code runs unmodified.
+
+A backend for development and continuous integration: Paddle's Gloo groups lack half of the operations
+fleet uses and collide with each other. On a build with CUDA ``install()`` does nothing and NCCL does the
+work. ``docs/cpu_backend.md`` tells how it works and what it promises; ``cpu_transport.py`` carries the
+messages and ``cpu_patches.py`` lists every attribute of Paddle that is replaced.
+
+Reductions are done in rank order, 16-bit floats in float32, and every element by one rank or by all in
+the same way: all ranks get the same bits, in every run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import threading
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import paddle
+
+from ppfleetx.distributed.cpu_transport import (
+    OPERATIONS,
+    POINT_TO_POINT,
+    BufferPool,
+    CommError,
+    Key,
+    Mesh,
+    Operation,
+    Receive,
+    Signature,
+    local_address,
+    time_limit,
+)
+
+# Paddle's type -> NumPy's of the same layout; bfloat16 has none and travels as its bits.
+_DTYPES = {
+    paddle.float32: np.float32,
+    paddle.float64: np.float64,
+    paddle.float16: np.float16,
+    paddle.bfloat16: np.uint16,
+    paddle.int8: np.int8,
+    paddle.uint8: np.uint8,
+    paddle.int16: np.int16,
+    paddle.int32: np.int32,
+    paddle.int64: np.int64,
+    paddle.bool: np.bool_,
+    paddle.complex64: np.complex64,
+    paddle.complex128: np.complex128,
+}
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_CODE = {name: code for code, name in enumerate(OPERATIONS)}
+_BYTES = 255  # the dtype code of operations without one (barrier)
+# Up to here every rank sends all it has to all: one message time instead of two.
+_SMALL_BYTES = 1 << 14
+
+_SUM, _MAX, _MIN, _PRODUCT, _AVG = range(5)  # paddle.base.core.ReduceOp
+_UFUNC = {_SUM: np.add, _MAX: np.maximum, _MIN: np.minimum, _PRODUCT: np.multiply, _AVG: np.add}
+
+_mesh: Mesh | None = None
+_creations: dict[int, int] = {}
+_groups: list[CpuProcessGroup] = []
+
+
+def install() -> bool:
+    """Make Paddle's "gloo" process groups those of this module. Call before ``fleet.init``; idempotent.
+
+    Returns:
+        Whether it is in force: False on a build with CUDA, where nothing is touched.
+    """
+    from ppfleetx.distributed.cpu_patches import apply_patches
+
+    if paddle.is_compiled_with_cuda():
+        return False
+    apply_patches()
+    return True
+
+
+def traffic() -> dict[int, dict[str, Any]]:
+    """What this rank has communicated since the start or :func:`reset_traffic`, by group id.
+
+    Returns:
+        ``{group id: {"ranks": [...], "operations": {name: {"calls", "payload", "sent"}}}}``.
+        ``payload`` is in bytes what the operations were called with, ``sent`` the bytes the textbook's
+        algorithm makes one rank send for them (n ranks; S = bytes of the whole tensor, i.e. of the output
+        of an all-gather and of the input of a reduce-scatter, scatter or all-to-all):
+
+        ========================== =========================================
+        all_reduce (ring)          2 (n-1)/n S
+        all_gather, reduce_scatter (n-1)/n S
+        all_to_all                 (n-1)/n S, or the bytes that leave the rank
+        broadcast, reduce          (n-1)/n S (mean over the ranks: each but one receives, or sends, S)
+        gather                     S/n but for the destination
+        scatter                    (n-1)/n S by the source
+        send                       S
+        ========================== =========================================
+
+        What actually crosses the wire differs: small all-reduces go to all ranks at once, and broadcast
+        is sent by the source alone.
+    """
+    return {
+        group.group_id: {
+            "ranks": list(group.ranks),
+            "operations": {k: dict(v) for k, v in group.counts.items()},
+        }
+        for group in _groups
+        if group.counts
+    }
+
+
+def reset_traffic() -> None:
+    """Start counting anew."""
+    for group in _groups:
+        group.counts.clear()
+
+
+def wait_all() -> None:
+    """Complete every asynchronous operation under way."""
+    if _mesh is not None:
+        _mesh.complete_all()
+
+
+def close() -> None:
+    """Say goodbye to the other ranks (done at interpreter exit; needed before ``os._exit``)."""
+    if _mesh is not None:
+        _mesh.close()
+
+
+def create_process_group(store: Any, rank: int, size: int, group_id: int) -> CpuProcessGroup:
+    """A process group in place of ``ProcessGroupGloo.create``.
+
+    The first one is the default group, made by all ranks together: it opens the connections. Later ones
+    cost no communication.
+    """
+    global _mesh
+    if _mesh is None:
+        env = paddle.distributed.ParallelEnv()
+        _mesh = Mesh.connect(store, env.rank, env.world_size, address=local_address(), timeout=time_limit())
+    generation = _creations[group_id] = _creations.get(group_id, 0) + 1
+    group = CpuProcessGroup(_mesh, rank, size, group_id, generation)
+    _groups.append(group)
+    return group
+
+
+# -- tensors as memory ------------------------------------------------------------------------
+
+
+def tensor_array(tensor: paddle.Tensor) -> np.ndarray:
+    """The tensor's own memory, flat; no copy."""
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise CommError(f"no communication of {tensor.dtype} tensors")
+    if not tensor.is_contiguous():
+        raise CommError(f"the memory of a tensor of shape {list(tensor.shape)} is not contiguous")
+    count = math.prod(tensor.shape)
+    if count == 0:
+        return np.empty(0, dtype)
+    nbytes = count * np.dtype(dtype).itemsize
+    return np.frombuffer((ctypes.c_char * nbytes).from_address(tensor.data_ptr()), dtype=dtype)
+
+
+def _readable(tensor: paddle.Tensor) -> paddle.Tensor:
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def _view(array: np.ndarray) -> memoryview:
+    return memoryview(array.view(np.uint8))
+
+
+def _from_bfloat16(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _to_bfloat16(values: np.ndarray) -> np.ndarray:
+    """Round to nearest, ties to even; a NaN stays one."""
+    bits = values.view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype(np.uint16)
+
+
+def reduce_in_order(parts: Sequence[np.ndarray], out: np.ndarray, op: int, *, bfloat16: bool) -> None:
+    """Reduce ``parts`` (one a rank, in rank order) into ``out``, which may be one of them.
+
+    16-bit floats are accumulated in float32 and rounded once. An integer mean is rounded towards zero.
+    """
+    ufunc, narrow = _UFUNC[op], bfloat16 or out.dtype == np.float16
+    widen = _from_bfloat16 if bfloat16 else (lambda part: part.astype(np.float32))
+    if narrow:
+        total = widen(parts[0])
+        for part in parts[1:]:
+            ufunc(total, widen(part), out=total)
+    else:
+        # `out` holds a part that is still to be read unless it is one of the first two.
+        late = any(np.shares_memory(out, part, max_work=1) for part in parts[2:])
+        total = np.empty_like(out) if late else out
+        ufunc(parts[0], parts[1], out=total)
+        for part in parts[2:]:
+            ufunc(total, part, out=total)
+    if op == _AVG:
+        if total.dtype.kind in "fc":
+            total /= len(parts)
+        else:
+            total = np.trunc(total / len(parts)).astype(out.dtype)
+    if narrow:
+        out[:] = _to_bfloat16(total) if bfloat16 else total.astype(np.float16)
+    elif total is not out:
+        out[:] = total
+
+
+def _bounds(count: int, parts: int) -> list[int]:
+    """Boundaries of ``count`` elements cut into ``parts`` nearly equal ranges."""
+    return [count * i // parts for i in range(parts + 1)]
+
+
+@dataclass
+class Flat:
+    """Several arrays packed into one for a single reduction."""
+
+    array: np.ndarray
+    pool: BufferPool
+
+    @classmethod
+    def pack(cls, group: CpuProcessGroup, arrays: Sequence[np.ndarray]) -> Flat:
+        """Copy ``arrays`` (of one type) one behind the other."""
+        nbytes = sum(array.nbytes for array in arrays)
+        flat = group.pool.take(nbytes).view(arrays[0].dtype)
+        np.concatenate(arrays, out=flat)
+        return cls(flat, group.pool)
+
+    def unpack(self, arrays: Sequence[np.ndarray]) -> None:
+        """Copy the contents back; this object is used up."""
+        offset = 0
+        for array in arrays:
+            array[:] = self.array[offset : offset + array.size]
+            offset += array.size
+        self.pool.give(self.array)
+
+
+# -- the process group ------------------------------------------------------------------------
+
+Steps = Generator[list[Receive], None, None]
+
+
+class CpuProcessGroup:
+    """What fleet calls a process group: the methods of Paddle's ``core.ProcessGroup`` on CPU tensors.
+
+    Ranks in arguments are ranks in the group. A method without ``_on_calc_stream`` returns a task; with
+    ``sync_op=False`` the task is complete only after its ``wait()``. Sends are complete on return.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, size: int, group_id: int, generation: int) -> None:
+        self._mesh, self._rank, self._size = mesh, rank, size
+        self.group_id, self._generation = group_id, generation
+        self._number = 0
+        self._to: dict[int, int] = {}
+        self._from: dict[int, int] = {}
+        self._coalesced: list[Operation] | None = None
+        self._lock = threading.Lock()
+        self.counts: dict[str, dict[str, float]] = {}
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The members' ranks in the job. Paddle tells them to the Group object only, made after this one."""
+        group = paddle.distributed.collective._group_map.get(self.group_id)
+        ranks = range(self._size) if group is None else group.ranks
+        assert len(ranks) == self._size, "Paddle's group and its process group disagree"
+        return tuple(ranks)
+
+    @cached_property
+    def _key(self) -> int:
+        """64 bits that no other group of the job has, the same on all members."""
+        identity = f"{self.group_id}:{self._generation}:{self.ranks}"
+        return int.from_bytes(blake2b(identity.encode(), digest_size=8).digest())
+
+    @property
+    def pool(self) -> BufferPool:
+        return self._mesh.pool
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def name(self) -> str:
+        return "GLOO"
+
+    # -- machinery ------------------------------------------------------------------------
+
+    def _count(self, name: str, payload: int, sent: float) -> None:
+        entry = self.counts.setdefault(name, {"calls": 0, "payload": 0, "sent": 0.0})
+        entry["calls"] += 1
+        entry["payload"] += payload
+        entry["sent"] += sent
+
+    def _run(
+        self,
+        name: str,
+        steps: Callable[[int, Signature], Steps],
+        *,
+        sync: bool,
+        dtype: int = _BYTES,
+        nbytes: int = 0,
+        root: int = -1,
+    ) -> Operation:
+        """Start a collective; ``nbytes`` and ``root`` are what the members must agree on."""
+        with self._lock:
+            number = self._number
+            self._number += 1
+        signature = Signature(_CODE[name], dtype, nbytes, root)
+        text = f"{name} of group {self.group_id} ({nbytes} bytes)"
+        operation = Operation(self._mesh, steps(number, signature), text, self._key, number, signature)
+        return self._mesh.launch(operation, sync=sync)
+
+    def _exchange(
+        self,
+        number: int,
+        signature: Signature,
+        phase: int,
+        outgoing: dict[int, np.ndarray],
+        incoming: dict[int, np.ndarray],
+    ) -> Steps:
+        """Send ``outgoing[member]`` to and fill ``incoming[member]`` from each member named, all at once."""
+        me, size = self._rank, self._size
+        wanted: list[tuple[Key, Signature, memoryview]] = [
+            ((self.ranks[member], self._key, phase, number), signature, _view(array))
+            for member, array in incoming.items()
+        ]
+        receives = self._mesh.post(wanted)
+        order = sorted(outgoing, key=lambda member: (member - me) % size)  # not all to the same one first
+        unread = [
+            self._mesh.send(self.ranks[m], self._key, phase, number, signature, _view(outgoing[m]))
+            for m in order
+        ]
+        for wait_until_read in unread:
+            if wait_until_read is not None:
+                wait_until_read()
+        yield receives
+
+    @staticmethod
+    def _keep(owner: Any) -> None:
+        """Named last in an operation's steps, so that the memory's owner lives as long as they do."""
+
+    def _others(self) -> list[int]:
+        return [member for member in range(self._size) if member != self._rank]
+
+    def _scratch(self, like: np.ndarray, members: Sequence[int]) -> dict[int, np.ndarray]:
+        return {m: self.pool.take(like.nbytes).view(like.dtype) for m in members}
+
+    def _release(self, scratch: dict[int, np.ndarray]) -> None:
+        for array in scratch.values():
+            self.pool.give(array)
+
+    def _reduce_parts(
+        self, mine: np.ndarray, theirs: dict[int, np.ndarray], out: np.ndarray, op: int, dtype: int
+    ) -> None:
+        parts = [mine if m == self._rank else theirs[m] for m in range(self._size)]
+        reduce_in_order(parts, out, op, bfloat16=dtype == _DTYPE_CODES[paddle.bfloat16])
+
+    # -- collectives ----------------------------------------------------------------------
+
+    def all_reduce(self, tensor: paddle.Tensor, op: Any = _SUM, sync_op: bool = True) -> Operation:
+        return self.all_reduce_array(tensor_array(tensor), tensor.dtype, op, sync_op, keep=tensor)
+
+    def all_reduce_array(
+        self, array: np.ndarray, dtype: Any, op: Any = _SUM, sync_op: bool = True, keep: Any = None
+    ) -> Operation:
+        """Reduce memory that may belong to no tensor; ``dtype`` is Paddle's name for its contents."""
+        code, kind = _DTYPE_CODES[dtype], int(op)
+        self._count("all_reduce", array.nbytes, 2 * (self._size - 1) / self._size * array.nbytes)
+        small = array.nbytes <= _SMALL_BYTES
+
+        def steps(number: int, signature: Signature) -> Steps:
+            if small:
+                theirs = self._scratch(array, self._others())
+                yield from self._exchange(number, signature, 0, dict.fromkeys(theirs, array), theirs)
+                self._reduce_parts(array, theirs, array, kind, code)
+            else:
+                bounds = _bounds(array.size, self._size)
+                pieces = [array[a:b] for a, b in itertools.pairwise(bounds)]
+                mine = pieces[self._rank]
+                others = {m: pieces[m] for m in self._others()}
+                theirs = self._scratch(mine, self._others())
+                yield from self._exchange(number, signature, 0, others, theirs)
+                self._reduce_parts(mine, theirs, mine, kind, code)
+                yield from self._exchange(number, signature, 1, dict.fromkeys(others, mine), others)
+            self._release(theirs)
+            self._keep(keep)
+
+        return self._run("all_reduce", steps, sync=sync_op, dtype=code, nbytes=array.nbytes)
+
+    def _gather_all(
+        self, outs: list[np.ndarray], mine: np.ndarray, code: int, sync: bool, keep: Any
+    ) -> Operation:
+        total = sum(out.nbytes for out in outs)
+        self._count("all_gather", total, total - mine.nbytes)
+
+        def steps(number: int, signature: Signature) -> Steps:
+            incoming = {m: outs[m] for m in self._others()}
+            yield from self._exchange(number, signature, 0, dict.fromkeys(incoming, mine), incoming)
+            if mine.size and outs[self._rank].ctypes.data != mine.ctypes.data:
+                outs[self._rank][:] = mine
+            self._keep(keep)
+
+        return self._run("all_gather", steps, sync=sync, dtype=code, nbytes=mine.nbytes)
+
+    def all_gather(
+        self, out: list[paddle.Tensor] | paddle.Tensor, tensor: paddle.Tensor, sync_op: bool = True
+    ) -> Operation:
+        if not isinstance(out, list | tuple):
+            return self.all_gather_into_tensor(out, tensor, sync_op)
+        source = _readable(tensor)
+        return self._gather_all(
+            [tensor_array(t) for t in out],
+            tensor_array(source),
+            _DTYPE_CODES[tensor.dtype],
+            sync_op,
+            (out, source),
+        )
+
+    def all_gather_into_tensor(
+        self, out: paddle.Tensor, tensor: paddle.Tensor, sync_op: bool = True
+    ) -> Operation:
+        source = _readable(tensor)
+        pieces = np.split(tensor_array(out), self._size)
+        return self._gather_all(
+            pieces, tensor_array(source), _DTYPE_CODES[tensor.dtype], sync_op, (out, source)
+        )
+
+    def all_gather_partial(self, out: paddle.Tensor, tensor: paddle.Tensor, num: int, id: int) -> Operation:
+        """Member i holds the i-th of ``num`` parts of ``tensor``; afterwards each has all of ``out``."""
+        assert (num, id) == (self._size, self._rank), "one part a member"
+        source = _readable(tensor)
+        mine, pieces = np.split(tensor_array(source), num)[id], np.split(tensor_array(out), num)
+        return self._gather_all(pieces, mine, _DTYPE_CODES[tensor.dtype], True, (out, source))
+
+    def _scatter_reduced(
+        self, out: np.ndarray, parts: list[np.ndarray], op: Any, code: int, sync: bool, keep: Any
+    ) -> Operation:
+        total = sum(part.nbytes for part in parts)
+        self._count("reduce_scatter", total, total - out.nbytes)
+
+        def steps(number: int, signature: Signature) -> Steps:
+            outgoing = {m: parts[m] for m in self._others()}
+            theirs = self._scratch(out, self._others())
+            yield from self._exchange(number, signature, 0, outgoing, theirs)
+            self._reduce_parts(parts[self._rank], theirs, out, int(op), code)
+            self._release(theirs)
+            self._keep(keep)
+
+        return self._run("reduce_scatter", steps, sync=sync, dtype=code, nbytes=out.nbytes)
+
+    def reduce_scatter(
+        self, out: paddle.Tensor, tensors: list[paddle.Tensor], op: Any = _SUM, sync_op: bool = True
+    ) -> Operation:
+        sources = [_readable(t) for t in tensors]
+        arrays = [tensor_array(t) for t in sources]
+        return self._scatter_reduced(
+            tensor_array(out), arrays, op, _DTYPE_CODES[out.dtype], sync_op, (out, sources)
+        )
+
+    def reduce_scatter_tensor(
+        self, out: paddle.Tensor, tensor: paddle.Tensor, op: Any = _SUM, sync_op: bool = True
+    ) -> Operation:
+        source = _readable(tensor)
+        pieces = np.split(tensor_array(source), self._size)
+        return self._scatter_reduced(
+            tensor_array(out), pieces, op, _DTYPE_CODES[out.dtype], sync_op, (out, source)
+        )
+
+    def broadcast(self, tensor: paddle.Tensor, src: int, sync_op: bool = True) -> Operation:
+        array = tensor_array(tensor)
+        self._count("broadcast", array.nbytes, (self._size - 1) / self._size * array.nbytes)
+
+        def steps(number: int, signature: Signature) -> Steps:
+            if self._rank == src:
+                yield from self._exchange(number, signature, 0, dict.fromkeys(self._others(), array), {})
+            else:
+                yield from self._exchange(number, signature, 0, {}, {src: array})
+            self._keep(tensor)
+
+        code = _DTYPE_CODES[tensor.dtype]
+        return self._run("broadcast", steps, sync=sync_op, dtype=code, nbytes=array.nbytes, root=src)
+
+    def reduce(self, tensor: paddle.Tensor, dst: int, op: Any = _SUM, sync_op: bool = True) -> Operation:
+        array, code = tensor_array(tensor), _DTYPE_CODES[tensor.dtype]
+        self._count("reduce", array.nbytes, (self._size - 1) / self._size * array.nbytes)
+
+        def steps(number: int, signature: Signature) -> Steps:
+            if self._rank == dst:
+                theirs = self._scratch(array, self._others())
+                yield from self._exchange(number, signature, 0, {}, theirs)
+                self._reduce_parts(array, theirs, array, int(op), code)
+                self._release(theirs)
+            else:
+                yield from self._exchange(number, signature, 0, {dst: array}, {})
+            self._keep(tensor)
+
+        return self._run("reduce", steps, sync=sync_op, dtype=code, nbytes=array.nbytes, root=dst)
+
+    def _scatter(
+        self, out: paddle.Tensor, parts: list[np.ndarray], src: int, sync: bool, keep: Any
+    ) -> Operation:
+        target = tensor_array(out)
+        sent = sum(part.nbytes for part in parts) - target.nbytes if self._rank == src else 0
+        self._count("scatter", target.nbytes * self._size, sent)
+
+        def steps(number: int, signature: Signature) -> Steps:
+            if self._rank == src:
+                yield from self._exchange(number, signature, 0, {m: parts[m] for m in self._others()}, {})
+                target[:] = parts[src]
+            else:
+                yield from self._exchange(number, signature, 0, {}, {src: target})
+            self._keep(keep)
+
+        code = _DTYPE_CODES[out.dtype]
+        return self._run("scatter", steps, sync=sync, dtype=code, nbytes=target.nbytes, root=src)
+
+    def scatter(
+        self, out: paddle.Tensor, tensors: list[paddle.Tensor], src: int, sync_op: bool = True
+    ) -> Operation:
+        sources = [_readable(t) for t in tensors] if self._rank == src else []
+        return self._scatter(out, [tensor_array(t) for t in sources], src, sync_op, (out, sources))
+
+    def scatter_tensor(
+        self, out: paddle.Tensor, tensor: paddle.Tensor, src: int, sync_op: bool = True
+    ) -> Operation:
+        source = _readable(tensor)
+        parts = np.split(tensor_array(source), self._size) if self._rank == src else []
+        return self._scatter(out, parts, src, sync_op, (out, source))
+
+    def gather(
+        self,
+        tensor: paddle.Tensor,
+        outs: list[paddle.Tensor],
+        dst: int,
+        sync_op: bool = True,
+        use_calc_stream: bool = False,
+    ) -> Operation:
+        source = _readable(tensor)
+        mine = tensor_array(source)
+        self._count("gather", mine.nbytes, 0 if self._rank == dst else mine.nbytes)
+
+        def steps(number: int, signature: Signature) -> Steps:
+            if self._rank == dst:
+                arrays = [tensor_array(t) for t in outs]
+                yield from self._exchange(number, signature, 0, {}, {m: arrays[m] for m in self._others()})
+                arrays[dst][:] = mine
+            else:
+                yield from self._exchange(number, signature, 0, {dst: mine}, {})
+            self._keep(source)
+
+        code = _DTYPE_CODES[tensor.dtype]
+        sync = sync_op or use_calc_stream
+        return self._run("gather", steps, sync=sync, dtype=code, nbytes=mine.nbytes, root=dst)
+
+    def _exchange_all(
+        self, outs: list[np.ndarray], parts: list[np.ndarray], code: int, sync: bool, keep: Any
+    ) -> Operation:
+        total = sum(part.nbytes for part in parts)
+        self._count("all_to_all", total, total - parts[self._rank].nbytes)
+
+        def steps(number: int, signature: Signature) -> Steps:
+            others = self._others()
+            outgoing, incoming = {m: parts[m] for m in others}, {m: outs[m] for m in others}
+            yield from self._exchange(number, signature, 0, outgoing, incoming)
+            outs[self._rank][:] = parts[self._rank]
+            self._keep(keep)
+
+        # Parts may differ in size from rank to rank, so no size is agreed on; each message has its own.
+        return self._run("all_to_all", steps, sync=sync, dtype=code)
+
+    def all_to_all(
+        self, outs: list[paddle.Tensor], tensors: list[paddle.Tensor], sync_op: bool = True
+    ) -> Operation:
+        sources = [_readable(t) for t in tensors]
+        arrays, code = [tensor_array(t) for t in sources], _DTYPE_CODES[tensors[0].dtype]
+        return self._exchange_all([tensor_array(t) for t in outs], arrays, code, sync_op, (outs, sources))
+
+    def all_to_all_tensor(self, out: paddle.Tensor, tensor: paddle.Tensor, sync_op: bool = True) -> Operation:
+        return self.all_to_all_single(out, tensor, None, None, sync_op)
+
+    def all_to_all_single(
+        self,
+        out: paddle.Tensor,
+        tensor: paddle.Tensor,
+        out_sizes: Sequence[int] | None,
+        in_sizes: Sequence[int] | None,
+        sync_op: bool = True,
+    ) -> Operation:
+        source = _readable(tensor)
+        outs, parts = self._rows(out, out_sizes), self._rows(source, in_sizes)
+        return self._exchange_all(outs, parts, _DTYPE_CODES[tensor.dtype], sync_op, (out, source))
+
+    def _rows(self, tensor: paddle.Tensor, sizes: Sequence[int] | None) -> list[np.ndarray]:
+        """``tensor`` cut along its first dimension into ``sizes`` rows (equal parts without)."""
+        array = tensor_array(tensor)
+        if not sizes:
+            return np.split(array, self._size)
+        width = math.prod(tensor.shape[1:])
+        return np.split(array, np.cumsum(np.asarray(sizes) * width)[:-1])
+
+    def barrier(self, device_id: int = -1) -> Operation:
+        nothing = np.empty(0, np.uint8)
+
+        def steps(number: int, signature: Signature) -> Steps:
+            messages = dict.fromkeys(self._others(), nothing)
+            yield from self._exchange(number, signature, 0, messages, messages)
+
+        return self._run("barrier", steps, sync=True)
+
+    # -- point to point -------------------------------------------------------------------
+
+    def _transfer(
+        self, array: np.ndarray, code: int, peer: int, *, incoming: bool, sync: bool, keep: Any
+    ) -> Operation:
+        """One message of a pair of members; the n-th send meets the n-th receive."""
+        counter = self._from if incoming else self._to
+        with self._lock:
+            number = counter.get(peer, 0)
+            counter[peer] = number + 1
+        signature = Signature(_CODE["send"], code, array.nbytes, -1)
+        other = self.ranks[peer]
+
+        def steps() -> Steps:
+            if incoming:
+                yield self._mesh.post([((other, self._key, POINT_TO_POINT, number), signature, _view(array))])
+            else:
+                wait_until_read = self._mesh.send(
+                    other, self._key, POINT_TO_POINT, number, signature, _view(array)
+                )
+                if wait_until_read is not None:
+                    wait_until_read()
+            self._keep(keep)
+
+        text = f"{'recv' if incoming else 'send'} of group {self.group_id} ({array.nbytes} bytes)"
+        operation = Operation(self._mesh, steps(), text, self._key, -1, signature)
+        if self._coalesced is not None:
+            self._coalesced.append(operation)
+            sync = False
+        return self._mesh.launch(operation, sync=sync)
+
+    def send(self, tensor: paddle.Tensor, dst: int, sync_op: bool = True) -> Operation:
+        return self.send_partial(tensor, dst, 1, 0, sync_op)
+
+    def recv(self, tensor: paddle.Tensor, src: int, sync_op: bool = True) -> Operation:
+        return self.recv_partial(tensor, src, 1, 0, sync_op)
+
+    def send_partial(
+        self, tensor: paddle.Tensor, dst: int, num: int, id: int, sync_op: bool = True
+    ) -> Operation:
+        """Send the ``id``-th of ``num`` equal parts of ``tensor``."""
+        source = _readable(tensor)
+        array = np.split(tensor_array(source), num)[id]
+        self._count("send", array.nbytes, array.nbytes)
+        code = _DTYPE_CODES[tensor.dtype]
+        return self._transfer(array, code, dst, incoming=False, sync=sync_op, keep=source)
+
+    def recv_partial(
+        self, tensor: paddle.Tensor, src: int, num: int, id: int, sync_op: bool = True
+    ) -> Operation:
+        """Fill the ``id``-th of ``num`` equal parts of ``tensor``."""
+        array = np.split(tensor_array(tensor), num)[id]
+        code = _DTYPE_CODES[tensor.dtype]
+        return self._transfer(array, code, src, incoming=True, sync=sync_op, keep=tensor)
+
+    def _start_coalescing(self) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, tasks: list[Operation] | None = None) -> None:
+        """Complete what the batch began: a receive is only posted until here, so no order deadlocks."""
+        operations, self._coalesced = self._coalesced or [], None
+        for operation in operations:
+            operation.wait()
+
+    # -- Paddle's other spellings ---------------------------------------------------------
+
+    def _on_calc_stream(method: Callable) -> Callable:  # noqa: N805
+        def call(self: CpuProcessGroup, *args: Any, **kwargs: Any) -> Operation:
+            return method(self, *args, **kwargs)
+
+        call.__doc__ = f"``{method.__name__}``; there is one stream on the CPU."
+        return call
+
+    all_reduce_on_calc_stream = _on_calc_stream(all_reduce)
+    all_gather_on_calc_stream = _on_calc_stream(all_gather)
+    all_gather_into_tensor_on_calc_stream = _on_calc_stream(all_gather_into_tensor)
+    all_gather_partial_on_calc_stream = _on_calc_stream(all_gather_partial)
+    reduce_scatter_on_calc_stream = _on_calc_stream(reduce_scatter)
+    reduce_scatter_tensor_on_calc_stream = _on_calc_stream(reduce_scatter_tensor)
+    broadcast_on_calc_stream = _on_calc_stream(broadcast)
+    reduce_on_calc_stream = _on_calc_stream(reduce)
+    scatter_on_calc_stream = _on_calc_stream(scatter)
+    scatter_tensor_on_calc_stream = _on_calc_stream(scatter_tensor)
+    all_to_all_on_calc_stream = _on_calc_stream(all_to_all)
+    all_to_all_tensor_on_calc_stream = _on_calc_stream(all_to_all_tensor)
+    all_to_all_single_on_calc_stream = _on_calc_stream(all_to_all_single)
+    send_on_calc_stream = _on_calc_stream(send)
+    recv_on_calc_stream = _on_calc_stream(recv)
+    send_partial_on_calc_stream = _on_calc_stream(send_partial)
+    recv_partial_on_calc_stream = _on_calc_stream(recv_partial)
+    allreduce = _on_calc_stream(all_reduce)
+
+    def eager_connect(self) -> None:
+        """The connections are there already."""
+
+    def eager_connect_ring_exchange(self) -> None:
+        """The connections are there already."""

@@ -1,0 +1,280 @@
+"""Ranks for tests: processes forked from one that has imported Paddle, each running functions by name.
+
+A *nursery* process per test session imports Paddle, runs no operator, and forks ranks on request, so that
+ranks start in milliseconds and no thread pool is cut in half by the fork. A pool of ranks stays alive and
+takes one call after another: ``pool.run("tests.distributed.cases:all_reduce", dtype="float32")`` imports
+the module in every rank and calls the function with the given JSON values; what it returns must be JSON.
+
+Nothing outlives the session: the nursery leads a process group that is killed as a whole, and it and every
+rank ask the kernel to die with their parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+START_SECONDS = 60.0
+
+
+@dataclass
+class Outcome:
+    """What became of one call in one rank: a value, an error, or the rank's end."""
+
+    value: Any = None
+    error: str | None = None  # "Type: message"
+    trace: str = ""
+    died: bool = False
+    seconds: float = 0.0
+
+
+class RanksFailedError(AssertionError):
+    """At least one rank did not return a value."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _die_with_parent() -> None:
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0)
+
+
+# -- in the test process ------------------------------------------------------------------------
+
+
+class Nursery:
+    """The process that forks ranks; one per test session is enough."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        for name in [n for n in environment if n.startswith("PADDLE_")]:
+            del environment[name]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.helpers.ranks", str(theirs.fileno())],
+            cwd=ROOT,
+            env=environment,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        theirs.close()
+
+    def fork(self, settings: dict[str, str], log: Path) -> socket.socket:
+        """A new rank with these environment variables; returns the connection to it."""
+        ours, theirs = socket.socketpair()
+        message = json.dumps({"settings": settings, "log": str(log)}).encode()
+        socket.send_fds(self._socket, [message], [theirs.fileno()])
+        theirs.close()
+        return ours
+
+    def close(self) -> None:
+        """End the nursery and every rank."""
+        self._socket.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+class RankPool:
+    """``size`` ranks of one job."""
+
+    def __init__(self, nursery: Nursery, size: int, **environment: str) -> None:
+        self.size, self.usable = size, True
+        self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
+        self.pids: list[int] = []
+        endpoints = [f"127.0.0.1:{free_port()}" for _ in range(size)]
+        self._logs = [Path(self._directory.name) / f"rank{rank}.log" for rank in range(size)]
+        self._sockets = []
+        for rank, endpoint in enumerate(endpoints):
+            settings = {
+                "PADDLE_TRAINER_ID": str(rank),
+                "PADDLE_TRAINERS_NUM": str(size),
+                "PADDLE_CURRENT_ENDPOINT": endpoint,
+                "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+                "PADDLE_MASTER": endpoints[0],
+                "PADDLE_DISTRI_BACKEND": "gloo",
+                "PADDLE_LOCAL_SIZE": str(size),
+                "PADDLE_CPU_COMM_TIMEOUT": "60",
+                **environment,
+            }
+            self._sockets.append(nursery.fork(settings, self._logs[rank]))
+        self._buffers = [b""] * size
+        started = self._collect(set(range(size)), START_SECONDS)
+        self.pids = [outcome.value for outcome in started]
+        assert all(self.pids), "a rank did not start"
+
+    def call(self, target: str, *, timeout: float = 60.0, **arguments: Any) -> list[Outcome]:
+        """Run ``target`` ("module:function") in every rank; what did not end in time is killed."""
+        assert self.usable, "a pool whose ranks failed is not used again"
+        request = json.dumps({"target": target, "arguments": arguments}).encode() + b"\n"
+        for connection in self._sockets:
+            with contextlib.suppress(OSError):
+                connection.sendall(request)
+        outcomes = self._collect(set(range(self.size)), timeout)
+        self.usable = all(outcome.error is None and not outcome.died for outcome in outcomes)
+        return outcomes
+
+    def run(self, target: str, *, timeout: float = 60.0, **arguments: Any) -> list[Any]:
+        """:meth:`call`, returning the values by rank.
+
+        Raises:
+            RanksFailedError: with the errors, tracebacks and the end of the output of the ranks that failed.
+        """
+        outcomes = self.call(target, timeout=timeout, **arguments)
+        if not self.usable:
+            raise RanksFailedError(self._report(target, outcomes))
+        return [outcome.value for outcome in outcomes]
+
+    def _report(self, target: str, outcomes: list[Outcome]) -> str:
+        lines = [f"{target} on {self.size} ranks"]
+        for rank, outcome in enumerate(outcomes):
+            if outcome.error is not None or outcome.died:
+                text = self._logs[rank].read_text(errors="replace") if self._logs[rank].exists() else ""
+                lines += [f"--- rank {rank}: {outcome.error or 'died'}", outcome.trace, text[-2000:]]
+        return "\n".join(lines)
+
+    def _collect(self, waiting: set[int], timeout: float) -> list[Outcome]:
+        outcomes = [Outcome() for _ in range(self.size)]
+        start = time.monotonic()
+        with selectors.DefaultSelector() as selector:
+            for rank in waiting:
+                selector.register(self._sockets[rank], selectors.EVENT_READ, rank)
+            while waiting:
+                left = start + timeout - time.monotonic()
+                if left <= 0:
+                    self._give_up(waiting, outcomes, timeout)
+                    break
+                for key, _ in selector.select(left):
+                    rank = key.data
+                    if self._receive(rank, outcomes[rank]):
+                        outcomes[rank].seconds = time.monotonic() - start
+                        selector.unregister(self._sockets[rank])
+                        waiting.discard(rank)
+        return outcomes
+
+    def _receive(self, rank: int, outcome: Outcome) -> bool:
+        """Take what a rank sent; True when its answer is complete, or it is gone."""
+        try:
+            data = self._sockets[rank].recv(1 << 20)
+        except OSError:
+            data = b""
+        if not data:
+            outcome.died = True
+            return True
+        self._buffers[rank] += data
+        if b"\n" not in self._buffers[rank]:
+            return False
+        line, _, self._buffers[rank] = self._buffers[rank].partition(b"\n")
+        answer = json.loads(line)
+        outcome.value, outcome.error = answer.get("value"), answer.get("error")
+        outcome.trace = answer.get("trace", "")
+        return True
+
+    def _give_up(self, waiting: set[int], outcomes: list[Outcome], timeout: float) -> None:
+        for rank in waiting:
+            outcomes[rank].error = f"TimeoutError: no answer within {timeout:g} s"
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill every rank of this pool."""
+        self.usable = False
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self.kill()
+        for connection in self._sockets:
+            connection.close()
+        self._directory.cleanup()
+
+
+class Pools:
+    """Pools by size and environment, made when first asked for and again after a failure."""
+
+    def __init__(self) -> None:
+        self._nursery: Nursery | None = None
+        self._pools: dict[tuple, RankPool] = {}
+
+    def __call__(self, size: int, **environment: str) -> RankPool:
+        if self._nursery is None:
+            self._nursery = Nursery()
+        key = (size, *sorted(environment.items()))
+        pool = self._pools.get(key)
+        if pool is None or not pool.usable:
+            if pool is not None:
+                pool.close()
+            pool = self._pools[key] = RankPool(self._nursery, size, **environment)
+        return pool
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+        if self._nursery is not None:
+            self._nursery.close()
+
+
+# -- in the nursery and the ranks ---------------------------------------------------------------
+
+
+def _serve_forks(control: socket.socket) -> None:
+    _die_with_parent()
+    import paddle  # noqa: F401  (the point of this process)
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks for the exit codes of ranks
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, 1 << 16, 1)
+        if not message:
+            return
+        connection = socket.socket(fileno=descriptors[0])
+        if os.fork() == 0:
+            control.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _become_rank(connection, **json.loads(message))
+        connection.close()
+
+
+def _become_rank(connection: socket.socket, settings: dict[str, str], log: str) -> None:
+    _die_with_parent()
+    os.environ.update(settings)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    with connection.makefile("rwb") as stream:
+
+        def answer(**fields: Any) -> None:
+            stream.write(json.dumps(fields).encode() + b"\n")
+            stream.flush()
+
+        answer(value=os.getpid())
+        for line in stream:
+            request = json.loads(line)
+            try:
+                module, _, function = request["target"].partition(":")
+                answer(value=getattr(importlib.import_module(module), function)(**request["arguments"]))
+            except Exception as error:  # noqa: BLE001  (every failure is reported to the test)
+                answer(error=f"{type(error).__name__}: {error}", trace=traceback.format_exc()[-6000:])
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _serve_forks(socket.socket(fileno=int(sys.argv[1])))
