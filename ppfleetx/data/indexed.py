@@ -122,6 +122,10 @@ class TokenStore:
         start = int(self.byte_offsets[index]) // self.dtype.itemsize + offset
         return self._tokens[start : start + length]
 
+    def flat(self, first: int, last: int) -> np.ndarray:
+        """Tokens ``[first, last)`` of the whole corpus, across sequences; a view."""
+        return self._tokens[first:last]
+
     @cached_property
     def fingerprint(self) -> str:
         """Hash that tells corpora apart without reading them: lengths, boundaries, size, and a few blocks.
@@ -288,12 +292,22 @@ class IndexedDatasetWriter:
                 ``add_document([], [])`` does.
         """
         lengths = np.asarray(lengths)
-        if lengths.sum() != len(flat_tokens) or (lengths.size and lengths.min() < 0):
-            raise ValueError(f"lengths sum to {lengths.sum()}, but there are {len(flat_tokens)} tokens")
-        filled = lengths > 0
-        boundaries = len(self._lengths) + np.cumsum(filled, dtype=np.int64)
+        filled = lengths != 0
+        self.add_sequences(flat_tokens, lengths[filled], np.cumsum(filled, dtype=np.int64))
+
+    def add_sequences(self, flat_tokens: np.ndarray, lengths: np.ndarray, boundaries: np.ndarray) -> None:
+        """Append many documents of any number of sequences.
+
+        Args:
+            flat_tokens: tokens of all sequences, one after the other.
+            lengths: tokens of each sequence.
+            boundaries: number of these sequences up to the end of each document; the last is all of them.
+        """
+        if np.sum(lengths) != len(flat_tokens) or (len(lengths) and np.min(lengths) < 0):
+            raise ValueError(f"lengths sum to {np.sum(lengths)}, but there are {len(flat_tokens)} tokens")
+        boundaries = np.asarray(boundaries, np.int64) + len(self._lengths)
         self._write(flat_tokens)
-        self._lengths.frombytes(lengths[filled].astype(np.int32).tobytes())
+        self._lengths.frombytes(lengths.astype(np.int32).tobytes())
         self._boundaries.frombytes(boundaries.tobytes())
 
     def add_index(self, other_prefix: str | os.PathLike[str]) -> None:

@@ -1,0 +1,221 @@
+"""Samples for language modelling, cut from one corpus in Megatron-LM's order."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ppfleetx.config.errors import DataError
+from ppfleetx.data.index_cache import load_or_build
+from ppfleetx.data.index_map import IndexMaps, build_index_maps, order_fingerprint, plan_epochs
+from ppfleetx.data.indexed import TokenStore
+
+Sample = dict[str, np.ndarray]
+
+PADDING = -1
+"""Index of a sample that fills up a batch and counts nowhere."""
+
+_MANY_EPOCHS = (
+    4  # beyond this, repeated text helps little (Muennighoff et al. 2023, "Data-constrained scaling")
+)
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """How a sample is cut and masked.
+
+    Attributes:
+        sequence_length: tokens the model sees.
+        reset_position_ids: positions start again at 0 after each end of document.
+        reset_attention_mask: a token attends to its own document only.
+        eod_mask_loss: no loss where the input is the end-of-document token.
+        eod_id: end-of-document token; needed by the three options above.
+        vocab_size: true vocabulary; a larger id is an error. None: not checked.
+    """
+
+    sequence_length: int
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+    eod_id: int | None = None
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        flags = [
+            name
+            for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+            if getattr(self, name)
+        ]
+        if flags and self.eod_id is None:
+            raise DataError(f"{', '.join(flags)} need the end-of-document id: set eod_id or Data.tokenizer")
+
+
+class GPTDataset:
+    """Samples ``0 .. len - 1`` of sequences ``[first, last)`` of a corpus, in shuffled order.
+
+    Args:
+        corpus: the opened corpus.
+        first, last: the split's range of sequences.
+        options: how samples are cut and masked.
+        num_samples: samples the run will ask for, which decides how many epochs are shuffled together.
+            None: one epoch.
+        seed: of the order.
+        name: what the split is called in messages (Train, Eval, Test).
+        cache_dir: where index maps are kept; None: ``cache`` beside the corpus.
+
+    Raises:
+        DataError: the split is empty or shorter than one sample.
+    """
+
+    def __init__(
+        self,
+        corpus: TokenStore,
+        first: int,
+        last: int,
+        options: SampleOptions,
+        *,
+        num_samples: int | None,
+        seed: int,
+        name: str = "Train",
+        cache_dir: str | Path | None = None,
+    ) -> None:
+        self.corpus, self.options, self.name = corpus, options, name
+        self.first, self.last = first, last
+        self.tokens_per_epoch = int(corpus.sizes[first:last].sum(dtype=np.int64))
+        self._check_size(num_samples)
+        self.plan = plan_epochs(self.tokens_per_epoch, options.sequence_length, num_samples)
+        self.num_requested = self.plan.num_samples if num_samples is None else num_samples
+        self.fingerprint = order_fingerprint(corpus.fingerprint, first, last, self.plan, seed)
+        directory = Path(corpus.prefix).parent / "cache" if cache_dir is None else Path(cache_dir)
+        self._maps = self._load_maps(directory, seed)
+
+    def _check_size(self, num_samples: int | None) -> None:
+        needed = self.options.sequence_length + 1
+        if self.tokens_per_epoch >= needed:
+            return
+        documents, tokens = len(self.corpus), self.corpus.num_tokens
+        wish = "one epoch" if num_samples is None else f"{num_samples:,} samples"
+        what = f"has {self.tokens_per_epoch:,} tokens" if self.tokens_per_epoch else "is empty"
+        raise DataError(
+            f"{self.corpus.prefix}: the {self.name} split {what}: it takes documents [{self.first:,}, "
+            f"{self.last:,}) of {documents:,} ({tokens:,} tokens), and one sample needs {needed:,} tokens "
+            f"({wish} asked for). Give {self.name} a larger share of `split`, more text, or a shorter "
+            "max_seq_len."
+        )
+
+    def _load_maps(self, directory: Path, seed: int) -> IndexMaps:
+        about = {
+            "corpus": self.corpus.prefix,
+            "split": self.name,
+            "sequences": [self.first, self.last],
+            "seed": seed,
+            **asdict(self.plan),
+        }
+        arrays = load_or_build(
+            directory,
+            f"gpt_{self.fingerprint}",
+            ("document_index", "sample_index", "shuffle_index"),
+            lambda: vars(build_index_maps(self.corpus.sizes, self.first, self.last, self.plan, seed)),
+            about,
+        )
+        return IndexMaps(**arrays)
+
+    def __len__(self) -> int:
+        return self.plan.num_samples
+
+    @property
+    def samples_per_epoch(self) -> float:
+        """Samples in one pass over the split."""
+        return self.tokens_per_epoch / self.options.sequence_length
+
+    def __getitem__(self, index: int) -> Sample:
+        """Sample ``index`` of the shuffled order, or for `PADDING` one whose loss mask is 0.
+
+        Returns:
+            ``tokens``, ``labels``, ``position_ids`` int64 [s], ``loss_mask`` float32 [s], ``sample_ids``
+            int64 [], and with ``reset_attention_mask`` ``document_start`` int32 [s]: the first position each
+            row may attend to.
+
+        Raises:
+            DataError: a token id lies outside the vocabulary.
+        """
+        window = self._window(max(index, 0))
+        sample = make_sample(window, self.options)
+        sample["sample_ids"] = np.array(index, np.int64)
+        if index == PADDING:
+            sample["loss_mask"][:] = 0.0
+        return sample
+
+    def _pieces(self, index: int) -> list[tuple[int, int, int]]:
+        """(sequence, first token, end) of every sequence that sample ``index`` runs through."""
+        row = int(self._maps.shuffle_index[index])
+        (position, offset), (last_position, last_offset) = self._maps.sample_index[row : row + 2].tolist()
+        sequences = self._maps.document_index[position : last_position + 1].tolist()
+        ends = [int(self.corpus.sizes[sequence]) for sequence in sequences]
+        # The sample ends with the first token of the next one, which is the label of its last position.
+        ends[-1] = last_offset + 1
+        starts = [offset] + [0] * (len(sequences) - 1)
+        return list(zip(sequences, starts, ends, strict=True))
+
+    def _window(self, index: int) -> np.ndarray:
+        """The L + 1 tokens of sample ``index``, int64."""
+        pieces = [
+            self.corpus.get(sequence, start, end - start) for sequence, start, end in self._pieces(index)
+        ]
+        window = (pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).astype(np.int64)
+        vocab_size = self.options.vocab_size
+        if vocab_size is not None and (window.max() >= vocab_size or window.min() < 0):
+            self._refuse_ids(index)
+        return window
+
+    def _refuse_ids(self, index: int) -> None:
+        for sequence, start, end in self._pieces(index):
+            tokens = self.corpus.get(sequence, start, end - start)
+            wrong = np.flatnonzero((tokens >= self.options.vocab_size) | (tokens < 0))
+            if wrong.size:
+                raise DataError(
+                    f"{self.corpus.prefix}: document {sequence} holds id {int(tokens[wrong[0]])} at token "
+                    f"{start + int(wrong[0])}, but Model.vocab_size is {self.options.vocab_size}; was the "
+                    "corpus made with another tokenizer?"
+                )
+
+    def describe(self) -> str:
+        """One line: what the split holds and how much of it is asked for."""
+        length = self.options.sequence_length
+        epochs = self.num_requested / self.samples_per_epoch
+        text = (
+            f"{self.name}: {self.corpus.prefix}: {self.last - self.first:,} documents, "
+            f"{self.tokens_per_epoch:,} tokens; {self.num_requested:,} samples of {length:,} tokens = "
+            f"{epochs:.2f} epochs"
+        )
+        if epochs > _MANY_EPOCHS:
+            text += f" (WARNING: every document is read {epochs:.1f} times)"
+        return text
+
+
+def make_sample(window: np.ndarray, options: SampleOptions) -> Sample:
+    """Inputs, labels and masks of L + 1 tokens.
+
+    An end-of-document token belongs to the document it ends: what follows it is the next one.
+    """
+    tokens, labels = window[:-1], window[1:]
+    positions = np.arange(tokens.shape[0], dtype=np.int64)
+    sample = {
+        "tokens": tokens,
+        "labels": labels,
+        "loss_mask": np.ones(tokens.shape[0], np.float32),
+        "position_ids": positions,
+    }
+    if options.eod_mask_loss:
+        sample["loss_mask"][tokens == options.eod_id] = 0.0
+    if options.reset_position_ids or options.reset_attention_mask:
+        start = np.zeros_like(positions)
+        start[1:] = np.where(tokens[:-1] == options.eod_id, positions[1:], 0)
+        np.maximum.accumulate(start, out=start)
+        if options.reset_position_ids:
+            sample["position_ids"] = positions - start
+        if options.reset_attention_mask:
+            sample["document_start"] = start.astype(np.int32)
+    return sample

@@ -1,0 +1,44 @@
+"""From a path in the configuration to opened token corpora, whichever format they are in."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ppfleetx.config.errors import DataError
+from ppfleetx.data.fleetx_format import SUFFIXES as FLEETX_SUFFIXES
+from ppfleetx.data.fleetx_format import FleetXDataset
+from ppfleetx.data.indexed import IndexedDataset, TokenStore, bin_path, idx_path
+
+_SUFFIXES = (".bin", ".idx", *FLEETX_SUFFIXES)
+
+
+def open_tokens(prefix: str | os.PathLike[str]) -> TokenStore:
+    """Open the corpus with this prefix (a suffix is taken off); ``.bin``/``.idx`` wins over FleetX's."""
+    text = _without_suffix(os.fspath(prefix))
+    has_pair = bin_path(text).exists() or idx_path(text).exists()
+    if not has_pair and any(Path(f"{text}{suffix}").exists() for suffix in FLEETX_SUFFIXES):
+        return FleetXDataset(text)
+    return IndexedDataset(text)
+
+
+def find_prefixes(entry: str | os.PathLike[str]) -> list[str]:
+    """Prefixes that one entry of ``input_dir`` stands for: all corpora of a directory, by name, or itself.
+
+    Raises:
+        DataError: the directory holds no corpus.
+    """
+    text = os.fspath(entry)
+    if not Path(text).is_dir():
+        return [_without_suffix(text)]
+    names = (str(path) for path in Path(text).iterdir() if path.is_file())
+    found = sorted({_without_suffix(name) for name in names if name.endswith(_SUFFIXES)})
+    if not found:
+        raise DataError(f"no corpus in {text}: it holds no {', '.join(f'*{suffix}' for suffix in _SUFFIXES)}")
+    return found
+
+
+def _without_suffix(path: str) -> str:
+    for suffix in _SUFFIXES:
+        path = path.removesuffix(suffix)
+    return path

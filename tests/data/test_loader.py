@@ -1,0 +1,213 @@
+"""From a YAML file to batches."""
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from ppfleetx.config.errors import ConfigError, DataError
+from ppfleetx.config.loader import load_config
+from ppfleetx.data.indexed import IndexedDatasetWriter
+from ppfleetx.data.loader import DataLoader, build_dataloader
+from ppfleetx.data.sampler import GlobalBatchSampler
+
+LENGTH = 16
+
+
+def make_config(tmp_path: Path, prefix: str | list[str], *overrides: str, **dataset):
+    section = {"dataset": {"input_dir": prefix, "split": [80, 15, 5], "max_seq_len": LENGTH, **dataset}}
+    tree = {
+        "Global": {"global_batch_size": 8, "micro_batch_size": 2, "seed": 7},
+        "Engine": {"max_steps": 20, "eval_freq": 10, "eval_iters": 3, "test_iters": 2},
+        "Model": {
+            "vocab_size": 50304,
+            "hidden_size": 64,
+            "num_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": LENGTH,
+        },
+        "Data": {"Train": section, "Eval": section, "Test": section},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return load_config(path, overrides)
+
+
+def take(loader: DataLoader, steps: int) -> list[list[dict[str, np.ndarray]]]:
+    batches = iter(loader)
+    return [next(batches) for _ in range(steps)]
+
+
+def test_batches_have_the_agreed_shapes(tmp_path: Path, toy_prefix: str) -> None:
+    cfg = make_config(tmp_path, toy_prefix, eod_id=50256, reset_attention_mask=True)
+    (step,) = take(build_dataloader(cfg, "Train", data_rank=1, data_size=2), 1)
+    assert len(step) == 2
+    for micro_batch in step:
+        shapes = {name: (array.dtype.str, array.shape) for name, array in micro_batch.items()}
+        assert shapes == {
+            "tokens": ("<i8", (2, LENGTH)),
+            "labels": ("<i8", (2, LENGTH)),
+            "loss_mask": ("<f4", (2, LENGTH)),
+            "position_ids": ("<i8", (2, LENGTH)),
+            "document_start": ("<i4", (2, LENGTH)),
+            "sample_ids": ("<i8", (2,)),
+        }
+        assert np.array_equal(micro_batch["tokens"][:, 1:], micro_batch["labels"][:, :-1])
+    assert "document_start" not in take(build_dataloader(make_config(tmp_path, toy_prefix), "Train"), 1)[0][0]
+
+
+def ids(step: list[dict[str, np.ndarray]]) -> list[int]:
+    return np.concatenate([micro_batch["sample_ids"] for micro_batch in step]).tolist()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_resuming_gives_what_an_uninterrupted_run_reads(
+    tmp_path: Path, toy_prefix: str, num_workers: int
+) -> None:
+    cfg = make_config(tmp_path, toy_prefix, f"Data.Train.loader.num_workers={num_workers}")
+    whole = take(build_dataloader(cfg, "Train"), 30)
+    assert [ids(step) for step in whole[:3]] == [list(range(8 * k, 8 * k + 8)) for k in range(3)]
+    rest = take(build_dataloader(cfg, "Train", consumed_samples=8 * 11), 19)
+    for left, right in zip(whole[11:], rest, strict=True):
+        for a, b in zip(left, right, strict=True):
+            assert all(np.array_equal(a[name], b[name]) for name in a)
+
+
+def test_data_ranks_share_the_same_global_batch(tmp_path: Path, toy_prefix: str) -> None:
+    cfg = make_config(tmp_path, toy_prefix)
+    whole = take(build_dataloader(cfg, "Train"), 4)
+    ranks = [take(build_dataloader(cfg, "Train", rank, 4), 4) for rank in range(4)]
+    for step in range(4):
+        assert sorted(np.concatenate([ids(rank[step]) for rank in ranks]).tolist()) == ids(whole[step])
+
+
+def test_every_evaluation_reads_the_same_batches(tmp_path: Path, toy_prefix: str) -> None:
+    loader = build_dataloader(make_config(tmp_path, toy_prefix), "Eval", consumed_samples=80)
+    first, second = list(loader), list(loader)
+    assert [ids(step) for step in first] == [ids(step) for step in second]
+    assert np.concatenate([ids(step) for step in first]).tolist() == list(range(3 * 8))
+
+
+def test_an_exact_evaluation_counts_every_sample_once(tmp_path: Path, toy_prefix: str) -> None:
+    cfg = make_config(tmp_path, toy_prefix, "Engine.eval_iters=1000", "Data.Eval.sampler.drop_last=False")
+    loader = build_dataloader(cfg, "Eval")
+    steps = list(loader)
+    seen = np.concatenate([ids(step) for step in steps])
+    num_samples = (loader.dataset.tokens_per_epoch - 1) // LENGTH
+    assert num_samples % 8, "the case needs an incomplete last batch"
+    assert seen[seen >= 0].tolist() == list(range(num_samples))
+    assert len(seen) % 8 == 0
+    counted = sum(float(m["loss_mask"].sum()) for step in steps for m in step)
+    assert counted == num_samples * LENGTH
+
+
+def test_sizes_of_the_three_modes(tmp_path: Path, toy_prefix: str) -> None:
+    cfg = make_config(tmp_path, toy_prefix)
+    loaders = {mode: build_dataloader(cfg, mode) for mode in ("Train", "Eval", "Test")}
+    requested = {mode: loader.dataset.num_requested for mode, loader in loaders.items()}
+    assert requested == {"Train": 20 * 8, "Eval": (20 // 10 + 1) * 3 * 8, "Test": 2 * 8}
+    ranges = [(loader.dataset.first, loader.dataset.last) for loader in loaders.values()]
+    assert ranges == [(0, 110), (110, 130), (130, 137)]
+    assert len({loader.fingerprint for loader in loaders.values()}) == 3
+    assert "Train: " in loaders["Train"].describe() and "110 documents" in loaders["Train"].describe()
+
+
+def test_shuffling_visits_every_sample_once_a_pass_in_another_order(tmp_path: Path, toy_prefix: str) -> None:
+    plain = build_dataloader(make_config(tmp_path, toy_prefix), "Train")
+    cfg = make_config(tmp_path, toy_prefix, "Data.Train.sampler.shuffle=True")
+    loader = build_dataloader(cfg, "Train")
+    total = len(loader.dataset)
+    seen = np.concatenate([ids(step) for step in take(loader, 2 * total // 8 + 1)])
+    first, second = seen[:total], seen[total : 2 * total]
+    assert sorted(first) == sorted(second) == list(range(total))
+    assert first.tolist() != list(range(total)) and first.tolist() != second.tolist()
+    assert loader.fingerprint != plain.fingerprint
+    later = build_dataloader(cfg, "Train", consumed_samples=16)
+    assert ids(take(later, 1)[0]) == seen[16:24].tolist()
+
+
+def test_a_run_longer_than_the_data_starts_again(tmp_path: Path, toy_prefix: str) -> None:
+    loader = build_dataloader(make_config(tmp_path, toy_prefix), "Train")
+    total = len(loader.dataset)
+    seen = np.concatenate([ids(step) for step in take(loader, total // 8 + 2)])
+    assert seen.tolist() == [position % total for position in range(len(seen))]
+
+
+def test_several_corpora_are_blended_by_size(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, first, count in [("b", 2000, 300), ("a", 1000, 100), ("tiny", 3000, 1)]:
+        with IndexedDatasetWriter(tmp_path / "corpora" / name, "u2") as writer:
+            writer.add_documents(np.full(count * 20, first), np.full(count, 20))
+    cfg = make_config(tmp_path, str(tmp_path / "corpora"))
+    with caplog.at_level("INFO", "ppfleetx"):
+        loader = build_dataloader(cfg, "Train")
+        steps = take(loader, 20)
+    assert "blended in proportion" in caplog.text
+    tokens = np.concatenate([m["tokens"][:, 0] for step in steps for m in step])
+    assert (tokens == 2000).sum() / len(tokens) == pytest.approx(0.75, abs=0.01)
+    cfg = make_config(
+        tmp_path, [str(tmp_path / "corpora" / "a"), str(tmp_path / "corpora" / "b")], weights=[0.5, 0.5]
+    )
+    tokens = np.concatenate(
+        [m["tokens"][:, 0] for step in take(build_dataloader(cfg, "Train"), 20) for m in step]
+    )
+    assert (tokens == 2000).mean() == 0.5
+
+
+def test_run_mode_epoch_prepares_that_many_epochs(tmp_path: Path, toy_prefix: str) -> None:
+    overrides = ("Engine.run_mode=epoch", "Engine.num_train_epochs=3", "Engine.max_steps=100000")
+    loader = build_dataloader(make_config(tmp_path, toy_prefix, *overrides), "Train")
+    assert loader.dataset.plan.num_epochs == 3
+    assert loader.samples_per_epoch == loader.dataset.tokens_per_epoch / LENGTH
+
+
+def test_mistakes_are_said_at_once(tmp_path: Path, toy_prefix: str) -> None:
+    with pytest.raises(DataError, match=r"Data\.Train\.dataset\.input_dir: no corpus at"):
+        build_dataloader(make_config(tmp_path, str(tmp_path / "nowhere")), "Train")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="no corpus in"):
+        build_dataloader(make_config(tmp_path, str(tmp_path / "empty")), "Train")
+    with pytest.raises(DataError, match="Test split is empty: it takes documents"):
+        build_dataloader(make_config(tmp_path, toy_prefix, split=[969, 30, 1]), "Test")
+    cfg = make_config(tmp_path, toy_prefix, "Data.Eval=null")
+    with pytest.raises(ConfigError, match=r"Data\.Eval"):
+        build_dataloader(cfg, "Eval")
+    with pytest.raises(ConfigError, match="3 data ranks"):
+        build_dataloader(cfg, "Train", 0, 3)
+
+
+class Slow:
+    """A dataset that fails or blocks where a test wants it to."""
+
+    fingerprint, samples_per_epoch = "", 1.0
+
+    def __init__(self, fail_at: int = -2) -> None:
+        self.fail_at, self.read = fail_at, 0
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        self.read += 1
+        if index == self.fail_at:
+            raise DataError("sample is broken")
+        return {"tokens": np.array([index])}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_error_reaches_the_consumer_at_its_step(num_workers: int) -> None:
+    batches = iter(DataLoader(Slow(fail_at=9), GlobalBatchSampler(100, 2, 2), num_workers))
+    assert [next(batches)[0]["tokens"][0, 0] for _ in range(4)] == [0, 2, 4, 6]
+    with pytest.raises(DataError, match="sample is broken"):
+        next(batches)
+
+
+def test_threads_end_with_the_iteration_and_prefetch_is_bounded() -> None:
+    before = threading.active_count()
+    dataset = Slow()
+    batches = iter(DataLoader(dataset, GlobalBatchSampler(1000, 2, 2), 2))
+    next(batches)
+    time.sleep(0.2)
+    assert 2 < dataset.read <= 2 * (1 + 2 * 2)
+    assert threading.active_count() > before
+    batches.close()
+    assert threading.active_count() == before
