@@ -35,12 +35,15 @@ _thread_locks: dict[Path, threading.Lock] = {}
 _thread_locks_guard = threading.Lock()
 
 
-def resolve_checkpoint(path: str | Path) -> Path:
+def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
     """Step directory meant by `path`: itself, an output directory, or a rank directory of a checkpoint.
 
     An output directory means what its `latest` says, or its newest complete checkpoint when there is no
-    such file. Raises CheckpointError when there is nothing complete where it should be; the message
-    names the newest checkpoint that is good.
+    such file. Marker, manifest, file sizes and headers are checked; with `verify` all data too.
+
+    Raises:
+        CheckpointError: there is nothing sound where it should be; the message names the newest
+            checkpoint that is good.
     """
     path = Path(path)
     if not path.is_dir():
@@ -49,12 +52,8 @@ def resolve_checkpoint(path: str | Path) -> Path:
         path = path.resolve().parent
     _refuse_fleetx(path)
     if parse_step_directory(path.name) or (path / MANIFEST_FILE).exists() or (path / MARKER_FILE).exists():
-        try:
-            open_checkpoint(path)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}{_instead(path.parent, path)}") from error
-        return path
-    return _resolve_output_directory(path)
+        return _sound(path, path.parent, verify)
+    return _resolve_output_directory(path, verify)
 
 
 def newest_complete(output_dir: str | Path) -> Path | None:
@@ -162,29 +161,31 @@ def remove_tree(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _resolve_output_directory(path: Path) -> Path:
+def _resolve_output_directory(path: Path, verify: bool) -> Path:
     latest = path / LATEST_FILE
     if not latest.exists():
         newest = newest_complete(path)
         if newest is None:
             raise CheckpointError(f"there is no complete checkpoint in {path}")
-        return _opened(newest, path)
+        return _sound(newest, path, verify)
     fields = unseal(latest.read_bytes())
     if fields is None or parse_step_directory(fields.get("checkpoint", "")) is None:
         raise CheckpointError(f"{latest} is damaged: its checksum is wrong{_instead(path)}")
     target = path / fields["checkpoint"]
     if not target.is_dir():
         raise CheckpointError(f"{latest} names {target.name}, which does not exist{_instead(path)}")
-    resolved = _opened(target, path)
+    resolved = _sound(target, path, verify)
     if read_marker(resolved)["manifest_sha256"] != fields["manifest_sha256"]:
         # Killed between publishing a checkpoint under a name that was in use and writing `latest`.
         get_logger().warning(f"{target} is not the checkpoint {latest} was written for, but a complete one")
     return resolved
 
 
-def _opened(path: Path, output_dir: Path) -> Path:
+def _sound(path: Path, output_dir: Path, verify: bool) -> Path:
     try:
-        open_checkpoint(path)
+        checkpoint = open_checkpoint(path)
+        if verify:
+            checkpoint.verify()
     except CheckpointError as error:
         raise CheckpointError(f"{error}{_instead(output_dir, path)}") from error
     return path
@@ -219,9 +220,7 @@ def _refuse_fleetx(path: Path) -> None:
 def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except PermissionError:
+    except (BlockingIOError, PermissionError):  # either may mean that another process has it
         return False
     return True
 

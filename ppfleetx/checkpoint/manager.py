@@ -42,7 +42,7 @@ class CheckpointManager:
         )
 
     def newest_good(self, *, verify: bool = True) -> Checkpoint | None:
-        """The newest undamaged checkpoint, None when there is none; damaged ones are passed over with a warning."""
+        """The newest undamaged checkpoint or None; damaged ones are passed over with a warning."""
         found = newest_good(self.output_dir, verify=verify)
         if found is not None:
             get_logger().info(f"newest good checkpoint: {found.path}")

@@ -233,11 +233,8 @@ def _problem(entry: TensorEntry, files: Mapping[str, FileEntry]) -> str | None:
             return "sizes contradict each other"
         if not len(piece.offset) == len(piece.shape) == len(entry.shape):
             return "a slice has another number of dimensions than the tensor"
-        ends = (start + length for start, length in zip(piece.offset, piece.shape, strict=True))
-        if (
-            any(end > size for end, size in zip(ends, entry.shape, strict=True))
-            or min((0, *piece.offset)) < 0
-        ):
+        extents = zip(piece.offset, piece.shape, entry.shape, strict=True)
+        if any(start < 0 or start + length > size for start, length, size in extents):
             return "a slice reaches beyond the tensor"
         if piece.flat and not 0 <= piece.flat[0] < piece.flat[1] <= prod(piece.shape):
             return "a flat interval reaches beyond its box"

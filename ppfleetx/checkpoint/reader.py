@@ -49,9 +49,7 @@ class Checkpoint:
 
     def names(self, kind: str = MODEL) -> list[str]:
         """Canonical names with tensors of this kind (`model`, `optimizer`), in the order saved."""
-        return list(
-            dict.fromkeys(entry.name for entry in self.manifest.tensors.values() if entry.kind == kind)
-        )
+        return list(dict.fromkeys(name for name, _ in self.keys(kind)))
 
     def keys(self, kind: str = MODEL) -> list[tuple[str, str]]:
         """(canonical name, state name) of all tensors of this kind, in the order saved."""
@@ -80,16 +78,7 @@ class Checkpoint:
         tensor, a box outside it, or damaged bytes.
         """
         entry = self.entry(name, kind, state)
-        offset = (0,) * len(entry.shape) if offset is None else tuple(offset)
-        shape = (
-            tuple(n - o for n, o in zip(entry.shape, offset, strict=True)) if shape is None else tuple(shape)
-        )
-        if len(shape) != len(entry.shape) or any(
-            o < 0 or n < 0 or o + n > size for o, n, size in zip(offset, shape, entry.shape, strict=True)
-        ):
-            raise CheckpointError(
-                f"{name} has shape {list(entry.shape)}; there is no part of shape {list(shape)} at {list(offset)}"
-            )
+        offset, shape = _wanted_box(entry, offset, shape)
         held = NUMPY_OF_DTYPE[entry.dtype]
         if len(entry.slices) == 1 and entry.slices[0].shape == shape and not entry.slices[0].flat:
             content = storage.read_range(self.path, entry.slices[0], 0, entry.slices[0].num_bytes)
@@ -118,7 +107,7 @@ class Checkpoint:
         found = 0
         for piece in entry.slices:
             for box_offset, box_shape, first in _boxes(piece):
-                common = intersect(offset, shape, box_offset, box_shape)
+                common = intersect((offset, shape), (box_offset, box_shape))
                 if common is not None:
                     found += prod(common[1])
                     self._copy(piece, (box_offset, box_shape, first), common, result, offset)
@@ -196,6 +185,21 @@ def _content(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"checkpoint file {path} cannot be read: {error.strerror}") from error
+
+
+def _wanted_box(entry: TensorEntry, offset: Index | None, shape: Index | None) -> tuple[Index, Index]:
+    offset = (0,) * len(entry.shape) if offset is None else tuple(offset)
+    if shape is None:
+        shape = tuple(size - start for size, start in zip(entry.shape, offset, strict=False))
+    shape = tuple(shape)
+    if not len(offset) == len(shape) == len(entry.shape) or any(
+        start < 0 or length < 0 or start + length > size
+        for start, length, size in zip(offset, shape, entry.shape, strict=True)
+    ):
+        raise CheckpointError(
+            f"{entry.name} has shape {list(entry.shape)}: no part of shape {list(shape)} is at {list(offset)}"
+        )
+    return offset, shape
 
 
 def _boxes(piece: SliceEntry) -> Iterator[tuple[Index, Index, int]]:

@@ -79,7 +79,6 @@ def _decode(entry: Mapping[str, Any]) -> Any:
     if len(words) != _PADDLE_ENGINE_WORDS + 1 or not all(0 <= word < 2**64 for word in words):
         raise ValueError("Paddle's generator has an engine of another kind")
     state = libpaddle.GeneratorState.__new__(libpaddle.GeneratorState)
-    state.__setstate__(
-        (entry["device"], entry["seed"], entry["offset"], list(entry["engine"].encode("ascii")))
-    )
+    engine = list(entry["engine"].encode("ascii"))
+    state.__setstate__((entry["device"], entry["seed"], entry["offset"], engine))
     return state

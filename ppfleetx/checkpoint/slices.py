@@ -88,14 +88,10 @@ def whole(name: str, data: np.ndarray, *, kind: str = MODEL, state: str = "") ->
     return TensorSlice(name, kind, dtype, shape, (0,) * len(shape), shape, data, state)
 
 
-def intersect(
-    offset: Index, shape: Index, other_offset: Index, other_shape: Index
-) -> tuple[Index, Index] | None:
-    """Box common to two boxes, or None."""
-    starts = tuple(map(max, offset, other_offset))
-    ends = tuple(
-        min(a + n, b + m) for a, n, b, m in zip(offset, shape, other_offset, other_shape, strict=True)
-    )
+def intersect(one: tuple[Index, Index], other: tuple[Index, Index]) -> tuple[Index, Index] | None:
+    """Box (offset, shape) common to two boxes, or None."""
+    starts = tuple(map(max, one[0], other[0]))
+    ends = tuple(min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True))
     if any(start >= end for start, end in zip(starts, ends, strict=True)):
         return None
     return starts, tuple(end - start for start, end in zip(starts, ends, strict=True))

@@ -179,10 +179,8 @@ def _fill(checkpoint: Checkpoint, entry: TensorEntry, tensor: Tensor, place: Any
     current = host_array(tensor).copy()
     if rows > 0:
         part = tuple(rows if axis == dim else size for axis, size in enumerate(shape))
-        values = _convert(
-            checkpoint.read(*_key(entry), offset=offset, shape=part), entry.dtype, _dtype(tensor)
-        )
-        current[tuple(slice(size) for size in part)] = values
+        values = checkpoint.read(*_key(entry), offset=offset, shape=part)
+        current[tuple(slice(size) for size in part)] = _convert(values, entry.dtype, _dtype(tensor))
     tensor.set_value(current)
 
 

@@ -193,9 +193,7 @@ def _merged(indices: Sequence[RankIndex]) -> dict[tuple[str, str, str], TensorEn
             if known is None:
                 merged[entry.key] = entry
             elif (known.dtype, known.shape) != (entry.dtype, entry.shape):
-                raise CheckpointError(
-                    f"ranks disagree on shape or element type of {entry.name} {entry.state}"
-                )
+                raise CheckpointError(f"ranks disagree on shape or element type of {entry.name}")
             else:
                 merged[entry.key] = replace(known, slices=(*known.slices, *entry.slices))
     return merged
@@ -217,9 +215,8 @@ def _split(tensors: Sequence[TensorSlice], max_bytes: int) -> Iterator[tuple[str
                 room = max_bytes
             groups[-1].append(piece)
             room -= piece.num_bytes
+        if len(groups) == 1:
+            yield f"{stem}.safetensors", groups[0]
+            continue
         for number, group in enumerate(groups, start=1):
-            count = len(groups)
-            yield (
-                (f"{stem}.safetensors" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.safetensors"),
-                group,
-            )
+            yield f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors", group
