@@ -83,7 +83,7 @@ class Generator:
         Raises:
             ConfigError: an option that does not fit the model or the prompts.
         """
-        _check_strategy(cfg)
+        check_strategy(cfg)
         encoded = [self._encode(prompt) for prompt in prompts]
         num_new = [self._new_tokens(len(ids), cfg, first_prompt + i) for i, ids in enumerate(encoded)]
         per_batch = max(1, batch_rows // cfg.num_return_sequences)
@@ -177,7 +177,7 @@ def _generation(row: Row, text: RowText) -> Generation:
     return Generation(text.finish(), tuple(row.ids), row.finish_reason)
 
 
-def _check_strategy(cfg: GenerationConfig) -> None:
+def check_strategy(cfg: GenerationConfig) -> None:
     if cfg.decode_strategy not in ("greedy_search", "sampling"):
         raise ConfigError(
             "this program has greedy_search and sampling",

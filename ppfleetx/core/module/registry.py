@@ -7,7 +7,8 @@ from ppfleetx.config.sections import RunConfig
 from ppfleetx.core.module.base import BasicModule
 from ppfleetx.core.module.gpt import GPTModule
 
-MODULES: dict[str, type[BasicModule]] = {"GPTModule": GPTModule}
+# Generation runs the same network and never asks for its loss.
+MODULES: dict[str, type[BasicModule]] = {"GPTModule": GPTModule, "GPTGenerationModule": GPTModule}
 
 
 def build_module(cfg: RunConfig) -> BasicModule:

@@ -1,0 +1,151 @@
+"""Wiring of generation: from a configuration to a generator, and from prompts to printed text."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.sections import RunConfig
+from ppfleetx.core.engine.build import build_runner, find_weights, load_tokenizer
+from ppfleetx.data.tokenizer import Tokenizer
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.generation.generator import Generation, Generator, check_strategy
+from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.log import get_logger
+
+DEFAULT_PROMPT = "Hi, GPT2. Tell me who Jack Ma is."
+
+
+def generate(cfg: RunConfig, ctx: ParallelContext, output: str | None = None) -> None:
+    """Continue the configured prompts and print them; ``output`` is a jsonl file to write them to as well.
+
+    Raises:
+        UserError: checkpoint, tokenizer, prompts or options that cannot be generated with, in words.
+    """
+    check_strategy(cfg.Generation)
+    prompts = read_prompts(cfg)
+    generator = load_generator(cfg, ctx)
+    if sys.stdout.isatty() and len(prompts) == 1 and cfg.Generation.num_return_sequences == 1:
+        results = [_print_as_it_comes(generator, prompts[0], cfg)]
+    else:
+        results = generator.generate(prompts, cfg.Generation, seed=cfg.Global.seed)
+        for prompt, generations in zip(prompts, results, strict=True):
+            _print(prompt, generations)
+    if output is not None:
+        _write(Path(output), prompts, results)
+
+
+def load_generator(cfg: RunConfig, ctx: ParallelContext) -> Generator:
+    """A generator on the checkpoint ``Engine.save_load.ckpt_dir``, which must be given.
+
+    Raises:
+        UserError: there is no such checkpoint or tokenizer, or they do not fit the model.
+    """
+    start = find_weights(cfg)
+    tokenizer = find_tokenizer(cfg, start.checkpoint)
+    runner = build_runner(cfg, ctx, train=False)
+    start.restore_weights(runner, cfg.Model.vocab_size)
+    return Generator(runner.model, cfg.Model, tokenizer)
+
+
+def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
+    """The tokenizer of ``Data.tokenizer``, else the one stored in or beside the checkpoint.
+
+    Raises:
+        ConfigError: there is neither.
+        DataError: its files are missing or damaged.
+    """
+    tokenizer = load_tokenizer(cfg)
+    if tokenizer is None:
+        places = [checkpoint.path / "tokenizer", checkpoint.path.parent / "tokenizer"]
+        stored = next((place for place in places if place.is_dir()), None)
+        if stored is None:
+            raise ConfigError(
+                f"names no tokenizer, and none is stored with checkpoint {checkpoint.path}; "
+                "give -o Data.tokenizer.dir=DIR",
+                key="Data.tokenizer",
+            )
+        tokenizer = Tokenizer.load(stored)
+    trained_with = checkpoint.manifest.fingerprints.get("tokenizer")
+    if trained_with and trained_with != tokenizer.fingerprint:
+        get_logger().warning(
+            f"{tokenizer.place} is not the tokenizer checkpoint {checkpoint.path} was trained with"
+        )
+    return tokenizer
+
+
+def read_prompts(cfg: RunConfig) -> list[str]:
+    """``Generation.prompt``, or the prompts of ``Generation.prompt_file``, or FleetX's own prompt.
+
+    A ``.jsonl`` file holds one text, or one object with a text under ``prompt``, per line; any other file,
+    and ``-`` (standard input), one prompt per line. Empty lines are skipped.
+
+    Raises:
+        ConfigError: the file cannot be read or holds no prompt.
+    """
+    section = cfg.Generation
+    if section.prompt_file is None:
+        if section.prompt is None:
+            return [DEFAULT_PROMPT]
+        return [section.prompt] if isinstance(section.prompt, str) else list(section.prompt)
+    key, name = "Generation.prompt_file", section.prompt_file
+    place = cfg.origins.get(key)
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ConfigError(f"cannot be read: {why}", key=key, value=name, place=place) from error
+    # Not splitlines(): a prompt may hold form feeds and other separators that end no line of a file.
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise ConfigError("holds no prompt", key=key, value=name, place=place)
+    if not name.endswith(".jsonl"):
+        return [line.removesuffix("\r") for _, line in lines]
+    return [_prompt_of(line, f"{name}:{number}") for number, line in lines]
+
+
+def _prompt_of(line: str, place: str) -> str:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"is not JSON: {error.msg}", key="Generation.prompt_file", place=place) from error
+    prompt = value.get("prompt") if isinstance(value, dict) else value
+    if not isinstance(prompt, str):
+        raise ConfigError(
+            'needs a text, or an object with a text under "prompt"',
+            key="Generation.prompt_file",
+            place=place,
+        )
+    return prompt
+
+
+def _print(prompt: str, generations: Sequence[Generation]) -> None:
+    print(f"Prompt: {prompt}")
+    for generation in generations:
+        print(f"Generation: {prompt}{generation.text}\n", flush=True)
+
+
+def _print_as_it_comes(generator: Generator, prompt: str, cfg: RunConfig) -> list[Generation]:
+    print(f"Prompt: {prompt}\nGeneration: {prompt}", end="", flush=True)
+
+    def on_text(_prompt: int, _copy: int, piece: str) -> None:
+        print(piece, end="", flush=True)
+
+    [generations] = generator.generate([prompt], cfg.Generation, seed=cfg.Global.seed, on_text=on_text)
+    print("\n", flush=True)
+    return generations
+
+
+def _write(path: Path, prompts: Sequence[str], results: Sequence[Sequence[Generation]]) -> None:
+    try:
+        with atomic_write(path, "w") as file:
+            for prompt, generations in zip(prompts, results, strict=True):
+                line = {"prompt": prompt, "generations": [asdict(one) for one in generations]}
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot be written: {error.strerror}", key="--output", value=str(path)) from error
