@@ -15,7 +15,7 @@ from ppfleetx.optims.grad_clip import clip_by_global_norm
 from ppfleetx.parallel.runner import MicroBatch, NonFiniteError, StepOutput
 
 if TYPE_CHECKING:
-    from ppfleetx.optims.build import Optimizer
+    from ppfleetx.optims.adamw import NamedOptimizer
     from ppfleetx.parallel.apply import LossFunction
 
 
@@ -35,7 +35,7 @@ class LocalRunner:
         self,
         model: paddle.nn.Layer,
         loss_fn: LossFunction,
-        optimizer: Optimizer | None,
+        optimizer: NamedOptimizer | None,
         ctx: ParallelContext,
         *,
         seed: int,
@@ -78,10 +78,6 @@ class LocalRunner:
 
     def optimizer_state(self) -> dict[tuple[str, str], Any]:
         return {} if self._optimizer is None else self._optimizer.state()
-
-    def load_optimizer_state(self, state: dict[tuple[str, str], np.ndarray]) -> None:
-        assert self._optimizer is not None, "this runner was made without an optimizer"
-        self._optimizer.load_state(state)
 
     def _parameters(self) -> list[paddle.Tensor]:
         return self.model.parameters()

@@ -57,9 +57,5 @@ class Runner(Protocol):
         ...
 
     def optimizer_state(self) -> dict[tuple[str, str], Any]:
-        """{(canonical name, state name): tensor} of what this rank holds."""
-        ...
-
-    def load_optimizer_state(self, state: dict[tuple[str, str], np.ndarray]) -> None:
-        """Take over a state of the form of :meth:`optimizer_state`."""
+        """{(canonical name, state name): live tensor} of what this rank holds."""
         ...

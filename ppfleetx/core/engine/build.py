@@ -41,14 +41,19 @@ def train(cfg: RunConfig, ctx: ParallelContext) -> None:
     for line in check_report(cfg).splitlines():
         log.info(line)
     output_dir = make_output_dir(cfg)
-    start = find_start(cfg, output_dir)
-    train_loader = _loader(cfg, ctx, "Train", consumed_samples=start.consumed_samples)
-    eval_loader = _loader(cfg, ctx, "Eval") if cfg.Data.Eval is not None and cfg.Engine.eval_freq else None
+    start = find_start(cfg.Engine.save_load, output_dir)
+    tokenizer = load_tokenizer(cfg)
+    train_loader = _loader(cfg, ctx, "Train", tokenizer, consumed_samples=start.state.consumed_samples)
+    evaluates = cfg.Data.Eval is not None and cfg.Engine.eval_freq
+    eval_loader = _loader(cfg, ctx, "Eval", tokenizer) if evaluates else None
     runner = build_runner(cfg, ctx, train=True)
     schedule = build_schedule(cfg.Optimizer, cfg.Engine.max_steps)
     log.info(schedule.describe())
-    fingerprints = {"data": train_loader.fingerprint, "tokenizer": tokenizer_fingerprint(cfg)}
-    schedule = start.restore(runner, schedule, fingerprints)
+    fingerprints = {
+        "data": train_loader.fingerprint,
+        "tokenizer": None if tokenizer is None else tokenizer.fingerprint,
+    }
+    schedule = start.restore(runner, schedule, fingerprints, cfg.Model.vocab_size)
     engine = Engine(
         cfg,
         ctx,
@@ -72,12 +77,12 @@ def evaluate(cfg: RunConfig, ctx: ParallelContext) -> EvalRecord:
     if cfg.Data.Eval is None:
         raise ConfigError("evaluation needs a corpus", key="Data.Eval")
     start = find_weights(cfg)
-    loader = _loader(cfg, ctx, "Eval")
+    loader = _loader(cfg, ctx, "Eval", load_tokenizer(cfg))
     runner = build_runner(cfg, ctx, train=False)
-    start.restore_weights(runner)
+    start.restore_weights(runner, cfg.Model.vocab_size)
     engine = Engine(cfg, ctx, runner, callbacks=[TrainLog(cfg.Engine.logging_freq)] if ctx.is_main else ())
     engine.state = start.state
-    return engine.evaluate(loader, cfg.Engine.eval_iters)
+    return engine.evaluate(loader)
 
 
 def find_weights(cfg: RunConfig) -> Start:
@@ -88,7 +93,7 @@ def find_weights(cfg: RunConfig) -> Start:
             "directory of a training run)",
             key="Engine.save_load.ckpt_dir",
         )
-    return find_start(cfg, output_dir=None)
+    return find_start(cfg.Engine.save_load, output_dir=None)
 
 
 def build_runner(cfg: RunConfig, ctx: ParallelContext, *, train: bool) -> Runner:
@@ -127,22 +132,17 @@ def load_tokenizer(cfg: RunConfig) -> Tokenizer | None:
     return None if path is None else Tokenizer.load(path, eod_token=files.eos_token)
 
 
-def tokenizer_fingerprint(cfg: RunConfig) -> str | None:
-    """Identity of the tokenizer, for the checkpoint."""
-    tokenizer = load_tokenizer(cfg)
-    return None if tokenizer is None else tokenizer.fingerprint
-
-
-def _loader(cfg: RunConfig, ctx: ParallelContext, mode: str, *, consumed_samples: int = 0) -> DataLoader:
-    loader = build_dataloader(
+def _loader(
+    cfg: RunConfig, ctx: ParallelContext, mode: str, tokenizer: Tokenizer | None, *, consumed_samples: int = 0
+) -> DataLoader:
+    return build_dataloader(
         cfg,
         mode,
         data_rank=ctx.data_rank,
         data_size=ctx.data_size,
         consumed_samples=consumed_samples,
+        eod_id=None if tokenizer is None else tokenizer.eod_id,
     )
-    get_logger().info(f"{mode}: {loader.describe()}")
-    return loader
 
 
 def _callbacks(cfg: RunConfig, output_dir: Path) -> list[Callback]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 from typing import Any, Protocol
 
 from ppfleetx.config.errors import UserError
@@ -97,7 +96,7 @@ class Engine:
         """
         started = time.perf_counter()
         loss_sum = num_valid = 0.0
-        for micro_batches in islice(iter(loader), num_batches if num_batches >= 0 else None):
+        for micro_batches in loader:
             if stop:
                 return None
             batch_loss, batch_valid = self.runner.eval_step(micro_batches)
@@ -116,9 +115,9 @@ class Engine:
         return record
 
     def _evaluate_first(self, eval_loader: Loader | None, stop: StopRequest) -> None:
-        """Evaluate before the first step: a broken evaluation set is found now, not ``eval_freq`` steps later."""
-        if eval_loader is not None and self.state.step == 0 and self.cfg.Engine.eval_freq > 0:
-            self.evaluate(eval_loader, self.cfg.Engine.eval_iters, stop)
+        """Evaluate before the first step: a broken evaluation set is found at once."""
+        if eval_loader is not None and self.state.step == 0 and self.cfg.Engine.eval_freq:
+            self.evaluate(eval_loader, stop)
 
     def _train(
         self, batches: Iterator[Sequence[MicroBatch]], eval_loader: Loader | None, stop: StopRequest
@@ -127,10 +126,10 @@ class Engine:
         while self.state.step < self.max_steps and not stop:
             self._step(batches)
             step = self.state.step
-            if eval_loader is not None and engine_cfg.eval_freq > 0 and step % engine_cfg.eval_freq == 0:
-                self.evaluate(eval_loader, engine_cfg.eval_iters, stop)
+            if eval_loader is not None and engine_cfg.eval_freq and step % engine_cfg.eval_freq == 0:
+                self.evaluate(eval_loader, stop)
             save_steps = engine_cfg.save_load.save_steps
-            if save_steps and save_steps > 0 and step % save_steps == 0:
+            if save_steps and step % save_steps == 0:
                 self._save_once()
 
     def _step(self, batches: Iterator[Sequence[MicroBatch]]) -> None:
@@ -148,8 +147,8 @@ class Engine:
         except NonFiniteError as error:
             raise TrainingStoppedError(
                 f"global step {step}: {error.what} is {error.value}; nothing was updated. "
-                f"Samples of this step on data rank {self.ctx.data_rank}, as positions in the training order: "
-                f"{error.sample_ids}"
+                f"Samples of this step on data rank {self.ctx.data_rank}, as positions in the training "
+                f"order: {error.sample_ids}"
             ) from error
         epoch, batch = self._position()
         batch_size = self.cfg.batch.global_batch_size

@@ -1,0 +1,175 @@
+"""What a run starts from, and how it is saved: the engine's side of ``ppfleetx.checkpoint``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ppfleetx.checkpoint.directory import newest_complete, newest_good, resolve_checkpoint
+from ppfleetx.checkpoint.manager import CheckpointManager
+from ppfleetx.checkpoint.reader import Checkpoint, open_checkpoint
+from ppfleetx.checkpoint.rng import rng_state, set_rng_state
+from ppfleetx.checkpoint.training import load_model, load_optimizer, model_slices, optimizer_slices
+from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.sections import RunConfig, SaveLoadConfig
+from ppfleetx.core.engine.state import TrainState
+from ppfleetx.optims.schedules import Schedule, resume_schedule
+from ppfleetx.parallel.runner import Runner
+from ppfleetx.utils.log import get_logger
+
+if TYPE_CHECKING:
+    from ppfleetx.core.engine.engine import Engine
+
+Fingerprints = Mapping[str, str | None]
+
+
+@dataclass
+class Start:
+    """Where a run begins: fresh, from weights alone, or from all of a checkpoint.
+
+    Attributes:
+        options: ``Engine.save_load``.
+        checkpoint: what is loaded; None for a fresh run.
+        resumes: whether optimizer, schedule, data position and generators are taken over too.
+        state: progress of the run to begin with.
+    """
+
+    options: SaveLoadConfig
+    checkpoint: Checkpoint | None = None
+    resumes: bool = False
+    state: TrainState = field(default_factory=TrainState)
+
+    def restore(self, runner: Runner, schedule: Schedule, fingerprints: Fingerprints, vocab: int) -> Schedule:
+        """Load into ``runner`` and the generators; return the schedule to go on with.
+
+        Raises:
+            CheckpointError: it does not fit the model, the data, the tokenizer or the schedule.
+        """
+        if self.checkpoint is None:
+            return schedule
+        self.restore_weights(runner, vocab)
+        if not self.resumes:
+            return schedule
+        _check_fingerprints(self.checkpoint, fingerprints, self.options.reset_data)
+        if self.options.load_optim:
+            load_optimizer(runner.optimizer_state(), runner.named_parameters(), self.checkpoint)
+        if self.options.load_rng:
+            set_rng_state(self.checkpoint.state["rng"])
+        return resume_schedule(self.options.lr_schedule, schedule, self.checkpoint.state["schedule"])
+
+    def restore_weights(self, runner: Runner, vocab: int) -> None:
+        """Load the weights alone; ``vocab`` is the model's true vocabulary size."""
+        assert self.checkpoint is not None
+        load_model(runner.named_parameters(), self.checkpoint, vocab_size=vocab)
+
+
+def find_start(options: SaveLoadConfig, output_dir: Path | None) -> Start:
+    """Decide what a run starts from.
+
+    In this order: the newest checkpoint of ``output_dir`` when ``resume`` is set, so that the same
+    command continues after every interruption; the checkpoint ``ckpt_dir``; the weights ``init_from``;
+    nothing.
+
+    Args:
+        options: ``Engine.save_load``.
+        output_dir: where this run saves; None for a program that saves nothing.
+
+    Raises:
+        CheckpointError: the checkpoint asked for is missing, incomplete or damaged.
+    """
+    if output_dir is not None and options.resume:
+        found = _newest(output_dir, options)
+        if found is not None:
+            return _resume(found, options)
+    if options.ckpt_dir is not None:
+        return _resume(_open(resolve_checkpoint(options.ckpt_dir), options), options)
+    if output_dir is not None:
+        _warn_of_older_run(output_dir)
+    if options.init_from is not None:
+        checkpoint = _open(resolve_checkpoint(options.init_from), options)
+        get_logger().info(f"a new run with the weights of {checkpoint.path}")
+        return Start(options, checkpoint)
+    return Start(options)
+
+
+class CheckpointSaver:
+    """Saves a run's model, optimizer, progress, schedule and generators as one checkpoint."""
+
+    def __init__(self, cfg: RunConfig, output_dir: Path, fingerprints: Fingerprints) -> None:
+        self._manager = CheckpointManager(
+            output_dir,
+            cfg.Engine.save_load.keep_max,
+            plan=asdict(cfg.plan),
+            config=cfg.model_dump(mode="json"),
+            fingerprints=dict(fingerprints),
+            vocab_size=cfg.Model.vocab_size,
+        )
+
+    def save(self, engine: Engine) -> Path:
+        """Write the checkpoint of the engine as it stands, and say where it is."""
+        runner = engine.runner
+        parameters = list(runner.named_parameters())
+        path = self._manager.save(
+            epoch=engine.state.epoch,
+            step=engine.state.step,
+            tensors=[*model_slices(parameters), *optimizer_slices(runner.optimizer_state(), parameters)],
+            state={
+                "train": engine.state.to_json(),
+                "schedule": engine.schedule.state(),
+                "rng": rng_state(),
+            },
+        )
+        get_logger().info(f"saved {path}")
+        return path
+
+
+def _newest(output_dir: Path, options: SaveLoadConfig) -> Checkpoint | None:
+    """The checkpoint to continue in ``output_dir``; ``auto`` passes over damaged ones and says so."""
+    if options.resume == "auto":
+        return newest_good(output_dir, verify=options.verify)
+    if newest_complete(output_dir) is None and options.ckpt_dir is not None:
+        return None
+    return _open(resolve_checkpoint(output_dir), options)
+
+
+def _open(path: Path, options: SaveLoadConfig) -> Checkpoint:
+    checkpoint = open_checkpoint(path)
+    if options.verify:
+        checkpoint.verify()
+    return checkpoint
+
+
+def _resume(checkpoint: Checkpoint, options: SaveLoadConfig) -> Start:
+    state = TrainState.from_json(checkpoint.state["train"])
+    if options.reset_data:
+        state.consumed_samples = state.epoch = 0
+    get_logger().info(f"resuming {checkpoint.path} (global step {state.step})")
+    return Start(options, checkpoint, resumes=True, state=state)
+
+
+def _warn_of_older_run(output_dir: Path) -> None:
+    older = newest_complete(output_dir)
+    if older is not None:
+        get_logger().warning(
+            f"{output_dir} already holds checkpoints of an earlier run (newest: {older.name}); this run "
+            "starts anew and will replace those of the same step. "
+            "-o Engine.save_load.resume=auto would continue"
+        )
+
+
+def _check_fingerprints(checkpoint: Checkpoint, now: Fingerprints, reset_data: bool) -> None:
+    saved: Mapping[str, Any] = checkpoint.manifest.fingerprints
+    if saved.get("tokenizer") and now.get("tokenizer") and saved["tokenizer"] != now["tokenizer"]:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} was trained with another tokenizer than Data.tokenizer names; to "
+            "start a new run from its weights all the same, use Engine.save_load.init_from"
+        )
+    if saved.get("data") != now.get("data") and not reset_data:
+        raise CheckpointError(
+            f"the training data or its order is not the one checkpoint {checkpoint.path} was reading "
+            "(corpus, split, seed, sequence length or number of epochs changed), so its position means "
+            "nothing here; "
+            "Engine.save_load.reset_data=True starts the data from the beginning"
+        )
