@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from ppfleetx.config.fields import Bool, PositiveInt, Section
+from ppfleetx.config.fields import Bool, NumberChoice, PositiveInt, Section
 
 
 class ShardingConfig(Section):
@@ -12,7 +12,7 @@ class ShardingConfig(Section):
 
     sharding_degree: PositiveInt = 1
     """Ranks that share one copy of the states; they also split the batch."""
-    sharding_stage: Literal[1, 2, 3] = 1
+    sharding_stage: Annotated[Literal[1, 2, 3], NumberChoice] = 1
     """1 divides optimizer states, 2 also gradients, 3 also parameters."""
     sharding_offload: Bool = False
     """Keep the divided states in host memory (stages 2 and 3)."""

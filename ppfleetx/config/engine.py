@@ -11,6 +11,8 @@ from ppfleetx.config.fields import (
     CountInt,
     Float,
     Int,
+    IntervalOrZero,
+    OptionalInterval,
     PositiveFloat,
     PositiveInt,
     RuleError,
@@ -68,9 +70,9 @@ class MixedPrecisionConfig(Section):
 class SaveLoadConfig(Section):
     """Checkpoints: when to write them, and what to start from."""
 
-    save_steps: PositiveInt | None = 1000
+    save_steps: OptionalInterval = 1000
     """Write a checkpoint every so many optimizer steps; null: only at the end."""
-    save_epoch: PositiveInt | None = 1
+    save_epoch: OptionalInterval = 1
     """In run mode `epoch`, write a checkpoint every so many epochs; null: only at the end."""
     output_dir: Text = "./output"
     """Directory of checkpoints, metrics.jsonl and the resolved config.yaml."""
@@ -119,8 +121,8 @@ class EngineConfig(Section):
     """Micro batches per optimizer step; null: `local_batch_size / micro_batch_size`."""
     logging_freq: PositiveInt = 1
     """Optimizer steps between log lines."""
-    eval_freq: CountInt | None = 500
-    """Optimizer steps (epochs in run mode `epoch`) between evaluations; 0 or null: none."""
+    eval_freq: IntervalOrZero = 500
+    """Optimizer steps (epochs in run mode `epoch`) between evaluations; 0: none."""
     eval_iters: PositiveInt = 10
     """Batches of one evaluation."""
     test_iters: PositiveInt | None = None
@@ -161,8 +163,8 @@ class ProfilerConfig(Section):
     """Profile the steps of `scheduler`."""
     scheduler: tuple[CountInt, CountInt] = (1, 5)
     """First step profiled and the step before which it ends."""
-    profiler_log: Text = "./profiler_log"
-    """Directory of the chrome trace."""
+    profiler_log: Text = "profiler_log"
+    """Directory of the chrome trace, within `Engine.save_load.output_dir`."""
     detailed: Bool = False
     """Add per-thread and per-shape detail to the summary."""
     record_shapes: Bool = True

@@ -51,10 +51,36 @@ def _float_from_text(value: Any) -> Any:
     return value
 
 
+def _never(value: Any) -> Any:
+    """FleetX wrote "never" as null, 0 or -1."""
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return None if is_number and value <= 0 else value
+
+
+def _zero_for_never(value: Any) -> Any:
+    return 0 if value is None or _never(value) is None else value
+
+
+def _no_bool(value: Any) -> Any:
+    """``True == 1``, so a choice of numbers would take it."""
+    if isinstance(value, bool):
+        raise ValueError("a truth value is not a number")
+    return value
+
+
 Text = Annotated[str, Field(strict=True), Says("a text")]
 Bool = Annotated[bool, Field(strict=True), Says("true or false")]
 Int = Annotated[int, Field(strict=True), Says("an integer")]
 CountInt = Annotated[int, Field(strict=True, ge=0), Says("an integer of at least 0")]
+IntervalOrZero = Annotated[
+    int,
+    BeforeValidator(_zero_for_never),
+    Field(strict=True, ge=0),
+    Says("an integer (0 or less, or null: never)"),
+]
+Interval = Annotated[int, Field(strict=True, ge=1), Says("an integer (0 or less, or null: never)")]
+OptionalInterval = Annotated[Interval | None, BeforeValidator(_never)]
+NumberChoice = BeforeValidator(_no_bool)
 PositiveInt = Annotated[int, Field(strict=True, ge=1), Says("an integer of at least 1")]
 _LaxFloat = Annotated[float, BeforeValidator(_float_from_text)]
 Float = Annotated[_LaxFloat, Field(strict=True, allow_inf_nan=False), Says("a number")]

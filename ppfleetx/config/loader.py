@@ -30,11 +30,10 @@ def load_config(
     Raises:
         ConfigError: anything wrong, with key, value, place and rule.
     """
-    tree = read_with_bases(Path(path))
-    tree = apply_overrides(tree, overrides, RunConfig)
-    tree, warnings = modernize(tree)
+    tree, warnings = read_with_bases(Path(path))
+    tree, more = modernize(apply_overrides(tree, overrides, RunConfig))
     cfg, origins = validate(tree, RunConfig)
-    return resolve(cfg, origins, warnings, world_size)
+    return resolve(cfg, origins, (*warnings, *more), world_size)
 
 
 def dump_config(cfg: RunConfig) -> str:
@@ -42,24 +41,29 @@ def dump_config(cfg: RunConfig) -> str:
     return yaml.safe_dump(cfg.model_dump(), sort_keys=False, allow_unicode=True, width=110)
 
 
-def read_with_bases(path: Path, chain: tuple[Path, ...] = ()) -> Node:
-    """The tree of ``path`` merged over its ``_base_`` files, the last of a list being strongest."""
+def read_with_bases(path: Path, chain: tuple[Path, ...] = ()) -> tuple[Node, tuple[str, ...]]:
+    """The tree of ``path`` merged over its ``_base_`` files (the last of a list is strongest), and warnings.
+
+    Old spellings are rewritten file by file, so that a file's old spelling replaces its base's new one.
+    """
     here = path.resolve()
     if here in chain:
         circle = " -> ".join(p.name for p in (*chain[chain.index(here) :], here))
         raise ConfigError(f"_base_ files form a circle: {circle}", place=str(path))
     tree = read_yaml(path)
     base_node = tree.value.pop("_base_", None)
+    tree, warnings = modernize(tree)
     if base_node is None or base_node.value is None:
-        return strip_marks(tree)
+        return strip_marks(tree), warnings
     merged: Node | None = None
     for name in _base_names(base_node):
         base_path = path.parent / name
         if not base_path.exists():
             raise ConfigError("there is no such file", key="_base_", value=name, place=base_node.place)
-        base = read_with_bases(base_path, (*chain, here))
+        base, more = read_with_bases(base_path, (*chain, here))
+        warnings = (*more, *warnings)
         merged = base if merged is None else merge(merged, base)
-    return strip_marks(tree) if merged is None else merge(merged, tree)
+    return (strip_marks(tree) if merged is None else merge(merged, tree)), tuple(dict.fromkeys(warnings))
 
 
 def _base_names(node: Node) -> list[str]:

@@ -81,6 +81,8 @@ def _with_derived(cfg: RunConfig, batch: BatchPlan) -> RunConfig:
         accumulate_steps=batch.accumulate_steps,
         test_iters=cfg.Engine.test_iters or 10 * cfg.Engine.eval_iters,
     )
+    if cfg.Engine.run_mode == "epoch":  # The length of an epoch is known only with the data.
+        return cfg
     lr = cfg.Optimizer.lr
     decay_steps = lr.decay_steps or cfg.Engine.max_steps
     return _change(cfg, "Optimizer", lr=lr.model_copy(update={"decay_steps": decay_steps}))
@@ -122,7 +124,9 @@ def _lengths(cfg: RunConfig) -> Iterator[RuleError]:
 
 def _schedules(cfg: RunConfig) -> Iterator[RuleError]:
     lr = cfg.Optimizer.lr
-    decay = lr.decay_steps or cfg.Engine.max_steps
+    if lr.decay_steps is None:
+        return
+    decay = lr.decay_steps
     if lr.num_warmup_steps > decay:
         yield RuleError(
             ("Optimizer.lr.warmup_steps", "Optimizer.lr.decay_steps", "Engine.max_steps"),

@@ -80,6 +80,8 @@ def _config_error(
     for detail in error.errors():
         one = _one_error(detail, plain, root, origins)
         found.setdefault(one.key or "", one)
+    # A wrong item makes its list wrong too: the item says more.
+    found = {key: one for key, one in found.items() if not any(k.startswith(f"{key}.") for k in found)}
     first, *rest = found.values()
     if not rest:
         return first

@@ -66,10 +66,13 @@ def describe(annotation: Any) -> str:
 
 
 def _describe_one(part: Any) -> str:
+    if get_origin(part) is Annotated and get_origin(_bare(part)) in (Union, types.UnionType):
+        return describe(_bare(part))
     says = [meta.words for meta in getattr(part, "__metadata__", ()) if isinstance(meta, Says)]
     if says:
         return says[-1]
-    if get_origin(part) is Literal:
+    if get_origin(_bare(part)) is Literal:
+        part = _bare(part)
         choices = [str(choice) for choice in get_args(part)]
         return choices[0] if len(choices) == 1 else "one of " + ", ".join(choices)
     if get_origin(part) is tuple:

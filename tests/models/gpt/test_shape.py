@@ -8,7 +8,9 @@ from ppfleetx.config.sections import ModelConfig
 from ppfleetx.models.gpt.shape import flops_per_step, paper_flops, parameter_count, parameter_shapes
 
 
-def gpt(layers: int, hidden: int, heads: int, vocab: int = 51200, positions: int = 2048, **more) -> ModelConfig:
+def gpt(
+    layers: int, hidden: int, heads: int, vocab: int = 51200, positions: int = 2048, **more
+) -> ModelConfig:
     return ModelConfig(
         num_layers=layers,
         hidden_size=hidden,
@@ -19,7 +21,7 @@ def gpt(layers: int, hidden: int, heads: int, vocab: int = 51200, positions: int
     )
 
 
-# Layers, hidden, heads, padded vocabulary, positions = sequence, batch, parameters, FLOPs (Megatron-LM's formula).
+# Layers, hidden, heads, padded vocabulary, positions = sequence, batch, parameters, FLOPs.
 MEGATRON = [
     (24, 1024, 16, 50304, 1024, 16, 354_871_296, 3.722448e13),
     (24, 2048, 16, 50432, 1024, 32, 1_313_984_512, 2.676967e14),
@@ -78,7 +80,9 @@ RECOMPUTE_PAPER = [
 ]
 
 
-@pytest.mark.parametrize(("heads", "hidden", "layers", "gpus", "batch", "seconds", "mfu", "hfu"), RECOMPUTE_PAPER)
+@pytest.mark.parametrize(
+    ("heads", "hidden", "layers", "gpus", "batch", "seconds", "mfu", "hfu"), RECOMPUTE_PAPER
+)
 def test_utilisation_of_the_recompute_paper(heads, hidden, layers, gpus, batch, seconds, mfu, hfu):
     model, peak = gpt(layers, hidden, heads), 312e12 * gpus * seconds / 100
     assert paper_flops(model, batch, 2048) / peak == pytest.approx(mfu, abs=0.25)
@@ -115,9 +119,16 @@ def test_38b_with_every_other_option():
 def test_biases_by_place():
     base = gpt(2, 64, 4, 100, 16, add_bias_linear=False)
     count = parameter_count(base)
-    assert parameter_count(gpt(2, 64, 4, 100, 16, add_bias_linear=False, add_qkv_bias=True)) == count + 2 * 192
-    assert parameter_count(gpt(2, 64, 4, 100, 16, add_bias_linear=False, add_out_proj_bias=True)) == count + 2 * 64
-    assert parameter_count(gpt(2, 64, 4, 100, 16, add_bias_linear=False, add_mlp_bias=True)) == count + 2 * 320
+    assert (
+        parameter_count(gpt(2, 64, 4, 100, 16, add_bias_linear=False, add_qkv_bias=True)) == count + 2 * 192
+    )
+    assert (
+        parameter_count(gpt(2, 64, 4, 100, 16, add_bias_linear=False, add_out_proj_bias=True))
+        == count + 2 * 64
+    )
+    assert (
+        parameter_count(gpt(2, 64, 4, 100, 16, add_bias_linear=False, add_mlp_bias=True)) == count + 2 * 320
+    )
     untied = gpt(2, 64, 4, 100, 16, add_bias_linear=False, tie_word_embeddings=False, add_head_bias=True)
     assert parameter_count(untied) == count + 128 * 64 + 128
 

@@ -1,0 +1,73 @@
+"""What a valid configuration may ask for and this program cannot run yet, in one place.
+
+A feature that arrives deletes its lines here.
+"""
+
+from __future__ import annotations
+
+from ppfleetx.config.sections import RunConfig
+
+
+def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
+    """Sentences, each naming its key, for what ``cfg`` asks for and cannot be run; empty: all of it can.
+
+    Args:
+        cfg: a loaded configuration.
+        device: the device the run has resolved to, ``cpu`` or ``gpu`` (or another name of Global.device).
+    """
+    distributed, sharding, model = cfg.Distributed, cfg.Distributed.sharding, cfg.Model
+    compress, precision = cfg.Compress, cfg.Engine.mix_precision
+    one_process = "this version runs in one process, so it must be 1"
+    table: list[tuple[bool, str]] = [
+        (cfg.plan.dp > 1, f"Distributed.dp_degree = {cfg.plan.dp}: {one_process}"),
+        (distributed.mp_degree > 1, f"Distributed.mp_degree = {distributed.mp_degree}: {one_process}"),
+        (distributed.pp_degree > 1, f"Distributed.pp_degree = {distributed.pp_degree}: {one_process}"),
+        (distributed.sep_degree > 1, f"Distributed.sep_degree = {distributed.sep_degree}: {one_process}"),
+        (
+            sharding.sharding_degree > 1,
+            f"Distributed.sharding.sharding_degree = {sharding.sharding_degree}: {one_process}",
+        ),
+        (
+            model.virtual_pp_degree > 1,
+            f"Model.virtual_pp_degree = {model.virtual_pp_degree}: pipeline stages cannot be run yet",
+        ),
+        (
+            model.sequence_parallel,
+            "Model.sequence_parallel = True: tensor parallelism cannot be run yet",
+        ),
+        (
+            device == "cpu" and precision.enable,
+            f"Engine.mix_precision.enable = True: Paddle has no {precision.dtype} kernels for the CPU; "
+            "compute in float32 with -o Engine.mix_precision.enable=False",
+        ),
+        (
+            device not in ("cpu", "gpu"),
+            f"Global.device = {device}: only cpu and gpu can be used yet",
+        ),
+        (
+            bool(compress.Quantization and compress.Quantization.enable),
+            "Compress.Quantization.enable = True: quantisation-aware training cannot be run yet",
+        ),
+        (
+            bool(compress.Prune and compress.Prune.enable),
+            "Compress.Prune.enable = True: pruning cannot be run yet",
+        ),
+        (
+            compress.pretrained is not None,
+            "Compress.pretrained: compression cannot be run yet; to start from weights use "
+            "Engine.save_load.init_from",
+        ),
+        (
+            cfg.Generation.decode_strategy == "beam_search",
+            "Generation.decode_strategy = beam_search: only greedy_search and sampling can be run yet",
+        ),
+        (
+            cfg.Inference.TensorRT is not None,
+            "Inference.TensorRT: exported models cannot be run with TensorRT yet",
+        ),
+        (
+            model.module in ("GPTFinetuneModule", "GPTEvalModule"),
+            f"Model.module = {model.module}: only GPTModule and GPTGenerationModule can be run yet",
+        ),
+    ]
+    return [reason for applies, reason in table if applies]

@@ -1,0 +1,167 @@
+"""What ``tools/train.py --check`` prints: the resolved plan and its arithmetic, without any device."""
+
+from __future__ import annotations
+
+from ppfleetx.config.model import ModelConfig
+from ppfleetx.config.plan import AXES, ParallelPlan
+from ppfleetx.config.sections import RunConfig
+from ppfleetx.config.unsupported import not_supported_reasons
+from ppfleetx.models.gpt.shape import flops_per_step, parameter_count
+
+_MAX_GROUPS_SHOWN = 2
+_MAX_RANKS_SHOWN = 8
+
+
+def check_report(cfg: RunConfig) -> str:
+    """Plan, parameters, batches, FLOPs, precision, recompute and schedules of ``cfg``, as lines of text."""
+    lines = [
+        *_plan_lines(cfg),
+        *_model_lines(cfg),
+        *_batch_lines(cfg),
+        _line("precision", _precision(cfg)),
+        _line("recompute", _recompute(cfg.Model)),
+        _line("learning rate", _schedule(cfg)),
+        _line("run", _run(cfg)),
+    ]
+    lines += [_line("note", warning) for warning in cfg.warnings]
+    device = "gpu" if cfg.Global.device == "auto" else cfg.Global.device
+    lines += [_line("not yet", reason) for reason in not_supported_reasons(cfg, device)]
+    return "\n".join([*lines, "The configuration is valid."])
+
+
+def human_count(number: int) -> str:
+    """``174_615_846_912`` -> ``174.6 B``."""
+    for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return str(number)
+
+
+def _line(name: str, text: str) -> str:
+    return f"{name:<14} {text}"
+
+
+def _plan_lines(cfg: RunConfig) -> list[str]:
+    plan = cfg.plan
+    lines = [
+        _line("plan", str(plan)),
+        _line("world size", f"{plan.world_size} = " + " x ".join(f"{a} {getattr(plan, a)}" for a in AXES)),
+    ]
+    for axis in AXES:
+        if getattr(plan, axis) > 1:
+            lines.append(_line(f"  {axis} ranks", _groups(plan, axis)))
+    if plan.pp > 1:
+        lines += _pipeline_lines(cfg, plan)
+    return lines
+
+
+def _groups(plan: ParallelPlan, axis: str) -> str:
+    groups = plan.groups(axis)
+    shown = ", ".join(_ranks(group) for group in groups[:_MAX_GROUPS_SHOWN])
+    more = ", ..." if len(groups) > _MAX_GROUPS_SHOWN else ""
+    return f"{len(groups)} group{'s' if len(groups) > 1 else ''} of {len(groups[0])}: {shown}{more}"
+
+
+def _ranks(group: list[int]) -> str:
+    if len(group) <= _MAX_RANKS_SHOWN:
+        return str(group)
+    return f"[{group[0]}, {group[1]}, {group[2]}, ..., {group[-1]}]"
+
+
+def _pipeline_lines(cfg: RunConfig, plan: ParallelPlan) -> list[str]:
+    chunks = plan.layers_of_chunks(cfg.Model.num_layers)
+    stages = [chunks[stage :: plan.pp] for stage in range(plan.pp)]
+    if len(set(chunks)) == 1:
+        per_stage = sum(stages[0])
+        text = f"{plan.pp} stages of {per_stage} layers"
+        if plan.virtual_pp_degree > 1:
+            text += f" ({plan.virtual_pp_degree} chunks of {chunks[0]})"
+    else:
+        text = "stages of " + ", ".join("+".join(map(str, stage)) for stage in stages) + " layers"
+    idle = bubble_share(plan, cfg.batch.accumulate_steps)
+    micro_batches = f"{cfg.batch.accumulate_steps} micro batches per step"
+    return [_line("pipeline", text), _line("bubble", f"{idle:.1%} of the time is idle ({micro_batches})")]
+
+
+def bubble_share(plan: ParallelPlan, micro_batches: int) -> float:
+    """Idle share of the total time, (p - 1) / (v m + p - 1), with equal stages (Narayanan et al. 2021)."""
+    return (plan.pp - 1) / (plan.virtual_pp_degree * micro_batches + plan.pp - 1)
+
+
+def _model_lines(cfg: RunConfig) -> list[str]:
+    model = cfg.Model
+    count = parameter_count(model)
+    heads = f"{model.num_attention_heads} heads of {model.head_size}"
+    if model.kv_heads != model.num_attention_heads:
+        heads += f" ({model.kv_heads} key/value heads)"
+    vocabulary = f"vocabulary {model.vocab_size} (padded {model.padded_vocab_size})"
+    return [
+        _line(
+            "model",
+            f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}, ffn {model.ffn_size} "
+            f"{model.hidden_act}, {vocabulary}, positions {model.max_position_embeddings} "
+            f"({model.position_embedding_type})",
+        ),
+        _line("parameters", f"{human_count(count)} parameters ({count:,})"),
+    ]
+
+
+def _batch_lines(cfg: RunConfig) -> list[str]:
+    batch, plan = cfg.batch, cfg.plan
+    lines = [
+        _line(
+            "batch",
+            f"global {batch.global_batch_size} = local {batch.local_batch_size} x {plan.data_size} data ranks "
+            f"(dp {plan.dp} x sharding {plan.sharding})",
+        ),
+        _line(
+            "",
+            f"local {batch.local_batch_size} = micro {batch.micro_batch_size} x accumulate "
+            f"{batch.accumulate_steps}",
+        ),
+    ]
+    if cfg.Data.Train is not None:
+        length = cfg.Data.Train.dataset.max_seq_len
+        tokens = batch.global_batch_size * length
+        flops = flops_per_step(cfg.Model, batch.global_batch_size, length)
+        lines += [
+            _line("tokens", f"{tokens:,} per step (sequences of {length})"),
+            _line("compute", f"{flops:.4e} FLOPs per step, {flops / plan.world_size:.4e} per device"),
+        ]
+    return lines
+
+
+def _precision(cfg: RunConfig) -> str:
+    precision = cfg.Engine.mix_precision
+    if not precision.enable:
+        return "float32"
+    text = f"{precision.dtype} {precision.level}"
+    if precision.dtype == "float16":
+        kind = "dynamic, starting at" if precision.use_dynamic_loss_scaling else "constant"
+        text += f", loss scale {kind} {precision.scale_loss:g}"
+    return text + (", gradients summed in float32" if precision.main_grad_fp32 else "")
+
+
+def _recompute(model: ModelConfig) -> str:
+    count = sum(model.is_recomputed(layer) for layer in range(model.num_layers))
+    if count == 0:
+        return "none"
+    return f"{model.recompute_granularity or 'full'}, {count} of {model.num_layers} layers"
+
+
+def _schedule(cfg: RunConfig) -> str:
+    lr = cfg.Optimizer.lr
+    if lr.decay_steps is None:
+        return f"{lr.decay_style} from {lr.max_lr:g} to {lr.min_lr:g} over all epochs"
+    text = f"{lr.num_warmup_steps} warm-up steps to {lr.max_lr:g}, {lr.decay_style}"
+    return text if lr.decay_style == "constant" else f"{text} to {lr.min_lr:g} at step {lr.decay_steps}"
+
+
+def _run(cfg: RunConfig) -> str:
+    engine = cfg.Engine
+    length = f"{engine.max_steps} steps" if engine.run_mode == "step" else f"{engine.num_train_epochs} epochs"
+    every = "steps" if engine.run_mode == "step" else "epochs"
+    save = engine.save_load.save_steps if engine.run_mode == "step" else engine.save_load.save_epoch
+    evaluation = f"evaluate every {engine.eval_freq} {every}" if engine.eval_freq else "no evaluation"
+    saving = f"save every {save} {every} and at the end" if save else "save at the end"
+    return f"{length}, {evaluation}, {saving}, on {cfg.Global.device}"
