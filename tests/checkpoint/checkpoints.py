@@ -1,0 +1,51 @@
+"""Small checkpoints for the tests."""
+
+import numpy as np
+
+from ppfleetx.checkpoint.slices import OPTIMIZER, TensorSlice, whole
+from ppfleetx.checkpoint.writer import save_checkpoint
+
+RANK = "mp_00_sharding_00_pp_00"
+
+
+def arrays(seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        "embedding.word_embeddings.weight": rng.standard_normal((12, 4)).astype(np.float32),
+        "decoder.layers.0.mlp.fc1.bias": rng.standard_normal(16).astype(np.float32),
+        "decoder.final_norm.weight": rng.standard_normal(4).astype(np.float32),
+    }
+
+
+def slices(seed=0):
+    for name, array in arrays(seed).items():
+        yield whole(name, array)
+        yield whole(name, array * 2, kind=OPTIMIZER, state="moment1")
+        yield whole(name, np.array([0.9], np.float32), kind=OPTIMIZER, state="beta1_pow")
+
+
+def save(output_dir, step=1, epoch=0, *, tensors=None, state=None, **options):
+    return save_checkpoint(
+        output_dir,
+        epoch=epoch,
+        step=step,
+        tensors=slices(step) if tensors is None else tensors,
+        state={"step": step} if state is None else state,
+        **options,
+    )
+
+
+def piece(name, array, offset=None, global_shape=None, flat=None, shape=None, **more):
+    """A slice of a float32 tensor."""
+    shape = tuple(array.shape) if shape is None else shape
+    return TensorSlice(
+        name,
+        "model",
+        "F32",
+        global_shape or shape,
+        offset or (0,) * len(shape),
+        shape,
+        array,
+        flat=flat,
+        **more,
+    )

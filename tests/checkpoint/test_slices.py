@@ -1,0 +1,116 @@
+"""Box arithmetic against index arrays, and reading any box of a tensor saved in any slices."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from checkpoints import piece, save
+
+from ppfleetx.checkpoint.manifest import Manifest, rank_directory
+from ppfleetx.checkpoint.reader import open_checkpoint
+from ppfleetx.checkpoint.slices import boxes_of_interval, intersect
+from ppfleetx.checkpoint.writer import commit, saving, write_rank
+from ppfleetx.config.errors import CheckpointError
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 3, 4), (1, 1, 6), (4, 1, 3)])
+def test_an_interval_is_the_union_of_its_boxes(shape):
+    whole = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    for start, end in product(range(whole.size + 1), repeat=2):
+        if start > end:
+            continue
+        flat, covered = np.arange(start, end), []
+        boxes = list(boxes_of_interval(shape, start, end))
+        for offset, box, first in boxes:
+            values = whole[tuple(slice(o, o + n) for o, n in zip(offset, box, strict=True))].ravel()
+            assert np.array_equal(values, flat[first : first + values.size])
+            covered.extend(values.tolist())
+        assert covered == flat.tolist()
+        assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def test_intersection():
+    assert intersect(((0, 2), (4, 4)), ((3, 0), (9, 5))) == ((3, 2), (1, 3))
+    assert intersect(((0,), (4,)), ((4,), (2,))) is None
+    assert intersect(((), ()), ((), ())) == ((), ())
+
+
+def by_columns_and_rows(array):
+    """A tensor as four ranks of a 2 x 2 grid hold it."""
+    rows, columns = array.shape[0] // 2, array.shape[1] // 3
+    for row in (0, rows):
+        for column, width in ((0, columns), (columns, array.shape[1] - columns)):
+            part = array[row : row + rows, column : column + width]
+            yield piece("w", part.copy(), (row, column), array.shape)
+
+
+def by_flat_intervals(array, cuts):
+    """A tensor as sharding ranks hold it, cut anywhere."""
+    for start, end in zip([0, *cuts], [*cuts, array.size], strict=True):
+        yield piece("w", array.ravel()[start:end], (0, 0), array.shape, (start, end), array.shape)
+
+
+def flat_of_boxes(array):
+    """Flat intervals of a tensor-parallel slice, as stage 2 under tensor parallelism has them."""
+    for row in (0, 3):
+        part = array[row : row + 3]
+        for start, end in ((0, 10), (10, part.size)):
+            yield piece("w", part.ravel()[start:end], (row, 0), array.shape, (start, end), part.shape)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda a: [piece("w", a)],
+        by_columns_and_rows,
+        lambda a: by_flat_intervals(a, [5, 6, 17, 40]),
+        flat_of_boxes,
+    ],
+)
+def test_any_box_of_any_slices(tmp_path, cut, monkeypatch):
+    # Small blocks and chunks, so that their borders are crossed.
+    for module in ("storage", "manifest"):
+        monkeypatch.setattr(f"ppfleetx.checkpoint.{module}.CHUNK_BYTES", 16)
+    monkeypatch.setattr("ppfleetx.checkpoint.reader._BLOCK_BYTES", 40)
+    array = np.random.default_rng(0).standard_normal((6, 9)).astype(np.float32)
+    opened = open_checkpoint(save(tmp_path, tensors=cut(array)))
+    opened.verify()
+    for row, column in product(range(6), range(9)):
+        for rows, columns in product(range(1, 7 - row), range(1, 10 - column)):
+            box = opened.read("w", offset=(row, column), shape=(rows, columns))
+            assert np.array_equal(box, array[row : row + rows, column : column + columns])
+
+
+def test_reading_outside_or_unknown_is_refused(tmp_path):
+    opened = open_checkpoint(save(tmp_path))
+    with pytest.raises(CheckpointError, match="no part of shape"):
+        opened.read("decoder.final_norm.weight", offset=(3,), shape=(2,))
+    with pytest.raises(CheckpointError, match="holds no model tensor nothing"):
+        opened.read("nothing")
+    with pytest.raises(CheckpointError, match="state moment9 of decoder.final_norm.weight"):
+        opened.read("decoder.final_norm.weight", "optimizer", "moment9")
+
+
+def test_several_ranks_make_one_checkpoint(tmp_path):
+    array = np.arange(48, dtype=np.float32).reshape(6, 8)
+    with saving(tmp_path, 0, 4) as staged:
+        indices = [
+            write_rank(
+                staged,
+                rank_directory(mp=mp),
+                [piece("w", array[:, mp * 4 : mp * 4 + 4], (0, mp * 4), (6, 8))],
+            )
+            for mp in range(2)
+        ]
+        path = commit(staged, Manifest(step=4, epoch=0, files={}, tensors={}), indices)
+    assert sorted(p.name for p in path.iterdir() if p.is_dir()) == [rank_directory(0), rank_directory(1)]
+    assert np.array_equal(open_checkpoint(path).read("w"), array)
+    assert np.array_equal(open_checkpoint(path).read("w", offset=(1, 3), shape=(2, 3)), array[1:3, 3:6])
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (6, 9)])
+def test_slices_that_do_not_make_up_the_tensor_are_not_committed(tmp_path, shape):
+    array = np.zeros((6, 8), np.float32)
+    with pytest.raises(CheckpointError, match=r"do not make up|has another|reaches beyond"):
+        save(tmp_path, tensors=[piece("w", array[: shape[0]], (0, 0), shape if shape[0] == 6 else (6, 8))])
+    assert not list(tmp_path.glob("epoch_*"))
