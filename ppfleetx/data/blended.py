@@ -118,10 +118,7 @@ class BlendedDataset:
         """One line a corpus, then the blend."""
         shares = ", ".join(f"{100 * weight:.2f}%" for weight in self.weights)
         lines = [dataset.describe() for dataset in self.datasets]
-        name = self.datasets[0].name
-        return "\n".join(
-            [*lines, f"{name}: blend of these {len(lines)} corpora: {shares}; {len(self):,} samples"]
-        )
+        return "\n".join([*lines, f"blend of these {len(lines)} corpora: {shares}; {len(self):,} samples"])
 
 
 def _fingerprint(decisive: list) -> str:

@@ -1,4 +1,4 @@
-"""The dataset that one of Data.Train, Data.Eval and Data.Test describes."""
+"""From the configuration to batches: what Data.Train, Data.Eval and Data.Test describe."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.data.blended import BlendedDataset, blend_sizes, normalise
 from ppfleetx.data.gpt_dataset import GPTDataset, SampleOptions
 from ppfleetx.data.indexed import TokenStore
+from ppfleetx.data.loader import DataLoader
 from ppfleetx.data.prefixes import find_prefixes, open_tokens
+from ppfleetx.data.sampler import GlobalBatchSampler, Tail
 from ppfleetx.data.split import MODES, split_ranges
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
     from ppfleetx.config.data import DatasetConfig
     from ppfleetx.config.sections import RunConfig
+    from ppfleetx.data.tokenizer import Tokenizer
 
 Mode = Literal["Train", "Eval", "Test"]
 
@@ -53,14 +56,50 @@ def requested_samples(cfg: RunConfig, mode: Mode) -> int:
     return batch * (engine.test_iters or 10 * engine.eval_iters)
 
 
-def build_dataset(cfg: RunConfig, mode: Mode, *, eod_id: int | None = None) -> GPTDataset | BlendedDataset:
+def build_dataloader(
+    cfg: RunConfig,
+    mode: Mode,
+    data_rank: int = 0,
+    data_size: int = 1,
+    consumed_samples: int = 0,
+) -> DataLoader:
+    """Batches of ``Data.<mode>`` for one data rank.
+
+    Train goes on for ever from ``consumed_samples``; past the last prepared sample it starts again from the
+    first. Eval and Test are the first ``eval_iters`` (``test_iters``) global batches, the same each time the
+    loader is iterated, so that losses can be compared. With ``sampler.drop_last: False`` they end with the
+    split, and the last batch is filled up with samples of zero loss mask: none counts twice.
+
+    Raises:
+        ConfigError, DataError: see `build_dataset`.
+    """
+    section, batch = getattr(cfg.Data, mode), cfg.batch
+    dataset = build_dataset(cfg, mode)
+    tail: Tail = "wrap"
+    total = len(dataset)
+    if mode != "Train":
+        engine = cfg.Engine
+        num_batches = engine.eval_iters if mode == "Eval" else engine.test_iters or 10 * engine.eval_iters
+        total = min(total, num_batches * batch.global_batch_size)
+        tail = "drop" if section.sampler.drop_last else "pad"
+    sampler = GlobalBatchSampler(
+        total,
+        batch.global_batch_size,
+        batch.micro_batch_size,
+        data_rank,
+        data_size,
+        consumed_samples if mode == "Train" else 0,
+        tail=tail,
+        shuffle_seed=_seed(cfg, mode) if section.sampler.shuffle else None,
+    )
+    return DataLoader(dataset, sampler, section.loader.num_workers)
+
+
+def build_dataset(cfg: RunConfig, mode: Mode) -> GPTDataset | BlendedDataset:
     """Open the corpora of ``Data.<mode>.dataset`` and put their samples in order.
 
     With ``sampler.drop_last: False``, Eval and Test ask for at most one epoch: no sample is repeated.
     In run mode ``epoch`` Train asks for at most ``num_train_epochs`` epochs.
-
-    Args:
-        eod_id: end-of-document token where the section does not name one; the caller's tokenizer knows it.
 
     Raises:
         ConfigError: there is no such section, or it asks for another kind of dataset.
@@ -79,7 +118,7 @@ def build_dataset(cfg: RunConfig, mode: Mode, *, eod_id: int | None = None) -> G
         reset_position_ids=dataset_cfg.reset_position_ids,
         reset_attention_mask=dataset_cfg.reset_attention_mask,
         eod_mask_loss=dataset_cfg.eod_mask_loss,
-        eod_id=eod_id if dataset_cfg.eod_id is None else dataset_cfg.eod_id,
+        eod_id=_eod_id(cfg, dataset_cfg),
         vocab_size=cfg.Model.vocab_size,
     )
     parts = _parts(dataset_cfg, mode)
@@ -89,8 +128,34 @@ def build_dataset(cfg: RunConfig, mode: Mode, *, eod_id: int | None = None) -> G
         num_samples = min(num_samples, one_epoch)
     if mode == "Train" and cfg.Engine.run_mode == "epoch":
         num_samples = min(num_samples, one_epoch * cfg.Engine.num_train_epochs)
-    seed = cfg.Global.seed if dataset_cfg.seed is None else dataset_cfg.seed
-    return _order(parts, options, max(1, num_samples), seed, mode, dataset_cfg.cache_dir)
+    return _order(parts, options, max(1, num_samples), _seed(cfg, mode), mode, dataset_cfg.cache_dir)
+
+
+def load_tokenizer(cfg: RunConfig) -> Tokenizer | None:
+    """The tokenizer of ``Data.tokenizer``; None when the configuration names none."""
+    from ppfleetx.data.tokenizer import Tokenizer
+
+    files = cfg.Data.tokenizer
+    if files is None:
+        return None
+    if files.vocab_file is not None:
+        return Tokenizer.from_vocab_and_merges(files.vocab_file, files.merges_file, eod_token=files.eos_token)
+    path = files.dir or files.tokenizer_file
+    return None if path is None else Tokenizer.load(path, eod_token=files.eos_token)
+
+
+def _eod_id(cfg: RunConfig, dataset_cfg: DatasetConfig) -> int | None:
+    """The id the section names, else the tokenizer's; the tokenizer is read only if an option needs it."""
+    needed = dataset_cfg.reset_position_ids or dataset_cfg.reset_attention_mask or dataset_cfg.eod_mask_loss
+    if dataset_cfg.eod_id is not None or not needed:
+        return dataset_cfg.eod_id
+    tokenizer = load_tokenizer(cfg)
+    return None if tokenizer is None else tokenizer.eod_id
+
+
+def _seed(cfg: RunConfig, mode: Mode) -> int:
+    seed = getattr(cfg.Data, mode).dataset.seed
+    return cfg.Global.seed if seed is None else seed
 
 
 def _parts(dataset_cfg: DatasetConfig, mode: Mode) -> list[CorpusPart]:

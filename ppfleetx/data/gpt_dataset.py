@@ -186,7 +186,7 @@ class GPTDataset:
         length = self.options.sequence_length
         epochs = self.num_requested / self.samples_per_epoch
         text = (
-            f"{self.name}: {self.corpus.prefix}: {self.last - self.first:,} documents, "
+            f"{self.corpus.prefix}: {self.last - self.first:,} documents, "
             f"{self.tokens_per_epoch:,} tokens; {self.num_requested:,} samples of {length:,} tokens = "
             f"{epochs:.2f} epochs"
         )

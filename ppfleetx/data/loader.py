@@ -1,4 +1,4 @@
-"""From the configuration to batches: corpora, their order, and threads that prepare what comes next."""
+"""Batches of one data rank, prepared ahead by threads."""
 
 from __future__ import annotations
 
@@ -7,18 +7,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ppfleetx.data.blended import BlendedDataset
-from ppfleetx.data.build import Mode, build_dataset
 from ppfleetx.data.gpt_dataset import GPTDataset, Sample
-from ppfleetx.data.sampler import GlobalBatchSampler, Tail
-from ppfleetx.utils.log import get_logger
-
-if TYPE_CHECKING:
-    from ppfleetx.config.sections import RunConfig
+from ppfleetx.data.sampler import GlobalBatchSampler
 
 MicroBatch = dict[str, np.ndarray]
 
@@ -82,51 +76,3 @@ class DataLoader:
         finally:
             # Also on Ctrl-C and when the caller stops iterating: what was prepared ahead is dropped.
             pool.shutdown(wait=True, cancel_futures=True)
-
-
-def build_dataloader(
-    cfg: RunConfig,
-    mode: Mode,
-    data_rank: int = 0,
-    data_size: int = 1,
-    consumed_samples: int = 0,
-    *,
-    eod_id: int | None = None,
-) -> DataLoader:
-    """Batches of ``Data.<mode>`` for one data rank.
-
-    Train goes on for ever from ``consumed_samples``; past the last prepared sample it starts again from the
-    first. Eval and Test are the first ``eval_iters`` (``test_iters``) global batches, the same each time the
-    loader is iterated, so that losses can be compared. With ``sampler.drop_last: False`` they end with the
-    split, and the last batch is filled up with samples of zero loss mask: none counts twice.
-
-    Args:
-        eod_id: end-of-document token where the section names none.
-
-    Raises:
-        ConfigError, DataError: see `ppfleetx.data.build.build_dataset`.
-    """
-    section, batch = getattr(cfg.Data, mode), cfg.batch
-    dataset = build_dataset(cfg, mode, eod_id=eod_id)
-    tail: Tail = "wrap"
-    total = len(dataset)
-    if mode != "Train":
-        engine = cfg.Engine
-        num_batches = engine.eval_iters if mode == "Eval" else engine.test_iters or 10 * engine.eval_iters
-        total = min(total, num_batches * batch.global_batch_size)
-        tail = "drop" if section.sampler.drop_last else "pad"
-    seed = cfg.Global.seed if section.dataset.seed is None else section.dataset.seed
-    sampler = GlobalBatchSampler(
-        total,
-        batch.global_batch_size,
-        batch.micro_batch_size,
-        data_rank,
-        data_size,
-        consumed_samples if mode == "Train" else 0,
-        tail=tail,
-        shuffle_seed=seed if section.sampler.shuffle else None,
-    )
-    loader = DataLoader(dataset, sampler, section.loader.num_workers)
-    for line in loader.describe().splitlines():
-        get_logger().info(line)
-    return loader

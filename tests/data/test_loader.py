@@ -10,8 +10,9 @@ import yaml
 
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_config
+from ppfleetx.data.build import build_dataloader
 from ppfleetx.data.indexed import IndexedDatasetWriter
-from ppfleetx.data.loader import DataLoader, build_dataloader
+from ppfleetx.data.loader import DataLoader
 from ppfleetx.data.sampler import GlobalBatchSampler
 
 LENGTH = 16
@@ -112,7 +113,9 @@ def test_sizes_of_the_three_modes(tmp_path: Path, toy_prefix: str) -> None:
     ranges = [(loader.dataset.first, loader.dataset.last) for loader in loaders.values()]
     assert ranges == [(0, 110), (110, 130), (130, 137)]
     assert len({loader.fingerprint for loader in loaders.values()}) == 3
-    assert "Train: " in loaders["Train"].describe() and "110 documents" in loaders["Train"].describe()
+    tokens = loaders["Train"].dataset.tokens_per_epoch
+    described = f"{toy_prefix}: 110 documents, {tokens:,} tokens; 160 samples of 16 tokens = "
+    assert loaders["Train"].describe() == f"{described}{160 * 16 / tokens:.2f} epochs"
 
 
 def test_shuffling_visits_every_sample_once_a_pass_in_another_order(tmp_path: Path, toy_prefix: str) -> None:
