@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Encode text into token files: json lines (.gz, .zst), plain text or folders to PREFIX_KEY_document.{bin,idx}.
+"""Encode json lines (.gz, .zst), plain text or folders of text to PREFIX_KEY_document.{bin,idx}.
 
 Option names of Megatron-LM and PaddleFleetX are accepted where they mean the same.
 """

@@ -50,6 +50,7 @@ def train(args: argparse.Namespace) -> None:
             for text in iterate_texts(sources, args.json_key):
                 bar.advance(len(text) / 1e6)
                 yield text
+            bar.advance(0, "learning merges")
 
         tokenizer = train_tokenizer(texts(), args.vocab_size, min_frequency=args.min_frequency)
     tokenizer.save(args.output)

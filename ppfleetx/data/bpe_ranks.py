@@ -1,15 +1,15 @@
 """Turning a list of BPE merges into one rank per token, so that an encoder that joins *bytes* (tiktoken)
 gives the ids of an encoder that joins *pairs of tokens* (GPT-2's, ``tokenizers``).
 
-The two differ in principle. With merges, neighbours x and y are joined only if the pair (x, y) is listed. tiktoken
-joins them whenever the bytes of x + y are a token. They give the same result if each token's own bytes, encoded
-alone with the merges, come out as that one token. For suppose tiktoken joins x and y to T though (x, y) is not
-listed. No merge has crossed the ends of x + y so far, hence the bytes of T alone went through the same steps
-and reached (x, y) as well, where the merges stop: T alone would not come out as T.
+The two differ in principle. With merges, neighbours x and y are joined only if the pair (x, y) is listed;
+tiktoken joins them whenever the bytes of x + y are a token. They agree if each token's own bytes, encoded
+alone with the merges, come out as that one token. For suppose tiktoken joins x and y to T though (x, y) is
+not listed. No merge has crossed the ends of x + y so far, hence the bytes of T alone went through the same
+steps and reached (x, y) as well, where the merges stop: T alone would not come out as T.
 
 So `live_ranks` plays the encoding of every token backwards, asking at each moment whether a merge across the
-middle would have come first. A token that does not come out as itself can never be produced by the merges in any
-text (by the same argument), and is left out. Two listed pairs that build one token: the token's own bytes take
+middle would have come first. A token that does not come out as itself can, by the same argument, be produced
+by the merges in no text, and is left out. Two listed pairs that build one token: the token's own bytes take
 one of the two ways, always the same; the other can never happen.
 """
 
@@ -60,8 +60,9 @@ def _is_crossed(
     """Whether, while ``left + right`` is encoded alone, something is joined across the border of the two.
 
     Goes back in time. At each moment ``left`` and ``right`` are the tokens touching the border, and
-    ``left_end`` and ``right_end`` the ranks of the merges that ended them. Equal ranks act from left to right,
-    so a crossing merge loses against one that ends the left token and wins against one that ends the right.
+    ``left_end`` and ``right_end`` the ranks of the merges that ended them. Equal ranks act from left to
+    right: a crossing merge loses against one that ends the left token, and wins against one that ends the
+    right.
     """
     left_end = right_end = own_rank
     while True:

@@ -1,4 +1,4 @@
-"""Text corpora on disk, read as a stream of chunks: json lines (.gz, .zst too), plain text, folders of text."""
+"""Text corpora on disk as a stream of chunks: json lines (.gz, .zst too), plain text, folders of text."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ppfleetx.config.errors import DataError
 CHUNK_BYTES = 2 << 20
 Kind = Literal["json", "line", "paragraph", "file"]
 _BLANK_LINES = re.compile(rb"\r?\n(?:[ \t]*\r?\n)+")
+_LEADING_BLANK_LINES = re.compile(rb"\A(?:[ \t]*\r?\n)+")
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -101,12 +102,13 @@ def _kind_of(path: Path, split_on: str) -> Kind:
     return {"file": "file", "line": "line", "blank-line": "paragraph"}[split_on]
 
 
-def read_chunks(sources: Sequence[Source], chunk_bytes: int = CHUNK_BYTES) -> Iterator[Chunk]:
+def read_chunks(sources: Sequence[Source], chunk_bytes: int | None = None) -> Iterator[Chunk]:
     """The corpus in order, in chunks of about ``chunk_bytes``; a document larger than that is one chunk.
 
     Raises:
         DataError: a file cannot be read, or is damaged.
     """
+    chunk_bytes = CHUNK_BYTES if chunk_bytes is None else chunk_bytes
     group: list[Source] = []
     for source in sources:
         if group and (source.kind != "file" or _size(group) + source.num_bytes > chunk_bytes):
@@ -212,10 +214,11 @@ def documents_of(chunk: Chunk) -> Iterator[bytes]:
         for path in chunk.paths:
             yield read_file(path).removeprefix(_BOM)
     elif chunk.kind == "paragraph":
-        for paragraph in _BLANK_LINES.split(chunk.data.removeprefix(_BOM)):
-            stripped = paragraph.strip(b"\r\n")
-            if stripped:
-                yield stripped
+        # A cut behind one blank line can leave further ones at the start of the next chunk.
+        text = _LEADING_BLANK_LINES.sub(b"", chunk.data.removeprefix(_BOM))
+        for paragraph in _BLANK_LINES.split(text):
+            if paragraph.strip():
+                yield paragraph.strip(b"\r\n")
     else:
         lines = chunk.data.removeprefix(_BOM).split(b"\n")
         if not lines[-1]:

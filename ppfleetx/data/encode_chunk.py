@@ -179,7 +179,8 @@ class Problems:
 
     def lines(self) -> list[str]:
         """One line for each kind of problem, the most frequent first."""
-        return [
-            f"{count:,} {problem} ({'; '.join(self.places[problem])}{'; ...' if count > _PLACES_KEPT else ''})"
-            for problem, count in self.counts.most_common()
-        ]
+        lines = []
+        for problem, count in self.counts.most_common():
+            more = ["..."] if count > _PLACES_KEPT else []
+            lines.append(f"{count:,} {problem} ({'; '.join(self.places[problem] + more)})")
+        return lines

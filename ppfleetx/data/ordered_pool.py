@@ -1,4 +1,4 @@
-"""A function mapped over a stream by worker processes: results in order, a bounded number of items in flight."""
+"""A function mapped over a stream by worker processes: results in order, few items in flight."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def map_in_order(
 ) -> Iterator[Iterator[tuple[Any, Any]]]:
     """``(item, function(item))`` of each item, in order. ``workers=1`` runs in this process.
 
-    The function is sent to each worker once. Leaving the block ends the workers; they also end when this process
-    is killed. A worker that dies makes the iterator raise DataError.
+    The function is sent to each worker once. Leaving the block ends the workers; they also end when this
+    process is killed. A worker that dies makes the iterator raise DataError.
     """
     if workers == 1:
         yield ((item, function(item)) for item in items)

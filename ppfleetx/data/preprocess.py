@@ -1,4 +1,4 @@
-"""Text corpora to token files: several worker processes, order kept, memory independent of the corpus's size."""
+"""Text corpora to token files: several processes, order kept, memory independent of the corpus's size."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Report:
         lines = [
             f"{self.num_documents:,} documents, {self.num_tokens:,} tokens from {mb:,.1f} MB of text "
             f"({self.num_text_bytes / max(1, self.num_tokens):.2f} bytes per token)",
-            f"{self.seconds:.1f} s, {mb / self.seconds:.1f} MB/s; {self.cpu_seconds:.1f} s of processor time, "
-            f"{mb / self.cpu_seconds:.1f} MB/s per core",
+            f"{self.seconds:.1f} s, {mb / self.seconds:.1f} MB/s; "
+            f"{self.cpu_seconds:.1f} s of processor time, {mb / self.cpu_seconds:.1f} MB/s per core",
         ]
         lines += [f"left out: {line}" for line in self.problems.lines()]
         lines += [f"wrote {bin_path(prefix)} and {idx_path(prefix)}" for prefix in self.outputs]
@@ -77,8 +77,9 @@ def preprocess(
 ) -> Report:
     """Encode a corpus into ``{output_prefix}_{key}_document.{bin,idx}``.
 
-    Documents keep the order of the input. Empty documents and those that are no text are left out, counted and
-    reported. The files appear when everything is written; a run that fails or is interrupted leaves nothing.
+    Documents keep the order of the input. Empty documents and those that are no text are left out, counted
+    and reported. The files appear when everything is written; a run that fails or is interrupted leaves
+    nothing.
 
     Args:
         sources: see `ppfleetx.data.corpus.find_sources`.

@@ -1,7 +1,7 @@
 """Byte-level BPE: text to token ids and back.
 
-Encoding runs through ``tiktoken`` on the tokenizer's own merges, several times faster than ``tokenizers`` and with
-the same ids (`ppfleetx.data.bpe_ranks` says why). A tokenizer that tiktoken cannot express runs through
+Encoding runs through ``tiktoken`` on the tokenizer's own merges, several times faster than ``tokenizers`` and
+with the same ids (`ppfleetx.data.bpe_ranks` says why). A tokenizer that tiktoken cannot express runs through
 ``tokenizers``. Nothing is ever downloaded.
 """
 
@@ -31,8 +31,8 @@ from ppfleetx.data.tokenizer_files import (
 class Tokenizer:
     """A tokenizer read from files.
 
-    Text is only text: ``<|endoftext|>`` inside it is encoded like any other characters, and no token is added at
-    either end. The end-of-document token also serves as padding.
+    Text is only text: ``<|endoftext|>`` inside it is encoded like any other characters, and no token is added
+    at either end. The end-of-document token also serves as padding.
 
     Args:
         definition: what a ``tokenizer.json`` holds, see `ppfleetx.data.tokenizer_files`.

@@ -1,4 +1,4 @@
-"""Reading and writing the files of a byte-level BPE: ``tokenizer.json``, or GPT-2's ``vocab.json`` + ``merges.txt``.
+"""The files of a byte-level BPE: ``tokenizer.json``, or GPT-2's ``vocab.json`` and ``merges.txt``.
 
 Both become one *definition*: the dictionary a ``tokenizer.json`` holds.
 """

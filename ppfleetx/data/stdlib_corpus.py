@@ -1,0 +1,61 @@
+"""The Python standard library's own source files: real text that is on every machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sysconfig
+from pathlib import Path
+
+from ppfleetx.config.errors import DataError
+from ppfleetx.utils.files import atomic_write
+
+# Tests are half of the library and mostly tables of numbers and strings; the rest is not the library's own.
+_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+def stdlib_files() -> list[Path]:
+    """The ``.py`` files of this interpreter's standard library, without tests, sorted by path.
+
+    Raises:
+        DataError: this interpreter came without them.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT and not name.startswith("config-")]
+        found += [Path(folder) / name for name in names if name.endswith(".py")]
+    if not found:
+        raise DataError(f"this Python has no source files of its standard library below {root}")
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def write_stdlib_corpus(output: str | os.PathLike[str], seed: int = 1234) -> tuple[int, int]:
+    """Write the library as json lines (``path``, ``text``), shuffled, so that any slice is a fair sample.
+
+    Files that are not UTF-8, and empty ones, are left out. The same interpreter gives the same file.
+
+    Returns:
+        (documents, bytes of their texts).
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = stdlib_files()
+    random.Random(seed).shuffle(files)
+    num_documents = num_bytes = 0
+    output = Path(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(output, "w") as file:
+        for path in files:
+            data = path.read_bytes()
+            try:
+                text = data.decode("utf-8")
+            except UnicodeDecodeError:
+                continue
+            if not text:
+                continue
+            name = path.relative_to(root).as_posix()
+            file.write(json.dumps({"path": name, "text": text}, ensure_ascii=False) + "\n")
+            num_documents += 1
+            num_bytes += len(data)
+    return num_documents, num_bytes

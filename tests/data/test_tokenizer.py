@@ -1,0 +1,272 @@
+"""Ids against the tokenizers library, files, special tokens, decoding."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import random
+import re
+
+import numpy as np
+import pytest
+import tokenizers
+
+from ppfleetx.config.errors import DataError
+from ppfleetx.data import tokenizer_engines
+from ppfleetx.data.tokenizer import Tokenizer
+from ppfleetx.data.tokenizer_training import train_tokenizer
+from tests.helpers.texts import CORPUS, FRAGMENTS, LLAMA3_PATTERN, random_text, small_tokenizer
+
+
+@pytest.fixture(scope="module")
+def trained() -> Tokenizer:
+    return small_tokenizer()
+
+
+@pytest.fixture
+def definition(trained) -> dict:
+    return copy.deepcopy(trained._definition)
+
+
+def library_of(definition: dict) -> tokenizers.Tokenizer:
+    library = tokenizers.Tokenizer.from_str(json.dumps(definition))
+    library.encode_special_tokens = True
+    return library
+
+
+def assert_same_ids(definition: dict, texts: list[str]) -> None:
+    tokenizer, library = Tokenizer(definition), library_of(definition)
+    assert tokenizer.engine_name == "tiktoken"
+    for text in texts:
+        assert tokenizer.encode(text) == library.encode(text, add_special_tokens=False).ids, repr(text)
+
+
+def random_texts(number: int) -> list[str]:
+    rng = random.Random(11)
+    return ["", *FRAGMENTS, *CORPUS, *(random_text(rng) for _ in range(number))]
+
+
+def split_by(pattern: str) -> dict:
+    return {
+        "type": "Sequence",
+        "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+        ],
+    }
+
+
+@pytest.mark.parametrize("add_prefix_space", [False, True])
+@pytest.mark.parametrize("use_regex", [True, False])
+def test_ids_equal_the_tokenizers_library(definition, add_prefix_space, use_regex):
+    definition["pre_tokenizer"] |= {"add_prefix_space": add_prefix_space, "use_regex": use_regex}
+    assert_same_ids(definition, random_texts(1500))
+
+
+def test_ids_equal_when_every_code_point_stands_between_letters_and_digits(definition):
+    points = [chr(point) for point in range(0x110000) if not 0xD800 <= point < 0xE000 and point % 7 in (0, 3)]
+    step = 4000
+    texts = ["".join(f"a{c}1{c} {c}!" for c in points[i : i + step]) for i in range(0, len(points), step)]
+    assert_same_ids(definition, texts[:30] + texts[-2:])
+
+
+def test_ids_equal_for_a_vocabulary_in_another_order(definition):
+    vocab = definition["model"]["vocab"]
+    ids = list(vocab.values())
+    random.Random(3).shuffle(ids)
+    definition["model"]["vocab"] = dict(zip(vocab, ids, strict=True))
+    definition["added_tokens"][0]["id"] = definition["model"]["vocab"]["<|endoftext|>"]
+    assert_same_ids(definition, random_texts(300))
+
+
+def test_ids_equal_for_a_vocabulary_that_the_library_trained():
+    library = tokenizers.Tokenizer(tokenizers.models.BPE())
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    library.train_from_iterator(CORPUS, trainer)
+    definition = json.loads(library.to_str())
+    assert definition["model"]["vocab"]["<|endoftext|>"] == 0
+    assert_same_ids(definition, random_texts(500))
+
+
+@pytest.mark.parametrize("ignore_merges", [False, True])
+def test_ids_equal_with_a_pattern_like_llama3(definition, ignore_merges):
+    definition["pre_tokenizer"] = split_by(LLAMA3_PATTERN)
+    definition["model"]["ignore_merges"] = ignore_merges
+    assert_same_ids(definition, random_texts(1000))
+
+
+def test_text_that_a_pattern_leaves_unmatched_is_not_lost(definition):
+    definition["pre_tokenizer"] = split_by(r"\p{L}+|\p{N}+| +|[\n!'.?,:;/&=%()\[\]{}$#@*\-+_<>|~^`\"\\]+")
+    rng = random.Random(5)
+    exact = library_of(definition)
+    tokenizer = Tokenizer(definition)
+    for text in ["a\tb", "\x00\x01", *(random_text(rng) for _ in range(200))]:
+        assert tokenizer.encode(text) == exact.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("pattern", [None, LLAMA3_PATTERN])
+@pytest.mark.parametrize(
+    "text",
+    ["x" + " " * 1_200_000, " " * 1_200_000 + "x", "a" + "\n" * 400_000 + "b" + "\t" * 99_999 + " c",
+     "aaab" * 90_000],
+)  # fmt: skip
+def test_ids_equal_on_very_long_runs(definition, pattern, text):
+    if pattern:
+        definition["pre_tokenizer"] = split_by(pattern)
+    assert_same_ids(definition, [text])
+
+
+def test_a_run_that_touches_two_probes_of_the_run_search():
+    size = tokenizer_engines._LONG_RUN
+    for before in (0, 1, size - 2, size - 1, size, size + 1):
+        text = "x" * before + "\n" * size + "y" + " " * (3 * size) + "z"
+        runs = list(tokenizer_engines._long_runs(text))
+        assert runs == [(before, before + size), (before + size + 1, before + 4 * size + 1)]
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"normalizer": {"type": "NFC"}}, "normalizer"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "pre-tokenizer"),
+    ],
+)
+def test_what_tiktoken_cannot_express_goes_through_the_library_and_is_said(definition, caplog, change, word):
+    definition |= change
+    tokenizer, library = Tokenizer(definition), library_of(definition)
+    assert tokenizer.engine_name == "tokenizers"
+    assert len(caplog.records) == 1 and word in caplog.text
+    for text in random_texts(50):
+        assert tokenizer.encode(text) == library.encode(text, add_special_tokens=False).ids
+
+
+def test_lone_surrogates_are_refused(trained, definition):
+    definition["normalizer"] = {"type": "NFC"}
+    for tokenizer in (trained, Tokenizer(definition)):
+        with pytest.raises(DataError, match=r"character 2 of the text is the lone surrogate U\+D83D"):
+            tokenizer.encode("ab\ud83d c")
+
+
+def test_end_of_document_in_text_is_text(trained):
+    ids = trained.encode("a<|endoftext|>b")
+    assert trained.eod_id not in ids and len(ids) > 3
+    assert trained.eod_id == trained.pad_id == trained.vocab_size - 1 == trained.token_to_id("<|endoftext|>")
+
+
+def test_another_end_of_document_token(trained, tmp_path):
+    tokenizer = train_tokenizer(CORPUS, 300, special_tokens=["<eos>", "<mask>"])
+    tokenizer.save(tmp_path)
+    loaded = Tokenizer.load(tmp_path, eod_token="<eos>")
+    assert (loaded.eod_id, loaded.token_to_id("<mask>"), loaded.vocab_size) == (298, 299, 300)
+    message = re.escape("no end-of-document token '<|endoftext|>'; its special tokens: <eos>, <mask>")
+    with pytest.raises(DataError, match=message):
+        _ = Tokenizer.load(tmp_path).eod_id
+
+
+def test_decoding_gives_the_text_back(trained):
+    for text in random_texts(300):
+        assert trained.decode(trained.encode(text)) == text
+        assert trained.decode(trained.encode_to_numpy(text)) == text
+
+
+def test_ids_outside_the_vocabulary_and_broken_characters(trained):
+    ids = trained.encode("a\u4f60")
+    assert trained.decode([trained.vocab_size + 44, *ids, -1, 10**9]) == "a\u4f60"
+    assert trained.decode([*trained.encode("\U0001f41f")[:2]]) == "\ufffd"
+    with_end = [*trained.encode("ab"), trained.eod_id]
+    assert trained.decode(with_end) == "ab<|endoftext|>"
+    assert trained.decode(with_end, skip_special_tokens=True) == "ab"
+    assert trained.decode([]) == ""
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_the_stream_decoder_says_what_decode_says(definition, normalized):
+    if normalized:
+        definition |= {"normalizer": {"type": "NFC"}}
+    tokenizer = Tokenizer(definition)
+    rng = random.Random(2)
+    for _ in range(100):
+        ids = [rng.randrange(tokenizer.vocab_size) for _ in range(30)] + tokenizer.encode(random_text(rng))
+        decoder = tokenizer.stream_decoder(skip_special_tokens=True)
+        pieces = [decoder.feed(token_id) for token_id in ids] + [decoder.finish()]
+        assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_both_kinds_of_files_load_to_the_same_tokenizer(trained, tmp_path):
+    trained.save(tmp_path)
+    text = CORPUS[0] + CORPUS[2]
+    whole = Tokenizer.load(tmp_path)
+    by_name = Tokenizer.load(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer.json").unlink()
+    pair = Tokenizer.load(tmp_path)
+    elsewhere = Tokenizer.from_vocab_and_merges(tmp_path / "vocab.json", tmp_path / "merges.txt")
+    for tokenizer in (whole, by_name, pair, elsewhere, pickle.loads(pickle.dumps(trained))):
+        assert tokenizer.encode(text) == trained.encode(text)
+        assert tokenizer.fingerprint == trained.fingerprint
+        assert tokenizer.vocab_size == trained.vocab_size
+
+
+def test_the_fingerprint_sees_a_changed_merge(trained, definition):
+    merges = definition["model"]["merges"]
+    merges[-1], merges[-2] = merges[-2], merges[-1]
+    assert Tokenizer(definition).fingerprint != trained.fingerprint
+
+
+def test_saved_files_load_in_the_library(trained, tmp_path):
+    trained.save(tmp_path)
+    whole = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    model = tokenizers.models.BPE.from_file(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
+    pair = tokenizers.Tokenizer(model)
+    pair.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    for text in CORPUS:
+        assert whole.encode(text).ids == pair.encode(text).ids == trained.encode(text)
+    assert whole.token_to_id("<|endoftext|>") == trained.eod_id
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", "{", "not JSON"),
+        ("tokenizer.json", "[]", "expected a JSON object"),
+        ("tokenizer.json", "{}", "no model"),
+        ("tokenizer.json", '{"model": {"vocab": {"a": 0}, "merges": ["a b"]}}', "'b', not in the vocabulary"),
+        ("tokenizer.json", '{"model": {"vocab": {"a": 0, "b": 0}, "merges": []}}', "share an id"),
+        ("tokenizer.json", '{"model": {"vocab": {"a": "0"}, "merges": []}}', "integers"),
+        ("tokenizer.json", b"\xff\xfe", "not UTF-8"),
+        ("vocab.json", '{"a": 0}', "cannot read .*merges.txt"),
+        ("merges.txt", "a b", "cannot read .*vocab.json"),
+        ("other.txt", "", "holds no tokenizer"),
+    ],
+)  # fmt: skip
+def test_damaged_and_missing_files_are_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=message):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_missing_folder_says_how_to_get_a_tokenizer(tmp_path):
+    with pytest.raises(DataError, match=r"no tokenizer at .*train_tokenizer\.py"):
+        Tokenizer.load(tmp_path / "none")
+
+
+def test_training_is_deterministic_and_laid_out_like_gpt2(trained):
+    again = small_tokenizer()
+    assert again.fingerprint == trained.fingerprint
+    assert [trained.token_bytes(i) for i in range(256)] == [bytes([i]) for i in range(256)]
+    assert 300 < trained.vocab_size < 500  # no pair is left that occurs twice
+    assert small_tokenizer(300).vocab_size == 300
+    with pytest.raises(DataError, match="at least 257"):
+        train_tokenizer(CORPUS, 256)
+    with pytest.raises(DataError, match="no text"):
+        train_tokenizer([], 300)
+
+
+def test_arrays_are_integers(trained):
+    assert trained.encode_to_numpy("").dtype.kind in "iu" and trained.encode_to_numpy("").shape == (0,)
+    assert np.array_equal(trained.encode_to_numpy("abc"), trained.encode("abc"))
+    assert trained.encode_batch(["a", "", "b"]) == [trained.encode("a"), [], trained.encode("b")]

@@ -1,0 +1,27 @@
+#!/usr/bin/env python3
+"""Write the source files of this Python's standard library as json lines: a corpus without a download."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from ppfleetx.utils.cli import run_tool
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="json lines file to write")
+    parser.add_argument("--seed", type=int, default=1234, help="of the order of the documents (1234)")
+    args = parser.parse_args()
+    from ppfleetx.data.stdlib_corpus import write_stdlib_corpus
+
+    num_documents, num_bytes = write_stdlib_corpus(args.output, args.seed)
+    print(f"{num_documents:,} documents, {num_bytes / 1e6:.1f} MB of text: {args.output}")
+
+
+if __name__ == "__main__":
+    run_tool(main)
