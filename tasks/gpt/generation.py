@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Continue prompts (Generation.prompt, Generation.prompt_file) with a checkpoint (Engine.save_load.ckpt_dir)."""
+"""Continue prompts (Generation.prompt or .prompt_file) with a checkpoint (Engine.save_load.ckpt_dir)."""
 
 from __future__ import annotations
 

@@ -1,0 +1,66 @@
+"""Token ids of Hugging Face ``generate`` on the same weights (recipe: tests/goldens/make_hf_generate.py)."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+from hf_weights import CONFIGS, PROMPTS, random_weight
+
+from ppfleetx.config.sections import ModelConfig
+from ppfleetx.generation.search import Rules, decode, greedy
+from ppfleetx.generation.session import DecodingSession, NextTokenModel
+from ppfleetx.models.gpt.hf import canonical_to_hf, hf_to_canonical, model_keys
+from ppfleetx.models.gpt.stages import gpt_stages
+from ppfleetx.models.staged import StagedModel
+from ppfleetx.nn.factory import LocalFactory
+from ppfleetx.nn.stage import canonical_parameters
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "goldens" / "hf_generate.json").read_text())
+GREEDY = [case for case in GOLDEN["gpt2"] if not case.startswith("beam")]
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def next_token(family: str) -> NextTokenModel:
+    config = CONFIGS[family]
+    cfg = ModelConfig(**model_keys(config))
+    model = StagedModel(gpt_stages(cfg, LocalFactory()))
+    model.eval()
+    parameters = canonical_parameters(model)
+    shapes = dict(canonical_to_hf(config, lambda name: parameters[name].numpy()))
+    weights = {name: random_weight(name, value.shape) for name, value in shapes.items()}
+    for name, value in hf_to_canonical(config, weights.__getitem__):
+        whole = parameters[name].numpy()
+        whole[tuple(slice(0, size) for size in value.shape)] = value
+        parameters[name].set_value(whole)
+    return NextTokenModel(model, cfg.vocab_size)
+
+
+@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "full_forward"])
+@pytest.mark.parametrize("case", GREEDY)
+def test_greedy(next_token: NextTokenModel, family: str, case: str, use_cache: bool) -> None:
+    """All prompts in one batch of unequal lengths."""
+    golden = GOLDEN[family][case]
+    options = golden["options"]
+    rules = Rules(
+        GOLDEN["end"][family] if options.get("eos") else None,
+        options.get("min_new_tokens", 0),
+        options.get("repetition_penalty", 1.0),
+    )
+    session = DecodingSession(next_token, PROMPTS, use_cache=use_cache)
+    with paddle.no_grad():
+        rows = decode(session, greedy, rules, [GOLDEN["new_tokens"]] * len(PROMPTS))
+    assert [[row.ids] for row in rows] == golden["ids"]
+
+
+def test_goldens_are_not_trivial(family: str) -> None:
+    """They repeat little, and some rows end early: otherwise nothing above could fail."""
+    greedy_rows = [rows[0] for rows in GOLDEN[family]["penalty"]["ids"]]
+    assert np.mean([len(set(row)) / len(row) for row in greedy_rows]) > 0.25
+    assert min(len(rows[0]) for rows in GOLDEN[family]["end"]["ids"]) < GOLDEN["new_tokens"]

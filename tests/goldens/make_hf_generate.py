@@ -1,0 +1,99 @@
+"""Token ids of Hugging Face ``generate``, for tests that must run without transformers.
+
+    python tests/goldens/make_hf_generate.py
+
+writes hf_generate.json beside this file. Made with transformers 5.23.0, torch 2.13.0 (CPU). The weights
+are not stored: tests/generation/hf_weights.py makes them from their names on both sides. Every prompt is
+run alone, because in a batch Hugging Face applies the repetition penalty to padding as well.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "generation"))
+
+from hf_weights import CONFIGS, PROMPTS, random_weight
+
+CLASSES = {"gpt2": (GPT2Config, GPT2LMHeadModel), "llama": (LlamaConfig, LlamaForCausalLM)}
+NEW = 64
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "penalty": {"repetition_penalty": 1.3},
+    "reward": {"repetition_penalty": 0.8},
+    "end": {"repetition_penalty": 1.3, "eos": True},
+    "end_min_length": {"repetition_penalty": 1.3, "eos": True, "min_new_tokens": 40},
+    "beam": {"num_beams": 4},
+    "beam_end": {"num_beams": 4, "eos": True},
+    "beam_penalty_min": {"num_beams": 3, "eos": True, "repetition_penalty": 1.2, "min_new_tokens": 10},
+    "beam_short": {"num_beams": 4, "eos": True, "length_penalty": -1.0},
+    "beam_long": {"num_beams": 4, "eos": True, "length_penalty": 2.0},
+    "beam_early": {"num_beams": 4, "eos": True, "early_stopping": True},
+    "beam_return": {"num_beams": 4, "eos": True, "num_return_sequences": 3},
+}
+
+
+def build(name: str) -> torch.nn.Module:
+    config_class, model_class = CLASSES[name]
+    model = model_class(config_class(**CONFIGS[name], attn_implementation="eager"))
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.copy_(torch.from_numpy(random_weight(key, parameter.shape)))
+    return model.eval()
+
+
+def run(model: torch.nn.Module, prompt: list[int], end: int, options: dict[str, Any]) -> list[list[int]]:
+    """New ids of each returned sequence, without padding."""
+    options = dict(options)
+    eos = end if options.pop("eos", False) else None
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=NEW,
+        eos_token_id=eos,
+        pad_token_id=96,
+        **options,
+    )
+    rows = []
+    for row in out[:, len(prompt) :].tolist():
+        rows.append(row[: row.index(eos) + 1] if eos in row else row)
+    return rows
+
+
+def end_token(model: torch.nn.Module) -> int:
+    """A token that comes up early after most prompts, to serve as the end token."""
+    rows = [run(model, prompt, -1, CASES["penalty"])[0][4:40] for prompt in PROMPTS]
+    return max(range(96), key=lambda token: (sum(token in row for row in rows), token))
+
+
+def main() -> None:
+    result: dict[str, Any] = {"new_tokens": NEW, "end": {}}
+    for name in CLASSES:
+        model = build(name)
+        result["end"][name] = end = end_token(model)
+        result[name] = {
+            case: {
+                "options": options,
+                "ids": [run(model, prompt, end, options) for prompt in PROMPTS],
+            }
+            for case, options in CASES.items()
+        }
+    target = HERE / "hf_generate.json"
+    target.write_text(json.dumps(result) + "\n")
+    for name in CLASSES:
+        for case, entry in result[name].items():
+            print(name, case, [[len(row) for row in rows] for rows in entry["ids"]])
+    print(target.stat().st_size, "bytes")
+
+
+if __name__ == "__main__":
+    main()
