@@ -14,7 +14,8 @@ import numpy as np
 
 from ppfleetx.config.errors import CheckpointError
 
-_PADDLE_ENGINE_WORDS = 312
+# Words of the Mersenne twisters' states: NumPy's of 32 bits, Paddle's of 64 bits and its position.
+_NUMPY_KEYS, _PADDLE_ENGINE_WORDS = 624, 312
 
 
 def rng_state() -> dict[str, Any]:
@@ -40,6 +41,8 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
         python, numpy = state["python"], state["numpy"]
         random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
         keys = np.array(numpy["keys"], dtype=np.uint32)
+        if keys.shape != (_NUMPY_KEYS,):
+            raise ValueError(f"NumPy's generator has {keys.size} words instead of {_NUMPY_KEYS}")
         np.random.set_state(
             (numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]),
         )

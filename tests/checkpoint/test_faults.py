@@ -199,33 +199,32 @@ SAVER = """
 import sys
 sys.path[:0] = [{repository!r}, {tests!r}]
 from checkpoints import save
-step = int(sys.argv[2])
-print("ready", flush=True)
+run = int(sys.argv[2])
 while True:
-    step += 1
-    save(sys.argv[1], step=step % 7, keep_max=2, state={{"run": step}})
+    run += 1
+    save(sys.argv[1], step=run % 7, keep_max=2, state={{"run": run}})
+    print(run, flush=True)
 """
 
 
 def test_killed_at_random_moments(tmp_path):
     """Names are reused and old ones deleted all the time, so every kind of moment is hit."""
     code = SAVER.format(repository=str(REPOSITORY), tests=str(Path(__file__).parent))
-    save(tmp_path, step=0)
+    save(tmp_path, step=0, state={"run": 0})
     rng = random.Random(time.time_ns())
     for _ in range(20):
-        start = newest_good(tmp_path).state.get("run", 0)
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path), str(start)], stdout=subprocess.PIPE
-        )
-        assert process.stdout.readline() == b"ready\n"
-        time.sleep(rng.uniform(0.0, 0.08))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+        start = newest_good(tmp_path).state["run"]
+        command = [sys.executable, "-c", code, str(tmp_path), str(start)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            process.stdout.readline()
+            began = time.perf_counter()
+            told = int(process.stdout.readline())
+            time.sleep(rng.uniform(0.0, 1.5) * (time.perf_counter() - began))
+            process.send_signal(signal.SIGKILL)
         resolved = resolve_checkpoint(tmp_path, verify=True)
         assert resolved in complete_checkpoints(tmp_path)
+        assert told == start + 2 and open_checkpoint(resolved).state["run"] >= told
         for path in tmp_path.glob("epoch_*"):
             open_checkpoint(path).verify()
-    assert newest_good(tmp_path).state["run"] > 5
     save(tmp_path, step=99, keep_max=2)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith((".saving", ".deleting"))]

@@ -11,7 +11,7 @@ from checkpoints import RANK, arrays, save, slices
 from safetensors.numpy import load_file
 
 from ppfleetx.checkpoint.directory import newest_complete, newest_good, output_lock, resolve_checkpoint
-from ppfleetx.checkpoint.manager import CheckpointManager
+from ppfleetx.checkpoint.manager import CheckpointManager, check_fingerprints
 from ppfleetx.checkpoint.manifest import marker_of
 from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.checkpoint.slices import TensorSlice, whole
@@ -237,3 +237,13 @@ def test_two_savers_do_not_meet(tmp_path, monkeypatch, kind):
         release.set()
         other.join()
     assert resolve_checkpoint(save(tmp_path)) == tmp_path / "epoch_0_step_1"
+
+
+def test_fingerprints(tmp_path):
+    checkpoint = open_checkpoint(save(tmp_path, fingerprints={"tokenizer": "t1", "data": "d1"}))
+    check_fingerprints(checkpoint, {"tokenizer": "t1", "data": "d1", "new": "x"})
+    check_fingerprints(checkpoint, {"data": "d2"}, reset_data=True)
+    with pytest.raises(CheckpointError, match=r"data of this run \(d2\).*reset_data"):
+        check_fingerprints(checkpoint, {"data": "d2"})
+    with pytest.raises(CheckpointError, match="another tokenizer"):
+        check_fingerprints(checkpoint, {"tokenizer": "t2"}, reset_data=True)

@@ -87,7 +87,7 @@ def test_reading_outside_or_unknown_is_refused(tmp_path):
         opened.read("decoder.final_norm.weight", offset=(3,), shape=(2,))
     with pytest.raises(CheckpointError, match="holds no model tensor nothing"):
         opened.read("nothing")
-    with pytest.raises(CheckpointError, match="state moment9 of decoder.final_norm.weight"):
+    with pytest.raises(CheckpointError, match=r"state moment9 of decoder\.final_norm\.weight"):
         opened.read("decoder.final_norm.weight", "optimizer", "moment9")
 
 
