@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
-from ppfleetx.core.support import refuse_unsupported
+from ppfleetx.config.unsupported import not_supported_reasons
 from ppfleetx.utils.log import configure_logging
 from ppfleetx.utils.process_env import import_paddle, prepare_process
 
@@ -27,13 +28,47 @@ def start_process(path: str, overrides: Sequence[str]) -> tuple[RunConfig, Paral
     logger = configure_logging(quiet=rank(os.environ) != 0)
     for warning in cfg.warnings:
         logger.warning(warning)
-    refuse_unsupported(cfg)
-    said = prepare_process(device="gpu" if cfg.Global.device == "gpu" else "cpu")
+    device = expected_device(cfg.Global.device)
+    _refuse_unsupported(cfg, device)
+    said = prepare_process(device=device)
     import_paddle()
     logger.info(said)
     from ppfleetx.distributed.init import init_distributed
 
     return cfg, init_distributed(cfg)
+
+
+def expected_device(wanted: str) -> str:
+    """The device ``Global.device`` will lead to, told from the installed Paddle without importing it.
+
+    Raises:
+        ConfigError: a GPU is wanted, and Paddle's CPU build is what is installed.
+    """
+    has_gpu_build = _is_installed("paddlepaddle-gpu")
+    if wanted == "auto":
+        return "gpu" if has_gpu_build else "cpu"
+    if wanted == "gpu" and not has_gpu_build and _is_installed("paddlepaddle"):
+        raise ConfigError(
+            "the Paddle installed here is the CPU build; install paddlepaddle-gpu, or run on the CPU with "
+            "-o Global.device=cpu -o Engine.mix_precision.enable=False",
+            key="Global.device",
+            value=wanted,
+        )
+    return wanted
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        metadata.distribution(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _refuse_unsupported(cfg: RunConfig, device: str) -> None:
+    reasons = not_supported_reasons(cfg, device)
+    if reasons:
+        raise ConfigError("this configuration is valid, but cannot run yet: " + " ".join(reasons))
 
 
 def world_size(environ: Mapping[str, str]) -> int:

@@ -219,8 +219,8 @@ def _check_lengths(schedule: Schedule) -> None:
         return
     if schedule.decay_steps < 1:
         raise ConfigError("must be 1 or more", key="Optimizer.lr.decay_steps", value=schedule.decay_steps)
-    if schedule.warmup_steps >= schedule.decay_steps:
-        rule = f"must be less than decay_steps ({schedule.decay_steps})"
+    if schedule.warmup_steps > schedule.decay_steps:
+        rule = f"must not exceed decay_steps ({schedule.decay_steps})"
         raise ConfigError(rule, key=key, value=schedule.warmup_steps)
     if schedule.decay_style != "wsd":
         return

@@ -17,8 +17,10 @@ from ppfleetx.core.engine.callbacks.train_log import TrainLog
 from ppfleetx.core.engine.callbacks.visual_dl import VisualDL, visual_dl_is_installed
 from ppfleetx.core.engine.checkpoints import CheckpointSaver, Start, find_start
 from ppfleetx.core.engine.engine import Engine
+from ppfleetx.core.engine.pace import Pace
 from ppfleetx.core.module.registry import build_module
-from ppfleetx.data.loader import DataLoader, build_dataloader
+from ppfleetx.data.build import build_dataloader
+from ppfleetx.data.loader import DataLoader
 from ppfleetx.data.tokenizer import Tokenizer
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.factory import LocalFactory
@@ -43,11 +45,12 @@ def train(cfg: RunConfig, ctx: ParallelContext) -> None:
     output_dir = make_output_dir(cfg)
     start = find_start(cfg.Engine.save_load, output_dir)
     tokenizer = load_tokenizer(cfg)
-    train_loader = _loader(cfg, ctx, "Train", tokenizer, consumed_samples=start.state.consumed_samples)
+    train_loader = _loader(cfg, ctx, "Train", consumed_samples=start.state.consumed_samples)
     evaluates = cfg.Data.Eval is not None and cfg.Engine.eval_freq
-    eval_loader = _loader(cfg, ctx, "Eval", tokenizer) if evaluates else None
+    eval_loader = _loader(cfg, ctx, "Eval") if evaluates else None
     runner = build_runner(cfg, ctx, train=True)
-    schedule = build_schedule(cfg.Optimizer, cfg.Engine.max_steps)
+    pace = Pace.of(cfg, train_loader.samples_per_epoch)
+    schedule = build_schedule(cfg.Optimizer, pace.max_steps)
     log.info(schedule.describe())
     fingerprints = {
         "data": train_loader.fingerprint,
@@ -62,7 +65,7 @@ def train(cfg: RunConfig, ctx: ParallelContext) -> None:
         saver=CheckpointSaver(cfg, output_dir, fingerprints),
         callbacks=_callbacks(cfg, output_dir) if ctx.is_main else (),
         samples_per_epoch=train_loader.samples_per_epoch,
-        max_steps=cfg.Engine.max_steps,
+        pace=pace,
     )
     engine.state = start.state
     engine.fit(train_loader, eval_loader)
@@ -77,7 +80,7 @@ def evaluate(cfg: RunConfig, ctx: ParallelContext) -> EvalRecord:
     if cfg.Data.Eval is None:
         raise ConfigError("evaluation needs a corpus", key="Data.Eval")
     start = find_weights(cfg)
-    loader = _loader(cfg, ctx, "Eval", load_tokenizer(cfg))
+    loader = _loader(cfg, ctx, "Eval")
     runner = build_runner(cfg, ctx, train=False)
     start.restore_weights(runner, cfg.Model.vocab_size)
     engine = Engine(cfg, ctx, runner, callbacks=[TrainLog(cfg.Engine.logging_freq)] if ctx.is_main else ())
@@ -132,16 +135,13 @@ def load_tokenizer(cfg: RunConfig) -> Tokenizer | None:
     return None if path is None else Tokenizer.load(path, eod_token=files.eos_token)
 
 
-def _loader(
-    cfg: RunConfig, ctx: ParallelContext, mode: str, tokenizer: Tokenizer | None, *, consumed_samples: int = 0
-) -> DataLoader:
+def _loader(cfg: RunConfig, ctx: ParallelContext, mode: str, *, consumed_samples: int = 0) -> DataLoader:
     return build_dataloader(
         cfg,
         mode,
         data_rank=ctx.data_rank,
         data_size=ctx.data_size,
         consumed_samples=consumed_samples,
-        eod_id=None if tokenizer is None else tokenizer.eod_id,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from ppfleetx.config.errors import UserError
 from ppfleetx.config.sections import RunConfig
 from ppfleetx.core.engine.callbacks.base import Callback, EvalRecord, StepRecord
+from ppfleetx.core.engine.pace import Pace
 from ppfleetx.core.engine.signals import StopRequest
 from ppfleetx.core.engine.state import TrainState
 from ppfleetx.distributed.context import ParallelContext
@@ -18,6 +19,7 @@ from ppfleetx.parallel.runner import MicroBatch, NonFiniteError, Runner
 from ppfleetx.utils.log import get_logger
 
 Loader = Iterable[Sequence[MicroBatch]]
+NO_TRAINING = Pace(max_steps=0)
 
 
 class Saver(Protocol):
@@ -41,6 +43,7 @@ class Engine:
         saver: writes checkpoints; None writes none.
         callbacks: told in this order.
         samples_per_epoch: samples in one pass over the training split, for counting epochs.
+        pace: length of the run, and when it evaluates and saves.
     """
 
     def __init__(
@@ -53,15 +56,20 @@ class Engine:
         saver: Saver | None = None,
         callbacks: Sequence[Callback] = (),
         samples_per_epoch: float = math.inf,
-        max_steps: int = 0,
+        pace: Pace = NO_TRAINING,
     ) -> None:
         self.cfg, self.ctx, self.runner = cfg, ctx, runner
         self.schedule = schedule
         self.state = TrainState()
-        self.max_steps = max_steps
+        self.pace = pace
         self._saver, self._callbacks = saver, list(callbacks)
         self._samples_per_epoch = samples_per_epoch
         self._saved_step = -1
+
+    @property
+    def max_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.pace.max_steps
 
     def fit(self, train_loader: Loader, eval_loader: Loader | None = None) -> None:
         """Train from ``state.step`` to exactly ``max_steps`` optimizer steps, and save at the end.
@@ -87,10 +95,8 @@ class Engine:
         finally:
             self._tell("on_fit_end")
 
-    def evaluate(
-        self, loader: Loader, num_batches: int, stop: StopRequest | None = None
-    ) -> EvalRecord | None:
-        """Token-weighted mean loss over ``num_batches`` global batches; -1 takes all the loader has.
+    def evaluate(self, loader: Loader, stop: StopRequest | None = None) -> EvalRecord | None:
+        """Token-weighted mean loss over all batches of ``loader``.
 
         Returns None when a stop was requested before the end: a part would not be comparable.
         """
@@ -116,20 +122,17 @@ class Engine:
 
     def _evaluate_first(self, eval_loader: Loader | None, stop: StopRequest) -> None:
         """Evaluate before the first step: a broken evaluation set is found at once."""
-        if eval_loader is not None and self.state.step == 0 and self.cfg.Engine.eval_freq:
+        if eval_loader is not None and self.state.step == 0 and self.pace.eval_every:
             self.evaluate(eval_loader, stop)
 
     def _train(
         self, batches: Iterator[Sequence[MicroBatch]], eval_loader: Loader | None, stop: StopRequest
     ) -> None:
-        engine_cfg = self.cfg.Engine
         while self.state.step < self.max_steps and not stop:
             self._step(batches)
-            step = self.state.step
-            if eval_loader is not None and engine_cfg.eval_freq and step % engine_cfg.eval_freq == 0:
+            if eval_loader is not None and _is_due(self.state.step, self.pace.eval_every):
                 self.evaluate(eval_loader, stop)
-            save_steps = engine_cfg.save_load.save_steps
-            if save_steps and step % save_steps == 0:
+            if _is_due(self.state.step, self.pace.save_every):
                 self._save_once()
 
     def _step(self, batches: Iterator[Sequence[MicroBatch]]) -> None:
@@ -194,3 +197,7 @@ class Engine:
     def _tell(self, hook: str, *args: object) -> None:
         for callback in self._callbacks:
             getattr(callback, hook)(self, *args)
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -24,7 +24,6 @@ _VIEWS = {
     "op": profiler.SummaryView.OperatorView,
     "mem": profiler.SummaryView.MemoryView,
     "memcpy": profiler.SummaryView.MemoryManipulationView,
-    "udf": profiler.SummaryView.UDFView,
 }
 
 

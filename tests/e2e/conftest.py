@@ -1,0 +1,100 @@
+"""A toy corpus on disk and the means to run the project's own tools on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ppfleetx.data.indexed import IndexedDatasetWriter
+
+ROOT = Path(__file__).resolve().parents[2]
+NANO = ROOT / "ppfleetx/configs/debug/gpt_nano.yaml"
+LLAMA_NANO = ROOT / "ppfleetx/configs/debug/llama_nano.yaml"
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prefix of a corpus whose next token can be learnt: t, t + step, t + 2 step, ... modulo 509."""
+    prefix = tmp_path_factory.mktemp("corpus") / "toy"
+    rng = np.random.default_rng(0)
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for _ in range(200):
+            start, step, length = rng.integers(0, 509), rng.integers(1, 4), rng.integers(20, 120)
+            writer.add_document(np.append((start + step * np.arange(length)) % 509, 511), [length + 1])
+    return prefix
+
+
+class Tool:
+    """Runs one of the project's tools on the toy corpus in a process of its own."""
+
+    def __init__(self, corpus: Path) -> None:
+        self._corpus = corpus
+
+    def command(self, script: str, output_dir: Path, *overrides: str, config: Path = NANO) -> list[str]:
+        given = [
+            f"Data.Train.dataset.input_dir={self._corpus}",
+            f"Data.Eval.dataset.input_dir={self._corpus}",
+            f"Engine.save_load.output_dir={output_dir}",
+            *overrides,
+        ]
+        options = [word for override in given for word in ("-o", override)]
+        return [sys.executable, str(ROOT / script), "-c", str(config), *options]
+
+    def run(
+        self, output_dir: Path, *overrides: str, script: str = "tools/train.py", config: Path = NANO
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(script, output_dir, *overrides, config=config),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=environment(),
+        )
+
+    def stop_after(self, output_dir: Path, num_steps: int, number: signal.Signals, *overrides: str) -> str:
+        """Start training, send the signal once ``num_steps`` steps are recorded, return what was printed."""
+        command = self.command("tools/train.py", output_dir, *overrides)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
+        )
+        deadline = time.monotonic() + 90
+        try:
+            while len(losses(output_dir)) < num_steps and process.poll() is None:
+                assert time.monotonic() < deadline, "training did not get that far"
+                time.sleep(0.005)
+            process.send_signal(number)
+            return process.communicate(timeout=60)[0]
+        finally:
+            process.kill()
+
+
+def environment() -> dict[str, str]:
+    """One thread, so that tests neither wait for nor disturb each other; two would give the same numbers."""
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def records(output_dir: Path, kind: str) -> list[dict]:
+    """Whole records of a kind in metrics.jsonl; a line being written is left out."""
+    path = output_dir / "metrics.jsonl"
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")[:-1]
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def losses(output_dir: Path) -> list[tuple[int, float, float]]:
+    """(step, loss, gradient norm) of every recorded step."""
+    return [(r["step"], r["loss"], r["grad_norm"]) for r in records(output_dir, "train")]
+
+
+@pytest.fixture(scope="session")
+def tool(corpus: Path) -> Tool:
+    return Tool(corpus)

@@ -1,0 +1,161 @@
+"""Training through tools/train.py: what it writes, stops, resumes and refuses."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from ppfleetx.config.loader import load_config
+from tests.e2e.conftest import LLAMA_NANO, NANO, Tool, losses, records
+
+LOG_LINE = re.compile(
+    r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}\] \[    INFO\] - global step (\d+), epoch: \d+, batch: \d+, "
+    r"loss: \d+\.\d{9}, avg_reader_cost: \d+\.\d{5} sec, avg_batch_cost: \d+\.\d{5} sec, "
+    r"speed: \d+\.\d\d step/s, ips_total: \d+ tokens/s, ips: \d+ tokens/s, "
+    r"learning rate: \d\.\d{5}e[-+]\d\d\b.*$",
+    re.MULTILINE,
+)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tool: Tool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Output directory of a run of 8 steps that nothing disturbed."""
+    output_dir = tmp_path_factory.mktemp("uninterrupted")
+    done = tool.run(output_dir)
+    assert done.returncode == 0, done.stderr
+    (output_dir / "stdout").write_text(done.stdout)
+    return output_dir
+
+
+def test_a_run_writes_what_is_promised(uninterrupted: Path) -> None:
+    steps = [int(step) for step in LOG_LINE.findall((uninterrupted / "stdout").read_text())]
+    assert steps == list(range(1, 9))
+    train = records(uninterrupted, "train")
+    assert [record["step"] for record in train] == steps
+    assert {"epoch", "loss", "lr", "grad_norm", "tokens", "reader_cost", "batch_cost"} <= train[0].keys()
+    assert train[0]["lr"] > 0
+    assert train[-1]["loss"] < train[0]["loss"]
+    assert [record["step"] for record in records(uninterrupted, "eval")] == [0, 4, 8]
+    assert {path.name for path in uninterrupted.glob("epoch_*")} == {"epoch_0_step_4", "epoch_0_step_8"}
+    assert (uninterrupted / "epoch_0_step_8/mp_00_sharding_00_pp_00").is_dir()
+
+
+def test_the_resolved_configuration_loads_equal(uninterrupted: Path) -> None:
+    cfg = load_config(uninterrupted / "config.yaml")
+    assert cfg.Model == load_config(NANO).Model
+    assert cfg.Engine.save_load.output_dir == str(uninterrupted)
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 6])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_resume_repeats_the_uninterrupted_run_bit_for_bit(
+    tool: Tool, tmp_path: Path, uninterrupted: Path, number: signal.Signals, num_steps: int
+) -> None:
+    """Dropout is on in this configuration."""
+    tool.stop_after(tmp_path, num_steps, number, "Engine.save_load.save_steps=2")
+    resumed = tool.run(tmp_path, "Engine.save_load.save_steps=2", "Engine.save_load.resume=auto")
+    assert resumed.returncode == 0, resumed.stderr
+    assert losses(tmp_path) == losses(uninterrupted)
+
+
+def test_sigterm_saves_where_it_stopped(tool: Tool, tmp_path: Path) -> None:
+    output = tool.stop_after(tmp_path, 2, signal.SIGTERM, "Engine.save_load.save_steps=1000")
+    last = losses(tmp_path)[-1][0]
+    if last < 8:
+        assert f"stopped by SIGTERM after global step {last} of 8" in output
+    assert (tmp_path / f"epoch_0_step_{last}").is_dir()
+
+
+def test_resume_by_ckpt_dir_into_another_directory(tool: Tool, tmp_path: Path, uninterrupted: Path) -> None:
+    checkpoint = uninterrupted / "epoch_0_step_4" / "mp_00_sharding_00_pp_00"
+    done = tool.run(tmp_path, f"Engine.save_load.ckpt_dir={checkpoint}")
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path) == losses(uninterrupted)[4:]
+
+
+def test_init_from_takes_the_weights_alone(tool: Tool, tmp_path: Path, uninterrupted: Path) -> None:
+    done = tool.run(tmp_path, f"Engine.save_load.init_from={uninterrupted}", "Engine.max_steps=2")
+    assert done.returncode == 0, done.stderr
+    assert [step for step, *_ in losses(tmp_path)] == [1, 2]
+    before = records(uninterrupted, "eval")[-1]["loss"]
+    assert records(tmp_path, "eval")[0]["loss"] == before
+
+
+def test_a_finished_run_is_left_alone(tool: Tool, uninterrupted: Path) -> None:
+    before = losses(uninterrupted)
+    done = tool.run(uninterrupted, "Engine.save_load.resume=auto")
+    assert done.returncode == 0, done.stderr
+    assert "nothing to train: 8 of 8 steps are done" in done.stdout
+    assert losses(uninterrupted) == before
+
+
+def test_eval_tool_agrees_with_evaluation_while_training(tool: Tool, uninterrupted: Path) -> None:
+    ckpt = f"Engine.save_load.ckpt_dir={uninterrupted}"
+    done = tool.run(uninterrupted, ckpt, script="tools/eval.py")
+    assert done.returncode == 0, done.stderr
+    expected = records(uninterrupted, "eval")[-1]["loss"]
+    assert f"eval at global step 8, loss: {expected:.9f}" in done.stdout
+
+
+def test_micro_batch_size_does_not_change_the_loss(tool: Tool, tmp_path: Path) -> None:
+    """Without dropout, whose masks belong to a micro batch."""
+    runs = []
+    for micro in (1, 4):
+        output_dir = tmp_path / f"micro_{micro}"
+        done = tool.run(
+            output_dir,
+            f"Global.micro_batch_size={micro}",
+            "Model.hidden_dropout_prob=0",
+            "Model.attention_probs_dropout_prob=0",
+            "Engine.max_steps=4",
+            config=LLAMA_NANO,
+        )
+        assert done.returncode == 0, done.stderr
+        runs.append(losses(output_dir))
+    for one, other in zip(*runs, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_in_words(tool: Tool, tmp_path: Path) -> None:
+    done = tool.run(tmp_path, "Optimizer.lr.max_lr=1e30", "Optimizer.grad_clip=null")
+    assert done.returncode == 2
+    assert re.search(r"error: global step \d: (loss|gradient norm) is (nan|inf)", done.stderr)
+    assert "Samples of this step" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_profiler_writes_a_trace_and_tables(tool: Tool, tmp_path: Path) -> None:
+    done = tool.run(
+        tmp_path,
+        "Profiler.enable=True",
+        "Profiler.scheduler=[1, 3]",
+        "Engine.max_steps=4",
+        "Engine.eval_freq=0",
+    )
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "profiler_log").glob("*.json"))
+    assert "Overview Summary" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["Engine.save_load.ckpt_dir=/nowhere/at/all"], "/nowhere/at/all"),
+        (["Engine.save_load.resume=True"], "no complete checkpoint"),
+        (["Data.Train.dataset.input_dir=/nowhere"], "/nowhere"),
+        (["Data.Train.dataset.split=[0, 1, 0]"], "Train"),
+        (["Distributed.mp_degree=2"], "mp 2"),
+        (["Global.device=gpu"], "Global.device"),
+        (["Model.vocab_size=300"], "300"),
+    ],
+)
+def test_mistakes_end_in_one_message_and_code_2(
+    tool: Tool, tmp_path: Path, overrides: list[str], expected: str
+) -> None:
+    done = tool.run(tmp_path, *overrides)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr
