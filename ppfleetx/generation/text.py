@@ -27,8 +27,9 @@ class RowText:
 
     def feed(self, token_id: int) -> bool:
         """Take one token; whether a stop string is complete, after which nothing more is taken."""
-        self._held += self._decoder.feed(token_id)
-        self._release()
+        if not self._ended:
+            self._held += self._decoder.feed(token_id)
+            self._release()
         return self._ended
 
     def finish(self) -> str:
