@@ -56,6 +56,7 @@ _DTYPES = {
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _CODE = {name: code for code, name in enumerate(OPERATIONS)}
 _BYTES = 255  # the dtype code of operations without one (barrier)
+TensorOrList = paddle.Tensor | list[paddle.Tensor]
 # Up to here every rank sends all it has to all: one message time instead of two.
 _SMALL_BYTES = 1 << 14
 
@@ -164,8 +165,44 @@ def tensor_array(tensor: paddle.Tensor) -> np.ndarray:
     return np.frombuffer((ctypes.c_char * nbytes).from_address(tensor.data_ptr()), dtype=dtype)
 
 
-def _readable(tensor: paddle.Tensor) -> paddle.Tensor:
-    return tensor if tensor.is_contiguous() else tensor.contiguous()
+class _Memory:
+    """The memory of one operation's tensors, kept alive until :meth:`finish`.
+
+    Strided tensors (transposed gradients, say) take part through a contiguous copy.
+    """
+
+    def __init__(self) -> None:
+        self._owners: list[paddle.Tensor] = []
+        self._strided: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def read(self, tensor: paddle.Tensor) -> np.ndarray:
+        """The flat contents of ``tensor``."""
+        self._owners.append(tensor)
+        if tensor.is_contiguous():
+            return tensor_array(tensor)
+        # Not Tensor.contiguous(): it moves the tensor itself, away from what it is a view of.
+        return np.ascontiguousarray(_strided_array(tensor)).reshape(-1)
+
+    def write(self, tensor: paddle.Tensor) -> np.ndarray:
+        """Memory that is ``tensor``'s contents after :meth:`finish`, and before."""
+        array = self.read(tensor)
+        if not tensor.is_contiguous():
+            self._strided.append((_strided_array(tensor), array))
+        return array
+
+    def finish(self) -> None:
+        """Copy back what is strided, and let go."""
+        for strided, array in self._strided:
+            strided[...] = array.reshape(strided.shape)
+        self._owners, self._strided = [], []
+
+
+def _strided_array(tensor: paddle.Tensor) -> np.ndarray:
+    dtype = np.dtype(_DTYPES[tensor.dtype])
+    steps = [step * dtype.itemsize for step in tensor.strides]
+    reach = sum(step * (size - 1) for step, size in zip(steps, tensor.shape, strict=True)) + dtype.itemsize
+    memory = (ctypes.c_char * reach).from_address(tensor.data_ptr())
+    return np.ndarray(tuple(tensor.shape), dtype, memory, strides=steps)
 
 
 def _view(array: np.ndarray) -> memoryview:
@@ -342,10 +379,6 @@ class CpuProcessGroup:
                 wait_until_read()
         yield receives
 
-    @staticmethod
-    def _keep(owner: Any) -> None:
-        """Named last in an operation's steps, so that the memory's owner lives as long as they do."""
-
     def _others(self) -> list[int]:
         return [member for member in range(self._size) if member != self._rank]
 
@@ -365,10 +398,16 @@ class CpuProcessGroup:
     # -- collectives ----------------------------------------------------------------------
 
     def all_reduce(self, tensor: paddle.Tensor, op: Any = _SUM, sync_op: bool = True) -> Operation:
-        return self.all_reduce_array(tensor_array(tensor), tensor.dtype, op, sync_op, keep=tensor)
+        memory = _Memory()
+        return self.all_reduce_array(memory.write(tensor), tensor.dtype, op, sync_op, memory.finish)
 
     def all_reduce_array(
-        self, array: np.ndarray, dtype: Any, op: Any = _SUM, sync_op: bool = True, keep: Any = None
+        self,
+        array: np.ndarray,
+        dtype: Any,
+        op: Any = _SUM,
+        sync_op: bool = True,
+        finish: Callable[[], None] = lambda: None,
     ) -> Operation:
         """Reduce memory that may belong to no tensor; ``dtype`` is Paddle's name for its contents."""
         code, kind = _DTYPE_CODES[dtype], int(op)
@@ -390,12 +429,12 @@ class CpuProcessGroup:
                 self._reduce_parts(mine, theirs, mine, kind, code)
                 yield from self._exchange(number, signature, 1, dict.fromkeys(others, mine), others)
             self._release(theirs)
-            self._keep(keep)
+            finish()
 
         return self._run("all_reduce", steps, sync=sync_op, dtype=code, nbytes=array.nbytes)
 
     def _gather_all(
-        self, outs: list[np.ndarray], mine: np.ndarray, code: int, sync: bool, keep: Any
+        self, outs: Sequence[np.ndarray], mine: np.ndarray, code: int, sync: bool, memory: _Memory
     ) -> Operation:
         total = sum(out.nbytes for out in outs)
         self._count("all_gather", total, total - mine.nbytes)
@@ -405,76 +444,65 @@ class CpuProcessGroup:
             yield from self._exchange(number, signature, 0, dict.fromkeys(incoming, mine), incoming)
             if mine.size and outs[self._rank].ctypes.data != mine.ctypes.data:
                 outs[self._rank][:] = mine
-            self._keep(keep)
+            memory.finish()
 
         return self._run("all_gather", steps, sync=sync, dtype=code, nbytes=mine.nbytes)
 
-    def all_gather(
-        self, out: list[paddle.Tensor] | paddle.Tensor, tensor: paddle.Tensor, sync_op: bool = True
-    ) -> Operation:
-        if not isinstance(out, list | tuple):
-            return self.all_gather_into_tensor(out, tensor, sync_op)
-        source = _readable(tensor)
-        return self._gather_all(
-            [tensor_array(t) for t in out],
-            tensor_array(source),
-            _DTYPE_CODES[tensor.dtype],
-            sync_op,
-            (out, source),
+    def all_gather(self, out: TensorOrList, tensor: TensorOrList, sync_op: bool | None = None) -> Operation:
+        """Also Paddle's older ``all_gather(tensor, out)``, told from this one by the missing ``sync_op``."""
+        if sync_op is None:
+            out, tensor, sync_op = tensor, out, True
+        memory = _Memory()
+        outs = (
+            [memory.write(t) for t in out]
+            if isinstance(out, list | tuple)
+            else self._equal(memory.write(out))
         )
+        return self._gather_all(outs, memory.read(tensor), _DTYPE_CODES[tensor.dtype], sync_op, memory)
 
     def all_gather_into_tensor(
         self, out: paddle.Tensor, tensor: paddle.Tensor, sync_op: bool = True
     ) -> Operation:
-        source = _readable(tensor)
-        pieces = np.split(tensor_array(out), self._size)
-        return self._gather_all(
-            pieces, tensor_array(source), _DTYPE_CODES[tensor.dtype], sync_op, (out, source)
-        )
+        return self.all_gather(out, tensor, sync_op)
 
     def all_gather_partial(self, out: paddle.Tensor, tensor: paddle.Tensor, num: int, id: int) -> Operation:
         """Member i holds the i-th of ``num`` parts of ``tensor``; afterwards each has all of ``out``."""
         assert (num, id) == (self._size, self._rank), "one part a member"
-        source = _readable(tensor)
-        mine, pieces = np.split(tensor_array(source), num)[id], np.split(tensor_array(out), num)
-        return self._gather_all(pieces, mine, _DTYPE_CODES[tensor.dtype], True, (out, source))
+        memory = _Memory()
+        outs, mine = self._equal(memory.write(out)), self._equal(memory.read(tensor))[id]
+        return self._gather_all(outs, mine, _DTYPE_CODES[tensor.dtype], True, memory)
 
-    def _scatter_reduced(
-        self, out: np.ndarray, parts: list[np.ndarray], op: Any, code: int, sync: bool, keep: Any
+    def reduce_scatter(
+        self, out: paddle.Tensor, tensors: TensorOrList, op: Any = _SUM, sync_op: bool = True
     ) -> Operation:
+        memory, code = _Memory(), _DTYPE_CODES[out.dtype]
+        target = memory.write(out)
+        parts = (
+            [memory.read(t) for t in tensors]
+            if isinstance(tensors, list | tuple)
+            else self._equal(memory.read(tensors))
+        )
         total = sum(part.nbytes for part in parts)
-        self._count("reduce_scatter", total, total - out.nbytes)
+        self._count("reduce_scatter", total, total - target.nbytes)
 
         def steps(number: int, signature: Signature) -> Steps:
             outgoing = {m: parts[m] for m in self._others()}
-            theirs = self._scratch(out, self._others())
+            theirs = self._scratch(target, self._others())
             yield from self._exchange(number, signature, 0, outgoing, theirs)
-            self._reduce_parts(parts[self._rank], theirs, out, int(op), code)
+            self._reduce_parts(parts[self._rank], theirs, target, int(op), code)
             self._release(theirs)
-            self._keep(keep)
+            memory.finish()
 
-        return self._run("reduce_scatter", steps, sync=sync, dtype=code, nbytes=out.nbytes)
-
-    def reduce_scatter(
-        self, out: paddle.Tensor, tensors: list[paddle.Tensor], op: Any = _SUM, sync_op: bool = True
-    ) -> Operation:
-        sources = [_readable(t) for t in tensors]
-        arrays = [tensor_array(t) for t in sources]
-        return self._scatter_reduced(
-            tensor_array(out), arrays, op, _DTYPE_CODES[out.dtype], sync_op, (out, sources)
-        )
+        return self._run("reduce_scatter", steps, sync=sync_op, dtype=code, nbytes=target.nbytes)
 
     def reduce_scatter_tensor(
         self, out: paddle.Tensor, tensor: paddle.Tensor, op: Any = _SUM, sync_op: bool = True
     ) -> Operation:
-        source = _readable(tensor)
-        pieces = np.split(tensor_array(source), self._size)
-        return self._scatter_reduced(
-            tensor_array(out), pieces, op, _DTYPE_CODES[out.dtype], sync_op, (out, source)
-        )
+        return self.reduce_scatter(out, tensor, op, sync_op)
 
     def broadcast(self, tensor: paddle.Tensor, src: int, sync_op: bool = True) -> Operation:
-        array = tensor_array(tensor)
+        memory, code = _Memory(), _DTYPE_CODES[tensor.dtype]
+        array = memory.write(tensor)
         self._count("broadcast", array.nbytes, (self._size - 1) / self._size * array.nbytes)
 
         def steps(number: int, signature: Signature) -> Steps:
@@ -482,13 +510,13 @@ class CpuProcessGroup:
                 yield from self._exchange(number, signature, 0, dict.fromkeys(self._others(), array), {})
             else:
                 yield from self._exchange(number, signature, 0, {}, {src: array})
-            self._keep(tensor)
+            memory.finish()
 
-        code = _DTYPE_CODES[tensor.dtype]
         return self._run("broadcast", steps, sync=sync_op, dtype=code, nbytes=array.nbytes, root=src)
 
     def reduce(self, tensor: paddle.Tensor, dst: int, op: Any = _SUM, sync_op: bool = True) -> Operation:
-        array, code = tensor_array(tensor), _DTYPE_CODES[tensor.dtype]
+        memory, code = _Memory(), _DTYPE_CODES[tensor.dtype]
+        array = memory.write(tensor)
         self._count("reduce", array.nbytes, (self._size - 1) / self._size * array.nbytes)
 
         def steps(number: int, signature: Signature) -> Steps:
@@ -499,15 +527,22 @@ class CpuProcessGroup:
                 self._release(theirs)
             else:
                 yield from self._exchange(number, signature, 0, {dst: array}, {})
-            self._keep(tensor)
+            memory.finish()
 
         return self._run("reduce", steps, sync=sync_op, dtype=code, nbytes=array.nbytes, root=dst)
 
-    def _scatter(
-        self, out: paddle.Tensor, parts: list[np.ndarray], src: int, sync: bool, keep: Any
+    def scatter(
+        self, out: TensorOrList, tensors: TensorOrList, src: int, sync_op: bool | None = None
     ) -> Operation:
-        target = tensor_array(out)
-        sent = sum(part.nbytes for part in parts) - target.nbytes if self._rank == src else 0
+        """Also Paddle's older ``scatter(tensor, out, src)``, told by the missing ``sync_op``."""
+        if sync_op is None:
+            out, tensors, sync_op = tensors, out, True
+        memory, code = _Memory(), _DTYPE_CODES[out.dtype]
+        target, parts = memory.write(out), []
+        if self._rank == src:
+            several = isinstance(tensors, list | tuple)
+            parts = [memory.read(t) for t in tensors] if several else self._equal(memory.read(tensors))
+        sent = sum(part.nbytes for part in parts) - target.nbytes if parts else 0
         self._count("scatter", target.nbytes * self._size, sent)
 
         def steps(number: int, signature: Signature) -> Steps:
@@ -516,23 +551,14 @@ class CpuProcessGroup:
                 target[:] = parts[src]
             else:
                 yield from self._exchange(number, signature, 0, {}, {src: target})
-            self._keep(keep)
+            memory.finish()
 
-        code = _DTYPE_CODES[out.dtype]
-        return self._run("scatter", steps, sync=sync, dtype=code, nbytes=target.nbytes, root=src)
-
-    def scatter(
-        self, out: paddle.Tensor, tensors: list[paddle.Tensor], src: int, sync_op: bool = True
-    ) -> Operation:
-        sources = [_readable(t) for t in tensors] if self._rank == src else []
-        return self._scatter(out, [tensor_array(t) for t in sources], src, sync_op, (out, sources))
+        return self._run("scatter", steps, sync=sync_op, dtype=code, nbytes=target.nbytes, root=src)
 
     def scatter_tensor(
         self, out: paddle.Tensor, tensor: paddle.Tensor, src: int, sync_op: bool = True
     ) -> Operation:
-        source = _readable(tensor)
-        parts = np.split(tensor_array(source), self._size) if self._rank == src else []
-        return self._scatter(out, parts, src, sync_op, (out, source))
+        return self.scatter(out, tensor, src, sync_op)
 
     def gather(
         self,
@@ -542,25 +568,29 @@ class CpuProcessGroup:
         sync_op: bool = True,
         use_calc_stream: bool = False,
     ) -> Operation:
-        source = _readable(tensor)
-        mine = tensor_array(source)
-        self._count("gather", mine.nbytes, 0 if self._rank == dst else mine.nbytes)
+        memory, code = _Memory(), _DTYPE_CODES[tensor.dtype]
+        mine = memory.read(tensor)
+        arrays = [memory.write(t) for t in outs] if self._rank == dst else []
+        self._count("gather", mine.nbytes * self._size, 0 if self._rank == dst else mine.nbytes)
 
         def steps(number: int, signature: Signature) -> Steps:
             if self._rank == dst:
-                arrays = [tensor_array(t) for t in outs]
                 yield from self._exchange(number, signature, 0, {}, {m: arrays[m] for m in self._others()})
                 arrays[dst][:] = mine
             else:
                 yield from self._exchange(number, signature, 0, {dst: mine}, {})
-            self._keep(source)
+            memory.finish()
 
-        code = _DTYPE_CODES[tensor.dtype]
         sync = sync_op or use_calc_stream
         return self._run("gather", steps, sync=sync, dtype=code, nbytes=mine.nbytes, root=dst)
 
     def _exchange_all(
-        self, outs: list[np.ndarray], parts: list[np.ndarray], code: int, sync: bool, keep: Any
+        self,
+        outs: Sequence[np.ndarray],
+        parts: Sequence[np.ndarray],
+        code: int,
+        sync: bool,
+        memory: _Memory,
     ) -> Operation:
         total = sum(part.nbytes for part in parts)
         self._count("all_to_all", total, total - parts[self._rank].nbytes)
@@ -570,7 +600,7 @@ class CpuProcessGroup:
             outgoing, incoming = {m: parts[m] for m in others}, {m: outs[m] for m in others}
             yield from self._exchange(number, signature, 0, outgoing, incoming)
             outs[self._rank][:] = parts[self._rank]
-            self._keep(keep)
+            memory.finish()
 
         # Parts may differ in size from rank to rank, so no size is agreed on; each message has its own.
         return self._run("all_to_all", steps, sync=sync, dtype=code)
@@ -578,9 +608,9 @@ class CpuProcessGroup:
     def all_to_all(
         self, outs: list[paddle.Tensor], tensors: list[paddle.Tensor], sync_op: bool = True
     ) -> Operation:
-        sources = [_readable(t) for t in tensors]
-        arrays, code = [tensor_array(t) for t in sources], _DTYPE_CODES[tensors[0].dtype]
-        return self._exchange_all([tensor_array(t) for t in outs], arrays, code, sync_op, (outs, sources))
+        memory, code = _Memory(), _DTYPE_CODES[tensors[0].dtype]
+        targets, parts = [memory.write(t) for t in outs], [memory.read(t) for t in tensors]
+        return self._exchange_all(targets, parts, code, sync_op, memory)
 
     def all_to_all_tensor(self, out: paddle.Tensor, tensor: paddle.Tensor, sync_op: bool = True) -> Operation:
         return self.all_to_all_single(out, tensor, None, None, sync_op)
@@ -593,16 +623,18 @@ class CpuProcessGroup:
         in_sizes: Sequence[int] | None,
         sync_op: bool = True,
     ) -> Operation:
-        source = _readable(tensor)
-        outs, parts = self._rows(out, out_sizes), self._rows(source, in_sizes)
-        return self._exchange_all(outs, parts, _DTYPE_CODES[tensor.dtype], sync_op, (out, source))
+        memory, width = _Memory(), math.prod(tensor.shape[1:])
+        outs = self._rows(memory.write(out), out_sizes, width)
+        parts = self._rows(memory.read(tensor), in_sizes, width)
+        return self._exchange_all(outs, parts, _DTYPE_CODES[tensor.dtype], sync_op, memory)
 
-    def _rows(self, tensor: paddle.Tensor, sizes: Sequence[int] | None) -> list[np.ndarray]:
-        """``tensor`` cut along its first dimension into ``sizes`` rows (equal parts without)."""
-        array = tensor_array(tensor)
+    def _equal(self, array: np.ndarray) -> list[np.ndarray]:
+        return np.split(array, self._size)
+
+    def _rows(self, array: np.ndarray, sizes: Sequence[int] | None, width: int) -> list[np.ndarray]:
+        """``array`` cut into ``sizes`` rows of ``width`` elements (equal parts without)."""
         if not sizes:
-            return np.split(array, self._size)
-        width = math.prod(tensor.shape[1:])
+            return self._equal(array)
         return np.split(array, np.cumsum(np.asarray(sizes) * width)[:-1])
 
     def barrier(self, device_id: int = -1) -> Operation:
@@ -617,7 +649,7 @@ class CpuProcessGroup:
     # -- point to point -------------------------------------------------------------------
 
     def _transfer(
-        self, array: np.ndarray, code: int, peer: int, *, incoming: bool, sync: bool, keep: Any
+        self, array: np.ndarray, code: int, peer: int, *, incoming: bool, sync: bool, memory: _Memory
     ) -> Operation:
         """One message of a pair of members; the n-th send meets the n-th receive."""
         counter = self._from if incoming else self._to
@@ -636,7 +668,7 @@ class CpuProcessGroup:
                 )
                 if wait_until_read is not None:
                     wait_until_read()
-            self._keep(keep)
+            memory.finish()
 
         text = f"{'recv' if incoming else 'send'} of group {self.group_id} ({array.nbytes} bytes)"
         operation = Operation(self._mesh, steps(), text, self._key, -1, signature)
@@ -655,19 +687,20 @@ class CpuProcessGroup:
         self, tensor: paddle.Tensor, dst: int, num: int, id: int, sync_op: bool = True
     ) -> Operation:
         """Send the ``id``-th of ``num`` equal parts of ``tensor``."""
-        source = _readable(tensor)
-        array = np.split(tensor_array(source), num)[id]
+        memory = _Memory()
+        array = np.split(memory.read(tensor), num)[id]
         self._count("send", array.nbytes, array.nbytes)
         code = _DTYPE_CODES[tensor.dtype]
-        return self._transfer(array, code, dst, incoming=False, sync=sync_op, keep=source)
+        return self._transfer(array, code, dst, incoming=False, sync=sync_op, memory=memory)
 
     def recv_partial(
         self, tensor: paddle.Tensor, src: int, num: int, id: int, sync_op: bool = True
     ) -> Operation:
         """Fill the ``id``-th of ``num`` equal parts of ``tensor``."""
-        array = np.split(tensor_array(tensor), num)[id]
+        memory = _Memory()
+        array = np.split(memory.write(tensor), num)[id]
         code = _DTYPE_CODES[tensor.dtype]
-        return self._transfer(array, code, src, incoming=True, sync=sync_op, keep=tensor)
+        return self._transfer(array, code, src, incoming=True, sync=sync_op, memory=memory)
 
     def _start_coalescing(self) -> None:
         self._coalesced = []

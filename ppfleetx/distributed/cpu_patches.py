@@ -180,7 +180,8 @@ class Reducer:
         main = getattr(parameter, "main_grad", None)
         gradient = parameter.grad if main is None else main
         if gradient is None:
-            gradient = parameter.grad = paddle.zeros_like(parameter)
+            parameter.grad = paddle.zeros_like(parameter)
+            gradient = parameter.grad  # not the tensor assigned: the parameter keeps a copy
         return gradient
 
     def _finish(self) -> None:
@@ -217,7 +218,7 @@ def _gather_last(tensor: paddle.Tensor, ring_id: int, nranks: int) -> paddle.Ten
 
 
 def _slice_last(tensor: paddle.Tensor, rank: int, nranks: int) -> paddle.Tensor:
-    return paddle.split(tensor, nranks, axis=-1)[rank].contiguous()
+    return paddle.split(tensor, nranks, axis=-1)[rank].clone()
 
 
 class _Identity(PyLayer):
@@ -410,7 +411,11 @@ def _indexed_cpu(module: ModuleType) -> _ModuleView:
 
     device = _ModuleView(module.device, get_device=get_device, get_all_custom_device_type=lambda: ["cpu"])
     return _ModuleView(
-        module, get_device=get_device, device=device, CustomPlace=lambda kind, index: module.CPUPlace()
+        module,
+        get_device=get_device,
+        set_device=lambda name: module.set_device("cpu"),
+        device=device,
+        CustomPlace=lambda kind, index: module.CPUPlace(),
     )
 
 
@@ -482,9 +487,7 @@ TABLE: tuple[Replacement, ...] = (
         "and zeros are reduced (sharding v2)",
         _clear_gradient,
     ),
-    Replacement(
-        "paddle:Tensor", "cuda", "flex_checkpoint calls it when loading", _stay_on_cpu
-    ),
+    Replacement("paddle:Tensor", "cuda", "flex_checkpoint calls it when loading", _stay_on_cpu),
     Replacement(
         f"{_FLEET}.utils.tensor_fusion_helper",
         "__current_device_type__",

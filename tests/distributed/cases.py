@@ -19,15 +19,11 @@ def start() -> None:
         dist.init_parallel_env()
 
 
-def group_of(members: list[int] | None):
+def group_of(members: list[int]):
+    """The group of these ranks; made once a process, by all ranks in the same order."""
     start()
-    if members is None:
-        return None
-    return _groups.setdefault(tuple(members), None) or _remember(members)
-
-
-def _remember(members):
-    _groups[tuple(members)] = dist.new_group(members)
+    if tuple(members) not in _groups:
+        _groups[tuple(members)] = dist.new_group(members)
     return _groups[tuple(members)]
 
 
@@ -63,8 +59,7 @@ REDUCE = {"SUM": np.add, "MAX": np.maximum, "MIN": np.minimum, "PROD": np.multip
 
 def reduced(op: str, parts: list[np.ndarray]) -> np.ndarray:
     if op == "AVG":
-        mean = np.sum(parts, axis=0) / len(parts)
-        return mean
+        return np.sum(parts, axis=0) / len(parts)
     total = parts[0]
     for part in parts[1:]:
         total = REDUCE[op](total, part)
@@ -103,10 +98,10 @@ def every_collective(dtype: str, shape: list[int]) -> int:
     dist.reduce_scatter(out, columns)
     check(out, reduced("SUM", [row[me] for row in table]))
     out = tensor(np.zeros(shape), dtype)
-    dist.stream.reduce_scatter(out, paddle.concat(columns) if dtype != "float16" else stacked(table[me], dtype))
+    dist.stream.reduce_scatter(out, tensor(np.concatenate(table[me]), dtype))
     check(out, reduced("SUM", [row[me] for row in table]))
     outs: list[paddle.Tensor] = []
-    dist.alltoall(columns, outs) if False else dist.alltoall(outs, columns)
+    dist.alltoall(outs, columns)
     for r in range(n):
         check(outs[r], table[r][me])
     out = tensor(np.zeros(shape), dtype)
@@ -119,10 +114,6 @@ def every_collective(dtype: str, shape: list[int]) -> int:
             check(part, expected)
     dist.barrier()
     return n
-
-
-def stacked(parts: list[np.ndarray], dtype: str) -> paddle.Tensor:
-    return tensor(np.concatenate(parts), dtype)
 
 
 def mean(dtype: str) -> None:
@@ -147,7 +138,10 @@ def bits_of_sum(count: int, dtype: str) -> list[int]:
     dist.all_reduce(x)
     expected = paddle.to_tensor(total).astype(dtype)
     got, want = (cpu_backend.tensor_array(t).view(np.uint8) for t in (x, expected))
-    return [int(np.array_equal(got, want)), int(np.frombuffer(got.tobytes(), np.uint8).astype(np.int64).sum())]
+    return [
+        int(np.array_equal(got, want)),
+        int(np.frombuffer(got.tobytes(), np.uint8).astype(np.int64).sum()),
+    ]
 
 
 def large_sum_in_half() -> list[float]:
@@ -170,3 +164,272 @@ def seconds_all_reduce(megabytes: float, repeats: int) -> list[float]:
         dist.all_reduce(x)
         times.append(time.perf_counter() - begin)
     return times
+
+
+def all_to_all_of_unequal_parts() -> None:
+    """Rank r sends r + c + 1 rows to rank c."""
+    start()
+    me, n = dist.get_rank(), dist.get_world_size()
+    part = lambda r, c: np.full((r + c + 1, 2), 10 * r + c, "float32")  # noqa: E731
+    sizes = [me + c + 1 for c in range(n)]
+    out = paddle.zeros([sum(sizes), 2])
+    source = paddle.to_tensor(np.concatenate([part(me, c) for c in range(n)]))
+    dist.alltoall_single(out, source, sizes, sizes)
+    check(out, np.concatenate([part(r, me) for r in range(n)]).astype(np.float64))
+
+
+def strided() -> None:
+    """Transposed views are read and written in place, and nothing around them is."""
+    start()
+    n = dist.get_world_size()
+    base = paddle.arange(24, dtype="float32").reshape([2, 3, 4])
+    view = base.transpose([2, 0, 1])
+    assert not view.is_contiguous()
+    dist.all_reduce(view)
+    check(view, np.arange(24.0).reshape(2, 3, 4).transpose(2, 0, 1) * n)
+    check(base, np.arange(24.0).reshape(2, 3, 4) * n)
+    received = paddle.zeros([3, 2]).t()
+    dist.broadcast(received if dist.get_rank() else paddle.ones([2, 3]), src=0)
+    check(received, np.full((2, 3), float(dist.get_rank() != 0)))
+
+
+def groups_side_by_side() -> list:
+    """Two groups of the same two ranks, and overlapping ones, used in different orders by their members."""
+    n, me = dist.get_world_size() if dist.is_initialized() else 4, None
+    start()
+    me, n = dist.get_rank(), dist.get_world_size()
+    a, b, c = group_of([0, 1]), group_of([1, 2, 3]), group_of([0, 3])
+    twin = dist.new_group([0, 1])
+    x, y = paddle.full([3], float(me)), paddle.full([20000], float(me + 1))
+    if me in (0, 1):
+        first, second = (a, twin) if me == 0 else (twin, a)
+        tensors = {a.id: x.clone(), twin.id: y.clone()}
+        tasks = [dist.all_reduce(tensors[g.id], group=g, sync_op=False) for g in (first, second)]
+        for task in tasks:
+            task.wait()
+        check(tensors[a.id], np.full(3, 1.0))
+        check(tensors[twin.id], np.full(20000, 3.0))
+    if me in (1, 2, 3):
+        z = x.clone()
+        dist.all_reduce(z, group=b)
+        check(z, np.full(3, 6.0))
+    if me in (0, 3):
+        z = x.clone()
+        dist.broadcast(z, src=3, group=c)
+        check(z, np.full(3, 3.0))
+    return [n]
+
+
+def asynchronous() -> None:
+    """Tasks waited for in another order than started, and completed by paddle.distributed.wait."""
+    start()
+    me, n = dist.get_rank(), dist.get_world_size()
+    tensors = [paddle.full([50000], float(me + i)) for i in range(4)]
+    tasks = [dist.all_reduce(t, sync_op=False) for t in tensors]
+    for i in [2, 0, 3, 1] if me % 2 else [1, 3, 0, 2]:
+        tasks[i].wait()
+    for i, t in enumerate(tensors):
+        check(t, np.full(50000, sum(range(n)) + n * i, np.float64))
+    t = paddle.full([50000], float(me))
+    dist.all_reduce(t, sync_op=False)
+    dist.wait(t)
+    check(t, np.full(50000, sum(range(n)), np.float64))
+
+
+def ring(rounds: int, count: int) -> None:
+    """Everybody sends to the next and receives from the one before, receive first or send first."""
+    start()
+    me, n = dist.get_rank(), dist.get_world_size()
+    for turn in range(rounds):
+        mine, theirs = paddle.full([count], float(100 * turn + me)), paddle.zeros([count])
+        send = dist.P2POp(dist.isend, mine, (me + 1) % n)
+        receive = dist.P2POp(dist.irecv, theirs, (me - 1) % n)
+        for task in dist.batch_isend_irecv([receive, send] if (turn + me) % 2 else [send, receive]):
+            task.wait()
+        check(theirs, np.full(count, 100.0 * turn + (me - 1) % n))
+        task = dist.irecv(theirs, (me + 1) % n)
+        dist.send(mine, (me - 1) % n)
+        task.wait()
+        check(theirs, np.full(count, 100.0 * turn + (me + 1) % n))
+
+
+def partial(count: int) -> None:
+    """What a pipeline with tensor parallelism does: a part each, then gathered."""
+    start()
+    me, n = dist.get_rank(), dist.get_world_size()
+    group = dist.get_group(0).process_group
+    whole = paddle.arange(count, dtype="float32")
+    for source in range(n):
+        target = (source + 1) % n
+        if me == source:
+            group.send_partial_on_calc_stream(whole, target, n, 1)
+        elif me == target:
+            out = paddle.zeros([count])
+            group.recv_partial_on_calc_stream(out, source, n, 1)
+            size = count // n
+            expected = np.zeros(count)
+            expected[size : 2 * size] = np.arange(size, 2 * size)
+            check(out, expected)
+    mine = paddle.zeros([count])
+    size = count // n
+    mine[me * size : (me + 1) * size] = whole[me * size : (me + 1) * size]
+    group.all_gather_partial_on_calc_stream(mine, mine, n, me)
+    check(mine, np.arange(count, dtype=np.float64))
+
+
+def objects() -> list:
+    start()
+    out: list = []
+    dist.all_gather_object(out, {"rank": dist.get_rank()})
+    return out
+
+
+def memory_from_workers() -> float:
+    """A forked child (a data loader's worker) does not hold the connections."""
+    import os
+
+    start()
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(write, str(len(cpu_backend._mesh.peers)).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    count = int(os.read(read, 10))
+    x = paddle.ones([1])
+    dist.all_reduce(x)
+    return count + x.item()
+
+
+def counted() -> dict:
+    start()
+    me, n = dist.get_rank(), dist.get_world_size()
+    x = paddle.zeros([12 * n])
+    cpu_backend.reset_traffic()
+    dist.all_reduce(x)
+    dist.all_reduce(x)
+    dist.stream.all_gather(paddle.zeros([12 * n * n]), x)
+    dist.stream.reduce_scatter(paddle.zeros([12]), x)
+    dist.broadcast(x, src=0)
+    dist.alltoall_single(paddle.zeros([12 * n]), x)
+    if me == 0:
+        dist.send(x, 1)
+    if me == 1:
+        dist.recv(x, 0)
+    return cpu_backend.traffic()[0]["operations"]
+
+
+# -- failures: each returns only if nothing went wrong --------------------------------------------
+
+
+def die(rank: int, how: str) -> str:
+    """The given rank ends; the others report what they were told, and when."""
+    import os
+    import signal
+
+    start()
+    x = paddle.ones([4])
+    dist.all_reduce(x)
+    begin = time.perf_counter()
+    if dist.get_rank() == rank:
+        time.sleep(0.3)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "goodbye":
+            cpu_backend.close()
+            time.sleep(2)
+            return "done"
+    try:
+        # Not everybody waits for the dead one directly: 3 waits for 2, which waits for 1, ...
+        me = dist.get_rank()
+        dist.recv(x, src=(me - 1) % dist.get_world_size())
+    except cpu_backend.CommError as error:
+        return f"{time.perf_counter() - begin:.2f} {type(error).__name__}: {error}"
+    return "nothing"
+
+
+def out_of_step(kind: str) -> str:
+    start()
+    x, me = paddle.ones([4 if kind != "size" else 4 + dist.get_rank()]), dist.get_rank()
+    begin = time.perf_counter()
+    try:
+        if kind == "size" or (kind == "collective" and me == 0):
+            dist.all_reduce(x)
+        elif kind == "collective":
+            dist.broadcast(x, src=1)
+        elif kind == "roots":  # each waits for the other to send
+            dist.broadcast(x, src=1 - me)
+        elif kind == "deadlock":  # a receive on one side, a collective on the other
+            dist.all_reduce(x) if me == 0 else dist.recv(x, src=0)
+        elif kind == "late":
+            if me == 1:
+                time.sleep(5)
+            dist.all_reduce(x)
+    except cpu_backend.CommError as error:
+        time.sleep(0.5)  # the other side reports what it sees, not that this one is gone
+        return f"{time.perf_counter() - begin:.2f} {type(error).__name__}: {error}"
+    return f"{time.perf_counter() - begin:.2f} fine"
+
+
+def stranger() -> str:
+    """Someone without the token at every rank's door does not disturb the job."""
+    import socket
+    import threading
+
+    import ppfleetx.distributed.cpu_transport as transport
+
+    seen: list[bytes] = []
+
+    def knock(address: tuple) -> None:
+        silent = socket.create_connection(address)
+        with socket.create_connection(address) as liar:
+            challenge = liar.recv(32)
+            liar.sendall(b"\0\0\0\1" + b"\0" * 4 + b"x" * 64)
+            liar.settimeout(5)
+            seen.append(challenge and liar.recv(1))
+        time.sleep(0.2)
+        silent.close()
+
+    original, knockers = socket.create_server, []
+
+    def create_server(address, **options):
+        server = original(address, **options)
+        knockers.append(threading.Thread(target=knock, args=(server.getsockname(),)))
+        knockers[-1].start()
+        time.sleep(0.1)
+        return server
+
+    transport.socket.create_server = create_server
+    try:
+        start()
+    finally:
+        transport.socket.create_server = original
+    x = paddle.ones([1])
+    dist.all_reduce(x)
+    for knocker in knockers:
+        knocker.join()
+    return f"{x.item():.0f} {seen}"
+
+
+def unused_parameter(find: bool) -> list:
+    """A parameter without a gradient on one rank only; the average counts it as zero there."""
+    start()
+    me = dist.get_rank()
+    with paddle.utils.unique_name.guard():
+        used, sometimes, never = (paddle.nn.Linear(2, 2, bias_attr=False) for _ in range(3))
+        for layer in (used, sometimes, never):
+            layer.weight.set_value(np.eye(2, dtype="float32"))
+
+    class Model(paddle.nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.sometimes, self.never = used, sometimes, never
+
+        def forward(self, x):
+            return self.used(x) + (self.sometimes(x) if me == 0 else 0)
+
+    model = paddle.DataParallel(Model(), find_unused_parameters=find)
+    for _ in range(2):
+        model(paddle.ones([1, 2])).sum().backward()
+    gradients = [layer.weight.grad for layer in (used, sometimes, never)]
+    return [None if g is None else float(g.sum().item()) for g in gradients]

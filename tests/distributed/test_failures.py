@@ -1,0 +1,73 @@
+"""A rank that dies, differs or is late: an error that names it, within seconds, or patience."""
+
+import pytest
+
+from tests.helpers.ranks import Outcome
+
+CASES = "tests.distributed.cases:"
+
+
+def told(outcomes: list[Outcome]) -> list[tuple[float, str]]:
+    """(seconds, message) of the ranks that lived to report."""
+    alive = [outcome.value.split(" ", 1) for outcome in outcomes if not outcome.died]
+    return [(float(seconds), message) for seconds, message in alive]
+
+
+def test_a_killed_rank_is_named_by_all_others(ranks):
+    pool = ranks(4)
+    messages = told(pool.call(CASES + "die", rank=1, how="kill", timeout=20))
+    assert len(messages) == 3
+    for seconds, message in messages:
+        assert message.startswith("PeerLostError")
+        assert "rank 1 is gone" in message
+        assert seconds < 5
+
+
+def test_a_rank_that_ends_early_is_named(ranks):
+    pool = ranks(2)
+    outcomes = pool.call(CASES + "die", rank=1, how="goodbye", timeout=20)
+    pool.usable = False
+    seconds, message = outcomes[0].value.split(" ", 1)
+    assert "rank 1 is gone: it has ended" in message
+    assert float(seconds) < 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "one", "other"),
+    [
+        ("collective", "all_reduce", "broadcast"),
+        ("size", "all_reduce of group 0 (16 bytes)", "all_reduce (20 bytes)"),
+        ("roots", "broadcast", "broadcast (16 bytes, root"),
+        ("deadlock", "all_reduce", "recv"),
+    ],
+)
+def test_ranks_out_of_step_are_told_both_operations(ranks, kind, one, other):
+    pool = ranks(2)
+    outcomes = pool.call(CASES + "out_of_step", kind=kind, timeout=40)
+    pool.usable = False
+    messages = told(outcomes)
+    stepped = [message for _, message in messages if message.startswith("OutOfStepError")]
+    assert stepped, messages
+    assert any(one in message and other in message for message in stepped), messages
+    assert all(seconds < 20 for seconds, _ in messages)
+
+
+def test_a_late_rank_is_waited_for(ranks):
+    for seconds, message in told(ranks(2).call(CASES + "out_of_step", kind="late", timeout=40)):
+        assert message == "fine"
+        assert seconds >= 0
+
+
+def test_waits_are_bounded(ranks):
+    pool = ranks(2, PADDLE_CPU_COMM_TIMEOUT="1")
+    (seconds, message), _ = told(pool.call(CASES + "out_of_step", kind="late", timeout=40))
+    pool.usable = False
+    assert "CommTimeoutError: rank 0: waited 1 s for rank 1 in all_reduce" in message
+    assert "PADDLE_CPU_COMM_TIMEOUT" in message
+    assert seconds < 4
+
+
+def test_strangers_are_turned_away(ranks):
+    pool = ranks(2, PADDLE_STRANGERS="1")  # a pool of its own: the connections are made in the test
+    for answer in pool.run(CASES + "stranger"):
+        assert answer == "2 [b'']"
