@@ -1,4 +1,7 @@
-"""Wiring of generation: from a configuration to a generator, and from prompts to printed text."""
+"""Wiring of generation: from a configuration to a generator, and from prompts to printed text.
+
+What a user may have got wrong is looked at before Paddle is loaded, which takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +10,40 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections import RunConfig
-from ppfleetx.core.engine.build import build_runner, find_weights, load_tokenizer
+from ppfleetx.core.launch import start_process
 from ppfleetx.data.tokenizer import Tokenizer
-from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.generation.generator import Generation, Generator, check_strategy
 from ppfleetx.utils.files import atomic_write
 from ppfleetx.utils.log import get_logger
+
+if TYPE_CHECKING:
+    from ppfleetx.checkpoint.reader import Checkpoint
+    from ppfleetx.distributed.context import ParallelContext
+    from ppfleetx.generation.generator import Generation, Generator
 
 DEFAULT_PROMPT = "Hi, GPT2. Tell me who Jack Ma is."
 
 
-def generate(cfg: RunConfig, ctx: ParallelContext, output: str | None = None) -> None:
-    """Continue the configured prompts and print them; ``output`` is a jsonl file to write them to as well.
+def run(path: str, overrides: Sequence[str], output: str | None = None) -> None:
+    """The program ``tasks/gpt/generation.py``; arguments as of :func:`generate` and ``start_process``."""
+    cfg = load_config(path, overrides)
+    prompts = read_prompts(cfg)
+    check_checkpoint(cfg)
+    cfg, ctx = start_process(path, overrides)
+    generate(cfg, ctx, prompts, output)
+
+
+def generate(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output: str | None = None) -> None:
+    """Continue prompts and print them; ``output`` is a jsonl file to write them to as well.
 
     Raises:
         UserError: checkpoint, tokenizer, prompts or options that cannot be generated with, in words.
     """
-    check_strategy(cfg.Generation)
-    prompts = read_prompts(cfg)
     generator = load_generator(cfg, ctx)
     if sys.stdout.isatty() and len(prompts) == 1 and cfg.Generation.num_return_sequences == 1:
         results = [_print_as_it_comes(generator, prompts[0], cfg)]
@@ -40,12 +55,30 @@ def generate(cfg: RunConfig, ctx: ParallelContext, output: str | None = None) ->
         _write(Path(output), prompts, results)
 
 
+def check_checkpoint(cfg: RunConfig) -> None:
+    """Whether ``Engine.save_load.ckpt_dir`` names a checkpoint; its data is not looked at.
+
+    Raises:
+        UserError: it does not.
+    """
+    if cfg.Engine.save_load.ckpt_dir is None:
+        raise ConfigError(
+            "names no checkpoint; give -o Engine.save_load.ckpt_dir=DIR (a step directory or an output "
+            "directory of a training run)",
+            key="Engine.save_load.ckpt_dir",
+        )
+    resolve_checkpoint(cfg.Engine.save_load.ckpt_dir)
+
+
 def load_generator(cfg: RunConfig, ctx: ParallelContext) -> Generator:
     """A generator on the checkpoint ``Engine.save_load.ckpt_dir``, which must be given.
 
     Raises:
         UserError: there is no such checkpoint or tokenizer, or they do not fit the model.
     """
+    from ppfleetx.core.engine.build import build_runner, find_weights
+    from ppfleetx.generation.generator import Generator
+
     start = find_weights(cfg)
     tokenizer = find_tokenizer(cfg, start.checkpoint)
     runner = build_runner(cfg, ctx, train=False)
@@ -60,6 +93,8 @@ def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
         ConfigError: there is neither.
         DataError: its files are missing or damaged.
     """
+    from ppfleetx.core.engine.build import load_tokenizer
+
     tokenizer = load_tokenizer(cfg)
     if tokenizer is None:
         places = [checkpoint.path / "tokenizer", checkpoint.path.parent / "tokenizer"]

@@ -18,12 +18,9 @@ def main() -> None:
     parser.add_argument("--output", metavar="FILE", help="also write prompts and results as jsonl")
     args = parser.parse_args()
 
-    from ppfleetx.core.launch import start_process
+    from ppfleetx.core.generate import run
 
-    cfg, ctx = start_process(args.config, args.override)
-    from ppfleetx.core.generate import generate
-
-    generate(cfg, ctx, args.output)
+    run(args.config, args.override, args.output)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def in_process(
 ) -> None:
     options = [f"Engine.save_load.ckpt_dir={run_dir / 'run'}", *overrides]
     cfg = load_config(run_dir / config, options)
-    generate(cfg, ParallelContext.single(), output)
+    generate(cfg, ParallelContext.single(), read_prompts(cfg), output)
 
 
 def command(run_dir: Path, *overrides: str, config: str = "generation.yaml") -> subprocess.CompletedProcess:
@@ -85,11 +85,15 @@ def test_the_documented_command(run_dir: Path) -> None:
         ((), "Engine.save_load.ckpt_dir: names no checkpoint"),
         (("Engine.save_load.ckpt_dir=/no/such/place",), "/no/such/place"),
         (("Generation.decode_strategy=best",), "Generation.decode_strategy"),
+        (("Generation.prompt_file=/no/such/file",), "Generation.prompt_file"),
     ],
 )
-def test_a_users_mistake_is_one_message(run_dir: Path, overrides: tuple[str, ...], message: str) -> None:
+def test_a_users_mistake_is_one_quick_message(
+    run_dir: Path, overrides: tuple[str, ...], message: str
+) -> None:
     done = command(run_dir, *overrides)
     assert done.returncode == 2
+    assert "CPU settings" not in done.stdout, "Paddle was loaded for nothing"
     assert message in done.stderr
     assert "Traceback" not in done.stderr
 
