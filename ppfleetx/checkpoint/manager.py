@@ -10,6 +10,7 @@ from ppfleetx.checkpoint.directory import newest_good
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import TensorSlice
 from ppfleetx.checkpoint.writer import save_checkpoint
+from ppfleetx.config.errors import CheckpointError
 from ppfleetx.utils.log import get_logger
 
 
@@ -73,7 +74,7 @@ def check_fingerprints(
             )
         if not reset_data:
             raise CheckpointError(
-                f"the {key} of this run ({current[key]}) is not what checkpoint {checkpoint.path} was trained "
-                f"on ({saved[key]}), so its position has no meaning; set Engine.save_load.reset_data to True "
-                "to start the new data from its beginning"
+                f"the {key} of this run ({current[key]}) is not what checkpoint {checkpoint.path} was "
+                f"trained on ({saved[key]}), so its position has no meaning; set "
+                "Engine.save_load.reset_data to True to start the new data from its beginning"
             )

@@ -238,6 +238,8 @@ def _problem(entry: TensorEntry, files: Mapping[str, FileEntry]) -> str | None:
             return "a slice reaches beyond the tensor"
         if piece.flat and not 0 <= piece.flat[0] < piece.flat[1] <= prod(piece.shape):
             return "a flat interval reaches beyond its box"
+    if not entry.slices:
+        return "it has no slices"
     if sum(piece.size for piece in entry.slices) != prod(entry.shape):
         return "its slices do not make up the whole tensor"
     return None

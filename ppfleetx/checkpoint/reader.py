@@ -12,6 +12,7 @@ import numpy as np
 
 from ppfleetx.checkpoint import storage
 from ppfleetx.checkpoint.manifest import (
+    CHUNK_BYTES,
     FORMAT,
     MANIFEST_FILE,
     MARKER_FILE,
@@ -71,19 +72,25 @@ class Checkpoint:
         *,
         offset: Index | None = None,
         shape: Index | None = None,
+        out: np.ndarray | None = None,
     ) -> np.ndarray:
         """The box (offset, shape) of a tensor; by default all of it. bfloat16 comes as its bits in uint16.
 
-        Only the parts of the files that hold the box are read. Raises CheckpointError for an unknown
+        Only the parts of the files that hold the box are read, into `out` if given (a contiguous array
+        of the box's shape and of the stored element type). Raises CheckpointError for an unknown
         tensor, a box outside it, or damaged bytes.
         """
         entry = self.entry(name, kind, state)
         offset, shape = _wanted_box(entry, offset, shape)
-        held = NUMPY_OF_DTYPE[entry.dtype]
-        if len(entry.slices) == 1 and entry.slices[0].shape == shape and not entry.slices[0].flat:
-            content = storage.read_range(self.path, entry.slices[0], 0, entry.slices[0].num_bytes)
-            return np.frombuffer(content, held).reshape(shape)
-        return self._assemble(entry, offset, shape)
+        result = np.empty(shape, NUMPY_OF_DTYPE[entry.dtype]) if out is None else out
+        assert (result.shape, result.dtype) == (shape, NUMPY_OF_DTYPE[entry.dtype]), "out does not fit"
+        piece = entry.slices[0]
+        if len(entry.slices) == 1 and piece.shape == shape and piece.flat is None:
+            content = memoryview(result.reshape(-1).view(np.uint8))
+            storage.read_range(self.path, piece, 0, piece.num_bytes, into=content)
+        else:
+            self._assemble(entry, offset, result)
+        return result
 
     def verify(self) -> None:
         """Read everything and compare all checksums; raises CheckpointError naming each damaged place."""
@@ -93,27 +100,25 @@ class Checkpoint:
 
     def damage(self) -> Iterator[str]:
         """One sentence for each damaged tensor piece."""
+        scratch = memoryview(np.empty(CHUNK_BYTES, np.uint8))
         for entry in self.manifest.tensors.values():
             for piece in entry.slices:
                 try:
-                    for start in range(0, piece.num_bytes, _BLOCK_BYTES):
-                        end = min(start + _BLOCK_BYTES, piece.num_bytes)
-                        storage.read_range(self.path, piece, start, end)
+                    storage.check_piece(self.path, piece, scratch)
                 except CheckpointError as error:
                     yield f"{entry.kind} {entry.name} {entry.state}".rstrip() + f": {error}"
 
-    def _assemble(self, entry: TensorEntry, offset: Index, shape: Index) -> np.ndarray:
-        result = np.empty(shape, NUMPY_OF_DTYPE[entry.dtype])
+    def _assemble(self, entry: TensorEntry, offset: Index, result: np.ndarray) -> None:
+        """Fill `result`, the box at `offset`, from all slices that reach into it."""
         found = 0
         for piece in entry.slices:
             for box_offset, box_shape, first in _boxes(piece):
-                common = intersect((offset, shape), (box_offset, box_shape))
+                common = intersect((offset, result.shape), (box_offset, box_shape))
                 if common is not None:
                     found += prod(common[1])
                     self._copy(piece, (box_offset, box_shape, first), common, result, offset)
-        if found != prod(shape):
+        if found != result.size:
             raise CheckpointError(f"checkpoint {self.path} holds {entry.name} with holes or overlaps")
-        return result
 
     def _copy(
         self,

@@ -10,7 +10,7 @@ import errno
 import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -35,7 +35,7 @@ def write_safetensors(
     header = _header(pieces)
     entries = []
     position = len(header)
-    with path.open("wb", buffering=1 << 20) as file:
+    with path.open("wb", buffering=1 << 16) as file:
         write_bytes(file, header)
         for piece in pieces:
             checksums = _write_chunks(file, piece.array())
@@ -109,22 +109,39 @@ def check_file(directory: Path, relative: str, entry: FileEntry) -> None:
         raise CheckpointError(f"checkpoint file {path} is damaged: the checksum of its header is wrong")
 
 
-def read_range(directory: Path, piece: SliceEntry, start: int, end: int) -> memoryview:
+def read_range(
+    directory: Path, piece: SliceEntry, start: int, end: int, into: memoryview | None = None
+) -> memoryview:
     """Bytes [start, end) of a piece, checked chunk by chunk.
 
+    `into` is where to put them when they are the whole piece; else memory is made.
     Raises CheckpointError when they cannot be read or are not those that were written.
     """
     first, last = start // CHUNK_BYTES, -(-end // CHUNK_BYTES)
     begin, stop = first * CHUNK_BYTES, min(last * CHUNK_BYTES, piece.num_bytes)
     # np.empty: a bytearray would be zeroed first, which costs as much as the read.
-    buffer = memoryview(np.empty(stop - begin, np.uint8))
-    path = directory / piece.file
+    buffer = memoryview(np.empty(stop - begin, np.uint8)) if into is None else into
+    assert len(buffer) == stop - begin, "a given buffer has to be as long as the piece"
+    chunks = (buffer[at : at + CHUNK_BYTES] for at in range(0, len(buffer), CHUNK_BYTES))
+    _read_chunks(directory / piece.file, piece, first, chunks)
+    return buffer[start - begin : end - begin]
+
+
+def check_piece(directory: Path, piece: SliceEntry, scratch: memoryview) -> None:
+    """Read a whole piece through `scratch` (CHUNK_BYTES long) for its checksums only.
+
+    Fresh memory for what is thrown away would cost several times what the checksum does.
+    """
+    sizes = (min(CHUNK_BYTES, piece.num_bytes - at) for at in range(0, piece.num_bytes, CHUNK_BYTES))
+    _read_chunks(directory / piece.file, piece, 0, (scratch[:size] for size in sizes))
+
+
+def _read_chunks(path: Path, piece: SliceEntry, first: int, chunks: Iterable[memoryview]) -> None:
+    """Fill each buffer with the next chunk of a piece, from chunk number `first`, and compare checksums."""
     try:
         with path.open("rb", buffering=0) as file:
-            file.seek(piece.start + begin)
-            for number in range(first, last):
-                low = (number - first) * CHUNK_BYTES
-                chunk = buffer[low : low + CHUNK_BYTES]
+            file.seek(piece.start + first * CHUNK_BYTES)
+            for number, chunk in enumerate(chunks, start=first):
                 _read_full(file, chunk)
                 if f"{zlib.crc32(chunk):08x}" != piece.crc32[number]:
                     raise CheckpointError(
@@ -133,7 +150,6 @@ def read_range(directory: Path, piece: SliceEntry, start: int, end: int) -> memo
                     )
     except OSError as error:
         raise CheckpointError(f"checkpoint file {path} cannot be read: {error.strerror}") from error
-    return buffer[start - begin : end - begin]
 
 
 def _read_full(file: BinaryIO, target: memoryview) -> None:

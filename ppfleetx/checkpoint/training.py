@@ -148,13 +148,16 @@ def _slice(name: str, kind: str, state: str, tensor: Tensor, info: Any) -> Tenso
 
 
 def host_array(tensor: Tensor) -> np.ndarray:
-    """A tensor's elements in host memory, without a copy where possible; bfloat16 as its bits in uint16."""
-    import paddle
+    """A tensor's elements in host memory, bfloat16 as its bits in uint16.
 
-    tensor = tensor.detach()
-    if tensor.place.is_cpu_place() and tensor.dtype != paddle.bfloat16 and tensor.is_contiguous():
-        return np.from_dlpack(tensor)
-    return tensor.numpy()
+    No copy where possible (float32 on a CPU): then the array is the tensor's own memory.
+    """
+    return np.from_dlpack(tensor.detach()) if _is_host(tensor) else tensor.numpy()
+
+
+def _is_host(tensor: Tensor) -> bool:
+    """Whether NumPy can look at the tensor's memory: on the host, contiguous, of a type NumPy knows."""
+    return tensor.place.is_cpu_place() and _dtype(tensor) != "BF16" and tensor.is_contiguous()
 
 
 def _dtype(tensor: Tensor) -> str:
@@ -172,7 +175,11 @@ def _fill(checkpoint: Checkpoint, entry: TensorEntry, tensor: Tensor, place: Any
     """Copy the tensor's part of a stored one into it."""
     offset, shape = tuple(place.offset), tuple(place.local_shape)
     if tuple(entry.shape) == tuple(place.global_shape):
-        _set(tensor, entry, checkpoint.read(*_key(entry), offset=offset, shape=shape))
+        if entry.dtype == _dtype(tensor) and _is_host(tensor):
+            checkpoint.read(*_key(entry), offset=offset, shape=shape, out=host_array(tensor))
+        else:
+            values = checkpoint.read(*_key(entry), offset=offset, shape=shape)
+            tensor.set_value(_convert(values, entry.dtype, _dtype(tensor)))
         return
     dim = entry.vocab_dim
     rows = min(checkpoint.manifest.vocab_size - offset[dim], shape[dim])
@@ -182,10 +189,6 @@ def _fill(checkpoint: Checkpoint, entry: TensorEntry, tensor: Tensor, place: Any
         values = checkpoint.read(*_key(entry), offset=offset, shape=part)
         current[tuple(slice(size) for size in part)] = _convert(values, entry.dtype, _dtype(tensor))
     tensor.set_value(current)
-
-
-def _set(tensor: Tensor, entry: TensorEntry, values: np.ndarray) -> None:
-    tensor.set_value(_convert(values, entry.dtype, _dtype(tensor)))
 
 
 def _convert(values: np.ndarray, stored: str, wanted: str) -> np.ndarray:
