@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from pydantic import model_validator
@@ -16,7 +17,7 @@ from ppfleetx.config.fields import (
     Text,
 )
 
-GLUE_TASKS = ("CoLA", "SST2", "MRPC", "QQP", "STSB", "MNLI", "QNLI", "RTE", "WNLI")
+_SHARES = re.compile(r"\s*(\d+\.?\d*|\.\d+)([,/\s]+(\d+\.?\d*|\.\d+))*\s*")
 
 
 class DatasetConfig(Section):
@@ -57,8 +58,21 @@ class DatasetConfig(Section):
                 )
             if not sum(self.weights) > 0:
                 raise RuleError(("weights",), "at least one weight must be greater than 0")
-        if isinstance(self.split, tuple) and (len(self.split) != 3 or not sum(self.split) > 0):
-            raise RuleError(("split",), "needs three shares (Train, Eval, Test), not all of them 0")
+        return self
+
+    @model_validator(mode="after")
+    def _check_split(self) -> DatasetConfig:
+        if self.name != "GPTDataset":
+            return self
+        rule = "needs up to three shares (Train, Eval, Test), not all of them 0, e.g. [969, 30, 1]"
+        if isinstance(self.split, tuple):
+            shares = self.split
+        elif _SHARES.fullmatch(self.split):
+            shares = tuple(float(share) for share in re.split(r"[,/\s]+", self.split.strip()))
+        else:
+            raise RuleError(("split",), rule)
+        if not 1 <= len(shares) <= 3 or not sum(shares) > 0:
+            raise RuleError(("split",), rule)
         return self
 
 

@@ -78,7 +78,7 @@ IntervalOrZero = Annotated[
     Field(strict=True, ge=0),
     Says("an integer (0 or less, or null: never)"),
 ]
-Interval = Annotated[int, Field(strict=True, ge=1), Says("an integer (0 or less, or null: never)")]
+Interval = Annotated[int, Field(strict=True, ge=1), Says("an integer (0 or less: never)")]
 OptionalInterval = Annotated[Interval | None, BeforeValidator(_never)]
 NumberChoice = BeforeValidator(_no_bool)
 PositiveInt = Annotated[int, Field(strict=True, ge=1), Says("an integer of at least 1")]

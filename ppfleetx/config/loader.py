@@ -33,7 +33,7 @@ def load_config(
     tree, warnings = read_with_bases(Path(path))
     tree, more = modernize(apply_overrides(tree, overrides, RunConfig))
     cfg, origins = validate(tree, RunConfig)
-    return resolve(cfg, origins, (*warnings, *more), world_size)
+    return resolve(cfg, origins, tuple(dict.fromkeys((*warnings, *more))), world_size)
 
 
 def dump_config(cfg: RunConfig) -> str:
@@ -61,9 +61,9 @@ def read_with_bases(path: Path, chain: tuple[Path, ...] = ()) -> tuple[Node, tup
         if not base_path.exists():
             raise ConfigError("there is no such file", key="_base_", value=name, place=base_node.place)
         base, more = read_with_bases(base_path, (*chain, here))
-        warnings = (*more, *warnings)
+        warnings = tuple(dict.fromkeys((*more, *warnings)))
         merged = base if merged is None else merge(merged, base)
-    return (strip_marks(tree) if merged is None else merge(merged, tree)), tuple(dict.fromkeys(warnings))
+    return (strip_marks(tree) if merged is None else merge(merged, tree)), warnings
 
 
 def _base_names(node: Node) -> list[str]:

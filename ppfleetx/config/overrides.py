@@ -52,8 +52,8 @@ def _read_value(text: str, annotation: Any, key: str, place: str) -> Node:
         if text_field:
             return Node(text, place)
         raise ConfigError(f"the value {error.rule}", key=key, value=text, place=place) from None
-    if node is None:
-        return Node(None, place, "")
+    if node is None:  # nothing, or only a YAML comment: to a text field that is a text like any other
+        return Node(text, place) if text_field and text.strip() else Node(None, place, "")
     if text_field and node.text is not None:
         return Node(node.value, place, text)
     if text_field and isinstance(node.value, dict):

@@ -268,11 +268,12 @@ def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = No
 
     Changing the data-parallel degree costs least, because it does not cut the model differently.
     """
+    options = ("sharding_stage", "sequence_parallel", "virtual_pp_degree", "sep")
+    alike = (p for p in _candidates(world_size) if all(getattr(p, o) == getattr(plan, o) for o in options))
+    legal = [other for other in alike if not violations(other, work)] or enumerate_plans(world_size, work)
 
     def distance(other: ParallelPlan) -> float:
         cost = {"dp": 1.0, "sharding": 2.0, "mp": 4.0, "pp": 4.0, "sep": 8.0}
-        degrees = sum(c * abs(math.log2(getattr(plan, a) / getattr(other, a))) for a, c in cost.items())
-        options = ("sharding_stage", "sequence_parallel", "virtual_pp_degree")
-        return degrees + sum(0.5 for o in options if getattr(plan, o) != getattr(other, o))
+        return sum(c * abs(math.log2(getattr(plan, a) / getattr(other, a))) for a, c in cost.items())
 
-    return min(enumerate_plans(world_size, work), key=distance, default=None)
+    return min(legal, key=distance, default=None)

@@ -22,18 +22,18 @@ def resolve(
         ConfigError: see :func:`ppfleetx.config.loader.load_config`.
     """
     try:
-        cfg = _with_data_parallel(cfg, world_size)
+        cfg = _with_data_parallel(cfg, world_size, origins)
         batch = _batch_of(cfg)
         cfg = _with_derived(cfg, batch)
         for violation in _violations(cfg, batch):
             raise violation
     except RuleError as violation:
-        raise violation_error(violation, "", cfg.model_dump(), origins) from None
+        raise violation_error(violation, "", cfg.model_dump(mode="json"), origins) from None
     cfg._batch, cfg._origins, cfg._warnings = batch, origins, warnings
     return cfg
 
 
-def _with_data_parallel(cfg: RunConfig, world_size: int | None) -> RunConfig:
+def _with_data_parallel(cfg: RunConfig, world_size: int | None, origins: dict[str, str]) -> RunConfig:
     if world_size is None:
         return _change(cfg, "Distributed", dp_degree=cfg.Distributed.dp_degree or 1)
     if cfg.Distributed.dp_degree is None:
@@ -50,6 +50,7 @@ def _with_data_parallel(cfg: RunConfig, world_size: int | None) -> RunConfig:
         f"{world_size} processes were started, but dp {dp} x mp {plan.mp} x pp {plan.pp} x sharding "
         f"{plan.sharding} x sep {plan.sep} needs {needed}.",
         key="Distributed",
+        place=origins.get("Distributed"),
         hint=f"The nearest plan for {world_size}: {near}."
         if near
         else f"No plan fits {world_size} processes.",

@@ -21,6 +21,10 @@ _WORDS = {
     **dict.fromkeys(("true", "True", "TRUE", "yes", "Yes", "YES", "on", "On", "ON"), True),
     **dict.fromkeys(("false", "False", "FALSE", "no", "No", "NO", "off", "Off", "OFF"), False),
 }
+_PLAIN_TAGS = {
+    f"tag:yaml.org,2002:{kind}"
+    for kind in ("str", "int", "float", "bool", "null", "timestamp", "value", "seq", "map")
+}
 _MAX_DEPTH = 40
 
 
@@ -75,6 +79,8 @@ def _convert(node: yaml.Node, file: str, with_lines: bool, depth: int) -> Node:
     place = f"{file}:{node.start_mark.line + 1}" if with_lines else file
     if depth > _MAX_DEPTH:
         raise ConfigError("is nested too deeply, or an alias refers to what contains it", place=place)
+    if node.tag not in _PLAIN_TAGS:
+        raise ConfigError(f"the tag {node.tag} is not allowed; write plain values", place=place)
     if isinstance(node, yaml.ScalarNode):
         return _scalar(node, place)
     if isinstance(node, yaml.SequenceNode):
@@ -95,8 +101,6 @@ def _convert(node: yaml.Node, file: str, with_lines: bool, depth: int) -> Node:
 
 
 def _scalar(node: yaml.ScalarNode, place: str) -> Node:
-    if not node.tag.startswith("tag:yaml.org,2002:") or node.tag.startswith("tag:yaml.org,2002:python"):
-        raise ConfigError(f"the tag {node.tag} is not allowed; write plain values", place=place)
     if node.style:  # quoted or block: a text; the C loader says '' for plain, the Python one None
         return Node(node.value, place)
     return Node(plain_scalar(node.value), place, node.value)

@@ -111,8 +111,8 @@ def _batch_lines(cfg: RunConfig) -> list[str]:
     lines = [
         _line(
             "batch",
-            f"global {batch.global_batch_size} = local {batch.local_batch_size} x {plan.data_size} data ranks "
-            f"(dp {plan.dp} x sharding {plan.sharding})",
+            f"global {batch.global_batch_size} = local {batch.local_batch_size} x {plan.data_size} data "
+            f"ranks (dp {plan.dp} x sharding {plan.sharding})",
         ),
         _line(
             "",

@@ -1,0 +1,224 @@
+"""Each wrong configuration ends with one ConfigError that names key, value, place and rule."""
+
+import pytest
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_config
+
+# override, and pieces its message must hold
+WRONG_OVERRIDES = [
+    (
+        "Engine.max_stepz=5",
+        ["Engine.max_stepz (-o override 1)", "no such key", "Did you mean Engine.max_steps?"],
+    ),
+    ("max_steps=5", ["no such key", "Engine.max_steps"]),
+    ("Modle.hidden_size=5", ["Modle", "no such key", "Model"]),
+    ("Engine.hidden_size=5", ["Engine.hidden_size", "Did you mean Model.hidden_size"]),
+    ("Engine.max_steps=12x", ["Engine.max_steps = '12x'", "an integer of at least 1"]),
+    ("Engine.max_steps=1.5", ["Engine.max_steps = 1.5", "an integer of at least 1"]),
+    ("Engine.max_steps=true", ["Engine.max_steps = True", "an integer of at least 1"]),
+    ("Engine.max_steps=0", ["Engine.max_steps = 0", "at least 1"]),
+    ("Engine.max_steps=", ["Engine.max_steps = None", "an integer"]),
+    ("Engine.max_steps=[1]", ["Engine.max_steps = [1]", "an integer"]),
+    ("Engine.mix_precision.enable=1", ["Engine.mix_precision.enable = 1", "true or false"]),
+    ("Engine.mix_precision.dtype=fp16", ["'fp16'", "one of float16, bfloat16"]),
+    ("Engine.save_load.resume=maybe", ["'maybe'", "auto, or true or false"]),
+    ("Engine.accumulate_steps=3", ["Engine.accumulate_steps = 3", "8 / micro_batch_size 4 = 2"]),
+    ("Engine=5", ["Engine = 5", "a section"]),
+    ("Model.num_layers=null", ["Model.num_layers = None", "an integer"]),
+    ("Model.num_attention_heads=5", ["Model.num_attention_heads = 5", "64", "small.yaml:8"]),
+    ("Model.num_query_groups=3", ["Model.num_query_groups = 3", "must divide the number of heads 4"]),
+    ("Model.hidden_dropout_prob=1.0", ["Model.hidden_dropout_prob = 1.0", "[0, 1)"]),
+    ("Model.recompute_granularity=fll", ["'fll'", "one of full, full_attn, core_attn"]),
+    ("Model.no_recompute_layers=[4]", ["layer 4 does not exist", "0 to 3"]),
+    ("Model.add_head_bias=True", ["Model.add_head_bias = True", "tied"]),
+    ("Model.virtual_pp_degree=2", ["Model.virtual_pp_degree = 2", "pp_degree > 2"]),
+    ("Model.sequence_parallel=True", ["Model.sequence_parallel = True", "mp_degree > 1"]),
+    ("Data.Train.dataset.max_seq_len=4096", ["max_seq_len = 4096", "max_position_embeddings 1024"]),
+    ("Data.Train.dataset.split.0=abc", ["Data.Train.dataset.split.0 = 'abc'", "a number of at least 0"]),
+    ("Data.Train.dataset.split.3=1", ["the list has 3 items"]),
+    ("Data.Train.dataset.split.x=1", ["'x' is not an index"]),
+    ("Data.Train.dataset.split=[0, 0, 0]", ["shares"]),
+    ("Data.Train.dataset.split=nine", ["shares"]),
+    ("Data.Train.dataset.input_dir=[a, b, {c: 1}]", ["input_dir.2 = {'c': 1}", "a text"]),
+    ("Data.Train.dataset.weights=[1, 2]", ["2 weights for 1 corpora"]),
+    ("Data.Train.dataset.eod_id=1000", ["eod_id = 1000", "0 to 999", "small.yaml:7"]),
+    ("Data.Train.dataset.eod_mask_loss=True", ["give Data.Train.dataset.eod_id or Data.tokenizer"]),
+    ("Data.tokenizer.vocab_file=v.json", ["vocab_file and merges_file are given together"]),
+    ("Global.global_batch_size=7", ["Global.global_batch_size = 7", "local_batch_size 8 x", "small.yaml:2"]),
+    ("Global.micro_batch_size=3", ["Global.micro_batch_size = 3", "8 does not divide", "small.yaml:2"]),
+    ("Global.device=tpu", ["Global.device = 'tpu'", "one of auto, cpu, gpu"]),
+    (
+        "Optimizer.lr.warmup_steps=101",
+        ["warmup_steps = 101", "longer than the schedule of 100 steps", "small.yaml:5"],
+    ),
+    ("Optimizer.lr.warmup_rate=1.5", ["warmup_rate = 1.5", "[0, 1)"]),
+    ("Optimizer.lr.min_lr=1", ["Optimizer.lr.min_lr = 1", "above the highest 2e-05", "small.yaml:17"]),
+    ("Optimizer.lr.max_lr=abc", ["Optimizer.lr.max_lr = 'abc'", "a number"]),
+    ("Optimizer.lr.max_lr=.inf", ["Optimizer.lr.max_lr = inf", "a number"]),
+    ("Optimizer.lr.wsd_decay_steps=5", ["wsd_decay_steps = 5", "no meaning with decay_style 'cosine'"]),
+    ("Optimizer.beta2=1", ["Optimizer.beta2 = 1", "[0, 1)"]),
+    ("Optimizer.name=Adan", ["Optimizer.name = 'Adan'", "one of AdamW, SGD"]),
+    ("Distributed.mp_degree=8", ["Distributed.mp_degree = 8", "4 attention heads", "small.yaml:10"]),
+    (
+        "Distributed.pp_degree=3",
+        ["Distributed.pp_degree = 3", "4 layers do not divide", "Distributed.pp_layers"],
+    ),
+    ("Distributed.sharding.sharding_stage=4", ["sharding_stage = 4", "one of 1, 2, 3"]),
+    ("Distributed.sharding.sharding_stage=True", ["sharding_stage = True", "one of 1, 2, 3"]),
+    ("Distributed.sharding.sharding_offload=True", ["sharding_offload = True", "sharding_stage 2 or 3"]),
+    ("Generation.top_p=0", ["Generation.top_p = 0", "(0, 1]"]),
+    ("Generation.min_dec_len=50", ["min_dec_len = 50", "at most 20"]),
+    ("Generation.decode_strategy=beam", ["'beam'", "greedy_search, sampling, beam_search"]),
+    ("Offline_Eval.overlapping_eval=2000", ["overlapping_eval = 2000", "gaps"]),
+    ("Profiler.scheduler=[5, 1]", ["Profiler.scheduler = [5, 1]", "smaller"]),
+    ("Compress.Quantization.weight_bits=64", ["weight_bits = 64", "between 2 and 16"]),
+    ("Engine.max_steps", ["not of the form Section.key=value", "-o override 1"]),
+    ("=5", ["not of the form"]),
+    ("Engine..max_steps=5", ["not of the form"]),
+    ("Engine.max_steps={", ["Engine.max_steps = '{'", "not valid YAML"]),
+    ("Engine.max_steps=!!python/name:os.system", ["the tag"]),
+]
+
+
+@pytest.mark.parametrize(("override", "pieces"), WRONG_OVERRIDES, ids=[o for o, _ in WRONG_OVERRIDES])
+def test_wrong_override(small, override, pieces):
+    with pytest.raises(ConfigError) as caught:
+        load_config(small, [override])
+    for piece in pieces:
+        assert piece in str(caught.value)
+
+
+WRONG_COMBINATIONS = [
+    (["Engine.max_steps=1", "Engine.max_steps=2"], ["already set by override 1", "override 2"]),
+    (["Global.local_batch_size=null", "Global.micro_batch_size=null"], ["no batch size is given"]),
+    (
+        ["Optimizer.lr.warmup_rate=0.1", "Optimizer.lr.warmup_steps=5"],
+        ["in steps or as a rate", "override 2"],
+    ),
+    (["Engine.save_load.init_from=a", "Engine.save_load.ckpt_dir=b"], ["not both", "override 2"]),
+    (["Generation.prompt=a", "Generation.prompt_file=b"], ["not both"]),
+    (
+        [
+            "Distributed.sharding.sharding_stage=2",
+            "Distributed.sharding.sharding_degree=2",
+            "Distributed.pp_degree=2",
+        ],
+        ["sharding stage 2", "pp_degree 2", "use stage 1"],
+    ),
+    (
+        [
+            "Distributed.sharding.sharding_stage=3",
+            "Distributed.sharding.sharding_degree=2",
+            "Distributed.mp_degree=2",
+        ],
+        ["sharding stage 3", "mp_degree is 2", "use stage 1"],
+    ),
+    (["Distributed.pp_degree=2", "Distributed.pp_layers=[1, 2]"], ["pp_layers = [1, 2]", "num_layers 4"]),
+    (["Distributed.pp_degree=2", "Distributed.pp_layers=[4]"], ["pp_degree 2 x virtual_pp_degree 1"]),
+    (
+        ["Distributed.pp_degree=4", "Model.num_layers=8", "Model.virtual_pp_degree=2"],
+        ["accumulate_steps 2", "multiple of pp_degree 4"],
+    ),
+    (
+        ["Optimizer.lr.name=LinearDecayWithWarmup", "Optimizer.lr.decay_style=wsd"],
+        ["contradicts", "'linear'"],
+    ),
+    (["Model.attention_kernel=reference", "Model.use_flash_attn=True"], ["contradict each other"]),
+    (["Model.position_embedding_type=rope", "Model.head_dim=15"], ["must be even, not 15"]),
+    (["Distributed.sep_degree=3"], ["sep_degree 3"]),
+    (
+        ["Global.local_batch_size=null", "Distributed.dp_degree=3", "Global.global_batch_size=8"],
+        ["3 data ranks", "9"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "pieces"), WRONG_COMBINATIONS)
+def test_wrong_combination(small, overrides, pieces):
+    with pytest.raises(ConfigError) as caught:
+        load_config(small, overrides)
+    for piece in pieces:
+        assert piece in str(caught.value)
+
+
+WRONG_FILES = [
+    ("", ["wrong.yaml", "the file is empty"]),
+    ("# nothing\n", ["the file is empty"]),
+    ("- 1\n", ["holds a list"]),
+    ("text\n", ["holds a single value"]),
+    ("Model:\n  hidden_size: [\n", ["not valid YAML", "wrong.yaml:"]),
+    ("Model:\n\thidden_size: 1\n", ["not valid YAML", "wrong.yaml:2"]),
+    (
+        "Model:\n  hidden_size: 1\n  hidden_size: 2\n",
+        ["hidden_size (", "wrong.yaml:3", "given twice", "wrong.yaml:2"],
+    ),
+    ("Model: {hidden_size: 64}\n", ["Model.vocab_size", "is required", "Model.num_layers"]),
+    ("Global: {}\n", ["Model", "is required"]),
+    ("_base_: nowhere.yaml\n", ["_base_ = 'nowhere.yaml'", "wrong.yaml:1", "no such file"]),
+    ("_base_: [small.yaml, 3]\n", ["_base_ = 3", "file name"]),
+    ("_base_: wrong.yaml\n", ["circle: wrong.yaml -> wrong.yaml"]),
+    ("_base_: small.yaml\nEngine:\n  _inherited_: 3\n", ["_inherited_ = 3", "wrong.yaml:3"]),
+    ("Model: &a\n  x: *a\n", ["nested too deeply"]),
+    ("_base_: small.yaml\nModel:\n  <<: {a: 1}\n", ["a key must be a plain word"]),
+    ("_base_: small.yaml\nModel: !!python/object:os.system {}\n", ["wrong.yaml:2"]),
+]
+
+
+@pytest.mark.parametrize(("text", "pieces"), WRONG_FILES)
+def test_wrong_file(small, write, text, pieces):
+    path = write("wrong.yaml", text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    for piece in pieces:
+        assert piece in str(caught.value)
+
+
+def test_missing_file_directory_and_binary(tmp_path):
+    for path, piece in ((tmp_path / "no.yaml", "no such file"), (tmp_path, "directory")):
+        with pytest.raises(ConfigError, match=piece):
+            load_config(path)
+    binary = tmp_path / "b.yaml"
+    binary.write_bytes(b"\xff\xfe\x00\x81")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        load_config(binary)
+
+
+def test_circle_of_three_is_named(write):
+    write("a.yaml", "_base_: b.yaml\n")
+    write("b.yaml", "_base_: c.yaml\n")
+    path = write("c.yaml", "_base_: a.yaml\n")
+    with pytest.raises(ConfigError, match=r"c.yaml -> a.yaml -> b.yaml -> c.yaml"):
+        load_config(path)
+
+
+def test_several_errors_come_together(small):
+    with pytest.raises(ConfigError) as caught:
+        load_config(small, ["Engine.max_steps=x", "Engine.evalfreq=1", "Model.num_layers=-1"])
+    text = str(caught.value)
+    assert all(piece in text for piece in ("Engine.max_steps", "Engine.eval_freq?", "Model.num_layers = -1"))
+
+
+def test_place_is_the_file_that_wrote_the_value(small, write):
+    path = write("child.yaml", "_base_: small.yaml\nModel:\n  norm_epsilon: no\n")
+    with pytest.raises(ConfigError, match=r"Model.norm_epsilon = False \(.*child.yaml:3\)"):
+        load_config(path)
+    path = write("child.yaml", "_base_: small.yaml\nModel:\n  norm_epsilon: 1.0\n  num_attention_heads: 3\n")
+    with pytest.raises(ConfigError, match=r"child.yaml:4.*hidden_size = 64 \(.*small.yaml:8\)"):
+        load_config(path)
+
+
+WORLDS = [
+    (8, ["Distributed.mp_degree=3"], ["8 processes", "needs a multiple of 3", "nearest plan for 8"]),
+    (8, ["Distributed.dp_degree=2", "Distributed.mp_degree=2"], ["8 processes", "needs 4", "dp 4, mp 2"]),
+    (1, ["Distributed.dp_degree=8"], ["1 processes", "needs 8", "nearest plan for 1: dp 1"]),
+    (3072, ["Distributed.dp_degree=8"], ["3072 processes", "needs 8", "nearest plan for 3072: dp 3072"]),
+]
+
+
+@pytest.mark.parametrize(("world", "overrides", "pieces"), WORLDS)
+def test_world_size_names_both_numbers_and_a_plan(small, world, overrides, pieces):
+    with pytest.raises(ConfigError) as caught:
+        load_config(small, overrides, world_size=world)
+    for piece in pieces:
+        assert piece in str(caught.value)

@@ -1,0 +1,249 @@
+"""Bases, overrides, values, dumps and old spellings."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import dump_config, load_config
+from ppfleetx.config.sections import LRConfig, ModelConfig
+
+CONFIGS = Path(__file__).parents[2] / "ppfleetx" / "configs"
+
+
+def test_bases_merge_in_order_and_chain(small, write):
+    write("one.yaml", "_base_: small.yaml\nModel: {num_layers: 6, norm_epsilon: 1e-6}\n")
+    write("sub/two.yaml", "Model:\n  num_layers: 7\nOptimizer:\n  weight_decay: 0.5\n")
+    path = write("top.yaml", "_base_: [one.yaml, sub/two.yaml]\nOptimizer:\n  beta1: 0.8\n")
+    cfg = load_config(path)
+    assert (cfg.Model.num_layers, cfg.Model.norm_epsilon, cfg.Model.hidden_size) == (7, 1e-6, 64)
+    assert (cfg.Optimizer.weight_decay, cfg.Optimizer.beta1, cfg.Optimizer.lr.max_lr) == (0.5, 0.8, 2e-5)
+    assert cfg.origins["Model.num_layers"].endswith("sub/two.yaml:2")
+    assert cfg.origins["Optimizer.lr.max_lr"].endswith("small.yaml:17")
+
+
+def test_a_base_may_be_shared(small, write):
+    write("a.yaml", "_base_: small.yaml\nEngine: {max_steps: 1}\n")
+    write("b.yaml", "_base_: small.yaml\nEngine: {logging_freq: 3}\n")
+    cfg = load_config(write("top.yaml", "_base_: [a.yaml, b.yaml]\n"))
+    assert (cfg.Engine.max_steps, cfg.Engine.logging_freq) == (100, 3)  # b restates what small says
+
+
+def test_inherited_false_drops_the_base_mapping(small, write):
+    cfg = load_config(
+        write("top.yaml", "_base_: small.yaml\nOptimizer:\n  _inherited_: False\n  beta1: 0.5\n")
+    )
+    assert (cfg.Optimizer.lr.max_lr, cfg.Optimizer.beta1) == (LRConfig().max_lr, 0.5)
+    cfg = load_config(
+        write("top.yaml", "_base_: small.yaml\nOptimizer:\n  _inherited_: True\n  beta1: 0.5\n")
+    )
+    assert cfg.Optimizer.lr.max_lr == 2e-5
+
+
+def test_mapping_over_null_and_null_over_mapping(small, write):
+    write("null.yaml", "_base_: small.yaml\nData:\n  Eval: null\n")
+    cfg = load_config(
+        write("top.yaml", "_base_: null.yaml\nData:\n  Eval:\n    dataset: {max_seq_len: 64}\n")
+    )
+    assert cfg.Data.Eval.dataset.max_seq_len == 64
+    cfg = load_config(write("top2.yaml", "_base_: top.yaml\nData:\n  Eval:\n"))
+    assert cfg.Data.Eval is None
+    assert load_config(write("top3.yaml", "_base_: small.yaml\nProfiler:\n")).Profiler.enable is False
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("Optimizer.lr.max_lr=2e-5", 2e-5),
+        ("Optimizer.lr.max_lr='2e-5'", 2e-5),
+        ("Optimizer.lr.max_lr=1", 1.0),
+        ("Optimizer.lr.max_lr=.5", 0.5),
+        ("Engine.max_steps=1_000", 1000),
+        ("Engine.checks=off", "off"),
+        ("Engine.eval_freq=-1", 0),
+        ("Engine.eval_freq=null", 0),
+        ("Engine.save_load.save_steps=-1", None),
+        ("Engine.save_load.save_steps=0", None),
+        ("Engine.save_load.ckpt_dir=None", None),
+        ("Engine.save_load.ckpt_dir=~", None),
+        ("Engine.save_load.ckpt_dir=007", "007"),
+        ("Engine.save_load.ckpt_dir=a=b=c", "a=b=c"),
+        ("Engine.save_load.ckpt_dir='x y'", "x y"),
+        ("Engine.save_load.resume=true", True),
+        ("Engine.save_load.resume=auto", "auto"),
+        ("Engine.mix_precision.custom_black_list=[a, 3]", ("a", "3")),
+        ("Generation.prompt=def f(x: int): {", "def f(x: int): {"),
+        ("Generation.prompt=key: value", "key: value"),
+        ("Generation.prompt=# not a comment", "# not a comment"),
+        ("Generation.prompt=1.50", "1.50"),
+        ('Generation.prompt="a\\nb"', "a\nb"),
+        ("Generation.prompt=[a, 'b: c']", ("a", "b: c")),
+        ("Data.Train.dataset.split.0=90", (90, 1, 1)),
+        ("Data.Train.dataset.split=98,1,1", "98,1,1"),
+        ("Data.Train.dataset={max_seq_len: 32}", 32),
+        ("Global.flags={FLAGS_a: 1, FLAGS_b: true}", {"FLAGS_a": 1, "FLAGS_b": True}),
+        ("Global.flags.FLAGS_c=text", {"FLAGS_c": "text"}),
+    ],
+)
+def test_override_values(small, override, value):
+    cfg = load_config(small, [override])
+    found = cfg
+    for part in override.partition("=")[0].split("."):
+        found = found if isinstance(found, (tuple, dict)) else getattr(found, part)
+    assert (found.max_seq_len if value == 32 else found) == value
+    assert type(value) is type(found) or value == 32
+
+
+def test_numbers_in_text_files_are_read_as_written(write, small):
+    cfg = load_config(
+        write("t.yaml", "_base_: small.yaml\nEngine:\n  checks: off\n  save_load:\n    ckpt_dir: 010\n")
+    )
+    assert (cfg.Engine.checks, cfg.Engine.save_load.ckpt_dir) == ("off", "010")
+
+
+def test_derived_values(small):
+    cfg = load_config(small, ["Optimizer.lr.warmup_rate=0.25"])
+    assert cfg.batch.accumulate_steps == cfg.Engine.accumulate_steps == 2
+    assert cfg.batch.global_batch_size == cfg.Global.global_batch_size == 8
+    assert (cfg.Optimizer.lr.decay_steps, cfg.Optimizer.lr.num_warmup_steps) == (100, 25)
+    assert cfg.Engine.test_iters == 100
+    assert load_config(small, ["Engine.run_mode=epoch"]).Optimizer.lr.decay_steps is None
+
+
+def test_world_size_fills_data_parallel(small):
+    cfg = load_config(small, ["Distributed.mp_degree=2"], world_size=8)
+    assert (cfg.plan.dp, cfg.Distributed.dp_degree, cfg.batch.global_batch_size) == (4, 4, 32)
+    assert load_config(small, ["Distributed.mp_degree=2"]).plan.world_size == 2
+
+
+def test_frozen(small):
+    with pytest.raises(ValidationError, match="frozen"):
+        load_config(small).Engine.max_steps = 3
+    with pytest.raises(ValidationError, match="frozen"):
+        load_config(small).Engine = None
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda p: p.stem)
+def test_dump_reloads_equal(path, tmp_path):
+    if path.parent.name == "_base_":
+        return
+    cfg = load_config(path)
+    again = tmp_path / "dump.yaml"
+    again.write_text(dump_config(cfg), encoding="utf-8")
+    assert load_config(again) == cfg
+    assert load_config(again, ["Global.seed=5"]) != cfg
+    assert cfg.warnings == ()
+
+
+def test_dump_of_a_started_job_keeps_its_degrees(small, tmp_path):
+    cfg = load_config(small, world_size=4)
+    again = tmp_path / "dump.yaml"
+    again.write_text(dump_config(cfg), encoding="utf-8")
+    assert load_config(again) == cfg
+    assert load_config(again).plan == cfg.plan
+    assert load_config(again).batch == cfg.batch
+
+
+OLD = """\
+_base_: small.yaml
+Engine:
+  mix_precision: {use_pure_fp16: True, use_main_grad: False}
+Quantization: {enable: True, onnx_format: True}
+Model: {type_vocab_size: 16, fuse_attn_qkv: False}
+Data: {Train: {loader: {return_list: False}, sampler: {name: DistributedBatchSampler}}}
+Distributed: {pp_recompute_interval: 2}
+Optimizer:
+  name: FusedAdamW
+  tensor_fusion: False
+  lr: {use_increments: True, warmup: 0.1}
+"""
+
+
+def test_old_spellings_load_with_one_warning_each(small, write):
+    cfg = load_config(write("old.yaml", OLD))
+    precision = cfg.Engine.mix_precision
+    assert (precision.enable, precision.dtype, precision.level) == (True, "float16", "O2")
+    assert (precision.main_grad_fp32, cfg.Compress.Quantization.enable) == (False, True)
+    assert (cfg.Model.recompute_interval, cfg.Optimizer.name) == (2, "AdamW")
+    assert (cfg.Optimizer.lr.warmup_rate, cfg.Data.Train.sampler.name) == (0.1, "GPTBatchSampler")
+    for key in (
+        "use_pure_fp16",
+        "use_main_grad",
+        "Quantization (",
+        "onnx_format",
+        "type_vocab_size",
+        "fuse_attn_qkv",
+        "return_list",
+        "DistributedBatchSampler",
+        "pp_recompute_interval",
+        "FusedAdamW",
+        "tensor_fusion",
+        "use_increments",
+        "Optimizer.lr.warmup (",
+    ):
+        assert sum(key in warning for warning in cfg.warnings) == 1, key
+    assert len(cfg.warnings) == 13
+    assert all("old.yaml:" in warning for warning in cfg.warnings)
+
+
+def test_old_spelling_on_the_command_line_replaces_the_file(small):
+    cfg = load_config(
+        CONFIGS / "nlp/gpt/pretrain_gpt_345M_single_card.yaml", ["Engine.mix_precision.use_pure_fp16=False"]
+    )
+    assert cfg.Engine.mix_precision.enable is False
+    assert len(cfg.warnings) == 1
+
+
+def test_old_and_new_spelling_that_contradict(small, write):
+    path = write(
+        "t.yaml", "_base_: small.yaml\nEngine: {mix_precision: {use_pure_fp16: True, enable: False}}\n"
+    )
+    with pytest.raises(ConfigError, match=r"enable = False \(.*t.yaml:2\): contradicts its old spelling"):
+        load_config(path)
+
+
+def test_sections_can_be_made_directly():
+    model = ModelConfig(
+        hidden_size=96, num_layers=2, num_attention_heads=4, vocab_size=300, hidden_act="swiglu"
+    )
+    assert (model.padded_vocab_size, model.head_size, model.kv_heads, model.ffn_size) == (384, 24, 4, 256)
+    with pytest.raises(ValidationError, match="5 heads do not divide"):
+        ModelConfig(hidden_size=96, num_layers=2, num_attention_heads=5, vocab_size=300)
+
+
+def test_recomputed_layers():
+    def chosen(**keys):
+        model = ModelConfig(hidden_size=8, num_layers=6, num_attention_heads=1, vocab_size=9, **keys)
+        return [layer for layer in range(6) if model.is_recomputed(layer)]
+
+    assert chosen() == []
+    assert chosen(use_recompute=True) == [0, 1, 2, 3, 4, 5]
+    assert chosen(use_recompute=True, recompute_interval=2, no_recompute_layers=(2,)) == [0, 4]
+    assert chosen(use_recompute=True, recompute_layers=(1, 5)) == [1, 5]
+
+
+def test_fast_and_without_paddle():
+    code = (
+        "import sys\n"
+        "from ppfleetx.config.loader import load_config\n"
+        "from ppfleetx.core.check import check_report\n"
+        "text = check_report(load_config(sys.argv[1])); assert 'paddle' not in sys.modules; print(text)"
+    )
+    path = CONFIGS / "nlp/gpt/pretrain_gpt_175B_mp8_pp16.yaml"
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(path)],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=CONFIGS.parents[1],
+        )
+        seconds.append(time.perf_counter() - start)
+    assert "174.6 B parameters" in done.stdout
+    assert min(seconds) < 1.0  # 0.3 s on an idle core; the machine that runs the tests is shared

@@ -1,0 +1,145 @@
+"""The table of legal plans, enumeration, rank groups and batch arithmetic."""
+
+import itertools
+
+import pytest
+
+from ppfleetx.config.batch import BatchPlan, resolve_batch
+from ppfleetx.config.fields import RuleError
+from ppfleetx.config.plan import LEGAL, ParallelPlan, Workload, enumerate_plans, nearest_plan, violations
+
+WORK = Workload(12, 8, 4, 256, 1024, 64, 8)
+
+
+def test_enumeration_is_legal_complete_and_without_repeats():
+    for world in (1, 2, 6, 8, 12):
+        plans = enumerate_plans(world)
+        assert len(set(plans)) == len(plans)
+        assert all(plan.world_size == world and not violations(plan) for plan in plans)
+    assert enumerate_plans(1) == [ParallelPlan()]
+    assert len(enumerate_plans(2)) == 1 + 2 + 1 + 3 + 1  # dp, mp with and without SP, pp, three stages, sep
+
+
+@pytest.mark.parametrize(
+    ("plan", "legal"),
+    [
+        (ParallelPlan(dp=2, mp=2, pp=2, sharding=2), True),  # stage 1 goes with everything
+        (ParallelPlan(dp=2, sharding=2, sharding_stage=2), True),
+        (ParallelPlan(dp=2, sharding=2, sharding_stage=3, sharding_offload=True), True),
+        (ParallelPlan(mp=2, sharding=2, sharding_stage=2), False),
+        (ParallelPlan(pp=2, sharding=2, sharding_stage=2), False),
+        (ParallelPlan(pp=2, sharding=2, sharding_stage=3), False),
+        (ParallelPlan(pp=2, sharding_stage=3), True),  # a stage without ranks says nothing
+        (ParallelPlan(sharding=2, sharding_offload=True), False),
+        (ParallelPlan(pp=2, virtual_pp_degree=2), False),
+        (ParallelPlan(pp=3, virtual_pp_degree=2), True),
+        (ParallelPlan(mp=2, sequence_parallel=True), True),
+        (ParallelPlan(sequence_parallel=True), False),
+        (ParallelPlan(pp=2, pp_layers=(5, 7)), True),
+        (ParallelPlan(pp=2, pp_layers=(5, 6, 1)), False),
+    ],
+)
+def test_legality(plan, legal):
+    assert (not violations(plan)) == legal
+
+
+def test_workload_rules():
+    def first(plan: ParallelPlan, **work) -> str:
+        base = {name: getattr(WORK, name) for name in WORK.__dataclass_fields__}
+        found = violations(plan, Workload(**base | work))
+        return found[0].sentence if found else ""
+
+    assert first(ParallelPlan(mp=4)) == ""
+    assert "8 attention heads" in first(ParallelPlan(mp=3), num_groups=3, ffn_size=3, padded_vocab=3)
+    assert "4 key/value heads" in first(ParallelPlan(mp=8))
+    assert "MLP width 255" in first(ParallelPlan(mp=2), ffn_size=255)
+    assert "padded vocabulary 1023" in first(ParallelPlan(mp=2), padded_vocab=1023)
+    assert "sequence length (63)" in first(ParallelPlan(mp=2, sequence_parallel=True), seq_len=63)
+    assert "sequence length 63" in first(ParallelPlan(sep=2), seq_len=63)
+    assert "4 key/value heads" in first(ParallelPlan(sep=4, mp=2))
+    assert "12 layers do not divide" in first(ParallelPlan(pp=5))
+    assert "num_layers 12" in first(ParallelPlan(pp=2, pp_layers=(6, 7)))
+    assert first(ParallelPlan(pp=5, pp_layers=(3, 3, 2, 2, 2))) == ""
+    assert "multiple of pp_degree 3" in first(ParallelPlan(pp=3, virtual_pp_degree=2))
+    assert first(ParallelPlan(pp=4, virtual_pp_degree=3)) == ""
+
+
+def test_every_rule_refuses_something():
+    """No rule of the table is dead."""
+    degrees = (1, 2, 3)
+    plans = [
+        ParallelPlan(1, mp, pp, sharding, sep, stage, offload, sp, vpp, layers)
+        for mp, pp, sharding, sep, stage, vpp in itertools.product(
+            degrees, degrees, (1, 2), degrees, (1, 2), (1, 2)
+        )
+        for offload, sp, layers in ((False, False, None), (True, True, (1,)))
+    ]
+    works = [
+        WORK,
+        Workload(7, 5, 5, 7, 7, 7, 7),
+        Workload(7, 6, 3, 7, 7, 6, 7),
+        Workload(7, 6, 6, 7, 7, 6, 7),
+    ]
+    sentences = {v.sentence for plan in plans for work in works for v in violations(plan, work)}
+    for rule in LEGAL:
+        head = rule.sentence.partition("{")[0]
+        tail = rule.sentence.rpartition("}")[2]
+        assert any(s.startswith(head) and s.endswith(tail) for s in sentences), rule.sentence
+
+
+def test_nearest_plan_changes_data_parallelism_first():
+    assert nearest_plan(ParallelPlan(dp=2, mp=2, pp=2), 16, WORK) == ParallelPlan(dp=4, mp=2, pp=2)
+    assert nearest_plan(ParallelPlan(mp=3), 8, WORK).world_size == 8
+    assert nearest_plan(ParallelPlan(dp=8), 1, WORK) == ParallelPlan()
+
+
+def test_groups_follow_the_order_of_axes():
+    plan = ParallelPlan(dp=2, mp=2, pp=2, sharding=2)
+    assert plan.coordinates(11) == {"dp": 1, "pp": 0, "sharding": 1, "sep": 0, "mp": 1}
+    assert plan.groups("mp")[:2] == [[0, 1], [2, 3]]
+    assert plan.groups("sharding")[:2] == [[0, 2], [1, 3]]
+    assert plan.groups("pp")[0] == [0, 4]
+    assert plan.groups("dp")[0] == [0, 8]
+    for axis in ("dp", "pp", "sharding", "sep", "mp"):
+        assert sorted(rank for group in plan.groups(axis) for rank in group) == list(range(16))
+
+
+def test_layers_of_chunks():
+    assert ParallelPlan(pp=2).layers_of_chunks(12) == (6, 6)
+    assert ParallelPlan(pp=3, virtual_pp_degree=2).layers_of_chunks(12) == (2,) * 6
+    assert ParallelPlan(pp=2, pp_layers=(5, 7)).layers_of_chunks(12) == (5, 7)
+
+
+@pytest.mark.parametrize(
+    ("given", "data_size", "resolved"),
+    [
+        ((64, 8, 4, None), 8, (64, 8, 4, 2)),
+        ((64, None, 4, None), 8, (64, 8, 4, 2)),
+        ((None, 8, 4, None), 8, (64, 8, 4, 2)),
+        ((64, 8, None, None), 8, (64, 8, 8, 1)),
+        ((64, 8, None, 2), 8, (64, 8, 4, 2)),
+        ((64, None, None, 2), 8, (64, 8, 4, 2)),
+        ((None, None, 4, 2), 8, (64, 8, 4, 2)),
+        ((None, 8, None, None), 1, (8, 8, 8, 1)),
+        ((480, None, 4, None), 8, (480, 60, 4, 15)),
+        ((1536, 1536, 1, None), 1, (1536, 1536, 1, 1536)),
+    ],
+)
+def test_batch_arithmetic(given, data_size, resolved):
+    assert resolve_batch(*given, data_size=data_size) == BatchPlan(*resolved)
+
+
+@pytest.mark.parametrize(
+    ("given", "data_size", "words"),
+    [
+        ((3, 2, 1, None), 1, "must be local_batch_size 2 x dp_degree x sharding_degree = 1 data ranks = 2"),
+        ((10, None, 1, None), 4, "10 sequences cannot be shared evenly by .* = 4 data ranks; .* 8"),
+        ((None, 8, 3, None), 1, "local_batch_size 8 does not divide by micro_batch_size 3"),
+        ((None, 8, None, 3), 1, "local_batch_size 8 does not divide by accumulate_steps 3"),
+        ((None, 8, 4, 4), 1, "8 / micro_batch_size 4 = 2"),
+        ((None, None, None, 4), 1, "no batch size is given"),
+    ],
+)
+def test_batch_arithmetic_refuses(given, data_size, words):
+    with pytest.raises(RuleError, match=words):
+        resolve_batch(*given, data_size=data_size)

@@ -1,0 +1,162 @@
+"""The configuration files that ship, their sizes, and what is generated from the sections."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ppfleetx.config.docs import field_docs, json_schema
+from ppfleetx.config.loader import load_config
+from ppfleetx.config.sections import RunConfig
+from ppfleetx.config.unsupported import not_supported_reasons
+from ppfleetx.config.validate import all_keys
+from ppfleetx.config.words import field_types, section_in
+from ppfleetx.core.check import bubble_share, check_report
+from ppfleetx.models.gpt.shape import parameter_count
+
+ROOT = Path(__file__).parents[2]
+GPT = ROOT / "ppfleetx" / "configs" / "nlp" / "gpt"
+
+# file, layers, hidden, heads, ffn, padded vocabulary, positions, sequence, batch sizes, world, parameters
+PRETRAIN = [
+    ("345M_single_card", 24, 1024, 16, 4096, 50304, 1024, 1024, (8, 8, 8), 1, "354.9 M"),
+    ("345M_mp8_qat", 24, 1024, 16, 4096, 50304, 1024, 1024, (8, 8, 1), 8, "354.9 M"),
+    ("1.3B_single_card", 24, 2048, 16, 8192, 50304, 1024, 1024, (8, 8, 8), 1, "1.3 B"),
+    ("1.3B_dp8", 24, 2048, 16, 8192, 50304, 1024, 1024, (64, 8, 8), 8, "1.3 B"),
+    ("6.7B_sharding16", 32, 4096, 32, 16384, 50304, 1024, 1024, (128, 8, 8), 16, "6.7 B"),
+    ("13B_dp8", 40, 5120, 40, 20480, 50432, 4096, 4096, (480, 60, 4), 128, "12.9 B"),
+    ("175B_mp8_pp16", 96, 12288, 96, 49152, 51200, 1024, 1024, (1536, 1536, 1), 128, "174.6 B"),
+]
+
+
+@pytest.mark.parametrize("row", PRETRAIN, ids=[row[0] for row in PRETRAIN])
+def test_pretraining_sizes(row):
+    name, layers, hidden, heads, ffn, vocab, positions, seq, sizes, world, params = row
+    cfg = load_config(GPT / f"pretrain_gpt_{name}.yaml")
+    model, batch = cfg.Model, cfg.batch
+    assert (model.num_layers, model.hidden_size, model.num_attention_heads, model.ffn_size) == (
+        layers,
+        hidden,
+        heads,
+        ffn,
+    )
+    assert (model.padded_vocab_size, model.max_position_embeddings) == (vocab, positions)
+    assert cfg.Data.Train.dataset.max_seq_len == cfg.Data.Eval.dataset.max_seq_len == seq
+    assert (batch.global_batch_size, batch.local_batch_size, batch.micro_batch_size) == sizes
+    assert cfg.plan.world_size == world
+    assert f"{params} parameters ({parameter_count(model):,})" in check_report(cfg)
+
+
+def test_6_7b_has_its_size():
+    """FleetX's single-card file of that name had hidden size 1024."""
+    assert parameter_count(load_config(GPT / "pretrain_gpt_6.7B_sharding16.yaml").Model) == 6_654_402_560
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "generation_gpt_345M_single_card",
+        "generation_gpt_345M_dp8",
+        "inference_gpt_345M_single_card",
+        "inference_gpt_345M_dp8",
+        "eval_gpt_345M_single_card",
+        "finetune_gpt_345M_single_card_glue",
+    ],
+)
+def test_other_345m_files(name):
+    cfg = load_config(GPT / f"{name}.yaml")
+    assert parameter_count(cfg.Model) == 354_871_296
+    if name.endswith("dp8"):
+        assert load_config(GPT / f"{name}.yaml", world_size=8).plan.dp == 8
+        assert load_config(GPT / f"{name}.yaml", world_size=1).plan.dp == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "override"), [("1.3B_dp8", "1024"), ("6.7B_sharding16", "2048"), ("175B_mp8_pp16", "6144")]
+)
+def test_hidden_size_may_be_halved_for_smaller_cards(name, override):
+    cfg = load_config(GPT / f"pretrain_gpt_{name}.yaml", [f"Model.hidden_size={override}"])
+    assert cfg.Model.ffn_size == 4 * int(override)
+
+
+def test_check_report_of_175b():
+    cfg = load_config(GPT / "pretrain_gpt_175B_mp8_pp16.yaml", ["Model.max_position_embeddings=2048"])
+    report = check_report(cfg)
+    for piece in (
+        "174.6 B parameters (174,615,846,912)",
+        "128 = dp 1 x pp 16 x sharding 1 x sep 1 x mp 8",
+        "16 stages of 6 layers",
+        "1.0% of the time is idle",
+        "global 1536 = local 1536 x 1 data ranks",
+        "local 1536 = micro 1 x accumulate 1536",
+        "1,572,864 per step",
+        "core_attn, 96 of 96 layers",
+        "3600 warm-up steps to 5e-05",
+        "float16 O2",
+    ):
+        assert piece in report
+
+
+def test_bubble():
+    plan = load_config(GPT / "pretrain_gpt_13B_dp8.yaml").plan
+    assert bubble_share(plan, 64) == pytest.approx(7 / 71)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "device", "word"),
+    [
+        (["Distributed.dp_degree=2"], "cpu", "Distributed.dp_degree = 2"),
+        (["Distributed.mp_degree=2"], "cpu", "Distributed.mp_degree = 2"),
+        (["Distributed.pp_degree=2"], "cpu", "Distributed.pp_degree = 2"),
+        (["Distributed.sep_degree=2"], "cpu", "Distributed.sep_degree = 2"),
+        (["Distributed.sharding.sharding_degree=2"], "cpu", "Distributed.sharding.sharding_degree = 2"),
+        (["Engine.mix_precision.enable=True"], "cpu", "Engine.mix_precision.enable"),
+        (["Compress.Quantization.enable=True"], "cpu", "Compress.Quantization.enable"),
+        (["Compress.Prune.enable=True"], "cpu", "Compress.Prune.enable"),
+        (["Generation.decode_strategy=beam_search"], "cpu", "Generation.decode_strategy"),
+        (["Model.module=GPTEvalModule"], "cpu", "Model.module"),
+        ([], "xpu", "Global.device = xpu"),
+    ],
+)
+def test_what_cannot_run_yet_is_named(small, overrides, device, word):
+    cfg = load_config(small, overrides)
+    assert [word in reason for reason in not_supported_reasons(cfg, device)] == [True]
+
+
+def test_what_can_run(small):
+    assert not_supported_reasons(load_config(small), "cpu") == []
+    assert not_supported_reasons(load_config(small, ["Engine.mix_precision.enable=True"]), "gpu") == []
+    assert not_supported_reasons(load_config(GPT / "pretrain_gpt_tiny.yaml"), "cpu") == []
+
+
+def test_every_field_is_documented():
+    def missing(section):
+        docs = field_docs(section)
+        for name, annotation in field_types(section).items():
+            inner = section_in(annotation)
+            if inner is None and name not in docs:
+                yield f"{section.__name__}.{name}"
+            elif inner is not None:
+                yield from missing(inner)
+
+    assert list(missing(RunConfig)) == []
+
+
+def test_generated_files_are_up_to_date():
+    done = subprocess.run(
+        [sys.executable, "tools/gen_config_docs.py", "--check"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"run tools/gen_config_docs.py: {done.stdout}{done.stderr}"
+
+
+def test_schema_knows_every_key_and_choice():
+    schema = json_schema()
+    text = json.dumps(schema)
+    for key in all_keys(RunConfig):
+        assert f'"{key.rpartition(".")[2]}"' in text
+    lr = schema["$defs"]["LRConfig"]["properties"]
+    assert "wsd" in lr["decay_style"]["enum"]
+    assert schema["additionalProperties"] is False
+    assert "Optimizer steps of the warm-up" in lr["warmup_steps"]["description"]
