@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import arrays, save
+from tests.checkpoint.checkpoints import arrays, save
 
 from ppfleetx.checkpoint import storage
 from ppfleetx.checkpoint.directory import complete_checkpoints, newest_good, resolve_checkpoint
@@ -198,7 +198,7 @@ def test_old_checkpoints_that_resist_deletion_do_not_stop_training(tmp_path, mon
 SAVER = """
 import sys
 sys.path[:0] = [{repository!r}, {tests!r}]
-from checkpoints import save
+from tests.checkpoint.checkpoints import save
 run = int(sys.argv[2])
 while True:
     run += 1

@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from checkpoints import RANK, arrays, save, slices
+from tests.checkpoint.checkpoints import RANK, arrays, save, slices
 from safetensors.numpy import load_file
 
 from ppfleetx.checkpoint.directory import newest_complete, newest_good, output_lock, resolve_checkpoint

@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from checkpoints import piece, save
+from tests.checkpoint.checkpoints import piece, save
 
 from ppfleetx.checkpoint.manifest import Manifest, rank_directory
 from ppfleetx.checkpoint.reader import open_checkpoint

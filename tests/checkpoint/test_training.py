@@ -3,7 +3,7 @@
 import numpy as np
 import paddle
 import pytest
-from checkpoints import save
+from tests.checkpoint.checkpoints import save
 
 from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.checkpoint.rng import rng_state, set_rng_state

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import paddle
 import pytest
-from hf_weights import CONFIGS, PROMPTS, random_weight
+from tests.generation.hf_weights import CONFIGS, PROMPTS, random_weight
 
 from ppfleetx.config.sections import ModelConfig
 from ppfleetx.generation.search import Rules, decode, greedy

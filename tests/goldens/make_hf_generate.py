@@ -20,7 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "generation"))
 
-from hf_weights import CONFIGS, PROMPTS, random_weight
+from tests.generation.hf_weights import CONFIGS, PROMPTS, random_weight
 
 CLASSES = {"gpt2": (GPT2Config, GPT2LMHeadModel), "llama": (LlamaConfig, LlamaForCausalLM)}
 NEW = 64

@@ -5,8 +5,9 @@ import re
 import numpy as np
 import paddle
 import pytest
-from gpt_builders import LLAMA_STYLE, VARIANTS, GrowingCache, build, random_tokens, tiny_config
+from tests.models.gpt_builders import LLAMA_STYLE, VARIANTS, GrowingCache, build, random_tokens, tiny_config
 
+from ppfleetx.models.gpt.shape import parameter_shapes
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.loss import token_loss
@@ -22,10 +23,9 @@ def logits_of(model, tokens, **kwargs):
 
 @variants
 def test_names_and_shapes_are_those_of_the_arithmetic(keys):
-    shape = pytest.importorskip("ppfleetx.models.gpt.shape")
     cfg = tiny_config(**keys)
     built = {name: tuple(p.shape) for name, p in canonical_parameters(build(cfg)).items()}
-    assert built == dict(shape.parameter_shapes(cfg))
+    assert built == parameter_shapes(cfg)
 
 
 @variants

@@ -3,7 +3,7 @@
 import numpy as np
 import paddle
 import pytest
-from gpt_builders import assign, build, load_golden
+from tests.models.gpt_builders import assign, build, load_golden
 
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.model import ModelConfig
