@@ -37,7 +37,7 @@ $(OUT)/corpus.jsonl: | $(VENV)/.run
 	$(PY) tools/make_stdlib_corpus.py --output $@
 
 $(OUT)/tokenizer/tokenizer.json: $(OUT)/corpus.jsonl
-	$(PY) tools/train_tokenizer.py --input $< --vocab-size 8192 --output $(@D)
+	$(PY) tools/train_tokenizer.py --input $< --vocab-size 8192 --output $(@D) --overwrite
 
 $(OUT)/data/stdlib_text_document.idx: $(OUT)/tokenizer/tokenizer.json
 	$(PY) tools/preprocess_data.py --input $(OUT)/corpus.jsonl --tokenizer $(OUT)/tokenizer \

@@ -122,8 +122,8 @@ def test_folders(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(corpus, "CHUNK_BYTES", 10)
     folder = tmp_path / "in"
     files = {"b.py": b"b = 1\r\n", "a/z.py": b"z = 2\n", "a/c.txt": b"c", "a.py": b"\xef\xbb\xbfa = 3",
-             "e.py": b"", "l.py": b"\xe4", ".h.py": b"hidden", ".git/x.py": b"x", "__pycache__/x.py": b"x", "g.txt.gz":
-             gzip.compress(b"packed"), "j.jsonl": as_lines(["one", "two"])}  # fmt: skip
+             "e.py": b"", "l.py": b"\xe4", ".h.py": b"hidden", ".git/x.py": b"x", "__pycache__/x.py": b"x",
+             "g.txt.gz": gzip.compress(b"packed"), "j.jsonl": as_lines(["one", "two"])}  # fmt: skip
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
@@ -301,7 +301,8 @@ def test_the_tool_takes_the_spellings_of_its_ancestors(tmp_path, tokenizer):
     fleetx = tool("--input_path", "a.jsonl", "--output_prefix", "f", "--json_key", "body",
                   "--append_eos", "--model_name", "t", "--workers", "1")  # fmt: skip
     megatron = tool("--input", "a.jsonl", "--output-prefix", "m", "--json-keys", "text", "body",
-                    "--append-eod", "--vocab-file", "t/vocab.json", "--merge-file", "t/merges.txt", "--workers", "2")  # fmt: skip
+                    "--append-eod", "--vocab-file", "t/vocab.json", "--merge-file", "t/merges.txt",
+                    "--workers", "2")  # fmt: skip
     assert fleetx.returncode == megatron.returncode == 0, fleetx.stderr + megatron.stderr
     assert "1 documents, " in fleetx.stdout and "bytes per token" in fleetx.stdout
     eod = tokenizer.eod_id
