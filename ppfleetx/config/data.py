@@ -91,7 +91,7 @@ class LoaderConfig(Section):
     """How batches are read."""
 
     num_workers: CountInt = 1
-    """Processes that prepare batches; 0: the training process itself."""
+    """Threads that prepare batches ahead of time; 0: the training thread itself."""
 
 
 class DataSplitConfig(Section):

@@ -41,6 +41,11 @@ def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
             "compute in float32 with -o Engine.mix_precision.enable=False",
         ),
         (
+            device != "cpu" and precision.enable,
+            "Engine.mix_precision.enable = True: only float32 can be run yet; give "
+            "-o Engine.mix_precision.enable=False",
+        ),
+        (
             device not in ("cpu", "gpu"),
             f"Global.device = {device}: only cpu and gpu can be used yet",
         ),
@@ -68,6 +73,17 @@ def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
         (
             model.module in ("GPTFinetuneModule", "GPTEvalModule"),
             f"Model.module = {model.module}: only GPTModule and GPTGenerationModule can be run yet",
+        ),
+    ]
+    return [reason for applies, reason in table if applies]
+
+
+def without_effect(cfg: RunConfig) -> list[str]:
+    """Sentences, each naming its key, for speed options that change no result and are not built yet."""
+    table: list[tuple[bool, str]] = [
+        (
+            cfg.Model.fused_linear,
+            "Model.fused_linear = True has no effect yet: matrix product and bias are separate kernels",
         ),
     ]
     return [reason for applies, reason in table if applies]

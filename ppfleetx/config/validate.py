@@ -163,7 +163,8 @@ def _nearest(path: list[str], section: type[Section], root: type[Section]) -> st
     same_name = [key for key in everywhere if key.rpartition(".")[2] == path[-1]]
     near += [key for key in same_name if key not in near]
     if not near:
-        near = difflib.get_close_matches(".".join(path), everywhere, n=2, cutoff=0.75)
+        elsewhere = [key for key in everywhere if key not in (path[0], prefix)]
+        near = difflib.get_close_matches(".".join(path), elsewhere, n=2, cutoff=0.75)
     if near:
         return f"Did you mean {' or '.join(near[:3])}?"
     return f"Keys here: {', '.join(field_types(section))}."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ppfleetx.config.model import ModelConfig
 from ppfleetx.config.plan import AXES, ParallelPlan
 from ppfleetx.config.sections import RunConfig
-from ppfleetx.config.unsupported import not_supported_reasons
+from ppfleetx.config.unsupported import not_supported_reasons, without_effect
 from ppfleetx.models.gpt.shape import flops_per_step, parameter_count
 
 _MAX_GROUPS_SHOWN = 2
@@ -23,7 +23,7 @@ def check_report(cfg: RunConfig) -> str:
         _line("learning rate", _schedule(cfg)),
         _line("run", _run(cfg)),
     ]
-    lines += [_line("note", warning) for warning in cfg.warnings]
+    lines += [_line("note", note) for note in (*cfg.warnings, *without_effect(cfg))]
     device = "gpu" if cfg.Global.device == "auto" else cfg.Global.device
     lines += [_line("not yet", reason) for reason in not_supported_reasons(cfg, device)]
     return "\n".join([*lines, "The configuration is valid."])

@@ -13,6 +13,7 @@ WRONG_OVERRIDES = [
     ),
     ("max_steps=5", ["no such key", "Engine.max_steps"]),
     ("Modle.hidden_size=5", ["Modle", "no such key", "Model"]),
+    ("Engine.foo=5", ["Engine.foo", "no such key in Engine. Keys here: max_steps"]),
     ("Engine.hidden_size=5", ["Engine.hidden_size", "Did you mean Model.hidden_size"]),
     ("Engine.max_steps=12x", ["Engine.max_steps = '12x'", "an integer of at least 1"]),
     ("Engine.max_steps=1.5", ["Engine.max_steps = 1.5", "an integer of at least 1"]),

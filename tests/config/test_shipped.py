@@ -10,7 +10,7 @@ import pytest
 from ppfleetx.config.docs import field_docs, json_schema
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections import RunConfig
-from ppfleetx.config.unsupported import not_supported_reasons
+from ppfleetx.config.unsupported import not_supported_reasons, without_effect
 from ppfleetx.config.validate import all_keys
 from ppfleetx.config.words import field_types, section_in
 from ppfleetx.core.check import bubble_share, check_report
@@ -113,6 +113,7 @@ def test_bubble():
         (["Distributed.sep_degree=2"], "cpu", "Distributed.sep_degree = 2"),
         (["Distributed.sharding.sharding_degree=2"], "cpu", "Distributed.sharding.sharding_degree = 2"),
         (["Engine.mix_precision.enable=True"], "cpu", "Engine.mix_precision.enable"),
+        (["Engine.mix_precision.enable=True"], "gpu", "Engine.mix_precision.enable"),
         (["Compress.Quantization.enable=True"], "cpu", "Compress.Quantization.enable"),
         (["Compress.Prune.enable=True"], "cpu", "Compress.Prune.enable"),
         (["Generation.decode_strategy=beam_search"], "cpu", "Generation.decode_strategy"),
@@ -127,8 +128,15 @@ def test_what_cannot_run_yet_is_named(small, overrides, device, word):
 
 def test_what_can_run(small):
     assert not_supported_reasons(load_config(small), "cpu") == []
-    assert not_supported_reasons(load_config(small, ["Engine.mix_precision.enable=True"]), "gpu") == []
+    assert not_supported_reasons(load_config(small), "gpu") == []
     assert not_supported_reasons(load_config(GPT / "pretrain_gpt_tiny.yaml"), "cpu") == []
+
+
+def test_options_without_effect_are_said(small):
+    assert without_effect(load_config(small)) == []
+    cfg = load_config(small, ["Model.fused_linear=True"])
+    assert "Model.fused_linear" in without_effect(cfg)[0]
+    assert without_effect(cfg)[0] in check_report(cfg)
 
 
 def test_every_field_is_documented():

@@ -144,3 +144,41 @@ def test_shapes_agree_with_count_and_are_named():
     assert shapes["decoder.layers.0.mlp.fc2.weight"] == (128, 64)
     assert shapes["decoder.layers.0.mlp_post_norm.bias"] == (64,)
     assert "head.weight" not in shapes
+
+
+VARIANTS = [
+    {},
+    {
+        "hidden_act": "swiglu",
+        "num_query_groups": 2,
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+        "tie_word_embeddings": False,
+        "add_bias_linear": False,
+    },
+    {
+        "sandwich_norm": True,
+        "add_head_bias": True,
+        "tie_word_embeddings": False,
+        "head_dim": 20,
+        "num_query_groups": 1,
+    },
+    {
+        "add_bias_linear": False,
+        "add_qkv_bias": True,
+        "position_embedding_type": "none",
+        "hidden_act": "relu2",
+    },
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_model_has_exactly_these_parameters(variant):
+    from ppfleetx.models.gpt.stages import gpt_stages
+    from ppfleetx.models.staged import StagedModel
+    from ppfleetx.nn.factory import LocalFactory
+
+    cfg = gpt(2, 48, 4, 100, 16, **variant)
+    model = StagedModel(gpt_stages(cfg, LocalFactory()), seed=1)
+    built = {parameter.info.name: tuple(parameter.shape) for parameter in model.parameters()}
+    assert built == parameter_shapes(cfg)
