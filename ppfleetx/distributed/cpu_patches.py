@@ -213,7 +213,7 @@ def _process_group(ring_id: int) -> Any:
 
 def _gather_last(tensor: paddle.Tensor, ring_id: int, nranks: int) -> paddle.Tensor:
     parts = [paddle.empty_like(tensor) for _ in range(nranks)]
-    _process_group(ring_id).all_gather(parts, tensor)
+    _process_group(ring_id).all_gather(parts, tensor, True)
     return paddle.concat(parts, axis=-1)
 
 
@@ -503,7 +503,6 @@ TABLE: tuple[Replacement, ...] = (
     Replacement("paddle.distributed.sharding.group_sharded", "paddle", _NEEDS_INDEX, _indexed_cpu),
     Replacement(f"{_FLEET}.recompute.recompute_hybrid", "paddle", _NEEDS_INDEX, _indexed_cpu),
     Replacement(f"{_SHARDING}_optimizer_stage2", "paddle", _NEEDS_INDEX, _indexed_cpu),
-    Replacement(f"{_SHARDING}_stage2", "paddle", _NEEDS_INDEX, _indexed_cpu),
     Replacement(f"{_SHARDING}_stage3", "paddle", _NEEDS_INDEX, _indexed_cpu),
     Replacement(f"{_SHARDING}_utils", "paddle", _NEEDS_INDEX, _indexed_cpu),
     Replacement(f"{_SHARDING}_storage", "paddle", _NEEDS_INDEX, _indexed_cpu),
