@@ -75,17 +75,35 @@ def complete_checkpoints(output_dir: str | Path) -> list[Path]:
 
 
 def newest_good(output_dir: str | Path, *, verify: bool = True) -> Checkpoint | None:
-    """The checkpoint saved last that is undamaged; `verify` reads all its data to know."""
-    for path in reversed(complete_checkpoints(output_dir)):
+    """The checkpoint saved last that is undamaged; `verify` reads all its data to know.
+
+    Damaged ones that are newer, and ones whose age cannot be told, are passed over with a warning each.
+    """
+    found, damage = _search_good(Path(output_dir), verify)
+    for error in damage:
+        get_logger().warning(f"passed over a checkpoint that is no good: {error}")
+    return found
+
+
+def _search_good(output_dir: Path, verify: bool) -> tuple[Checkpoint | None, list[CheckpointError]]:
+    complete = complete_checkpoints(output_dir)
+    damage = []
+    for path in _step_directories(output_dir):
+        if path not in complete:
+            try:
+                read_marker(path)
+            except CheckpointError as error:
+                damage.append(error)
+    for path in reversed(complete):
         try:
             checkpoint = open_checkpoint(path)
             if verify:
                 checkpoint.verify()
         except CheckpointError as error:
-            get_logger().warning(f"passed over a damaged checkpoint: {error}")
+            damage.append(error)
             continue
-        return checkpoint
-    return None
+        return checkpoint, damage
+    return None, damage
 
 
 def write_latest(output_dir: Path, name: str) -> None:
@@ -193,7 +211,7 @@ def _sound(path: Path, output_dir: Path, verify: bool) -> Path:
 
 def _instead(output_dir: Path, bad: Path | None = None) -> str:
     """Sentence that names the newest good checkpoint beside a bad one."""
-    good = newest_good(output_dir) if output_dir.is_dir() else None
+    good, _ = _search_good(output_dir, verify=True)
     if good is None or (bad is not None and good.path.resolve() == bad.resolve()):
         return "; there is no good checkpoint beside it"
     return f"; the newest good checkpoint is {good.path}"

@@ -10,7 +10,6 @@ from ppfleetx.checkpoint.directory import newest_good
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import TensorSlice
 from ppfleetx.checkpoint.writer import save_checkpoint
-from ppfleetx.config.errors import CheckpointError
 from ppfleetx.utils.log import get_logger
 
 
@@ -48,33 +47,3 @@ class CheckpointManager:
         if found is not None:
             get_logger().info(f"newest good checkpoint: {found.path}")
         return found
-
-
-def check_fingerprints(
-    checkpoint: Checkpoint, current: Mapping[str, str], *, reset_data: bool = False
-) -> None:
-    """Compare the identity of tokenizer and data with that of a checkpoint to be resumed.
-
-    Args:
-        current: what would be saved now, by key (`tokenizer`, `data`, ...); keys that either side does
-            not have are not compared.
-        reset_data: the data is meant to have changed (`Engine.save_load.reset_data`).
-
-    Raises:
-        CheckpointError: another tokenizer; or other data, and `reset_data` is not set.
-    """
-    saved = checkpoint.manifest.fingerprints
-    for key in sorted(saved.keys() & current.keys()):
-        if saved[key] == current[key]:
-            continue
-        if key == "tokenizer":
-            raise CheckpointError(
-                f"checkpoint {checkpoint.path} was trained with another tokenizer ({saved[key]}) than this "
-                f"run's ({current[key]}): its weights have no meaning for these token ids"
-            )
-        if not reset_data:
-            raise CheckpointError(
-                f"the {key} of this run ({current[key]}) is not what checkpoint {checkpoint.path} was "
-                f"trained on ({saved[key]}), so its position has no meaning; set "
-                "Engine.save_load.reset_data to True to start the new data from its beginning"
-            )

@@ -11,7 +11,7 @@ from tests.checkpoint.checkpoints import RANK, arrays, save, slices
 from safetensors.numpy import load_file
 
 from ppfleetx.checkpoint.directory import newest_complete, newest_good, output_lock, resolve_checkpoint
-from ppfleetx.checkpoint.manager import CheckpointManager, check_fingerprints
+from ppfleetx.checkpoint.manager import CheckpointManager
 from ppfleetx.checkpoint.manifest import marker_of
 from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.checkpoint.slices import TensorSlice, whole
@@ -239,11 +239,11 @@ def test_two_savers_do_not_meet(tmp_path, monkeypatch, kind):
     assert resolve_checkpoint(save(tmp_path)) == tmp_path / "epoch_0_step_1"
 
 
-def test_fingerprints(tmp_path):
-    checkpoint = open_checkpoint(save(tmp_path, fingerprints={"tokenizer": "t1", "data": "d1"}))
-    check_fingerprints(checkpoint, {"tokenizer": "t1", "data": "d1", "new": "x"})
-    check_fingerprints(checkpoint, {"data": "d2"}, reset_data=True)
-    with pytest.raises(CheckpointError, match=r"data of this run \(d2\).*reset_data"):
-        check_fingerprints(checkpoint, {"data": "d2"})
-    with pytest.raises(CheckpointError, match="another tokenizer"):
-        check_fingerprints(checkpoint, {"tokenizer": "t2"}, reset_data=True)
+def test_passing_over_bad_checkpoints_is_said(tmp_path, caplog):
+    good, flipped, unmarked = (save(tmp_path, step=step) for step in (1, 2, 3))
+    flip(flipped / RANK / "optimizer.safetensors", -3)
+    (unmarked / "COMPLETE").write_bytes(b"")
+    assert newest_good(tmp_path).path == good
+    assert "epoch_0_step_3/COMPLETE is damaged" in caplog.text
+    assert "epoch_0_step_2" in caplog.text and "optimizer.safetensors is damaged" in caplog.text
+    assert newest_good(tmp_path, verify=False).path == flipped

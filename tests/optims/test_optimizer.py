@@ -177,8 +177,8 @@ def test_schedule_from_the_optimizer_section():
     schedule = build_schedule(section(lr=lr, weight_decay_schedule=ramp), max_steps=200)
     assert (schedule.warmup_steps, schedule.wsd_decay_steps) == (5, 10)
     assert schedule.weight_decay(100) == pytest.approx(0.1)
-    with pytest.raises(ConfigError, match="less than decay_steps"):
-        build_schedule(section(lr=LRConfig(warmup_steps=10)), max_steps=10)
+    with pytest.raises(ConfigError, match="not exceed decay_steps"):
+        build_schedule(section(lr=LRConfig(warmup_steps=11)), max_steps=10)
 
 
 def test_every_style_of_the_configuration_makes_a_schedule():

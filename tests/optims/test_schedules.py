@@ -46,6 +46,11 @@ def test_first_step_is_not_zero_and_warmup_ends_at_the_peak():
         schedule.lr(0)
 
 
+def test_a_schedule_that_is_all_warmup():
+    schedule = Schedule(max_lr=1.0, min_lr=0.1, warmup_steps=4, decay_steps=4)
+    assert [schedule.lr(n) for n in (1, 4, 5)] == [0.25, 1.0, 0.1]
+
+
 def test_weight_decay_ramps():
     ramp = {"max_lr": 1.0, "decay_steps": 10, "start_weight_decay": 0.0, "end_weight_decay": 0.1}
     linear = Schedule(**ramp, weight_decay_style="linear", weight_decay_steps=10)
@@ -60,7 +65,7 @@ def test_weight_decay_ramps():
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"warmup_steps": 320000}, "less than decay_steps"),
+        ({"warmup_steps": 320001}, "not exceed decay_steps"),
         ({"warmup_steps": -1}, "negative"),
         ({"decay_style": "step"}, "one of"),
         ({"min_lr": 1.0}, "above max_lr"),
