@@ -113,14 +113,14 @@ class Attention(nn.Layer):
         """query ``[b, g, r, s, d]``, key and value ``[b, g, s, d]``."""
         per_group = self.queries_per_group
         qkv = self.qkv(hidden).reshape([0, 0, self.num_groups, per_group + 2, self.head_dim])
-        if self.rotary is not None:
-            turned = self.rotary.rotate(qkv[:, :, :, : per_group + 1], position_ids)
-            query, key = turned[:, :, :, :per_group], turned[:, :, :, per_group]
+        # One transpose for all three; what is cut apart after it is contiguous.
+        qkv = qkv.transpose([1, 2, 3, 0, 4])
+        if self.rotary is None:
+            query, key, value = qkv.split([per_group, 1, 1], axis=2)
         else:
-            query, key = qkv[:, :, :, :per_group], qkv[:, :, :, per_group]
-        value = qkv[:, :, :, per_group + 1]
-        heads_first = [1, 2, 0, 3]
-        return query.transpose([1, 2, 3, 0, 4]), key.transpose(heads_first), value.transpose(heads_first)
+            turning, value = qkv.split([per_group + 1, 1], axis=2)
+            query, key = self.rotary.rotate(turning, position_ids).split([per_group, 1], axis=2)
+        return query, key.squeeze(2), value.squeeze(2)
 
     def core(
         self,

@@ -7,6 +7,7 @@ from paddle import nn
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.nn.init import Constant, Init
+from ppfleetx.nn.linear import Linear
 from ppfleetx.nn.norm import LayerNorm, RMSNorm
 from ppfleetx.nn.stage import ParamInfo
 
@@ -36,12 +37,7 @@ class LocalFactory:
         return self._linear(in_features, out_features, init, bias, "matrix")
 
     def _linear(self, in_features: int, out_features: int, init: Init, bias: bool, kind: str) -> nn.Layer:
-        layer = nn.Linear(
-            in_features,
-            out_features,
-            weight_attr=paddle.ParamAttr(initializer=_ZEROS),
-            bias_attr=None if bias else False,
-        )
+        layer = Linear(in_features, out_features, bias=bias)
         describe(layer.weight, init, kind)
         if bias:
             describe(layer.bias, Constant(0.0), "bias")

@@ -14,7 +14,7 @@ import paddle.nn.functional as F
 from paddle import nn
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.nn.masks import attention_mask, block, flash_row_limits
+from ppfleetx.nn.masks import flash_row_limits, mask_scores
 
 KERNELS = ("auto", "reference", "flash")
 _HALF = (paddle.float16, paddle.bfloat16)
@@ -95,7 +95,7 @@ def reference_attention(
     if guard != 1.0:
         scores = scores * guard
     scores = scores.reshape([0, groups * per_group, -1, num_keys])
-    scores = block(scores, attention_mask(num_queries, num_keys, document_start))
+    scores = mask_scores(scores, num_queries, num_keys, document_start)
     weights = dropout(F.softmax(scores).astype(value.dtype))
     context = paddle.matmul(weights.reshape([0, groups, -1, num_keys]), value)
     return context.reshape([0, groups, per_group, -1, head_dim])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import paddle
 import paddle.nn.functional as F
+from paddle.autograd import PyLayer
 
 
 def token_loss(
@@ -25,9 +28,27 @@ def token_loss(
     vocab = logits.shape[-1]
     logits = logits.astype("float32")
     if true_vocab < vocab:
-        logits = paddle.where(
-            paddle.arange(vocab) < true_vocab, logits, paddle.full([], -1e9, dtype="float32")
-        )
+        logits = _HidePadding.apply(logits, true_vocab)
     per_token = F.cross_entropy(logits, labels.transpose([1, 0]).unsqueeze(-1), reduction="none").squeeze(-1)
     weights = loss_mask.astype("float32").transpose([1, 0])
     return (per_token * weights).sum(), weights.sum().detach()
+
+
+class _HidePadding(PyLayer):
+    """Logits with the padding columns so low that they take no probability, and no gradient at all.
+
+    Touches the padding columns only; ``where`` over all of them takes three times as long.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: paddle.Tensor, true_vocab: int) -> paddle.Tensor:
+        ctx.true_vocab = true_vocab
+        hidden = logits.clone()
+        hidden[..., true_vocab:] = -1e9
+        return hidden
+
+    @staticmethod
+    def backward(ctx: Any, upstream: paddle.Tensor) -> paddle.Tensor:
+        # The CPU softmax gives the lowest logit exp(-64), not 0.
+        upstream[..., ctx.true_vocab :] = 0.0
+        return upstream

@@ -33,19 +33,26 @@ def attention_mask(num_queries: int, num_keys: int, document_start: paddle.Tenso
     Returns:
         ``[1, 1, q, k]``, or ``[b, 1, q, k]`` with ``document_start``.
     """
-    causal = _causal(num_queries, num_keys).unsqueeze([0, 1])
+    causal = causal_mask(num_queries, num_keys).unsqueeze([0, 1])
     if document_start is None:
         return causal
     keys = paddle.arange(num_keys, dtype=document_start.dtype).reshape([1, 1, 1, -1])
     return paddle.logical_and(causal, keys >= document_start.unsqueeze([1, 3]))
 
 
-def block(scores: paddle.Tensor, mask: paddle.Tensor) -> paddle.Tensor:
-    """Scores with what is not allowed set so low that its probability is exactly zero.
+def mask_scores(
+    scores: paddle.Tensor, num_queries: int, num_keys: int, document_start: paddle.Tensor | None
+) -> paddle.Tensor:
+    """Scores ``[b, n, q, k]`` with what is not allowed set so low that it gets no probability.
 
-    ``where`` and not a sum: a row without any allowed key (left padding) stays finite and equal, and
-    inference programs run an additive mask several times slower.
+    In dynamic mode the plain causal mask is added as a ``[q, k]`` matrix made once, which is cheaper than
+    ``where`` and its gradient. Exported programs choose by ``where``: inference passes turn a sum after a
+    matrix product into something several times slower. Rows without any allowed key (left padding) only
+    arise with ``document_start``; there, too, ``where``: it keeps them finite.
     """
+    if paddle.in_dynamic_mode() and document_start is None:
+        return scores + _causal_penalty(num_queries, num_keys, scores.dtype, paddle.get_device())
+    mask = attention_mask(num_queries, num_keys, document_start)
     return paddle.where(mask, scores, paddle.full([], _BLOCKED, dtype=scores.dtype))
 
 
@@ -62,13 +69,9 @@ def flash_row_limits(document_start: paddle.Tensor) -> paddle.Tensor:
     return limits.unsqueeze([1, 3])
 
 
-def _causal(num_queries: int, num_keys: int) -> paddle.Tensor:
-    if paddle.in_dynamic_mode():
-        return _cached_causal(num_queries, num_keys, paddle.get_device())
-    return causal_mask(num_queries, num_keys)
-
-
 @lru_cache(maxsize=8)
-def _cached_causal(num_queries: int, num_keys: int, device: str) -> paddle.Tensor:
-    """Every layer of every step asks for the same one."""
-    return causal_mask(num_queries, num_keys)
+def _causal_penalty(num_queries: int, num_keys: int, dtype: paddle.dtype, device: str) -> paddle.Tensor:
+    """``[q, k]``: 0 where attention is allowed. Every layer of every step asks for the same one."""
+    allowed = causal_mask(num_queries, num_keys)
+    blocked = paddle.full([], _BLOCKED, dtype=dtype)
+    return paddle.where(allowed, paddle.zeros([], dtype=dtype), blocked)

@@ -10,19 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 import paddle
-
-
-@lru_cache(maxsize=4)
-def _tables(
-    max_positions: int, head_dim: int, base: float, device: str
-) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """cos and sin ``[max_positions, head_dim / 2]`` in float32, computed in float64."""
-    inverse_frequency = base ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    angles = np.arange(max_positions, dtype=np.float64)[:, None] * inverse_frequency
-    return (
-        paddle.to_tensor(np.cos(angles).astype(np.float32)),
-        paddle.to_tensor(np.sin(angles).astype(np.float32)),
-    )
+import paddle.nn.functional as F
 
 
 class RotaryEmbedding:
@@ -39,11 +27,34 @@ class RotaryEmbedding:
         self.head_dim, self.max_positions, self.base = head_dim, max_positions, base
 
     def rotate(self, x: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
-        """Turn each head of ``x [s, b, ..., head_dim]`` (five dimensions) by its position ``[b, s]``."""
-        cos, sin = _tables(self.max_positions, self.head_dim, self.base, paddle.get_device())
-        index = position_ids.transpose([1, 0])
-        cos = paddle.nn.functional.embedding(index, cos).unsqueeze([2, 3])
-        sin = paddle.nn.functional.embedding(index, sin).unsqueeze([2, 3])
+        """Turn each head of ``x [b, groups, heads, s, head_dim]`` by its position ``[b, s]``."""
+        cos, sin = (table.unsqueeze([1, 2]) for table in self.cos_sin(position_ids))
         first, second = x.astype("float32").chunk(2, axis=-1)
         turned = paddle.concat([first * cos - second * sin, second * cos + first * sin], axis=-1)
         return turned.astype(x.dtype)
+
+    def cos_sin(self, position_ids: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
+        """cos and sin of every position's angles, ``[b, s, head_dim / 2]`` in float32 (from float64)."""
+        if paddle.in_dynamic_mode():
+            cos, sin = _tables(self.max_positions, self.head_dim, self.base, paddle.get_device())
+            return F.embedding(position_ids, cos), F.embedding(position_ids, sin)
+        # An exported program computes them: a table would be a constant in its text.
+        frequency = paddle.to_tensor(_inverse_frequency(self.head_dim, self.base))
+        angles = position_ids.astype("float64").unsqueeze(-1) * frequency
+        return paddle.cos(angles).astype("float32"), paddle.sin(angles).astype("float32")
+
+
+def _inverse_frequency(head_dim: int, base: float) -> np.ndarray:
+    return base ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+
+
+@lru_cache(maxsize=4)
+def _tables(
+    max_positions: int, head_dim: int, base: float, device: str
+) -> tuple[paddle.Tensor, paddle.Tensor]:
+    """cos and sin ``[max_positions, head_dim / 2]``, shared by all layers."""
+    angles = np.arange(max_positions, dtype=np.float64)[:, None] * _inverse_frequency(head_dim, base)
+    return (
+        paddle.to_tensor(np.cos(angles).astype(np.float32)),
+        paddle.to_tensor(np.sin(angles).astype(np.float32)),
+    )

@@ -3,8 +3,9 @@
 import numpy as np
 import paddle
 import pytest
-from tests.models.gpt_builders import VARIANTS, build, random_tokens, tiny_config
 from paddle.static import InputSpec
+
+from tests.models.gpt_builders import VARIANTS, build, random_tokens, tiny_config
 
 
 class Exported(paddle.nn.Layer):

@@ -5,13 +5,13 @@ import re
 import numpy as np
 import paddle
 import pytest
-from tests.models.gpt_builders import LLAMA_STYLE, VARIANTS, GrowingCache, build, random_tokens, tiny_config
 
 from ppfleetx.models.gpt.shape import parameter_shapes
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.loss import token_loss
 from ppfleetx.nn.stage import build_stage, canonical_parameters
+from tests.models.gpt_builders import LLAMA_STYLE, VARIANTS, GrowingCache, build, random_tokens, tiny_config
 
 variants = pytest.mark.parametrize("keys", VARIANTS.values(), ids=VARIANTS.keys())
 

@@ -3,13 +3,13 @@
 import numpy as np
 import paddle
 import pytest
-from tests.models.gpt_builders import assign, build, load_golden
 
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.model import ModelConfig
 from ppfleetx.models.gpt.hf import canonical_to_hf, hf_to_canonical, model_keys
 from ppfleetx.nn.loss import token_loss
 from ppfleetx.nn.stage import canonical_parameters
+from tests.models.gpt_builders import assign, build, load_golden
 
 FAMILIES = ["hf_gpt2", "hf_llama"]
 

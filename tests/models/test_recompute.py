@@ -3,12 +3,12 @@
 import numpy as np
 import paddle
 import pytest
-from tests.models.gpt_builders import LLAMA_STYLE, build, random_tokens, tiny_config
 
 from ppfleetx.models.gpt import layers
 from ppfleetx.nn import attention
 from ppfleetx.nn.loss import token_loss
 from ppfleetx.nn.stage import canonical_parameters
+from tests.models.gpt_builders import LLAMA_STYLE, build, random_tokens, tiny_config
 
 DROPOUT = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2}
 

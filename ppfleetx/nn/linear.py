@@ -1,0 +1,45 @@
+"""Linear layer of one card."""
+
+from __future__ import annotations
+
+import paddle
+import paddle.nn.functional as F
+from paddle import nn
+
+
+class Linear(nn.Layer):
+    """``x @ weight + bias`` with ``weight [in, out]``."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
+        super().__init__()
+        zeros = nn.initializer.Constant(0.0)  # the real values come from build_stage
+        self.weight = self.create_parameter([in_features, out_features], default_initializer=zeros)
+        self.bias = self.create_parameter([out_features], is_bias=True) if bias else None
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        if self.bias is not None and trains_on_cpu(x):
+            return _add_bias(F.linear(x, self.weight), self.bias)
+        return F.linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in={self.weight.shape[0]}, out={self.weight.shape[1]}, bias={self.bias is not None}"
+
+
+def trains_on_cpu(x: paddle.Tensor) -> bool:
+    """Whether a formulation whose backward pass is fast in Paddle's CPU kernels pays here.
+
+    False while a program is exported: there the plain operators are wanted.
+    """
+    return paddle.in_dynamic_mode() and paddle.is_grad_enabled() and x.place.is_cpu_place()
+
+
+def _add_bias(x: paddle.Tensor, bias: paddle.Tensor) -> paddle.Tensor:
+    """``x + bias``, bit for bit, with the bias spread over the rows by a matrix product.
+
+    The gradient of a broadcast sum is a column sum, which Paddle's CPU kernel takes up to half the time
+    of the matrix product for; as the gradient of a product with ones it is a matrix-vector product.
+    """
+    width = bias.shape[0]
+    rows = x.reshape([-1, width])
+    spread = paddle.matmul(paddle.ones([rows.shape[0], 1], dtype=bias.dtype), bias.unsqueeze(0))
+    return (rows + spread).reshape(x.shape)

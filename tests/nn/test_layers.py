@@ -1,0 +1,226 @@
+"""Norms, activations, rotary positions, masks, loss and kernels against NumPy in float64."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import paddle
+import pytest
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.nn import kernels
+from ppfleetx.nn.factory import LocalFactory
+from ppfleetx.nn.init import Constant, Normal
+from ppfleetx.nn.kernels import KernelOptions, attend, reference_attention
+from ppfleetx.nn.loss import token_loss
+from ppfleetx.nn.masks import attention_mask, flash_row_limits
+from ppfleetx.nn.mlp import ACTIVATIONS, MLP
+from ppfleetx.nn.rope import RotaryEmbedding
+
+RNG = np.random.default_rng(0)
+
+
+def tensor(values, grad=False):
+    return paddle.to_tensor(np.asarray(values, dtype=np.float32), stop_gradient=not grad)
+
+
+def numerical_gradient(function, x, upstream, eps=1e-6):
+    gradient = np.zeros_like(x)
+    for index in np.ndindex(*x.shape):
+        step = np.zeros_like(x)
+        step[index] = eps
+        gradient[index] = ((function(x + step) - function(x - step)) * upstream).sum() / (2 * eps)
+    return gradient
+
+
+def norm64(kind, x, gain, bias, eps):
+    if kind == "LayerNorm":
+        x = x - x.mean(-1, keepdims=True)
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * gain + (bias if kind == "LayerNorm" else 0.0)
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("training", [True, False])
+def test_norm(kind, training):
+    layer = LocalFactory().norm(kind, 10, epsilon=1e-3, gain=0.5)
+    layer.train() if training else layer.eval()
+    assert layer.weight.info.init == Constant(0.5)
+    gain, bias, x = RNG.normal(size=10), RNG.normal(size=10), RNG.normal(size=(3, 2, 10)) * 3 + 5
+    upstream = RNG.normal(size=x.shape)
+    layer.weight.set_value(gain.astype("float32"))
+    if kind == "LayerNorm":
+        layer.bias.set_value(bias.astype("float32"))
+    xt = tensor(x, grad=True)
+    out = layer(xt)
+    np.testing.assert_allclose(out.numpy(), norm64(kind, x, gain, bias, 1e-3), rtol=1e-4, atol=1e-5)
+    (out * tensor(upstream)).sum().backward()
+    expected = numerical_gradient(lambda v: norm64(kind, v, gain, bias, 1e-3), x, upstream)
+    np.testing.assert_allclose(xt.grad.numpy(), expected, rtol=1e-3, atol=1e-4)
+    normalised = norm64(kind, x, 1.0, 0.0, 1e-3)
+    np.testing.assert_allclose(
+        layer.weight.grad.numpy(), (upstream * normalised).sum((0, 1)), rtol=1e-3, atol=1e-4
+    )
+    if kind == "LayerNorm":
+        np.testing.assert_allclose(layer.bias.grad.numpy(), upstream.sum((0, 1)), rtol=1e-3, atol=1e-4)
+
+
+def test_unknown_norm_is_refused():
+    with pytest.raises(ConfigError, match=r"Model\.normalization = 'BatchNorm'"):
+        LocalFactory().norm("BatchNorm", 4, epsilon=1e-5)
+
+
+def activation64(name, x):
+    erf = np.vectorize(math.erf)
+    if name == "gelu":
+        return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    if name == "gelu_exact":
+        return 0.5 * x * (1 + erf(x / math.sqrt(2)))
+    if name == "swiglu":
+        gate, up = x[..., 0::2], x[..., 1::2]
+        return gate / (1 + np.exp(-gate)) * up
+    return np.maximum(x, 0) ** (2 if name == "relu2" else 1)
+
+
+@pytest.mark.parametrize("name", list(ACTIVATIONS))
+def test_activation_and_its_gradient(name):
+    x = RNG.normal(size=(3, 2, 8)) * 2
+    xt = tensor(x, grad=True)
+    out = ACTIVATIONS[name](xt)
+    np.testing.assert_allclose(out.numpy(), activation64(name, x), rtol=1e-4, atol=1e-5)
+    upstream = RNG.normal(size=out.shape)
+    (out * tensor(upstream)).sum().backward()
+    expected = numerical_gradient(lambda v: activation64(name, v), x, upstream)
+    np.testing.assert_allclose(xt.grad.numpy(), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_unknown_activation_is_refused():
+    sizes = {"hidden_size": 4, "ffn_hidden_size": 8, "bias": True}
+    with pytest.raises(ConfigError, match=r"Model\.hidden_act = 'mish'"):
+        MLP(LocalFactory(), activation="mish", init=Normal(1.0), output_init=Normal(1.0), **sizes)
+
+
+def test_rope_turns_pairs_of_halves_by_the_position():
+    rope = RotaryEmbedding(8, 32, 100.0)
+    x = RNG.normal(size=(2, 1, 2, 3, 8))
+    positions = np.array([[0, 7, 31], [1, 2, 3]])
+    out = rope.rotate(tensor(x), paddle.to_tensor(positions)).numpy()
+    for b, s, i in np.ndindex(2, 3, 4):
+        angle = positions[b, s] * 100.0 ** (-2 * i / 8)
+        first, second = x[b, 0, :, s, i], x[b, 0, :, s, i + 4]
+        np.testing.assert_allclose(
+            out[b, 0, :, s, i], first * math.cos(angle) - second * math.sin(angle), atol=1e-5
+        )
+        np.testing.assert_allclose(
+            out[b, 0, :, s, i + 4], second * math.cos(angle) + first * math.sin(angle), atol=1e-5
+        )
+
+
+def test_mask_against_its_definition():
+    starts = np.array([[0, 0, 3, 3], [1, 1, 1, 5]])
+    mask = attention_mask(4, 7, paddle.to_tensor(starts, dtype="int32")).numpy()
+    for b, q, k in np.ndindex(2, 4, 7):
+        assert mask[b, 0, q, k] == (starts[b, q] <= k <= q + 3), (b, q, k)
+    plain = attention_mask(4, 7, None).numpy()
+    np.testing.assert_array_equal(plain[0, 0], np.tril(np.ones((4, 7), bool), 3))
+
+
+def test_flash_row_limits_describe_the_same_mask():
+    starts = np.array([[0, 0, 0, 3, 3, 5, 6, 6], [0] * 8])
+    limits = flash_row_limits(paddle.to_tensor(starts, dtype="int32")).numpy()
+    assert limits.shape == (2, 1, 8, 1) and limits.dtype == np.int32
+    mask = attention_mask(8, 8, paddle.to_tensor(starts, dtype="int32")).numpy()
+    for b, q, k in np.ndindex(2, 8, 8):
+        assert mask[b, 0, q, k] == (k <= q < limits[b, 0, k, 0]), (b, q, k)
+
+
+def attention64(query, key, value, mask):
+    """Softmax attention with keys and values repeated for each query head."""
+    scores = np.einsum("bgrqd,bgkd->bgrqk", query, key) / math.sqrt(query.shape[-1])
+    scores = np.where(mask[:, :, None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("bgrqk,bgkd->bgrqd", weights / weights.sum(-1, keepdims=True), value)
+
+
+@pytest.mark.parametrize(("groups", "per_group"), [(4, 1), (2, 3), (1, 4)])
+@pytest.mark.parametrize("past", [0, 3])
+@pytest.mark.parametrize("packed", [False, True])
+def test_reference_attention(groups, per_group, past, packed):
+    query = RNG.normal(size=(2, groups, per_group, 5, 8))
+    key, value = RNG.normal(size=(2, 2, groups, 5 + past, 8))
+    starts_t = paddle.to_tensor([[0, 0, 2, 2, 2], [0, 1, 1, 3, 3]], dtype="int32") if packed else None
+    mask = attention_mask(5, 5 + past, starts_t).numpy()
+    dropout = paddle.nn.Dropout(0.0)
+    out = attend(tensor(query), tensor(key), tensor(value), starts_t, dropout, KernelOptions())
+    np.testing.assert_allclose(out.numpy(), attention64(query, key, value, mask), rtol=1e-4, atol=1e-5)
+
+
+def test_score_guard_is_not_applied_in_fp32():
+    arrays = [tensor(RNG.normal(size=(1, 2, 1, 4, 8)))] + [
+        tensor(RNG.normal(size=(1, 2, 4, 8))) for _ in "kv"
+    ]
+    dropout = paddle.nn.Dropout(0.0)
+    plain = reference_attention(*arrays, None, dropout, KernelOptions())
+    guarded = reference_attention(*arrays, None, dropout, KernelOptions(qk_scale_guard=24.0))
+    np.testing.assert_array_equal(plain.numpy(), guarded.numpy())
+
+
+@pytest.mark.skipif(paddle.is_compiled_with_cuda(), reason="flash may be able to run")
+def test_flash_is_refused_in_words_where_it_cannot_run():
+    arrays = [paddle.zeros([1, 1, 1, 2, 8]), paddle.zeros([1, 1, 2, 8]), paddle.zeros([1, 1, 2, 8])]
+    with pytest.raises(ConfigError, match="flash attention cannot run here: it needs a GPU"):
+        attend(*arrays, None, paddle.nn.Dropout(0.0), KernelOptions("flash"))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_flash_is_called_with_the_training_flag_and_the_documents(monkeypatch, packed):
+    """No GPU here: what Paddle's functions would be given, computed by the reference instead."""
+    calls = []
+
+    def run(q, k, v, limits, **kwargs):
+        calls.append(kwargs | {"limits": limits})
+        mask = paddle.tril(paddle.ones([1, 1, 6, 6], "bool"))
+        if limits is not None:
+            rows = paddle.arange(6, dtype="int32").reshape([1, 1, 6, 1])
+            mask = paddle.logical_and(mask, rows < limits.transpose([0, 1, 3, 2]))
+        groups, repeat = k.shape[2], q.shape[2] // k.shape[2]
+        q64 = q.numpy().transpose(0, 2, 1, 3).reshape(2, groups, repeat, 6, 8)
+        k64, v64 = (t.numpy().transpose(0, 2, 1, 3) for t in (k, v))
+        out = attention64(q64, k64, v64, np.broadcast_to(mask.numpy(), (2, 1, 6, 6)))
+        return tensor(out.reshape(2, -1, 6, 8).transpose(0, 2, 1, 3))
+
+    fakes = SimpleNamespace(
+        flash_attention=lambda q, k, v, **kw: (run(q, k, v, None, **kw), None),
+        flashmask_attention=lambda q, k, v, limits, **kw: run(q, k, v, limits, **kw),
+    )
+    monkeypatch.setattr(kernels.F, "flash_attention", fakes)
+    monkeypatch.setattr(kernels, "flash_obstacle", lambda query, key: None)
+    query, key, value = (tensor(RNG.normal(size=s)) for s in [(2, 2, 3, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8)])
+    starts = paddle.to_tensor([[0, 0, 0, 3, 3, 3], [0] * 6], dtype="int32") if packed else None
+    for training, probability in ((True, 0.1), (False, 0.0)):
+        dropout = paddle.nn.Dropout(0.1)
+        dropout.train() if training else dropout.eval()
+        out = attend(query, key, value, starts, dropout, KernelOptions("auto"))
+        calm = paddle.nn.Dropout(0.0)
+        expected = attend(query, key, value, starts, calm, KernelOptions("reference"))
+        np.testing.assert_allclose(out.numpy(), expected.numpy(), rtol=1e-4, atol=1e-5)
+        assert calls[-1]["training"] is training and calls[-1]["causal"] is True
+        assert calls[-1]["dropout"] == probability and (calls[-1]["limits"] is not None) == packed
+
+
+@pytest.mark.parametrize("true_vocab", [11, 16])
+def test_loss_by_hand(true_vocab):
+    logits, labels = RNG.normal(size=(5, 3, 16)) * 3, RNG.integers(0, 11, (3, 5))
+    mask = RNG.integers(0, 2, (3, 5)).astype(np.float32)
+    lt = tensor(logits, grad=True)
+    loss_sum, count = token_loss(lt, paddle.to_tensor(labels), tensor(mask), true_vocab)
+    used = logits[..., :true_vocab]
+    probabilities = np.exp(used) / np.exp(used).sum(-1, keepdims=True)
+    expected, gradient = 0.0, np.zeros_like(logits)
+    for s, b in np.ndindex(5, 3):
+        expected -= mask[b, s] * np.log(probabilities[s, b, labels[b, s]])
+        gradient[s, b, :true_vocab] = mask[b, s] * probabilities[s, b]
+        gradient[s, b, labels[b, s]] -= mask[b, s]
+    assert count.item() == mask.sum() and count.stop_gradient
+    assert loss_sum.item() == pytest.approx(expected, rel=1e-5)
+    (loss_sum * 0.5).backward()
+    np.testing.assert_allclose(lt.grad.numpy(), gradient * 0.5, rtol=1e-4, atol=1e-6)
