@@ -64,7 +64,25 @@ class GenerationConfig(Section):
             )
         if self.prompt is not None and self.prompt_file is not None:
             raise RuleError(("prompt_file", "prompt"), "give the prompts themselves or a file, not both")
+        self._check_strategy()
         return self
+
+    def _check_strategy(self) -> None:
+        results, strategy = self.num_return_sequences, self.decode_strategy
+        if strategy == "greedy_search" and results > 1:
+            raise RuleError(
+                ("num_return_sequences", "decode_strategy"),
+                "greedy search has one result per prompt; use sampling or beam_search for more",
+            )
+        if strategy == "beam_search" and results > self.num_beams:
+            raise RuleError(
+                ("num_return_sequences", "num_beams"),
+                f"{self.num_beams} beams cannot give {results} results",
+            )
+        if strategy == "beam_search" and self.stop is not None:
+            raise RuleError(
+                ("stop", "decode_strategy"), "beam search ends at the end token only; it takes no stop texts"
+            )
 
 
 class TensorRTConfig(Section):

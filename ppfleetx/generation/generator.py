@@ -10,6 +10,7 @@ import paddle
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections import GenerationConfig, ModelConfig
 from ppfleetx.data.tokenizer import Tokenizer
+from ppfleetx.generation.beam import BeamOptions, beam_search
 from ppfleetx.generation.search import Choose, FinishReason, Row, Rules, Sampler, decode, greedy
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
 from ppfleetx.generation.text import RowText
@@ -83,10 +84,10 @@ class Generator:
         Raises:
             ConfigError: an option that does not fit the model or the prompts.
         """
-        check_strategy(cfg)
         encoded = [self._encode(prompt) for prompt in prompts]
         num_new = [self._new_tokens(len(ids), cfg, first_prompt + i) for i, ids in enumerate(encoded)]
-        per_batch = max(1, batch_rows // cfg.num_return_sequences)
+        per_prompt = cfg.num_beams if cfg.decode_strategy == "beam_search" else cfg.num_return_sequences
+        per_batch = max(1, batch_rows // per_prompt)
         results: list[list[Generation]] = []
         was_training = self._model.training
         self._model.eval()
@@ -106,15 +107,44 @@ class Generator:
         streams = [(i, copy) for i in range(len(prompts)) for copy in range(copies)]
         texts = [self._row_text(batch, batch.first_prompt + i, copy) for i, copy in streams]
         session = DecodingSession(self._next_token, prompts, use_cache=batch.cfg.use_cache)
-        rules = Rules(self._tokenizer.eod_id, batch.cfg.min_dec_len, batch.cfg.repetition_penalty)
+        if batch.cfg.decode_strategy == "beam_search":
+            rows = self._search(session, batch, texts)
+        else:
+            rows = self._decode(session, batch, texts, streams)
+        finished = [_generation(row, text) for row, text in zip(rows, texts, strict=True)]
+        return [finished[i : i + copies] for i in range(0, len(finished), copies)]
 
+    def _decode(
+        self,
+        session: DecodingSession,
+        batch: _Batch,
+        texts: list[RowText],
+        streams: list[tuple[int, int]],
+    ) -> list[Row]:
         def on_token(row: int, token_id: int) -> bool:
             return texts[row].feed(token_id)
 
-        choose = batch.choose(streams)
-        rows = decode(session, choose, rules, batch.max_new_tokens, copies=copies, on_token=on_token)
-        finished = [_generation(row, text) for row, text in zip(rows, texts, strict=True)]
-        return [finished[i : i + copies] for i in range(0, len(finished), copies)]
+        return decode(
+            session,
+            batch.choose(streams),
+            self._rules(batch.cfg),
+            batch.max_new_tokens,
+            copies=batch.cfg.num_return_sequences,
+            on_token=on_token,
+        )
+
+    def _search(self, session: DecodingSession, batch: _Batch, texts: list[RowText]) -> list[Row]:
+        """Beam search: which tokens stay is known at the end only, so all text comes then."""
+        cfg = batch.cfg
+        options = BeamOptions(cfg.num_beams, cfg.length_penalty, cfg.early_stopping)
+        rows = beam_search(session, self._rules(cfg), batch.max_new_tokens, options, cfg.num_return_sequences)
+        for row, text in zip(rows, texts, strict=True):
+            for token_id in row.ids:
+                text.feed(token_id)
+        return rows
+
+    def _rules(self, cfg: GenerationConfig) -> Rules:
+        return Rules(self._tokenizer.eod_id, cfg.min_dec_len, cfg.repetition_penalty)
 
     def _row_text(self, batch: _Batch, prompt: int, copy: int) -> RowText:
         stop = batch.cfg.stop or ()
@@ -175,18 +205,3 @@ def _bound(on_text: OnText, prompt: int, copy: int) -> Callable[[str], None]:
 def _generation(row: Row, text: RowText) -> Generation:
     assert row.finish_reason is not None
     return Generation(text.finish(), tuple(row.ids), row.finish_reason)
-
-
-def check_strategy(cfg: GenerationConfig) -> None:
-    if cfg.decode_strategy not in ("greedy_search", "sampling"):
-        raise ConfigError(
-            "this program has greedy_search and sampling",
-            key="Generation.decode_strategy",
-            value=cfg.decode_strategy,
-        )
-    if cfg.decode_strategy == "greedy_search" and cfg.num_return_sequences > 1:
-        raise ConfigError(
-            "greedy search has one result per prompt; use sampling for more",
-            key="Generation.num_return_sequences",
-            value=cfg.num_return_sequences,
-        )

@@ -106,9 +106,32 @@ def test_default_length_gives_way_to_the_room_there_is(generator: Generator) -> 
     assert len(beside[-1][0].ids) == 6
 
 
-def test_what_cannot_be_done_is_refused(generator: Generator, make_model, tokenizer: Tokenizer) -> None:
-    with pytest.raises(ConfigError, match="one result per prompt"):
-        generator.generate(["a"], config(decode_strategy="greedy_search", num_return_sequences=2))
+def test_beam_search_through_the_generator(generator: Generator) -> None:
+    pieces: list[str] = []
+    cfg = config(decode_strategy="beam_search", num_beams=3, num_return_sequences=2, length_penalty=1.0)
+    results = generator.generate(PROMPTS, cfg, on_text=lambda prompt, copy, piece: pieces.append(piece))
+    assert generator.generate(PROMPTS, cfg, batch_rows=1) == results
+    assert "".join(pieces) == "".join(one.text for generations in results for one in generations)
+    one_beam = config(decode_strategy="beam_search")
+    assert generator.generate(PROMPTS, one_beam) == generator.generate(
+        PROMPTS, config(decode_strategy="greedy_search")
+    )
+
+
+def test_strategies_say_what_they_cannot_do() -> None:
+    for keys, words in (
+        ({"decode_strategy": "greedy_search", "num_return_sequences": 2}, "one result per prompt"),
+        (
+            {"decode_strategy": "beam_search", "num_beams": 2, "num_return_sequences": 3},
+            "2 beams cannot give 3",
+        ),
+        ({"decode_strategy": "beam_search", "stop": "."}, "takes no stop texts"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            config(**keys)
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(make_model, tokenizer: Tokenizer) -> None:
     model, cfg = make_model(vocab_size=200)
     with pytest.raises(DataError, match="trained with another tokenizer"):
         Generator(model, cfg, tokenizer)

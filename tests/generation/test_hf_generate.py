@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import paddle
 import pytest
-from tests.generation.hf_weights import CONFIGS, PROMPTS, random_weight
 
 from ppfleetx.config.sections import ModelConfig
+from ppfleetx.generation.beam import BeamOptions, beam_search
 from ppfleetx.generation.search import Rules, decode, greedy
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
 from ppfleetx.models.gpt.hf import canonical_to_hf, hf_to_canonical, model_keys
@@ -16,8 +16,10 @@ from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.stage import canonical_parameters
+from tests.generation.hf_weights import CONFIGS, PROMPTS, random_weight
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "goldens" / "hf_generate.json").read_text())
+BEAM = [case for case in GOLDEN["gpt2"] if case.startswith("beam")]
 GREEDY = [case for case in GOLDEN["gpt2"] if not case.startswith("beam")]
 
 
@@ -42,21 +44,41 @@ def next_token(family: str) -> NextTokenModel:
     return NextTokenModel(model, cfg.vocab_size)
 
 
+def rules_of(family: str, options: dict) -> Rules:
+    return Rules(
+        GOLDEN["end"][family] if options.get("eos") else None,
+        options.get("min_new_tokens", 0),
+        options.get("repetition_penalty", 1.0),
+    )
+
+
 @pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "full_forward"])
 @pytest.mark.parametrize("case", GREEDY)
 def test_greedy(next_token: NextTokenModel, family: str, case: str, use_cache: bool) -> None:
     """All prompts in one batch of unequal lengths."""
     golden = GOLDEN[family][case]
-    options = golden["options"]
-    rules = Rules(
-        GOLDEN["end"][family] if options.get("eos") else None,
-        options.get("min_new_tokens", 0),
-        options.get("repetition_penalty", 1.0),
-    )
+    rules = rules_of(family, golden["options"])
     session = DecodingSession(next_token, PROMPTS, use_cache=use_cache)
     with paddle.no_grad():
         rows = decode(session, greedy, rules, [GOLDEN["new_tokens"]] * len(PROMPTS))
     assert [[row.ids] for row in rows] == golden["ids"]
+
+
+@pytest.mark.parametrize("case", BEAM)
+def test_beam_search(next_token: NextTokenModel, family: str, case: str) -> None:
+    """All prompts in one batch of unequal lengths. Hugging Face's own default length penalty is 1."""
+    golden = GOLDEN[family][case]
+    options = golden["options"]
+    beams = BeamOptions(
+        options["num_beams"], options.get("length_penalty", 1.0), options.get("early_stopping", False)
+    )
+    copies = options.get("num_return_sequences", 1)
+    session = DecodingSession(next_token, PROMPTS, use_cache=True)
+    with paddle.no_grad():
+        limits = [GOLDEN["new_tokens"]] * len(PROMPTS)
+        rows = beam_search(session, rules_of(family, options), limits, beams, copies)
+    ids = [row.ids for row in rows]
+    assert [ids[i : i + copies] for i in range(0, len(ids), copies)] == golden["ids"]
 
 
 def test_goldens_are_not_trivial(family: str) -> None:
