@@ -58,11 +58,11 @@ def main() -> None:
     from ppfleetx.data.corpus import find_sources
     from ppfleetx.data.preprocess import preprocess
 
-    workers = len(os.sched_getaffinity(0)) if args.workers is None else args.workers
+    workers = available_cores() if args.workers is None else args.workers
     if workers < 1:
         raise DataError(f"--workers {workers}: at least 1 is needed")
     suffixes = [suffix for suffix in args.suffixes.split(",") if suffix]
-    sources = find_sources(args.input, suffixes=suffixes, split_on=args.split_on.replace("_", "-"))
+    sources = find_sources(args.input, suffixes=suffixes, split_on=args.split_on)
     report = preprocess(
         sources,
         args.output_prefix,
@@ -74,6 +74,13 @@ def main() -> None:
         overwrite=args.overwrite,
     )
     print(report)
+
+
+def available_cores() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def load_tokenizer(args: argparse.Namespace):

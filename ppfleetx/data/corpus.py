@@ -76,6 +76,8 @@ def find_sources(
     for entry in map(Path, inputs):
         if not entry.exists():
             raise DataError(f"no such file or folder: {entry}")
+        if not entry.is_file() and not entry.is_dir():
+            raise DataError(f"{entry} is neither a file nor a folder; pipes cannot be read")
         paths = [entry] if entry.is_file() else _files_below(entry, tuple(suffixes))
         if not paths:
             wanted = f" ending in {', '.join(suffixes)}" if suffixes else ""

@@ -72,7 +72,7 @@ class ChunkEncoder:
     ) -> None:
         self._tokenizer = tokenizer
         self._keys = keys
-        self._dtype = dtype
+        self.dtype = dtype
         self._eod = np.array([tokenizer.eod_id], dtype) if append_eod else None
 
     def __call__(self, chunk: Chunk) -> ChunkResult:
@@ -95,7 +95,7 @@ class ChunkEncoder:
             result.num_seen += 1
         for key in self._keys:
             flat = np.concatenate(parts[key]) if parts[key] else np.empty(0)
-            result.tokens[key] = flat.astype(self._dtype).tobytes()
+            result.tokens[key] = flat.astype(self.dtype).tobytes()
             result.lengths[key] = np.array(lengths[key], np.int32).tobytes()
         return result
 

@@ -43,6 +43,7 @@ def map_in_order(
         initargs=(function, os.getpid()),
     )
     try:
+        pool.submit(int)  # starts the workers now, before the caller starts threads
         yield _results(pool, items, workers)
     finally:
         # Waits for the items being worked on, which are small; those not begun are dropped.

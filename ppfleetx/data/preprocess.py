@@ -8,7 +8,7 @@ import resource
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -29,21 +29,19 @@ class Report:
         num_documents: documents written (for each key).
         num_tokens: tokens written, end-of-document tokens included.
         num_text_bytes: UTF-8 bytes of the texts that were encoded.
-        num_input_bytes: bytes of the input files on disk.
         problems: what was left out, and where the first ones are.
         seconds: wall-clock time.
         cpu_seconds: processor time of this process and its workers.
         outputs: prefixes of the pairs written.
     """
 
-    num_documents: int
-    num_tokens: int
-    num_text_bytes: int
-    num_input_bytes: int
-    problems: Problems
-    seconds: float
-    cpu_seconds: float
-    outputs: list[str]
+    num_documents: int = 0
+    num_tokens: int = 0
+    num_text_bytes: int = 0
+    problems: Problems = field(default_factory=Problems)
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    outputs: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         mb = self.num_text_bytes / 1e6
@@ -99,37 +97,46 @@ def preprocess(
     _check_keys(sources, keys)
     _prepare_outputs(outputs.values(), overwrite)
     began, cpu_began = time.perf_counter(), _cpu_seconds()
-    problems = Problems()
-    num_input_bytes = sum(source.num_bytes for source in sources)
-    dtype = optimal_dtype(tokenizer.vocab_size)
-    encoder = ChunkEncoder(tokenizer, tuple(keys), append_eod, dtype)
-    num_documents = num_text_bytes = 0
+    encoder = ChunkEncoder(tokenizer, tuple(keys), append_eod, optimal_dtype(tokenizer.vocab_size))
+    report = Report(outputs=list(outputs.values()))
+    try:
+        _encode_all(sources, encoder, outputs, workers, strict, show_progress, report)
+    except OSError as error:  # what cannot be read is a DataError already
+        raise DataError(f"cannot write {os.fspath(output_prefix)}: {error}") from error
+    report.seconds = time.perf_counter() - began
+    report.cpu_seconds = _cpu_seconds() - cpu_began
+    return report
+
+
+def _encode_all(
+    sources: Sequence[Source],
+    encoder: ChunkEncoder,
+    outputs: dict[str, str],
+    workers: int,
+    strict: bool,
+    show_progress: bool | Literal["auto"],
+    report: Report,
+) -> None:
+    """Write every pair, and count in ``report``. Nothing is written if anything fails."""
+    total = sum(source.num_bytes for source in sources)
     with ExitStack() as stack:
-        # Outermost: the pool. The writers give up or finish before it is taken down.
+        # Outermost, so that the workers are forked before the progress bar starts its thread.
         results = stack.enter_context(map_in_order(encoder, read_chunks(sources), workers))
-        writers = {key: stack.enter_context(IndexedDatasetWriter(outputs[key], dtype)) for key in keys}
-        bar = ProgressBar("encoding", total=num_input_bytes / 1e6, unit="MB", show=show_progress)
-        stack.enter_context(bar)
+        writers = {
+            key: stack.enter_context(IndexedDatasetWriter(prefix, encoder.dtype))
+            for key, prefix in outputs.items()
+        }
+        bar = stack.enter_context(ProgressBar("encoding", total=total / 1e6, unit="MB", show=show_progress))
         for chunk, result in results:
-            problems.add(chunk, result, strict)
-            for key, (tokens, lengths) in result.arrays(dtype).items():
+            report.problems.add(chunk, result, strict)
+            for key, (tokens, lengths) in result.arrays(encoder.dtype).items():
                 writers[key].add_documents(tokens, lengths)
-            num_documents += result.num_documents
-            num_text_bytes += result.num_text_bytes
-            bar.advance(chunk.num_disk_bytes / 1e6, f"{num_documents:,} documents")
-        if num_documents == 0:
-            raise DataError("\n".join(["there is no document to write", *problems.lines()]))
-        num_tokens = sum(writer.num_tokens for writer in writers.values())
-    return Report(
-        num_documents=num_documents,
-        num_tokens=num_tokens,
-        num_text_bytes=num_text_bytes,
-        num_input_bytes=num_input_bytes,
-        problems=problems,
-        seconds=time.perf_counter() - began,
-        cpu_seconds=_cpu_seconds() - cpu_began,
-        outputs=list(outputs.values()),
-    )
+            report.num_documents += result.num_documents
+            report.num_text_bytes += result.num_text_bytes
+            bar.advance(chunk.num_disk_bytes / 1e6, f"{report.num_documents:,} documents")
+        if report.num_documents == 0:
+            raise DataError("\n".join(["there is no document to write", *report.problems.lines()]))
+        report.num_tokens = sum(writer.num_tokens for writer in writers.values())
 
 
 def _check_keys(sources: Sequence[Source], keys: Sequence[str]) -> None:

@@ -47,11 +47,8 @@ class Tokenizer:
         self.eod_token = eod_token
         self._definition = definition
         self._engine: Engine = build_engine(definition, place)
-        self._special = {
-            added["content"]: added["id"]
-            for added in definition.get("added_tokens") or []
-            if added["special"]
-        }
+        added = definition.get("added_tokens") or []
+        self._special = {entry["content"]: entry["id"] for entry in added if entry.get("special")}
 
     def __reduce__(self) -> tuple[Any, ...]:  # the engines' own objects do not pickle
         return _rebuild, (self._definition, self.eod_token, self.place)

@@ -193,6 +193,7 @@ def _checked(definition: dict[str, Any], path: Path) -> dict[str, Any]:
         if missing:
             raise DataError(f"{path}: merge {' '.join(pair)!r} needs {missing[0]!r}, not in the vocabulary")
     for added in definition.get("added_tokens") or []:
-        if not isinstance(added, dict) or not isinstance(added.get("content"), str) or "id" not in added:
+        is_whole = isinstance(added, dict) and isinstance(added.get("content"), str)
+        if not is_whole or type(added.get("id")) is not int:
             raise DataError(f"the tokenizer file {path} is damaged: added token {added!r}")
     return definition

@@ -215,6 +215,13 @@ def test_a_failing_run_leaves_nothing(tmp_path, tokenizer, workers, texts):
         run(tmp_path, tokenizer, tmp_path / "none")
 
 
+def test_an_output_that_cannot_be_written_is_said(tmp_path, tokenizer):
+    (tmp_path / "a.jsonl").write_bytes(as_lines(["a"]))
+    (tmp_path / "out").write_text("a file where the folder should be")
+    with pytest.raises(DataError, match=r"cannot write .*out/c"):
+        run(tmp_path, tokenizer, tmp_path / "a.jsonl")
+
+
 def _kill_self_at_seven(item: int) -> int:
     if item == 7:
         os.kill(os.getpid(), signal.SIGKILL)
