@@ -24,8 +24,6 @@ ADAMW_ACCUMULATORS = {
     "beta2_pow": "beta2_pow_acc",
 }
 MASTER_WEIGHT = "master_weight"
-# What fleet's sharding puts before the name of a parameter it holds a flat slice of.
-_SLICE_PREFIX = "slice@"
 
 NamedParams = Sequence[tuple[str, "Tensor"]]
 StateKey = tuple[str, str]
@@ -53,8 +51,8 @@ class Optimizer:
     def step(self, lr: float, weight_decay: float | None = None) -> None:
         """Update all parameters that have a gradient; `weight_decay` None keeps the last one."""
         self.inner.set_lr(lr)
-        if weight_decay is not None and "weight_decay" in getattr(self.inner, "_default_dict", {}):
-            # AdamW reads this attribute at each parameter's update and has no setter for it.
+        if weight_decay is not None and hasattr(self.inner, "_apply_decay_param_fun"):
+            # AdamW reads _weight_decay at each parameter's update and has no setter for it.
             self.inner._weight_decay = float(weight_decay)
         self.stepper.step()
 
@@ -129,7 +127,7 @@ def adamw(
         epsilon=epsilon,
         parameters=[param for _, param in named_params],
         weight_decay=weight_decay,
-        apply_decay_param_fun=lambda name: decay_by_paddle_name[name.removeprefix(_SLICE_PREFIX)],
+        apply_decay_param_fun=decay_by_paddle_name.__getitem__,
         multi_precision=multi_precision,
     )
     return Optimizer(inner, named_params, ADAMW_ACCUMULATORS)

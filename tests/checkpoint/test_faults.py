@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.checkpoint.checkpoints import arrays, save
 
 from ppfleetx.checkpoint import storage
 from ppfleetx.checkpoint.directory import complete_checkpoints, newest_good, resolve_checkpoint
 from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.config.errors import CheckpointError
+from tests.checkpoint.checkpoints import arrays, save
 
 REPOSITORY = Path(__file__).parents[2]
 

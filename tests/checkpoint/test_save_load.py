@@ -7,7 +7,6 @@ import threading
 
 import numpy as np
 import pytest
-from tests.checkpoint.checkpoints import RANK, arrays, save, slices
 from safetensors.numpy import load_file
 
 from ppfleetx.checkpoint.directory import newest_complete, newest_good, output_lock, resolve_checkpoint
@@ -16,6 +15,7 @@ from ppfleetx.checkpoint.manifest import marker_of
 from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.checkpoint.slices import TensorSlice, whole
 from ppfleetx.config.errors import CheckpointError
+from tests.checkpoint.checkpoints import RANK, arrays, save, slices
 
 
 def flip(path, position):

@@ -4,13 +4,13 @@ from itertools import product
 
 import numpy as np
 import pytest
-from tests.checkpoint.checkpoints import piece, save
 
 from ppfleetx.checkpoint.manifest import Manifest, rank_directory
 from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.checkpoint.slices import boxes_of_interval, intersect
 from ppfleetx.checkpoint.writer import commit, saving, write_rank
 from ppfleetx.config.errors import CheckpointError
+from tests.checkpoint.checkpoints import piece, save
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 3, 4), (1, 1, 6), (4, 1, 3)])

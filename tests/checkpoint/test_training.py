@@ -3,7 +3,6 @@
 import numpy as np
 import paddle
 import pytest
-from tests.checkpoint.checkpoints import save
 
 from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.checkpoint.rng import rng_state, set_rng_state
@@ -20,6 +19,7 @@ from ppfleetx.config.optimizer import OptimizerConfig
 from ppfleetx.nn.init import Constant
 from ppfleetx.nn.stage import ParamInfo
 from ppfleetx.optims.build import build_optimizer
+from tests.checkpoint.checkpoints import save
 
 VOCAB = 10
 WORD, HEAD, NORM = "embedding.word_embeddings.weight", "head.weight", "decoder.final_norm.weight"

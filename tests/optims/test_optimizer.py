@@ -60,7 +60,7 @@ def test_equals_a_numpy_adamw_with_changing_rate_and_decay():
         optimizer.step(lr, weight_decay)
         optimizer.clear_grad()
         for name in SHAPES:
-            decay = weight_decay if name.endswith("s.weight") or name.endswith("qkv.weight") else 0.0
+            decay = weight_decay if name.endswith(("s.weight", "qkv.weight")) else 0.0
             numpy_adamw(expected[name], grads[name], moments[name], step, lr, decay)
     for name, param in params:
         assert param.grad is None
@@ -127,6 +127,32 @@ def test_sgd_and_unknown_names():
     assert optimizer.state() == {}
     with pytest.raises(ConfigError, match="AdamW or SGD"):
         build_optimizer(section().model_copy(update={"name": "Lion"}), params)
+
+
+def test_a_wrapper_does_the_steps_and_sees_rate_and_decay():
+    """What fleet's hybrid optimizers need: the inner optimizer, set before they step it."""
+    seen = []
+
+    class Recorder:
+        def __init__(self, inner):
+            self.inner = inner
+
+        def step(self):
+            seen.append((self.inner.get_lr(), self.inner._weight_decay))
+            self.inner.step()
+
+        def clear_grad(self, set_to_zero):
+            self.inner.clear_grad(set_to_zero=set_to_zero)
+
+    params = make_params()
+    before = params[1][1].numpy()
+    optimizer = build_optimizer(section(), params)
+    optimizer.wrap(Recorder)
+    set_grads(params, np.random.default_rng(0))
+    optimizer.step(0.5, 0.25)
+    optimizer.clear_grad()
+    assert seen == [(0.5, 0.25)] and params[1][1].grad is None
+    assert not np.array_equal(params[1][1].numpy(), before)
 
 
 def test_global_norm_counts_a_tied_parameter_once_and_keeps_digits():
