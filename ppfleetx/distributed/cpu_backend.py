@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+import os
 import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -78,6 +79,7 @@ def install() -> bool:
 
     if paddle.is_compiled_with_cuda():
         return False
+    os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")  # as the launcher does where there are no cards
     apply_patches()
     return True
 

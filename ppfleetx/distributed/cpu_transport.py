@@ -163,6 +163,7 @@ class Operation:
         self._steps = steps
         self._receives: list[Receive] = []
         self.done = False
+        self.failure: BaseException | None = None
 
     def ready(self) -> bool:
         return all(receive.done for receive in self._receives)
@@ -181,8 +182,9 @@ class Operation:
             except StopIteration:
                 self.done, self._receives = True, []
 
-    def withdraw(self) -> None:
+    def withdraw(self, failure: BaseException) -> None:
         """Forget the posted receives of an operation that failed."""
+        self.failure = failure
         self.mesh.unpost(self._receives)
         self._steps.close()
 
@@ -465,7 +467,7 @@ class Mesh:
                     self._take(peer, fields)
                 elif self._take_control(peer, fields):
                     return
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, MemoryError) as error:
             self._lose(peer, _reason(error))
 
     def _take(self, peer: Peer, fields: tuple[int, ...]) -> None:
@@ -543,8 +545,8 @@ class Mesh:
             self.pending.append(operation)
             try:
                 operation.advance()
-            except BaseException:
-                self._drop(operation)
+            except BaseException as error:
+                self._drop(operation, error)
                 raise
             if operation.done:
                 self.pending.remove(operation)
@@ -568,31 +570,36 @@ class Mesh:
         with self.engine:
             deadline = time.monotonic() + self.timeout if self.timeout else float("inf")
             while not operation.done:
-                for other in [*self.pending]:
-                    if other.ready():
-                        try:
-                            other.advance()
-                        except BaseException:
-                            self._drop(other)
-                            raise
-                        if other.done:
-                            self.pending.remove(other)
+                if operation.failure is not None:
+                    raise operation.failure
+                self._advance_ready()
                 if not operation.done:
                     try:
                         self._wait(operation, deadline)
-                    except BaseException:
-                        self._drop(operation)
+                    except BaseException as error:
+                        self._drop(operation, error)
                         raise
+
+    def _advance_ready(self) -> None:
+        for operation in [*self.pending]:
+            if operation.ready():
+                try:
+                    operation.advance()
+                except BaseException as error:
+                    self._drop(operation, error)
+                    raise
+                if operation.done:
+                    self.pending.remove(operation)
 
     def complete_all(self) -> None:
         """Wait for everything under way."""
         while self.pending:
             self.complete(self.pending[0])
 
-    def _drop(self, operation: Operation) -> None:
+    def _drop(self, operation: Operation, error: BaseException) -> None:
         if operation in self.pending:
             self.pending.remove(operation)
-        operation.withdraw()
+        operation.withdraw(error)
 
     def _wait(self, operation: Operation, deadline: float) -> None:
         """Until some pending operation can advance."""

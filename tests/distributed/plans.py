@@ -37,6 +37,7 @@ class Plan:
     accumulate: int = 1
     tied: bool = True
     recompute: bool = False
+    mark_shared: bool = True  # False: Paddle as it is, with the tied gradient counted twice
     steps: int = 4
     learning_rate: float = 1e-2
 
@@ -236,7 +237,7 @@ def pipeline(plan: Plan) -> mpu.PipelineLayer:
     )
     # Paddle compares p.name with the attribute's name, never finds the tied weight, and counts its
     # gradient once per stage in the global norm.
-    for shared in model.shared_comm.values():
+    for shared in model.shared_comm.values() if plan.mark_shared else ():
         (attribute,) = shared["weight_attr"]
         parameter = getattr(shared["layer"], attribute)
         parameter.is_firstly_shared = paddle.distributed.get_rank() == min(shared["ranks"])
@@ -359,3 +360,15 @@ def traffic_by_axis(plan: Plan) -> dict:
     }
     counted = cpu_backend.traffic()
     return {axis: counted[g.id]["operations"] for axis, g in groups.items() if g.id in counted}
+
+
+def row_parallel_gradient_is_wrong() -> bool:
+    init_fleet(Plan(mp=2))
+    layer = mpu.RowParallelLinear(8, 6, input_is_parallel=False, has_bias=False)
+    x = paddle.ones([3, 8])
+    x.stop_gradient = False
+    try:
+        layer(x).sum().backward()
+    except (RuntimeError, ValueError, OSError):
+        return True
+    return list(x.grad.shape) != [3, 8]

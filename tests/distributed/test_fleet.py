@@ -40,16 +40,34 @@ def world(plan: dict) -> int:
     return plan.get("dp", 1) * plan.get("mp", 1) * plan.get("pp", 1) * plan.get("sharding", 1)
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_plan_equals_serial(ranks, name):
-    plan = PLANS[name]
-    expected = serial(ranks, plan.get("layers", 2))
-    assert expected[-1] < expected[0]
+def losses_of(ranks, plan: dict) -> list[float]:
+    """Means over the data ranks."""
     results = ranks(world(plan)).run(TRAIN, **plan)
     by_data_rank = {result["data_rank"]: result["losses"] for result in results}
     assert len(by_data_rank) == plan.get("dp", 1) * plan.get("sharding", 1)
-    mean = [sum(losses) / len(by_data_rank) for losses in zip(*by_data_rank.values(), strict=True)]
-    assert mean == pytest.approx(expected, rel=TOLERANCE)
+    return [sum(losses) / len(by_data_rank) for losses in zip(*by_data_rank.values(), strict=True)]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plan_equals_serial(ranks, name):
+    expected = serial(ranks, PLANS[name].get("layers", 2))
+    assert expected[-1] < expected[0]
+    assert losses_of(ranks, PLANS[name]) == pytest.approx(expected, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("split_param", [False, True])
+def test_paddle_still_counts_the_tied_gradient_twice(ranks, split_param):
+    """Fails when Paddle marks shared parameters itself: then ``is_firstly_shared`` need not be set."""
+    plan = {"pp": 2, "accumulate": 2, "mark_shared": False}
+    if split_param:
+        plan |= {"sharding": 2, "split_param": True}
+    losses, expected = losses_of(ranks, plan), serial(ranks, 2)
+    assert max(abs(a - b) / b for a, b in zip(losses, expected, strict=True)) > 2e-5
+
+
+def test_paddle_still_gathers_a_row_parallel_input_gradient_on_the_wrong_axis(ranks):
+    """Fails when RowParallelLinear(input_is_parallel=False) may be used."""
+    assert ranks(2).run("tests.distributed.plans:row_parallel_gradient_is_wrong") == [True, True]
 
 
 def test_data_parallel_traffic_is_one_all_reduce_of_the_gradients(ranks):
