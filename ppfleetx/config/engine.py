@@ -80,9 +80,10 @@ class SaveLoadConfig(Section):
     """Checkpoint to resume or evaluate: its step directory, an output directory or a rank directory."""
     init_from: Text | None = None
     """Checkpoint whose weights alone start a new run (step 0, new optimizer, new data order)."""
-    resume: Literal["auto"] | Bool = "auto"
-    """`auto`: continue from `ckpt_dir` if given, else from the newest complete checkpoint of `output_dir` if
-    there is one; true: the same, and an error when there is none; false: never."""
+    resume: Literal["auto"] | Bool = False
+    """`auto`: continue from the newest good checkpoint of `output_dir` if there is one, so that the same command
+    goes on after every interruption; true: the same, and an error when there is none or it is damaged; false:
+    do not look there. Where none is continued, `ckpt_dir` or `init_from` decides, or the run starts afresh."""
     keep_max: PositiveInt | None = None
     """Keep only the newest so many checkpoints; null: all."""
     load_optim: Bool = True

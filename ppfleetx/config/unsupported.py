@@ -63,10 +63,6 @@ def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
             "Engine.save_load.init_from",
         ),
         (
-            cfg.Generation.decode_strategy == "beam_search",
-            "Generation.decode_strategy = beam_search: only greedy_search and sampling can be run yet",
-        ),
-        (
             cfg.Inference.TensorRT is not None,
             "Inference.TensorRT: exported models cannot be run with TensorRT yet",
         ),

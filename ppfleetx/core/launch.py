@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.unsupported import not_supported_reasons
+from ppfleetx.config.unsupported import not_supported_reasons, without_effect
 from ppfleetx.utils.log import configure_logging
 from ppfleetx.utils.process_env import import_paddle, prepare_process
 
@@ -26,7 +26,7 @@ def start_process(path: str, overrides: Sequence[str]) -> tuple[RunConfig, Paral
     """
     cfg = load_config(path, overrides, world_size=world_size(os.environ))
     logger = configure_logging(quiet=rank(os.environ) != 0)
-    for warning in cfg.warnings:
+    for warning in (*cfg.warnings, *without_effect(cfg)):
         logger.warning(warning)
     device = expected_device(cfg.Global.device)
     _refuse_unsupported(cfg, device)
