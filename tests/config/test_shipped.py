@@ -116,7 +116,6 @@ def test_bubble():
         (["Engine.mix_precision.enable=True"], "gpu", "Engine.mix_precision.enable"),
         (["Compress.Quantization.enable=True"], "cpu", "Compress.Quantization.enable"),
         (["Compress.Prune.enable=True"], "cpu", "Compress.Prune.enable"),
-        (["Generation.decode_strategy=beam_search"], "cpu", "Generation.decode_strategy"),
         (["Model.module=GPTEvalModule"], "cpu", "Model.module"),
         ([], "xpu", "Global.device = xpu"),
     ],
