@@ -31,7 +31,8 @@ class NextTokenModel:
         if isinstance(model.stages[-1], TiedHead):
             # [h, V] in memory: on CPU the product with [V, h] transposed takes more than twice as long.
             with paddle.no_grad():
-                self._head_matrix = model.stages[-1].word_embeddings.weight[:vocab_size].transpose([1, 0])
+                weight = model.stages[-1].word_embeddings.weight[:vocab_size]
+                self._head_matrix = weight.transpose([1, 0]).contiguous()
 
     def with_cache(
         self,
