@@ -65,12 +65,14 @@ class _CpuNorm(PyLayer):
     ) -> paddle.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.centred, ctx.epsilon = bias is not None, epsilon
+        inputs = (x, weight) if bias is None else (x, weight, bias)
+        ctx.wanted = [not tensor.stop_gradient for tensor in inputs]
         if bias is not None:
             return F.layer_norm(x, weight.shape, weight, bias, epsilon)
         return rms_norm(x, weight, epsilon)
 
     @staticmethod
-    def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor, ...]:
+    def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, ...]:
         x, weight = ctx.saved_tensor()
         size = weight.shape[0]
         dy = upstream.reshape([-1, size])
@@ -86,5 +88,8 @@ class _CpuNorm(PyLayer):
         if ctx.centred:
             dx.subtract_(paddle.matmul(dy, gain))
         dx.subtract_(normal.multiply_(paddle.matmul(dy_normal, gain))).multiply_(inverse)
-        gradients = (dx.reshape(x.shape), paddle.matmul(ones, dy_normal).reshape([-1]))
-        return (*gradients, paddle.matmul(ones, dy).reshape([-1])) if ctx.centred else gradients
+        gradients = [dx.reshape(x.shape), paddle.matmul(ones, dy_normal).reshape([-1])]
+        if ctx.centred:
+            gradients.append(paddle.matmul(ones, dy).reshape([-1]))
+        # Paddle insists on None where a gradient is not wanted (frozen parameters).
+        return tuple(g if wanted else None for g, wanted in zip(gradients, ctx.wanted, strict=True))

@@ -64,6 +64,20 @@ def test_norm(kind, training):
         np.testing.assert_allclose(layer.bias.grad.numpy(), upstream.sum((0, 1)), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("frozen", [{"x"}, {"weight"}, {"weight", "bias"}, {"bias", "x"}, {"linear"}])
+def test_frozen_inputs_and_parameters_get_no_gradient_and_the_rest_does(kind, frozen):
+    norm = LocalFactory().norm(kind, 8, epsilon=1e-5)
+    linear = LocalFactory().column_linear(8, 8, init=Normal(1.0), bias=True)
+    linear.weight.set_value(RNG.normal(size=(8, 8)).astype("float32"))
+    x = tensor(RNG.normal(size=(3, 2, 8)), grad=True)
+    tensors = {"x": x, **dict(norm.named_parameters()), "linear": linear.bias}
+    for name, value in tensors.items():
+        value.stop_gradient = name in frozen
+    linear(norm(x)).sum().backward()
+    assert {name for name, value in tensors.items() if value.grad is None} == frozen & tensors.keys()
+
+
 def test_unknown_norm_is_refused():
     with pytest.raises(ConfigError, match=r"Model\.normalization = 'BatchNorm'"):
         LocalFactory().norm("BatchNorm", 4, epsilon=1e-5)
