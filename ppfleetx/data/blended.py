@@ -21,6 +21,9 @@ SURPLUS = 0.005
 """Each corpus prepares this much more than its share, since the greedy order may run ahead of it."""
 
 
+_BLOCK_STEPS, _NUM_BLOCKS = 2048, 1024  # steps of a block, blocks walked side by side
+
+
 def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
     """Which corpus each sample comes from, and its number within that corpus.
 
@@ -28,17 +31,72 @@ def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, n
     ``weight * max(k, 1) - taken``, the first of equals: the rule of Megatron-LM's ``helpers.cpp``, in the
     same double precision, so the orders are equal.
 
+    Args:
+        weights: normalised.
+
     Returns:
         int16 [size] and int64 [size].
     """
-    shares, taken = np.array(weights, np.float64), np.zeros(len(weights), np.float64)
+    shares = np.array(weights, np.float64)
     chosen = np.empty(size, np.int16)
+    taken = np.zeros(len(shares))
+    for first in range(0, size, _NUM_BLOCKS * _BLOCK_STEPS):
+        part = chosen[first : first + _NUM_BLOCKS * _BLOCK_STEPS]
+        num_blocks = -(-part.shape[0] // _BLOCK_STEPS)
+        part[:] = _choose(shares, first, num_blocks, taken)[: part.shape[0]]
+        taken += np.bincount(part, minlength=len(shares))
+    by_corpus = np.argsort(chosen, kind="stable")
+    counts = np.bincount(chosen, minlength=len(shares))
     numbers = np.empty(size, np.int64)
-    for k in range(size):
-        corpus = int(np.argmax(shares * max(k, 1) - taken))
-        chosen[k], numbers[k] = corpus, taken[corpus]
-        taken[corpus] += 1
+    numbers[by_corpus] = np.arange(size) - np.repeat(np.cumsum(counts) - counts, counts)
     return chosen, numbers
+
+
+def _choose(weights: np.ndarray, first: int, num_blocks: int, taken: np.ndarray) -> np.ndarray:
+    """The choices of so many blocks of steps from ``first`` on, ``taken`` being known there.
+
+    The rule cannot be evaluated out of order, but it soon forgets where it started. So many blocks are walked
+    side by side, each but the first from a guess; then each is walked again from where its predecessor really
+    ended, until no start changes. What is left then is the exact sequence: each block starts where the one
+    before ends, and the first one started right. Two or three rounds are the rule.
+    """
+    steps = first + _BLOCK_STEPS * np.arange(num_blocks)
+    starts = np.array([_near_shares(weights, step) for step in steps.tolist()])
+    starts[0] = taken
+    ends = np.empty_like(starts)
+    chosen = np.empty((_BLOCK_STEPS, num_blocks), np.int16)
+    stale = np.arange(num_blocks)
+    while stale.size:
+        chosen[:, stale], ends[stale] = _walk(weights, steps[stale], starts[stale])
+        stale = 1 + np.flatnonzero((starts[1:] != ends[:-1]).any(axis=1))
+        starts[stale] = ends[stale - 1]
+    return chosen.T.reshape(-1)
+
+
+def _near_shares(weights: np.ndarray, step: int) -> np.ndarray:
+    """Whole numbers close to ``weights * step`` that sum to ``step``, as the samples taken by then do."""
+    shares = weights * step
+    taken = np.floor(shares)
+    missing = step - int(taken.sum())
+    taken[np.argsort(taken - shares, kind="stable")[:missing]] += 1.0
+    return taken
+
+
+def _walk(weights: np.ndarray, steps: np.ndarray, taken: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Follow the rule for one block from each of ``steps``, side by side.
+
+    Returns:
+        Choices [_BLOCK_STEPS, blocks], and samples taken [blocks, corpora] at the end.
+    """
+    blocks = np.arange(steps.shape[0])
+    chosen = np.empty((_BLOCK_STEPS, steps.shape[0]), np.int16)
+    behind = np.empty_like(taken)
+    for j in range(_BLOCK_STEPS):
+        np.multiply(np.maximum(steps + j, 1)[:, None], weights, out=behind)
+        behind -= taken
+        chosen[j] = corpus = behind.argmax(axis=1)
+        taken[blocks, corpus] += 1.0
+    return chosen, taken
 
 
 def normalise(weights: Sequence[float]) -> list[float]:

@@ -19,6 +19,7 @@ One *sequence* is what the index maps shuffle and split; a document may hold sev
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 import shutil
 import struct
@@ -166,13 +167,23 @@ class IndexedDataset(TokenStore):
             raise DataError(f"no corpus at {text}: neither {bin_path(text)} nor {idx_path(text)} exists")
         dtype, sizes, byte_offsets, document_indices = _read_index(idx_path(text))
         _check_index(text, dtype, sizes, byte_offsets, document_indices)
-        super().__init__(text, _map_file(bin_path(text), dtype), sizes, byte_offsets, document_indices)
+        super().__init__(
+            text, _map_file(bin_path(text), dtype, read_ahead=False), sizes, byte_offsets, document_indices
+        )
 
 
-def _map_file(path: Path, dtype: np.dtype) -> np.ndarray:
-    if path.stat().st_size == 0:  # an empty file cannot be mapped
-        return np.empty(0, dtype)
-    return np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
+def _map_file(path: Path, dtype: np.dtype, *, read_ahead: bool = True) -> np.ndarray:
+    if path.stat().st_size % dtype.itemsize or path.stat().st_size == 0:
+        return np.empty(
+            0, dtype
+        )  # cannot be mapped; whether that is right, `_check_index` decides by its size
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if not read_ahead and hasattr(mmap, "MADV_RANDOM"):
+        # Samples lie anywhere in the file: what the system reads around each would be wasted, and costs
+        # milliseconds a sample while the corpus is not in memory yet.
+        mapped.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(mapped, dtype)
 
 
 def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
