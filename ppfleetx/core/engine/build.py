@@ -23,7 +23,6 @@ from ppfleetx.data.build import build_dataloader
 from ppfleetx.data.loader import DataLoader
 from ppfleetx.data.tokenizer import Tokenizer
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.optims.build import build_schedule
 from ppfleetx.parallel.apply import parallelize
 from ppfleetx.parallel.runner import Runner
@@ -101,8 +100,7 @@ def find_weights(cfg: RunConfig) -> Start:
 
 def build_runner(cfg: RunConfig, ctx: ParallelContext, *, train: bool) -> Runner:
     """Model of the configured module under the plan of ``ctx``, with fresh weights."""
-    module = build_module(cfg)
-    return parallelize(module.stages(LocalFactory()), module.loss, cfg, ctx, train=train)
+    return parallelize(build_module(cfg), cfg, ctx, train=train)
 
 
 def make_output_dir(cfg: RunConfig) -> Path:

@@ -84,11 +84,11 @@ def find_start(options: SaveLoadConfig, output_dir: Path | None) -> Start:
         if found is not None:
             return _resume(found, options)
     if options.ckpt_dir is not None:
-        return _resume(_open(resolve_checkpoint(options.ckpt_dir), options), options)
+        return _resume(open_checkpoint(resolve_checkpoint(options.ckpt_dir, verify=options.verify)), options)
     if output_dir is not None:
         _warn_of_older_run(output_dir)
     if options.init_from is not None:
-        checkpoint = _open(resolve_checkpoint(options.init_from), options)
+        checkpoint = open_checkpoint(resolve_checkpoint(options.init_from, verify=options.verify))
         get_logger().info(f"a new run with the weights of {checkpoint.path}")
         return Start(options, checkpoint)
     return Start(options)
@@ -131,14 +131,7 @@ def _newest(output_dir: Path, options: SaveLoadConfig) -> Checkpoint | None:
         return newest_good(output_dir, verify=options.verify)
     if newest_complete(output_dir) is None and options.ckpt_dir is not None:
         return None
-    return _open(resolve_checkpoint(output_dir), options)
-
-
-def _open(path: Path, options: SaveLoadConfig) -> Checkpoint:
-    checkpoint = open_checkpoint(path)
-    if options.verify:
-        checkpoint.verify()
-    return checkpoint
+    return open_checkpoint(resolve_checkpoint(output_dir, verify=options.verify))
 
 
 def _resume(checkpoint: Checkpoint, options: SaveLoadConfig) -> Start:

@@ -1,0 +1,44 @@
+"""How long a run is and when it evaluates and saves, in optimizer steps whatever the run mode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ppfleetx.config.errors import DataError
+from ppfleetx.config.sections import RunConfig
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Optimizer steps of the whole run, and between evaluations and checkpoints (0: never).
+
+    Attributes:
+        max_steps: the run ends after exactly so many steps, and saves.
+        eval_every, save_every: steps between them.
+    """
+
+    max_steps: int
+    eval_every: int = 0
+    save_every: int = 0
+
+    @classmethod
+    def of(cls, cfg: RunConfig, samples_per_epoch: float) -> Pace:
+        """Pace of a configuration; run mode ``epoch`` counts passes over the training split.
+
+        Raises:
+            DataError: in run mode ``epoch``, the split has less than one global batch.
+        """
+        engine = cfg.Engine
+        if engine.run_mode == "step":
+            return cls(engine.max_steps, engine.eval_freq or 0, engine.save_load.save_steps or 0)
+        steps_per_epoch = int(samples_per_epoch // cfg.batch.global_batch_size)
+        if steps_per_epoch == 0:
+            raise DataError(
+                f"Data.Train: one epoch has {samples_per_epoch:.1f} samples, less than the global batch of "
+                f"{cfg.batch.global_batch_size}"
+            )
+        return cls(
+            min(engine.max_steps, engine.num_train_epochs * steps_per_epoch),
+            (engine.eval_freq or 0) * steps_per_epoch,
+            (engine.save_load.save_epoch or 0) * steps_per_epoch,
+        )
