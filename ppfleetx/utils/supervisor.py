@@ -1,0 +1,95 @@
+"""Start a command again when it fails, and leave nothing of it behind.
+
+Paddle's launcher restarts its ranks only when it has an etcd server to talk to; without one its
+``--max_restart`` does nothing. This needs no server: it restarts the launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+from ppfleetx.utils.cli import EXIT_USER_ERROR
+from ppfleetx.utils.log import configure_logging
+
+_MAX_BACKOFF = 300.0
+
+
+def supervise(command: Sequence[str], *, max_restarts: int, backoff: float, grace: float) -> int:
+    """Run ``command`` until it ends well, was told to stop, or has been restarted often enough.
+
+    Args:
+        command: program and arguments; runs in a process group of its own.
+        max_restarts: starts after the first.
+        backoff: seconds before the first restart; doubles with each, to five minutes at most.
+        grace: seconds between passing a signal on and killing the group.
+
+    Returns:
+        The exit code of the last start: 0, or what it failed with.
+    """
+    log = configure_logging()
+    stop = threading.Event()
+    with _passing_signals_on(stop) as children:
+        for attempt in range(max_restarts + 1):
+            log.info(f"supervisor: start {attempt + 1} of at most {max_restarts + 1}")
+            code = _run_once(command, children, stop, grace)
+            if code == 0 or stop.is_set():
+                return code
+            if code == EXIT_USER_ERROR:
+                log.error("supervisor: exit code 2, a mistake that trying again does not mend")
+                return code
+            if attempt < max_restarts:
+                pause = min(backoff * 2**attempt, _MAX_BACKOFF)
+                log.warning(f"supervisor: the command failed with code {code}; next start in {pause:.0f} s")
+                if stop.wait(pause):
+                    return code
+    log.error(f"supervisor: failed with code {code} after {max_restarts} restarts; giving up")
+    return code
+
+
+def _run_once(
+    command: Sequence[str], children: list[subprocess.Popen], stop: threading.Event, grace: float
+) -> int:
+    child = subprocess.Popen(command, start_new_session=True)
+    children[:] = [child]
+    deadline: float | None = None
+    try:
+        while child.poll() is None:
+            if stop.is_set() and deadline is None:
+                deadline = time.monotonic() + grace
+            if deadline is not None and time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+    finally:
+        # The command, or ranks that outlived it.
+        _signal_group(child, signal.SIGKILL)
+    code = child.wait()
+    return code if code >= 0 else 128 - code
+
+
+@contextlib.contextmanager
+def _passing_signals_on(stop: threading.Event) -> Iterator[list[subprocess.Popen]]:
+    """Pass SIGTERM and SIGINT on to the running command's group, and remember that one came."""
+    children: list[subprocess.Popen] = []
+
+    def handle(number: int, frame: object) -> None:
+        stop.set()
+        for child in children:
+            _signal_group(child, number)
+
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield children
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _signal_group(child: subprocess.Popen, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, number)
