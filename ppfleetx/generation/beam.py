@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import paddle
-import paddle.nn.functional as F
 
+from ppfleetx.generation.processors import largest, log_probabilities
 from ppfleetx.generation.search import Row, Rules, process
 from ppfleetx.generation.session import DecodingSession
 
@@ -64,7 +64,7 @@ def beam_search(
     prompts = [_Prompt(limit, options, rules.end_id) for limit in max_new_tokens]
     active, step = prompts, 0
     while True:
-        scores = process(F.log_softmax(logits, axis=-1), session.history, step, rules)
+        scores = process(log_probabilities(logits), session.history, step, rules)
         going_on, sources, tokens = [], [], []
         for place, (prompt, best) in enumerate(zip(active, _best(scores, active), strict=True)):
             beams, ids = prompt.advance(best)
@@ -95,7 +95,7 @@ def _best(scores: paddle.Tensor, active: Sequence[_Prompt]) -> list[_Candidates]
     num_beams = active[0].options.num_beams
     so_far = paddle.to_tensor(np.concatenate([prompt.scores for prompt in active]))
     total = (scores + so_far.unsqueeze(-1)).reshape([len(active), -1])
-    values, places = paddle.topk(total, min(2 * num_beams, num_beams * vocab), axis=-1)
+    values, places = largest(total, min(2 * num_beams, num_beams * vocab))
     beams, tokens = np.divmod(places.numpy(), vocab)
     return [
         _Candidates(*columns)

@@ -58,16 +58,37 @@ def candidates(
         logits = logits / temperature
     vocab = logits.shape[-1]
     if 0 < top_k < vocab:
-        values, ids = paddle.topk(logits, top_k, axis=-1)
+        values, ids = largest(logits, top_k)
         probabilities = F.softmax(values, axis=-1)
         return (probabilities if top_p >= 1.0 else _keep_top_p(probabilities, top_p)), ids
     probabilities = F.softmax(logits, axis=-1)
     if top_p >= 1.0:
         return probabilities, None
-    likeliest, ids = paddle.topk(probabilities, min(_TOP_P_CANDIDATES, vocab), axis=-1)
+    likeliest, ids = largest(probabilities, min(_TOP_P_CANDIDATES, vocab))
     if likeliest.shape[-1] < vocab and bool((likeliest.sum(-1) < top_p).any()):
-        likeliest, ids = paddle.topk(probabilities, vocab, axis=-1)
+        likeliest, ids = largest(probabilities, vocab)
     return _keep_top_p(likeliest, top_p), ids
+
+
+def largest(values: paddle.Tensor, count: int) -> tuple[paddle.Tensor, paddle.Tensor]:
+    """The ``count`` largest of each row of ``values [b, m]``, falling, and their columns."""
+    if not (paddle.in_dynamic_mode() and values.place.is_cpu_place()):
+        return paddle.topk(values, count, axis=-1)
+    # Paddle's CPU kernel sorts whole rows; NumPy selects first, which is several times faster.
+    array = values.numpy()
+    if count < array.shape[-1]:
+        columns = np.argpartition(array, -count, axis=-1)[:, -count:]
+        order = np.argsort(-np.take_along_axis(array, columns, axis=-1), axis=-1)
+        columns = np.take_along_axis(columns, order, axis=-1)
+    else:
+        columns = np.argsort(-array, axis=-1)
+    return paddle.to_tensor(np.take_along_axis(array, columns, axis=-1)), paddle.to_tensor(columns)
+
+
+def log_probabilities(logits: paddle.Tensor) -> paddle.Tensor:
+    """``log_softmax`` of ``logits [b, V]``, whose kernel of that name takes a second for 8 rows on CPU."""
+    shifted = logits - logits.max(-1, keepdim=True)
+    return shifted - shifted.exp().sum(-1, keepdim=True).log()
 
 
 def _keep_top_p(falling: paddle.Tensor, top_p: float) -> paddle.Tensor:
