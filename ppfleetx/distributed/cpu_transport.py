@@ -34,6 +34,7 @@ DIRECT_VARIABLE = "PADDLE_CPU_COMM_DIRECT"
 DIRECT_BYTES = 1 << 16  # below this a copy through the socket is faster than the acknowledgement
 STALL_SECONDS = 2.0  # how long a rank waits before it asks the others what they are doing
 HANDSHAKE_SECONDS = 30.0
+START_SECONDS = 300.0  # how far apart the ranks of a job may start
 _SOCKET_BUFFER = 4 << 20
 _POOL_BYTES = 256 << 20
 
@@ -309,18 +310,18 @@ class Mesh:
             for other in range(rank):
                 host, port = _text(store.get(f"{prefix}address/{other}")).split()
                 mesh._add(_dial(rank, other, host, int(port), token))
-            acceptor.join(HANDSHAKE_SECONDS + 10 * world_size)
+            acceptor.join(START_SECONDS + HANDSHAKE_SECONDS)
         missing = sorted(set(range(world_size)) - {rank} - set(mesh.peers))
         if missing:
-            raise CommError(f"rank {rank}: ranks {missing} did not connect within {HANDSHAKE_SECONDS:.0f} s")
+            raise CommError(f"rank {rank}: ranks {missing} did not connect within {START_SECONDS:.0f} s")
         mesh._start()
         return mesh
 
     def _accept(self, listener: socket.socket, token: bytes) -> None:
         """Take one connection from each higher rank; a stranger is turned away and forgotten."""
         expected = set(range(self.rank + 1, self.world_size))
-        deadline = time.monotonic() + HANDSHAKE_SECONDS + 10 * self.world_size
-        listener.settimeout(0.2)
+        deadline = time.monotonic() + START_SECONDS
+        listener.settimeout(0.02)
         while not expected <= set(self.peers) and time.monotonic() < deadline:
             with contextlib.suppress(TimeoutError):
                 connection, _ = listener.accept()

@@ -37,6 +37,7 @@ class Plan:
     accumulate: int = 1
     tied: bool = True
     recompute: bool = False
+    overlap: str = ""  # option of pp_configs or sharding_configs that starts communication early
     mark_shared: bool = True  # False: Paddle as it is, with the tied gradient counted twice
     steps: int = 4
     learning_rate: float = 1e-2
@@ -263,6 +264,9 @@ def init_fleet(plan: Plan) -> None:
     # Every model-parallel rank reads the same data by itself.
     strategy.hybrid_configs["mp_configs"].need_broadcast_data = False
     strategy.hybrid_configs["sharding_configs"].split_param = plan.split_param
+    if plan.overlap:
+        kind = "pp_configs" if plan.pp > 1 else "sharding_configs"
+        setattr(strategy.hybrid_configs[kind], plan.overlap, True)
     strategy.pipeline_configs = {
         "accumulate_steps": plan.accumulate,
         "micro_batch_size": BATCH // plan.accumulate // plan.dp // plan.sharding,
@@ -280,6 +284,8 @@ def wrap(plan: Plan, model, optimizer):
         level = {2: "os_g", 3: "p_g_os"}[plan.stage]
         extra = {"segment_size": 64, "exclude_layer": ["Embedding"]} if plan.stage == 3 else {}
         group = hcg.get_sharding_parallel_group()
+        if plan.dp > 1:
+            extra["dp_group"] = hcg.get_data_parallel_group()
         model, optimizer, _ = group_sharded_parallel(model, optimizer, level, group=group, **extra)
         return model, optimizer
     return fleet.distributed_model(model), fleet.distributed_optimizer(optimizer)

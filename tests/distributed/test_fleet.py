@@ -26,14 +26,32 @@ PLANS = {
     "sharding2 pp2, split": {"sharding": 2, "pp": 2, "accumulate": 2, "split_param": True},
     "mp2 pp2, sequence parallel": {"mp": 2, "pp": 2, "accumulate": 2, "sequence_parallel": True},
     "pp4, virtual 2": {"pp": 4, "virtual": 2, "layers": 8, "accumulate": 4},
+    "dp2 pp2, dp overlap": {"dp": 2, "pp": 2, "accumulate": 2, "tied": False, "overlap": "dp_comm_overlap"},
+    "sharding2 pp2, overlap": {
+        "sharding": 2,
+        "pp": 2,
+        "accumulate": 2,
+        "tied": False,
+        "split_param": True,
+        "overlap": "sharding_comm_overlap",
+    },
+    "sharding2, split, overlap": {"sharding": 2, "split_param": True, "overlap": "comm_overlap"},
+    "pp4, virtual 2, p2p overlap": {
+        "pp": 4,
+        "virtual": 2,
+        "layers": 8,
+        "accumulate": 8,
+        "overlap": "overlap_p2p_comm",
+    },
+    "dp2 sharding2 stage 2": {"dp": 2, "sharding": 2, "stage": 2},
     "dp2 mp2 pp2": {"dp": 2, "mp": 2, "pp": 2, "accumulate": 2},
     "dp2 mp2 pp2, recompute": {"dp": 2, "mp": 2, "pp": 2, "accumulate": 2, "recompute": True},
 }
 
 
 @functools.cache
-def serial(ranks, layers: int) -> list[float]:
-    return ranks(1).run(TRAIN, layers=layers)[0]["losses"]
+def serial(ranks, layers: int, tied: bool = True) -> list[float]:
+    return ranks(1).run(TRAIN, layers=layers, tied=tied)[0]["losses"]
 
 
 def world(plan: dict) -> int:
@@ -50,7 +68,7 @@ def losses_of(ranks, plan: dict) -> list[float]:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_plan_equals_serial(ranks, name):
-    expected = serial(ranks, PLANS[name].get("layers", 2))
+    expected = serial(ranks, PLANS[name].get("layers", 2), PLANS[name].get("tied", True))
     assert expected[-1] < expected[0]
     assert losses_of(ranks, PLANS[name]) == pytest.approx(expected, rel=TOLERANCE)
 
