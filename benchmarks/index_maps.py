@@ -1,7 +1,7 @@
 """Time and memory of the index maps of a large corpus.
 
 ``python benchmarks/index_maps.py --documents 10000000`` writes a corpus of random lengths (its tokens are a
-hole in the file) to a temporary directory, builds the maps of a run over it, loads them again from their cache
+hole in the file) to a temporary directory, builds the maps of a run over it, loads them again from the cache
 and reads samples anywhere in it. One JSON line per stage, with seconds and the process's peak memory so far.
 """
 

@@ -1,0 +1,35 @@
+#!/usr/bin/env python3
+"""Write a corpus preprocessed by FleetX (_ids.npy with _idx.npz, or _ids.npz) as a .bin/.idx pair."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from ppfleetx.utils.cli import run_tool
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--input", required=True, metavar="PREFIX", help="path of the corpus without _ids.npy"
+    )
+    parser.add_argument(
+        "--output-prefix", required=True, metavar="PREFIX", help="path of the result without .bin/.idx"
+    )
+    args = parser.parse_args()
+
+    from ppfleetx.data.fleetx_format import convert
+    from ppfleetx.data.indexed import IndexedDataset
+
+    convert(args.input, args.output_prefix)
+    written = IndexedDataset(args.output_prefix)
+    documents = written.document_indices.shape[0] - 1
+    print(f"{args.output_prefix}: {documents:,} documents, {written.num_tokens:,} tokens, {written.dtype}")
+
+
+if __name__ == "__main__":
+    run_tool(main)

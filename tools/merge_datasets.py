@@ -1,0 +1,37 @@
+#!/usr/bin/env python3
+"""Write several .bin/.idx corpora as one, in the order given (a directory: all its corpora, by name)."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from ppfleetx.utils.cli import run_tool
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--input", required=True, nargs="+", metavar="PATH", help="prefixes and directories")
+    parser.add_argument(
+        "--output-prefix", required=True, metavar="PREFIX", help="path of the result without .bin/.idx"
+    )
+    args = parser.parse_args()
+
+    from ppfleetx.data.indexed import IndexedDataset, merge
+    from ppfleetx.data.prefixes import find_prefixes
+
+    prefixes = [prefix for path in args.input for prefix in find_prefixes(path)]
+    merge(prefixes, args.output_prefix)
+    merged = IndexedDataset(args.output_prefix)
+    documents = merged.document_indices.shape[0] - 1
+    print(
+        f"{args.output_prefix}: {len(prefixes)} corpora, {documents:,} documents, "
+        f"{merged.num_tokens:,} tokens"
+    )
+
+
+if __name__ == "__main__":
+    run_tool(main)
