@@ -1,5 +1,8 @@
 """From a YAML file to batches."""
 
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -214,3 +217,38 @@ def test_threads_end_with_the_iteration_and_prefetch_is_bounded() -> None:
     assert threading.active_count() > before
     batches.close()
     assert threading.active_count() == before
+
+
+PROGRAM = """
+import signal, sys, time, numpy as np
+from ppfleetx.data.loader import DataLoader
+from ppfleetx.data.sampler import GlobalBatchSampler
+
+class Dataset:
+    fingerprint, samples_per_epoch = "", 1.0
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return {"tokens": np.array([index])}
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell may have it ignored
+batches = iter(DataLoader(Dataset(), GlobalBatchSampler(1000, 4, 4), 3))
+next(batches)
+print("started", flush=True)
+if sys.argv[1] == "wait":
+    for batch in batches:
+        pass
+"""
+
+
+@pytest.mark.parametrize("how", ["leave", "wait"])
+def test_no_thread_keeps_the_process_alive(how: str) -> None:
+    """The program ends in the middle of the data: by its own end, or by Ctrl-C."""
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, how], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "started\n"
+        if how == "wait":
+            process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    assert ("KeyboardInterrupt" in errors) == (how == "wait")
+    assert process.returncode == (0 if how == "leave" else -signal.SIGINT)
