@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ppfleetx.config.plan import ParallelPlan
+
+DATA_AXES = ("dp", "sharding")
+"""Axes whose ranks read different samples."""
 
 
 @dataclass(frozen=True)
@@ -13,17 +18,31 @@ class ParallelContext:
 
     ``data_rank`` counts the replicas that read different samples (dp times sharding); processes that
     differ in other axes only read the same samples.
+
+    Attributes:
+        plan: the degrees.
+        rank: number of this process in the job.
+        data_rank: number of the replica, ``dp rank x sharding + sharding rank``.
+        device: ``cpu`` or ``gpu``.
+        groups: Paddle's process group of each axis with more than one rank.
     """
 
     plan: ParallelPlan = field(default_factory=ParallelPlan)
     rank: int = 0
     data_rank: int = 0
     device: str = "cpu"
+    groups: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def single(cls, device: str = "cpu") -> ParallelContext:
         """The context of a process that is alone."""
         return cls(device=device)
+
+    @classmethod
+    def of(cls, plan: ParallelPlan, rank: int, device: str, groups: Mapping[str, Any]) -> ParallelContext:
+        """The context of global rank ``rank`` of a job laid out by ``plan``."""
+        at = plan.coordinates(rank)
+        return cls(plan, rank, at["dp"] * plan.sharding + at["sharding"], device, groups)
 
     @property
     def world_size(self) -> int:
@@ -39,7 +58,36 @@ class ParallelContext:
         """Whether this rank speaks for the job."""
         return self.rank == 0
 
+    def rank_on(self, axis: str) -> int:
+        """This process's rank along ``axis`` (dp, pp, sharding, sep or mp)."""
+        return self.plan.coordinates(self.rank)[axis]
+
+    def size_of(self, axis: str) -> int:
+        """Degree of ``axis``."""
+        return getattr(self.plan, axis)
+
+    def group_of(self, axis: str) -> Any:
+        """Process group of ``axis``, which must have more than one rank."""
+        return self.groups[axis]
+
+    def sum_over(self, axes: Iterable[str], *values: float) -> list[float]:
+        """Sums of ``values`` over the ranks of ``axes``, in float64 and the same on each of them."""
+        if all(axis not in self.groups for axis in axes):
+            return list(values)
+        import paddle
+
+        tensor = paddle.to_tensor(values, dtype="float64")
+        return self.sum_tensor_over(axes, tensor).tolist()
+
+    def sum_tensor_over(self, axes: Iterable[str], tensor: Any) -> Any:
+        """``tensor``, summed in place over the ranks of ``axes``, one axis after the other."""
+        from paddle import distributed
+
+        for axis in axes:
+            if axis in self.groups:
+                distributed.all_reduce(tensor, group=self.groups[axis])
+        return tensor
+
     def sum_over_data(self, value: float) -> float:
         """Sum of ``value`` over all data ranks."""
-        assert self.data_size == 1, "contexts of several data ranks bring their own reduction"
-        return value
+        return self.sum_over(DATA_AXES, value)[0]

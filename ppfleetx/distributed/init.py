@@ -1,27 +1,99 @@
-"""Choose the device and make the process's :class:`ParallelContext`."""
+"""Choose the device, start fleet where there are several processes, make the :class:`ParallelContext`."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import paddle
 
+from ppfleetx.config.batch import BatchPlan
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.plan import AXES, ParallelPlan
 from ppfleetx.config.sections import RunConfig
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.random import seed_everything
+from ppfleetx.distributed.random import register_sliced_stream, seed_everything
 
 
 def init_distributed(cfg: RunConfig) -> ParallelContext:
-    """Set Paddle's device and seeds for this process.
+    """Set Paddle's device and seeds for this process, and join the job's other processes.
 
     Raises:
         ConfigError: ``Global.device`` names a device this machine or this Paddle does not have.
     """
     device = choose_device(cfg.Global.device)
-    paddle.set_device(device)
     if cfg.Global.flags:
         paddle.set_flags(dict(cfg.Global.flags))
+    if cfg.plan.world_size == 1:
+        paddle.set_device(device)
+        ctx = ParallelContext.single(device)
+    else:
+        ctx = start_fleet(cfg.plan, cfg.batch, device)
     seed_everything(cfg.Global.seed)
-    return ParallelContext.single(device)
+    if cfg.plan.mp > 1:
+        register_sliced_stream(cfg.Global.seed)
+    return ctx
+
+
+def start_fleet(plan: ParallelPlan, batch: BatchPlan, device: str) -> ParallelContext:
+    """``fleet.init`` with the degrees of ``plan``: the only call of it in this package.
+
+    On the CPU the process groups of :mod:`ppfleetx.distributed.cpu_backend` are installed before.
+    """
+    from paddle.distributed import fleet
+
+    if device == "cpu":
+        from ppfleetx.distributed import cpu_backend
+
+        cpu_backend.install()
+    # A second plan in the same process (tests): fleet would keep the first one's topology.
+    fleet.base.topology._HYBRID_PARALLEL_GROUP = None
+    fleet.init(is_collective=True, strategy=_strategy(plan, batch))
+    hcg = fleet.get_hybrid_communicate_group()
+    ctx = ParallelContext.of(plan, paddle.distributed.get_rank(), device, _groups(plan, hcg))
+    _check_layout(ctx)
+    return ctx
+
+
+def _strategy(plan: ParallelPlan, batch: BatchPlan) -> Any:
+    from paddle.distributed import fleet
+
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {
+        "dp_degree": plan.dp,
+        "mp_degree": plan.mp,
+        "pp_degree": plan.pp,
+        "sharding_degree": plan.sharding,
+        "sep_degree": plan.sep,
+        "order": list(AXES),
+    }
+    # Every model-parallel rank reads the same samples by itself; Paddle's broadcast refuses the CPU.
+    strategy.hybrid_configs["mp_configs"].need_broadcast_data = False
+    strategy.pipeline_configs = {
+        "accumulate_steps": batch.accumulate_steps,
+        "micro_batch_size": batch.micro_batch_size,
+        # Under sequence parallelism the ranks of a tensor-parallel group hold different parts of the
+        # sequence: a stage's output must not be sent in pieces, one from each of them.
+        "enable_partial_send_recv": not plan.sequence_parallel,
+    }
+    return strategy
+
+
+def _groups(plan: ParallelPlan, hcg: Any) -> dict[str, Any]:
+    of_axis = {
+        "dp": hcg.get_data_parallel_group,
+        "pp": hcg.get_pipe_parallel_group,
+        "sharding": hcg.get_sharding_parallel_group,
+        "sep": hcg.get_sep_parallel_group,
+        "mp": hcg.get_model_parallel_group,
+    }
+    return {axis: get() for axis, get in of_axis.items() if getattr(plan, axis) > 1}
+
+
+def _check_layout(ctx: ParallelContext) -> None:
+    """Fleet must have laid the ranks out as our plan says: data and checkpoints rely on it."""
+    for axis, group in ctx.groups.items():
+        mine = next(ranks for ranks in ctx.plan.groups(axis) if ctx.rank in ranks)
+        assert list(group.ranks) == mine, f"fleet's {axis} group is {group.ranks}, the plan's {mine}"
 
 
 def choose_device(wanted: str) -> str:

@@ -1,36 +1,35 @@
 """Random streams that belong to a step, not to the history of the process.
 
-Dropout of step n is a function of (seed, n, micro batch, data rank): whatever ran before, whether the run
-was resumed, and how often evaluation happened in between do not change it. Paddle 3.3.1 cannot serialise
-its CPU generator without pickle, and with this rule it need not be.
+The dropout masks of a stage are a function of (seed, step, micro batch, replica, stage): whatever ran
+before, whether the run was resumed, how often evaluation happened in between, and on which pipeline rank
+the stage lives do not change them. Paddle 3.3.1 cannot serialise its CPU generator without pickle, and
+with this rule it need not be.
+
+Two streams: the *default* one where tensor-parallel ranks hold the same activations and must drop the
+same elements, the *sliced* one where they hold different parts. Both are Paddle generators, so that
+recomputation finds and restores them.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from hashlib import sha256
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from paddle import nn
+
+    from ppfleetx.distributed.context import ParallelContext
 
 
 def derive_seed(*parts: int | str) -> int:
     """A 63-bit seed that differs whenever any part differs (SHA-256 of the parts)."""
     text = "/".join(str(part) for part in parts)
     return int.from_bytes(sha256(text.encode()).digest()[:8], "little") >> 1
-
-
-def seed_step(seed: int, step: int, micro_batch: int, data_rank: int) -> None:
-    """Put Paddle's default generator where dropout of this micro batch starts.
-
-    Args:
-        seed: ``Global.seed``.
-        step: optimizer step, from 1.
-        micro_batch: index within the step.
-        data_rank: replicas draw different masks.
-    """
-    import paddle
-
-    paddle.seed(derive_seed("dropout", seed, step, micro_batch, data_rank))
 
 
 def seed_everything(seed: int) -> None:
@@ -40,3 +39,67 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(derive_seed("numpy", seed) % 2**32)
     paddle.seed(derive_seed("paddle", seed))
+
+
+def register_sliced_stream(seed: int) -> None:
+    """Make the stream of :func:`sliced_stream`; fleet's parallel layers also ask for it when built."""
+    tracker = _tracker()
+    tracker.reset()
+    tracker.add(_sliced_name(), derive_seed("sliced", seed))
+
+
+def sliced_stream() -> AbstractContextManager[None]:
+    """Within it, random numbers differ between tensor-parallel ranks."""
+    return _tracker().rng_state(_sliced_name())
+
+
+class DropoutStreams:
+    """Seeds the streams each time a stage begins its forward pass in training.
+
+    Args:
+        seed: ``Global.seed``.
+        ctx: this process's place: replicas and sequence parts draw different masks, and tensor-parallel
+            ranks do so in the sliced stream.
+    """
+
+    def __init__(self, seed: int, ctx: ParallelContext) -> None:
+        self._seed, self._step, self._replica = seed, 0, (ctx.data_rank, ctx.rank_on("sep"))
+        self._mp_rank = ctx.rank_on("mp") if ctx.size_of("mp") > 1 else None
+        self._passes: dict[int, int] = {}
+
+    def begin_step(self, step: int) -> None:
+        """Start optimizer step ``step`` (from 1); its micro batches are counted from 0 in each stage."""
+        self._step, self._passes = step, {}
+
+    def attach(self, stages: Iterable[tuple[int, nn.Layer]]) -> None:
+        """Watch ``(index in the model, layer)`` pairs; layers that never drop anything are passed over."""
+        from paddle.nn import Dropout
+
+        for index, layer in stages:
+            if any(isinstance(part, Dropout) and part.p > 0 for part in layer.sublayers()):
+                layer.register_forward_pre_hook(lambda layer, _, index=index: self._enter(layer, index))
+
+    def _enter(self, layer: nn.Layer, index: int) -> None:
+        if not layer.training:
+            return
+        import paddle
+
+        micro_batch = self._passes.get(index, 0)
+        self._passes[index] = micro_batch + 1
+        place = (self._seed, self._step, micro_batch, *self._replica, index)
+        if self._mp_rank is not None:
+            with sliced_stream():
+                paddle.seed(derive_seed("sliced dropout", *place, self._mp_rank))
+        paddle.seed(derive_seed("dropout", *place))
+
+
+def _tracker() -> Any:
+    from paddle.distributed.fleet.meta_parallel import get_rng_state_tracker
+
+    return get_rng_state_tracker()
+
+
+def _sliced_name() -> str:
+    from paddle.distributed.fleet.layers.mpu.random import MODEL_PARALLEL_RNG
+
+    return MODEL_PARALLEL_RNG

@@ -43,9 +43,15 @@ def global_norm(params: Iterable[Tensor], reduce: Reduce | None = None) -> Tenso
 
 
 def clip_by_global_norm(
-    params: Iterable[Tensor], max_norm: float | None, reduce: Reduce | None = None
+    params: Iterable[Tensor],
+    max_norm: float | None,
+    reduce: Reduce | None = None,
+    counted: Iterable[Tensor] | None = None,
 ) -> float:
     """Scale all gradients in place so that their global norm is at most `max_norm`; give the norm before.
+
+    `counted` are the parameters this process adds to the norm (all by default): one that several
+    processes hold is counted by one of them and scaled by each.
 
     The factor is `max_norm / (norm + 1e-6)`, applied when below 1 (Megatron). `max_norm` None or 0
     only measures. A norm that is not finite is returned and the gradients are left alone: whether to
@@ -54,7 +60,7 @@ def clip_by_global_norm(
     import paddle
 
     params = list(params)
-    norm = float(global_norm(params, reduce).item())
+    norm = float(global_norm(params if counted is None else counted, reduce).item())
     if not max_norm or not math.isfinite(norm):
         return norm
     coefficient = max_norm / (norm + 1e-6)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
 
 import paddle
 
@@ -22,6 +24,12 @@ class BasicModule(ABC):
 
     @abstractmethod
     def loss(
-        self, model: paddle.nn.Layer, batch: dict[str, paddle.Tensor]
+        self, model: Any, batch: dict[str, paddle.Tensor], token_loss: Callable[..., Any]
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """(sum of the loss over valid tokens, their number) of one micro batch."""
+        """(sum of the loss over valid tokens, their number) of one micro batch.
+
+        Args:
+            model: callable, ``model(tokens, position_ids=..., document_start=...) -> logits``.
+            batch: tensors of the micro batch.
+            token_loss: :meth:`ppfleetx.nn.stage.LayerFactory.token_loss` for logits as the plan leaves them.
+        """

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import paddle
 
 from ppfleetx.core.module.base import BasicModule
 from ppfleetx.models.gpt.stages import gpt_stages
-from ppfleetx.nn.loss import token_loss
 from ppfleetx.nn.stage import LayerFactory, Stage
 
 
@@ -17,7 +19,7 @@ class GPTModule(BasicModule):
         return gpt_stages(self.cfg.Model, factory)
 
     def loss(
-        self, model: paddle.nn.Layer, batch: dict[str, paddle.Tensor]
+        self, model: Any, batch: dict[str, paddle.Tensor], token_loss: Callable[..., Any]
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
         logits_sbv = model(
             batch["tokens"],

@@ -1,0 +1,89 @@
+"""Collectives on many tensors at once, and those that carry a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import paddle
+from paddle import distributed
+from paddle.autograd import PyLayer
+
+BUCKET_BYTES = 64 << 20
+"""Tensors are packed up to this size: few messages, little extra memory."""
+
+
+def all_reduce_packed(tensors: Sequence[paddle.Tensor], group: Any) -> None:
+    """Sum each tensor over ``group``, in place, in few messages."""
+    _packed(tensors, lambda flat: distributed.all_reduce(flat, group=group, sync_op=False))
+
+
+def reduce_packed(tensors: Sequence[paddle.Tensor], group: Any, owner: int) -> None:
+    """Sum each tensor over ``group`` into the member ``owner``; the others' contents are then undefined."""
+    destination = group.ranks[owner]
+    _packed(tensors, lambda flat: distributed.reduce(flat, destination, group=group, sync_op=False))
+
+
+def broadcast_packed(tensors: Sequence[paddle.Tensor], group: Any, owner: int) -> None:
+    """Give each member of ``group`` the tensors of the member ``owner``."""
+    source = group.ranks[owner]
+    _packed(tensors, lambda flat: distributed.broadcast(flat, source, group=group, sync_op=False))
+
+
+@paddle.no_grad()
+def _packed(tensors: Sequence[paddle.Tensor], start: Callable[[paddle.Tensor], Any]) -> None:
+    """Pack, start the operation on each bucket while the next one is packed, wait, unpack."""
+    under_way = []
+    for bucket in _buckets(tensors):
+        flat = paddle.concat([tensor.reshape([-1]) for tensor in bucket]) if len(bucket) > 1 else bucket[0]
+        under_way.append((start(flat), flat, bucket))
+    for task, flat, bucket in under_way:
+        task.wait()
+        if len(bucket) == 1:
+            continue
+        parts = flat.split([tensor.size for tensor in bucket])
+        for tensor, part in zip(bucket, parts, strict=True):
+            paddle.assign(part.reshape(tensor.shape), tensor)
+
+
+def _buckets(tensors: Sequence[paddle.Tensor]) -> Iterator[list[paddle.Tensor]]:
+    """Tensors of one type, in order, up to :data:`BUCKET_BYTES` each."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        bucket, size = [], 0
+        for tensor in (t for t in tensors if t.dtype == dtype):
+            nbytes = tensor.size * tensor.element_size()
+            if bucket and size + nbytes > BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(tensor)
+            size += nbytes
+        if bucket:
+            yield bucket
+
+
+def exchange(tensor: paddle.Tensor, group: Any, *, split_dim: int, concat_dim: int) -> paddle.Tensor:
+    """All-to-all: give up ``split_dim`` in parts, get ``concat_dim`` whole; carries gradients.
+
+    ``[..., n x k, ..., m, ...]`` becomes ``[..., k, ..., n x m, ...]`` with n members in ``group``.
+    """
+    return _Exchange.apply(tensor, group, split_dim, concat_dim)
+
+
+class _Exchange(PyLayer):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: paddle.Tensor, group: Any, split_dim: int, concat_dim: int
+    ) -> paddle.Tensor:
+        ctx.arguments = group, concat_dim, split_dim
+        return _all_to_all(tensor, group, split_dim, concat_dim)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: paddle.Tensor) -> paddle.Tensor:
+        return _all_to_all(upstream, *ctx.arguments)
+
+
+def _all_to_all(tensor: paddle.Tensor, group: Any, split_dim: int, concat_dim: int) -> paddle.Tensor:
+    parts = paddle.stack(tensor.split(group.nranks, axis=split_dim))
+    received = paddle.empty_like(parts)
+    distributed.alltoall_single(received, parts, group=group)
+    return paddle.concat(list(received.unbind(0)), axis=concat_dim)

@@ -1,0 +1,205 @@
+"""Stages spread over pipeline ranks: Paddle's schedules (1F1B, interleaved) on our list of stages.
+
+Paddle moves activations and decides the order. Names, initial values, the split into chunks, tied
+weights, loss and update are ours, so that they do not depend on the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import paddle
+from paddle import distributed
+from paddle.distributed import fleet
+from paddle.distributed.fleet.meta_parallel import LayerDesc, PipelineLayer
+
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.nn.stage import Stage, build_stage
+from ppfleetx.parallel.grad_sync import GradientSync
+from ppfleetx.parallel.runner import MicroBatch
+from ppfleetx.parallel.step import StepRunner, to_tensors
+
+if TYPE_CHECKING:
+    from ppfleetx.config.plan import ParallelPlan
+    from ppfleetx.optims.adamw import Optimizer
+    from ppfleetx.parallel.apply import LossFunction
+
+
+def chunk_bounds(plan: ParallelPlan, num_stages: int) -> list[int]:
+    """First stage of each chunk, and the end: ``[0, ..., num_stages]``; chunk c runs on rank ``c % pp``.
+
+    The plan divides the blocks, which are all stages but the first (embedding) and the last two (final
+    norm, head): the embedding goes with the first chunk, norm and head with the last.
+    """
+    ends = [1 + total for total in accumulate(plan.layers_of_chunks(num_stages - 3))]
+    return [0, *ends[:-1], num_stages]
+
+
+class StageDesc(LayerDesc):
+    """How Paddle's container builds one of our stages."""
+
+    def __init__(self, stage: Stage, index: int, seed: int, *, ends_chunk: bool) -> None:
+        super().__init__(stage.layer_cls)
+        self.stage, self.index, self._seed, self._ends_chunk = stage, index, seed, ends_chunk
+
+    def build_layer(self, **_: Any) -> paddle.nn.Layer:
+        layer = build_stage(self.stage, self._seed)
+        layer.index_in_model = self.index
+        if self._ends_chunk:
+            # Paddle frees what a rank has sent, ids included that its backward pass still needs.
+            layer.register_forward_post_hook(_copy_passengers)
+        return layer
+
+
+def _copy_passengers(_: Any, __: Any, state: tuple[paddle.Tensor, ...]) -> tuple[paddle.Tensor, ...]:
+    return (state[0], *(tensor.clone() for tensor in state[1:]))
+
+
+class StagePipeline(PipelineLayer):
+    """Paddle's container with chunks where our plan puts them (Paddle's own cannot divide unevenly)."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        plan: ParallelPlan,
+        seed: int,
+        loss_fn: Callable[[paddle.Tensor, dict[str, paddle.Tensor]], paddle.Tensor],
+    ) -> None:
+        self.bounds = chunk_bounds(plan, len(stages))
+        ends = {end - 1 for end in self.bounds[1:-1]}
+        super().__init__(
+            layers=[StageDesc(s, i, seed, ends_chunk=i in ends) for i, s in enumerate(stages)],
+            topology=fleet.get_hybrid_communicate_group().topology(),
+            loss_fn=loss_fn,
+            # Required in this form with virtual stages; the two methods below decide.
+            seg_method="layer:Block",
+            num_virtual_pipeline_stages=plan.virtual_pp_degree if plan.virtual_pp_degree > 1 else None,
+        )
+
+    def _segment_network(self, seg_method: str) -> None:
+        self.segment_parts = self.bounds
+        self._start_pos, self._end_pos = self.bounds[self._stage_id], self.bounds[self._stage_id + 1]
+
+    def _segment_network_for_interleave(self, seg_method: str) -> None:
+        self.segment_parts = self.bounds
+        chunks = range(self._stage_id, self._total_stages_with_virtual_stages, self._num_stages)
+        self._start_poss = [self.bounds[chunk] for chunk in chunks]
+        self._end_poss = [self.bounds[chunk + 1] for chunk in chunks]
+
+    def held_stages(self) -> list[tuple[int, paddle.nn.Layer]]:
+        """(index in the model, layer) of the stages on this rank."""
+        held = [layer for layer in self.sublayers() if hasattr(layer, "index_in_model")]
+        return [(layer.index_in_model, layer) for layer in held]
+
+
+class PipelineRunner(StepRunner):
+    """Runs the stages of this rank in Paddle's schedule.
+
+    Args:
+        pipeline: what ``fleet.distributed_model`` made of a :class:`StagePipeline`.
+        loss: the object given to the pipeline as its loss function.
+        optimizer, ctx, sync, seed, clip_norm: see :class:`StepRunner`.
+    """
+
+    def __init__(
+        self,
+        pipeline: Any,
+        loss: PipelineLoss,
+        optimizer: Optimizer | None,
+        ctx: ParallelContext,
+        sync: GradientSync,
+        *,
+        seed: int,
+        clip_norm: float,
+    ) -> None:
+        stages = pipeline._layers.held_stages()
+        super().__init__(pipeline._layers, stages, optimizer, ctx, sync, seed=seed, clip_norm=clip_norm)
+        self._pipeline, self._loss = pipeline, loss
+
+    def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> float:
+        # Paddle divides each micro batch's loss by their number.
+        self._loss.begin(scale=len(micro_batches) / num_valid)
+        self._prepare(len(micro_batches))
+        self._pipeline.set_virtual_pipeline_rank(0)
+        self._pipeline.forward_backward_pipeline(_feed(micro_batches), None)
+        return self._loss.total()
+
+    def _forward(self, micro_batches: Sequence[MicroBatch]) -> float:
+        self._loss.begin(scale=1.0)
+        filled = self._filled(micro_batches)
+        self._prepare(len(filled))
+        self._pipeline.eval_batch(_feed(filled), compute_loss=True)
+        return self._loss.total()
+
+    def _prepare(self, num_micro_batches: int) -> None:
+        """Set what may differ from the last call: number of micro batches, their shapes, training or not."""
+        self._pipeline.accumulate_steps = num_micro_batches
+        self._pipeline._p2p_helper.clear_meta_cache()
+
+    def _filled(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """With virtual stages the schedule wants a multiple of the stages: add copies that do not count."""
+        filled, plan = list(micro_batches), self._ctx.plan
+        while plan.virtual_pp_degree > 1 and len(filled) % plan.pp:
+            filled.append({**filled[-1], "loss_mask": np.zeros_like(filled[-1]["loss_mask"])})
+        return filled
+
+
+class PipelineLoss:
+    """The loss at the end of the pipeline, remembering the sum of what it computed.
+
+    Args:
+        loss_fn: ``(model, batch) -> (loss sum, count)``; here the model's output is already known.
+    """
+
+    def __init__(self, loss_fn: LossFunction) -> None:
+        self._loss_fn, self._scale, self._sums = loss_fn, 1.0, []
+
+    def begin(self, scale: float) -> None:
+        """Forget; from now on give the loss sum of a micro batch times ``scale``."""
+        self._scale, self._sums = scale, []
+
+    def total(self) -> float:
+        """Sum over the micro batches since :meth:`begin`; 0 where the pipeline does not end."""
+        return float(sum(loss.item() for loss in self._sums))
+
+    def __call__(self, logits: paddle.Tensor, batch: dict[str, paddle.Tensor]) -> paddle.Tensor:
+        loss, _ = self._loss_fn(lambda *_, **__: logits, batch)
+        self._sums.append(loss.detach())
+        return loss * self._scale
+
+
+def _feed(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[tuple[paddle.Tensor, ...], dict]]:
+    """(input of the first stage, batch for the loss) of each micro batch, as Paddle asks for them."""
+    for arrays in micro_batches:
+        batch = to_tensors(arrays)
+        inputs = ("tokens", "position_ids", "document_start")
+        yield tuple(batch[name] for name in inputs if name in batch), batch
+
+
+def tied_group(stages: Sequence[Stage], bounds: Sequence[int], ctx: ParallelContext) -> tuple[Any, list[str]]:
+    """Group of the pipeline ranks that hold the tied weights, and the weights' canonical names.
+
+    Every rank makes every group, in the same order, as Paddle demands; the group is None on ranks that
+    hold no tied weight or when one rank holds all copies.
+    """
+    keys = dict.fromkeys(stage.tie.key for stage in stages if stage.tie is not None)
+    assert len(keys) <= 1, "one tied layer at most"
+    holders = sorted({_rank_of(i, bounds, ctx) for i, stage in enumerate(stages) if stage.tie is not None})
+    if len(holders) < 2:
+        return None, []
+    mine = None
+    for column in ctx.plan.groups("pp"):
+        members = [column[rank] for rank in holders]
+        group = distributed.new_group(members)
+        if ctx.rank in members:
+            mine = group
+    return mine, [f"{key}.weight" for key in keys]
+
+
+def _rank_of(index: int, bounds: Sequence[int], ctx: ParallelContext) -> int:
+    """Pipeline rank of a stage."""
+    chunk = max(c for c, start in enumerate(bounds[:-1]) if start <= index)
+    return chunk % ctx.plan.pp

@@ -1,0 +1,104 @@
+"""One optimizer step, the same for every plan; how forward and backward run is for the sub-classes."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import paddle
+
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.random import DropoutStreams
+from ppfleetx.parallel.grad_sync import GradientSync
+from ppfleetx.parallel.runner import MicroBatch, NonFiniteError, StepOutput
+
+if TYPE_CHECKING:
+    from ppfleetx.optims.adamw import Optimizer
+
+# Ranks of these axes see different tokens (or, along pp, none), so their loss sums add up to the job's.
+_LOSS_AXES = ("dp", "sharding", "sep", "pp")
+
+
+class StepRunner(ABC):
+    """Forward and backward of all micro batches, sum of the gradients, clip, update.
+
+    Args:
+        model: what this rank holds of the model.
+        stages: (index in the model, layer) of what this rank holds.
+        optimizer: None for a runner that only evaluates.
+        ctx: this process's place.
+        sync: sums and clips gradients.
+        seed: ``Global.seed``, for the dropout streams.
+        clip_norm: global gradient norm to clip to; 0 measures it only.
+    """
+
+    def __init__(
+        self,
+        model: paddle.nn.Layer,
+        stages: Sequence[tuple[int, paddle.nn.Layer]],
+        optimizer: Optimizer | None,
+        ctx: ParallelContext,
+        sync: GradientSync,
+        *,
+        seed: int,
+        clip_norm: float,
+    ) -> None:
+        self.model, self._optimizer, self._ctx, self._sync = model, optimizer, ctx, sync
+        self._clip_norm, self._streams = clip_norm, DropoutStreams(seed, ctx)
+        self._streams.attach(stages)
+
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float, weight_decay: float
+    ) -> StepOutput:
+        assert self._optimizer is not None, "this runner was made without an optimizer"
+        self.model.train()
+        self._streams.begin_step(step)
+        # The divisor is known before the first backward, so every token weighs the same in any plan.
+        num_valid = self._count_valid(micro_batches, at_least=1.0)
+        loss_sum = self._forward_backward(micro_batches, num_valid)
+        loss = self._ctx.sum_over(_LOSS_AXES, loss_sum)[0] / num_valid
+        self._sync.reduce()
+        grad_norm = self._sync.clip(self._clip_norm)
+        self._refuse_non_finite(loss, grad_norm, micro_batches)
+        self._optimizer.step(lr=lr, weight_decay=weight_decay)
+        self._optimizer.clear_grad()
+        return StepOutput(loss=loss, num_valid_tokens=num_valid, grad_norm=grad_norm)
+
+    def eval_step(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, float]:
+        self.model.eval()
+        with paddle.no_grad():
+            loss_sum = self._forward(micro_batches)
+        return self._ctx.sum_over(_LOSS_AXES, loss_sum)[0], self._count_valid(micro_batches, at_least=0.0)
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        for parameter in self.model.parameters():
+            yield parameter.info.name, parameter
+
+    def optimizer_state(self) -> dict[tuple[str, str], Any]:
+        return {} if self._optimizer is None else self._optimizer.state()
+
+    @abstractmethod
+    def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> float:
+        """Add the gradient of (loss sum / ``num_valid``) to all parameters here; give the loss sum."""
+
+    @abstractmethod
+    def _forward(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """Loss sum of the tokens whose loss this rank computes."""
+
+    def _count_valid(self, micro_batches: Sequence[MicroBatch], at_least: float) -> float:
+        here = sum(float(batch["loss_mask"].sum(dtype=np.float64)) for batch in micro_batches)
+        return max(self._ctx.sum_over_data(here), at_least)
+
+    def _refuse_non_finite(self, loss: float, grad_norm: float, micro_batches: Sequence[MicroBatch]) -> None:
+        for what, value in (("loss", loss), ("gradient norm", grad_norm)):
+            if not math.isfinite(value):
+                samples = [int(i) for batch in micro_batches for i in batch.get("sample_ids", ())]
+                raise NonFiniteError(what, value, samples)
+
+
+def to_tensors(batch: MicroBatch) -> dict[str, paddle.Tensor]:
+    """Arrays of a micro batch as tensors on the current device; ``sample_ids`` stay on the host."""
+    return {name: paddle.to_tensor(array) for name, array in batch.items() if name != "sample_ids"}

@@ -1,0 +1,112 @@
+"""Run a plan in a pool of ranks and compare it with the run of one process."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ppfleetx.config.plan import ParallelPlan
+from tests.helpers.ranks import Pools
+from tests.parity.training import GLOBAL_BATCH, STEPS
+
+TRAIN = "tests.parity.training:train"
+TOLERANCE = 1e-5
+
+
+def fields_of(plan: ParallelPlan) -> dict[str, Any]:
+    """The plan's fields that differ from one card's."""
+    return {f.name: getattr(plan, f.name) for f in fields(plan) if getattr(plan, f.name) != f.default}
+
+
+def micro_batch_size_of(plan: ParallelPlan) -> int:
+    """Two or more micro batches, four with a pipeline, a multiple of the stages with virtual stages."""
+    local = GLOBAL_BATCH // plan.data_size
+    wanted = 2 if plan.pp == 1 else 4
+    if plan.virtual_pp_degree > 1:
+        wanted = plan.pp
+    return max(1, local // wanted)
+
+
+@dataclass
+class Difference:
+    """Largest relative differences from one card; ``first`` must be exactly 0."""
+
+    loss: float
+    grad_norm: float
+    first: float
+    last: float
+
+    @property
+    def worst(self) -> float:
+        return max(self.loss, self.grad_norm, self.last)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value:.1e}" for name, value in asdict(self).items())
+
+
+class Comparison:
+    """Runs plans; the runs of one process they are compared with are made once and kept.
+
+    Args:
+        pools: where ranks come from.
+        directory: for the weights of the runs of one process.
+    """
+
+    def __init__(self, pools: Pools, directory: Path) -> None:
+        self._pools, self._directory, self._references = pools, directory, {}
+
+    def run(
+        self, plan: ParallelPlan, model: str, optimizer: str, *, micro_batch_size: int = 0, **more: Any
+    ) -> Difference:
+        """Differences of the plan's run from the run of one process with the same options."""
+        reference, directory = self.reference(
+            model, optimizer, more.get("extra") or {}, more.get("steps", STEPS)
+        )
+        results = self._pools(plan.world_size).run(
+            TRAIN,
+            timeout=120.0,
+            plan=fields_of(plan),
+            world_size=plan.world_size,
+            model=model,
+            optimizer=optimizer,
+            micro_batch_size=micro_batch_size or micro_batch_size_of(plan),
+            weights_dir=directory,
+            **more,
+        )
+        for key in ("loss", "grad_norm", "tokens"):
+            assert all(result[key] == results[0][key] for result in results), f"{key} differs between ranks"
+        assert results[0]["tokens"] == reference["tokens"]
+        return Difference(
+            loss=_relative(results[0]["loss"], reference["loss"]),
+            grad_norm=_relative(results[0]["grad_norm"], reference["grad_norm"]),
+            first=max(result["first_weights"] for result in results),
+            # AdamW makes a whole step of a gradient that is nearly zero: its weights are not compared.
+            last=max(result["last_weights"] for result in results) if optimizer == "sgd" else 0.0,
+        )
+
+    def reference(
+        self, model: str, optimizer: str, extra: dict[str, Any], steps: int = STEPS
+    ) -> tuple[dict[str, Any], str]:
+        """Result and weights' directory of the run of one process."""
+        key = (model, optimizer, str(sorted(extra.items())), steps)
+        if key not in self._references:
+            directory = self._directory / f"reference{len(self._references)}"
+            directory.mkdir()
+            (result,) = self._pools(1).run(
+                TRAIN,
+                plan={},
+                world_size=1,
+                model=model,
+                optimizer=optimizer,
+                micro_batch_size=8,
+                weights_dir=str(directory),
+                extra=extra,
+                steps=steps,
+            )
+            self._references[key] = (result, str(directory))
+        return self._references[key]
+
+
+def _relative(values: list[float], expected: list[float]) -> float:
+    return max(abs(v - e) / abs(e) for v, e in zip(values, expected, strict=True))

@@ -1,0 +1,75 @@
+"""Every legal plan against one card: ``make parity``, or ``python -m tests.parity.every_plan 2 4 -m llama``.
+
+Prints one line a plan with the largest relative difference of loss, gradient norm (AdamW, with clipping,
+weight decay, warm-up, accumulation, unequal padding) and final weights (SGD) from the run of one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("MKL_DEBUG_CPU_TYPE", "7")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from ppfleetx.config.plan import ParallelPlan, Workload, enumerate_plans
+from tests.helpers.ranks import Pools, RanksFailedError
+from tests.parity.comparison import TOLERANCE, Comparison
+from tests.parity.training import MODELS, SEQ_LEN, SIZES
+
+
+def workload(model: str) -> Workload:
+    """What a plan has to divide."""
+    heads = SIZES["num_attention_heads"]
+    return Workload(
+        num_layers=SIZES["num_layers"],
+        num_heads=heads,
+        num_groups=MODELS[model].get("num_query_groups", heads),
+        ffn_size=SIZES["ffn_hidden_size"],
+        padded_vocab=128,
+        seq_len=SEQ_LEN,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("sizes", nargs="*", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("-m", "--models", nargs="+", default=list(MODELS))
+    parser.add_argument("-k", "--keyword", default="", help="only plans whose text contains this")
+    arguments = parser.parse_args()
+    failures = total = 0
+    pools = Pools()
+    with tempfile.TemporaryDirectory() as directory:
+        comparison = Comparison(pools, Path(directory))
+        for size in arguments.sizes:
+            for model in arguments.models:
+                for plan in enumerate_plans(size, workload(model)):
+                    if arguments.keyword in str(plan):
+                        total += 1
+                        failures += not report(comparison, plan, model)
+        pools.close()
+    print(f"{total - failures} of {total} plans equal one card within {TOLERANCE:g}")
+    return 1 if failures else 0
+
+
+def report(comparison: Comparison, plan: ParallelPlan, model: str) -> bool:
+    """Run one plan with both optimizers, print its line, say whether it passed."""
+    started = time.monotonic()
+    try:
+        adamw, sgd = (comparison.run(plan, model, optimizer) for optimizer in ("adamw", "sgd"))
+    except (RanksFailedError, AssertionError) as error:
+        print(f"FAILED  {model:5} {plan}\n{error}", flush=True)
+        return False
+    passed = max(adamw.first, sgd.first) == 0 and max(adamw.worst, sgd.worst) <= TOLERANCE
+    worst = f"adamw: {adamw}; sgd: {sgd}" if not passed else f"{max(adamw.worst, sgd.worst):.1e}"
+    took = time.monotonic() - started
+    print(f"{'passed' if passed else 'FAILED':7} {model:5} {plan}: {worst} ({took:.1f} s)", flush=True)
+    return passed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

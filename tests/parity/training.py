@@ -1,0 +1,180 @@
+"""One short training run under one plan, in the ranks of a pool; compared with the run of one process.
+
+``train`` is called by name in every rank (see tests/helpers/ranks.py). The run of one process writes its
+weights to a directory; every other run compares its own slices with them, so that no rank needs to
+gather anything.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = ROOT / "ppfleetx/configs/debug/gpt_nano.yaml"
+SEQ_LEN, VOCAB, GLOBAL_BATCH, STEPS = 16, 125, 16, 5
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "vocab_size_divisible_unit": 128,
+    "hidden_size": 32,
+    "num_layers": 8,
+    "num_attention_heads": 16,
+    "head_dim": 4,
+    "ffn_hidden_size": 64,
+    "max_position_embeddings": SEQ_LEN,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    # Wide initial weights: the gradient is then far above the clip, and its parts differ in size.
+    "initializer_range": 0.2,
+}
+MODELS = {
+    "gpt": {},
+    "llama": {
+        "position_embedding_type": "rope",
+        "num_query_groups": 8,
+        "hidden_act": "swiglu",
+        "normalization": "RMSNorm",
+        "tie_word_embeddings": False,
+        "add_bias_linear": False,
+    },
+}
+OPTIMIZERS = {
+    # Small enough steps that a difference in the last digit of a gradient stays one.
+    "adamw": {"name": "AdamW", "weight_decay": 0.1, "lr.max_lr": 1e-3, "lr.min_lr": 1e-4},
+    "sgd": {"name": "SGD", "lr.max_lr": 0.1, "lr.min_lr": 0.01},
+}
+
+
+def overrides(
+    plan: dict[str, Any], model: str, optimizer: str, micro_batch_size: int, extra: dict[str, Any]
+) -> list[str]:
+    """Command-line overrides of a run."""
+    values: dict[str, Any] = {
+        "Global.global_batch_size": GLOBAL_BATCH,
+        "Global.local_batch_size": "null",
+        "Global.micro_batch_size": micro_batch_size,
+        "Engine.max_steps": STEPS,
+        "Data.Train.dataset.max_seq_len": SEQ_LEN,
+        "Data.Eval.dataset.max_seq_len": SEQ_LEN,
+        "Optimizer.lr.warmup_steps": 2,
+        "Optimizer.grad_clip.clip_norm": 0.5,
+        **{f"Optimizer.{key}": value for key, value in OPTIMIZERS[optimizer].items()},
+        **{f"Model.{key}": value for key, value in {**SIZES, **MODELS[model]}.items()},
+        **{KEYS[key]: value for key, value in plan.items()},
+        **extra,
+    }
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+KEYS = {
+    "dp": "Distributed.dp_degree",
+    "mp": "Distributed.mp_degree",
+    "pp": "Distributed.pp_degree",
+    "sep": "Distributed.sep_degree",
+    "sharding": "Distributed.sharding.sharding_degree",
+    "sharding_stage": "Distributed.sharding.sharding_stage",
+    "sequence_parallel": "Model.sequence_parallel",
+    "virtual_pp_degree": "Model.virtual_pp_degree",
+    "pp_layers": "Distributed.pp_layers",
+}
+
+
+def global_batch(step: int) -> dict[str, np.ndarray]:
+    """All sequences of a step; the shares of padding differ widely between sequences."""
+    generator = np.random.default_rng(100 + step)
+    tokens = generator.integers(0, VOCAB, (GLOBAL_BATCH, SEQ_LEN + 1))
+    lengths = generator.integers(1, SEQ_LEN + 1, GLOBAL_BATCH)
+    lengths[step % GLOBAL_BATCH] = 0  # one sequence is all padding
+    positions = np.arange(SEQ_LEN)
+    return {
+        "tokens": tokens[:, :-1],
+        "labels": tokens[:, 1:],
+        "loss_mask": (positions < lengths[:, None]).astype(np.float32),
+        "position_ids": np.tile(positions, (GLOBAL_BATCH, 1)),
+    }
+
+
+def micro_batches(step: int, cfg: Any, ctx: Any) -> list[dict[str, np.ndarray]]:
+    """This replica's micro batches of a step, cut as the sampler cuts a global batch."""
+    batch, size = global_batch(step), cfg.batch.local_batch_size
+    rows = np.split(np.arange(ctx.data_rank * size, (ctx.data_rank + 1) * size), cfg.batch.accumulate_steps)
+    return [{name: array[part] for name, array in batch.items()} for part in rows]
+
+
+def train(
+    plan: dict[str, Any],
+    world_size: int,
+    model: str,
+    optimizer: str,
+    micro_batch_size: int,
+    weights_dir: str,
+    steps: int = STEPS,
+    extra: dict[str, Any] | None = None,
+    mutation: str | None = None,
+) -> dict[str, Any]:
+    """Train ``steps`` steps.
+
+    Args:
+        plan: fields of the plan that differ from 1.
+        weights_dir: where the run of one process leaves its first and last weights, and others read them.
+        extra: more overrides.
+        mutation: name of a defect of tests/parity/mutations.py to bring in.
+    """
+    import paddle
+
+    from ppfleetx.config.loader import load_config
+    from ppfleetx.core.module.registry import build_module
+    from ppfleetx.distributed.init import init_distributed
+    from ppfleetx.parallel.apply import parallelize
+
+    given = overrides(plan, model, optimizer, micro_batch_size, extra or {})
+    cfg = load_config(CONFIG, given, world_size=world_size)
+    with paddle.utils.unique_name.guard():
+        ctx = init_distributed(cfg)
+        runner = parallelize(build_module(cfg), cfg, ctx, train=True)
+        if mutation:
+            from tests.parity import mutations
+
+            getattr(mutations, mutation)(runner)
+        first = _compare(runner, Path(weights_dir) / "first.npz", ctx)
+        eval_before = runner.eval_step(micro_batches(steps, cfg, ctx))
+        outputs = [
+            runner.train_step(
+                micro_batches(step, cfg, ctx),
+                step=step + 1,
+                lr=cfg.Optimizer.lr.max_lr * min(1.0, (step + 1) / 2),
+                weight_decay=0.1,
+            )
+            for step in range(steps)
+        ]
+        eval_after = runner.eval_step(micro_batches(steps, cfg, ctx))
+        last = _compare(runner, Path(weights_dir) / "last.npz", ctx)
+    return {
+        "loss": [eval_before[0] / eval_before[1], *(o.loss for o in outputs), eval_after[0] / eval_after[1]],
+        "grad_norm": [output.grad_norm for output in outputs],
+        "tokens": [output.num_valid_tokens for output in outputs],
+        "first_weights": first,
+        "last_weights": last,
+    }
+
+
+def _compare(runner: Any, path: Path, ctx: Any) -> float:
+    """Largest difference of a weight of this rank from the stored one, relative to the largest of its
+    tensor. The run of one process stores its weights and gives 0."""
+    mine = {name: (parameter.info, parameter.numpy()) for name, parameter in runner.named_parameters()}
+    if ctx.world_size == 1:
+        np.savez(path, **{name: array for name, (_, array) in mine.items()})
+        return 0.0
+    worst = 0.0
+    with np.load(path) as stored:
+        for name, (info, array) in mine.items():
+            whole = stored[name]
+            assert whole.shape == tuple(info.global_shape), name
+            place = zip(info.offset, info.local_shape, strict=True)
+            part = whole[tuple(slice(start, start + size) for start, size in place)]
+            assert part.shape == array.shape, name
+            worst = max(worst, float(np.abs(part - array).max() / max(np.abs(whole).max(), 1e-30)))
+    return worst
