@@ -72,6 +72,7 @@ class Attention(nn.Layer):
     ) -> None:
         super().__init__()
         assert num_heads % num_kv_heads == 0
+        self.factory = factory
         self.layer_index, self.head_dim, self.rotary, self.options = layer_index, head_dim, rotary, options
         self.recompute_core = recompute_core
         self.queries_per_group = num_heads // num_kv_heads
@@ -105,14 +106,15 @@ class Attention(nn.Layer):
             context = recompute(self.core, query, key, value, document_start)
         else:
             context = self.core(query, key, value, document_start)
-        return self.out_proj(context)
+        return self.out_proj(self.factory.leave_attention(context))
 
     def project(
         self, hidden: paddle.Tensor, position_ids: paddle.Tensor | None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
-        """query ``[b, g, r, s, d]``, key and value ``[b, g, s, d]``."""
+        """query ``[b, g, r, s, d]``, key and value ``[b, g, s, d]``, of whole sequences."""
         per_group = self.queries_per_group
         qkv = self.qkv(hidden).reshape([0, 0, self.num_groups, per_group + 2, self.head_dim])
+        qkv = self.factory.enter_attention(qkv)
         # One transpose for all three; what is cut apart after it is contiguous.
         qkv = qkv.transpose([1, 2, 3, 0, 4])
         if self.rotary is None:
@@ -131,5 +133,4 @@ class Attention(nn.Layer):
     ) -> paddle.Tensor:
         """Attention proper; gives ``[s, b, g * r * d]``."""
         context = attend(query, key, value, document_start, self.dropout, self.options)
-        width = self.num_groups * self.queries_per_group * self.head_dim
-        return context.transpose([3, 0, 1, 2, 4]).reshape([0, 0, width])
+        return context.transpose([3, 0, 1, 2, 4]).flatten(2)

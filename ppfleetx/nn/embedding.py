@@ -45,9 +45,11 @@ class TokenEmbedding(nn.Layer):
         self.dropout = factory.dropout(dropout)
 
     def forward(self, tokens: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
-        """``tokens [b, s]`` and ``position_ids [b, s]`` to ``[s, b, h]``."""
+        """``tokens [b, s]`` and ``position_ids [b, s]`` to ``[s, b, h]`` (of this rank's positions)."""
+        tokens = self.factory.local_positions(tokens)
         # Transposing the ids costs nothing; transposing the embeddings would.
         hidden = self.word_embeddings(tokens.transpose([1, 0]))
         if self.position_embeddings is not None:
+            position_ids = self.factory.local_positions(position_ids)
             hidden = hidden + self.position_embeddings(position_ids.transpose([1, 0]))
         return self.dropout(self.factory.enter_trunk(hidden))

@@ -1,13 +1,22 @@
-"""Layers of one card: plain Paddle layers whose parameters are whole."""
+"""Where the layers come from: plain layers with whole parameters on one card, fleet's sliced layers else.
+
+Blocks ask a factory and never see a degree; what a plan changes about a layer is in this file.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import paddle
 from paddle import nn
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.distributed.collectives import exchange
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.random import sliced_stream
 from ppfleetx.nn.init import Constant, Init
 from ppfleetx.nn.linear import Linear
+from ppfleetx.nn.loss import parallel_token_loss, token_loss
 from ppfleetx.nn.norm import LayerNorm, RMSNorm
 from ppfleetx.nn.stage import ParamInfo
 
@@ -22,8 +31,38 @@ def describe(parameter: paddle.Tensor, init: Init, kind: str) -> None:
     parameter.info = ParamInfo("", shape, (0,) * len(shape), shape, init, kind)
 
 
+def layer_factory(ctx: ParallelContext) -> LocalFactory:
+    """The factory of a plan."""
+    split = SequenceSplit(ctx.group_of("sep")) if ctx.size_of("sep") > 1 else None
+    if ctx.size_of("mp") == 1:
+        return LocalFactory(split)
+    return TensorParallelFactory(ctx.group_of("mp"), ctx.plan.sequence_parallel, split)
+
+
+class SequenceSplit:
+    """Each rank of ``group`` holds consecutive positions of every sequence (context parallelism).
+
+    Attention needs whole sequences: there, and only there, ranks exchange their positions of all heads
+    for all positions of their heads (Jacobs et al., DeepSpeed Ulysses, 2023).
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def take(self, ids: paddle.Tensor) -> paddle.Tensor:
+        """This rank's positions of ``[b, s]``."""
+        return ids.split(self.group.nranks, axis=1)[self.group.rank]
+
+
 class LocalFactory:
-    """The :class:`~ppfleetx.nn.stage.LayerFactory` of a model that is not sliced."""
+    """The :class:`~ppfleetx.nn.stage.LayerFactory` of a model whose parameters are not sliced.
+
+    Args:
+        sequence_split: how positions are shared between ranks; None: each rank holds whole sequences.
+    """
+
+    def __init__(self, sequence_split: SequenceSplit | None = None) -> None:
+        self.sequence_split = sequence_split
 
     def local_count(self, count: int, what: str) -> int:
         return count
@@ -71,3 +110,150 @@ class LocalFactory:
 
     def tied_logits(self, hidden: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
         return paddle.matmul(hidden, weight, transpose_y=True)
+
+    def local_positions(self, ids: paddle.Tensor) -> paddle.Tensor:
+        return ids if self.sequence_split is None else self.sequence_split.take(ids)
+
+    def enter_attention(self, qkv: paddle.Tensor) -> paddle.Tensor:
+        if self.sequence_split is None:
+            return qkv
+        return exchange(qkv, self.sequence_split.group, split_dim=2, concat_dim=0)
+
+    def leave_attention(self, context: paddle.Tensor) -> paddle.Tensor:
+        if self.sequence_split is None:
+            return context
+        return exchange(context, self.sequence_split.group, split_dim=0, concat_dim=2)
+
+    def token_loss(
+        self, logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int
+    ) -> tuple[paddle.Tensor, paddle.Tensor]:
+        labels, loss_mask = self.local_positions(labels), self.local_positions(loss_mask)
+        return token_loss(logits, labels, loss_mask, true_vocab)
+
+
+def describe_slice(parameter: paddle.Tensor, dim: int, group: Any, init: Init, kind: str) -> None:
+    """Attach the info of a parameter of which each rank of ``group`` holds an equal part of ``dim``."""
+    local = tuple(parameter.shape)
+    whole = tuple(size * group.nranks if d == dim else size for d, size in enumerate(local))
+    offset = tuple(size * group.rank if d == dim else 0 for d, size in enumerate(local))
+    parameter.info = ParamInfo("", whole, offset, local, init, kind)
+
+
+class SlicedDropout(nn.Dropout):
+    """Dropout of activations that tensor-parallel ranks hold different parts of: their masks differ."""
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        if not self.training or self.p == 0:
+            return x
+        with sliced_stream():
+            return super().forward(x)
+
+
+class TensorParallelFactory(LocalFactory):
+    """Fleet's tensor-parallel layers (Shoeybi et al., 2019; Korthikanti et al., 2022 for sequences).
+
+    Args:
+        group: the tensor-parallel ranks.
+        sequence_parallel: outside attention and feed-forward each rank holds its part of the positions;
+            parameters used there get partial gradients and are marked ``sequence_parallel``.
+        sequence_split: see :class:`LocalFactory`.
+    """
+
+    def __init__(
+        self, group: Any, sequence_parallel: bool = False, sequence_split: SequenceSplit | None = None
+    ) -> None:
+        super().__init__(sequence_split)
+        self.group, self.sequence_parallel = group, sequence_parallel
+
+    def local_count(self, count: int, what: str) -> int:
+        if count % self.group.nranks:
+            raise ConfigError(
+                f"the {count} {what} do not divide by the tensor-parallel degree",
+                key="Distributed.mp_degree",
+                value=self.group.nranks,
+            )
+        return count // self.group.nranks
+
+    def column_linear(
+        self, in_features: int, out_features: int, *, init: Init, bias: bool, kind: str = "matrix"
+    ) -> nn.Layer:
+        from paddle.distributed.fleet.meta_parallel import ColumnParallelLinear
+        from paddle.distributed.fleet.utils.sequence_parallel_utils import ColumnSequenceParallelLinear
+
+        cls = ColumnSequenceParallelLinear if self.sequence_parallel else ColumnParallelLinear
+        layer = cls(
+            in_features,
+            out_features,
+            weight_attr=paddle.ParamAttr(initializer=_ZEROS),
+            has_bias=bias,
+            gather_output=False,
+            mp_group=self.group,
+        )
+        describe_slice(layer.weight, 1, self.group, init, kind)
+        if bias:
+            describe_slice(layer.bias, 0, self.group, Constant(0.0), "bias")
+        return layer
+
+    def row_linear(self, in_features: int, out_features: int, *, init: Init, bias: bool) -> nn.Layer:
+        from paddle.distributed.fleet.meta_parallel import RowParallelLinear
+        from paddle.distributed.fleet.utils.sequence_parallel_utils import RowSequenceParallelLinear
+
+        cls = RowSequenceParallelLinear if self.sequence_parallel else RowParallelLinear
+        layer = cls(
+            in_features,
+            out_features,
+            weight_attr=paddle.ParamAttr(initializer=_ZEROS),
+            has_bias=bias,
+            input_is_parallel=True,
+            mp_group=self.group,
+        )
+        describe_slice(layer.weight, 0, self.group, init, "matrix")
+        if bias:
+            describe(layer.bias, Constant(0.0), "bias")
+            self._mark(layer.bias)
+        return layer
+
+    def vocab_embedding(self, padded_vocab_size: int, hidden_size: int, *, init: Init) -> nn.Layer:
+        from paddle.distributed.fleet.meta_parallel import VocabParallelEmbedding
+
+        layer = VocabParallelEmbedding(
+            padded_vocab_size,
+            hidden_size,
+            weight_attr=paddle.ParamAttr(initializer=_ZEROS),
+            mp_group=self.group,
+        )
+        describe_slice(layer.weight, 0, self.group, init, "word_embedding")
+        return layer
+
+    def norm(self, kind: str, size: int, *, epsilon: float, gain: float = 1.0) -> nn.Layer:
+        layer = super().norm(kind, size, epsilon=epsilon, gain=gain)
+        for parameter in layer.parameters():
+            self._mark(parameter)
+        return layer
+
+    def dropout(self, probability: float, *, inside_heads: bool = False) -> nn.Layer:
+        sliced = inside_heads or self.sequence_parallel
+        return SlicedDropout(probability) if sliced else nn.Dropout(probability)
+
+    def enter_trunk(self, hidden: paddle.Tensor) -> paddle.Tensor:
+        from paddle.distributed.fleet.utils.sequence_parallel_utils import ScatterOp
+
+        return ScatterOp.apply(hidden) if self.sequence_parallel else hidden
+
+    def tied_logits(self, hidden: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
+        from paddle.distributed.fleet.layers.mpu.mp_ops import _c_identity
+        from paddle.distributed.fleet.utils.sequence_parallel_utils import AllGatherOp
+
+        # Either way the gradient of what comes from the trunk is summed over the ranks' columns.
+        whole = AllGatherOp.apply(hidden) if self.sequence_parallel else _c_identity(hidden, group=self.group)
+        return paddle.matmul(whole, weight, transpose_y=True)
+
+    def token_loss(
+        self, logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int
+    ) -> tuple[paddle.Tensor, paddle.Tensor]:
+        labels, loss_mask = self.local_positions(labels), self.local_positions(loss_mask)
+        return parallel_token_loss(logits, labels, loss_mask, true_vocab, self.group)
+
+    def _mark(self, parameter: paddle.Tensor) -> None:
+        if self.sequence_parallel:
+            parameter.sequence_parallel = True

@@ -34,6 +34,26 @@ def token_loss(
     return (per_token * weights).sum(), weights.sum().detach()
 
 
+def parallel_token_loss(
+    logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int, group: Any
+) -> tuple[paddle.Tensor, paddle.Tensor]:
+    """:func:`token_loss` of logits whose columns are shared out over the ranks of ``group``.
+
+    ``logits`` is ``[s, b, V / n]``, rank r holding the columns from ``r V / n`` on. Both results are the
+    same on all ranks.
+    """
+    from paddle.distributed.fleet.meta_parallel import ParallelCrossEntropy
+
+    width = logits.shape[-1]
+    logits = logits.astype("float32")
+    true_here = min(max(true_vocab - group.rank * width, 0), width)
+    if true_here < width:
+        logits = _HidePadding.apply(logits, true_here)
+    per_token = ParallelCrossEntropy(mp_group=group)(logits, labels.transpose([1, 0]).unsqueeze(-1))
+    weights = loss_mask.astype("float32").transpose([1, 0])
+    return (per_token.squeeze(-1) * weights).sum(), weights.sum().detach()
+
+
 class _HidePadding(PyLayer):
     """Logits with the padding columns so low that they take no probability, and no gradient at all.
 

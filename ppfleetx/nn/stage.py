@@ -112,6 +112,21 @@ class LayerFactory(Protocol):
     def tied_logits(self, hidden: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
         """Trunk output times the word embedding ``[V, h]`` transposed; columns stay sliced."""
 
+    def local_positions(self, ids: paddle.Tensor) -> paddle.Tensor:
+        """The positions of ``[b, s]`` that this rank's trunk begins with (its part of ``s`` under sep)."""
+
+    def enter_attention(self, qkv: paddle.Tensor) -> paddle.Tensor:
+        """``[s, b, groups, heads, d]`` of this rank's positions to all positions (of fewer groups)."""
+
+    def leave_attention(self, context: paddle.Tensor) -> paddle.Tensor:
+        """``[s, b, width]`` of all positions back to this rank's positions (of all its heads)."""
+
+    def token_loss(
+        self, logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int
+    ) -> tuple[paddle.Tensor, paddle.Tensor]:
+        """:func:`ppfleetx.nn.loss.token_loss` of logits as the head leaves them: of this rank's positions,
+        with sliced columns. The sum is the same on all ranks that share the columns."""
+
 
 def build_stage(stage: Stage, seed: int, shared: MutableMapping[str, nn.Layer] | None = None) -> nn.Layer:
     """Build one stage: canonical names on its parameters, initial values from (seed, name).
