@@ -285,21 +285,45 @@ def objects() -> list:
     return out
 
 
-def memory_from_workers() -> float:
-    """A forked child (a data loader's worker) does not hold the connections."""
+def connections_of_a_forked_child() -> int:
+    """How many of this rank's connections a forked child (a data loader's worker) holds."""
     import os
 
     start()
+    descriptors = [peer.connection.fileno() for peer in cpu_backend._mesh.peers.values()]
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
-        os.write(write, str(len(cpu_backend._mesh.peers)).encode())
+        count = 0
+        for descriptor in descriptors:
+            with contextlib.suppress(OSError):
+                os.fstat(descriptor)
+                count += 1
+        os.write(write, str(count).encode())
         os._exit(0)
     os.waitpid(pid, 0)
-    count = int(os.read(read, 10))
-    x = paddle.ones([1])
+    dist.all_reduce(paddle.ones([1]))
+    return int(os.read(read, 10))
+
+
+def die_in_transfer(rank: int, after: float) -> str:
+    """The given rank is killed by a thread of its own, in the middle of a large all-reduce or nearly so."""
+    import os
+    import signal
+    import threading
+
+    start()
+    x = paddle.ones([4 << 20])
     dist.all_reduce(x)
-    return count + x.item()
+    if dist.get_rank() == rank:
+        threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    begin = time.perf_counter()
+    try:
+        while time.perf_counter() - begin < 20:
+            dist.all_reduce(x, op=dist.ReduceOp.MAX)
+    except cpu_backend.CommError as error:
+        return f"{time.perf_counter() - begin:.2f} {type(error).__name__}: {error}"
+    return "nothing"
 
 
 def counted() -> dict:

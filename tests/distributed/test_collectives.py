@@ -75,7 +75,7 @@ def test_objects(ranks):
 
 
 def test_forked_children_do_not_hold_the_connections(ranks):
-    assert ranks(2).run(CASES + "memory_from_workers") == [2.0, 2.0]
+    assert ranks(3).run(CASES + "connections_of_a_forked_child") == [0, 0, 0]
 
 
 def test_unused_parameters_count_as_zero(ranks):

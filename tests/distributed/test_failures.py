@@ -23,6 +23,18 @@ def test_a_killed_rank_is_named_by_all_others(ranks):
         assert seconds < 5
 
 
+@pytest.mark.parametrize("direct", ["1", "0"])
+def test_a_rank_killed_in_a_transfer_is_named(ranks, direct):
+    for after in (0.1, 0.137):
+        pool = ranks(3, PADDLE_CPU_COMM_DIRECT=direct)
+        messages = told(pool.call(CASES + "die_in_transfer", rank=2, after=after, timeout=30))
+        assert len(messages) == 2
+        for seconds, message in messages:
+            assert message.startswith("PeerLostError")
+            assert "rank 2 is gone" in message
+            assert seconds < 5
+
+
 def test_a_rank_that_ends_early_is_named(ranks):
     pool = ranks(2)
     outcomes = pool.call(CASES + "die", rank=1, how="goodbye", timeout=20)
