@@ -30,6 +30,24 @@ _GPT2_ACTIVATIONS = {
 }
 _WORD = "embedding.word_embeddings.weight"
 _POSITION = "embedding.position_embeddings.weight"
+GPT2_PREFIX = "transformer."
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One parameter of ours and the tensors of Hugging Face's that make it up.
+
+    Attributes:
+        ours: canonical name.
+        theirs: Hugging Face's names, in the order of ``join``'s arguments.
+        join: their arrays to ours. Moves elements, never computes with them.
+        split: the inverse; drops vocabulary padding.
+    """
+
+    ours: str
+    theirs: tuple[str, ...]
+    join: Callable[..., np.ndarray]
+    split: Callable[[np.ndarray], tuple[np.ndarray, ...]]
 
 
 def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,7 +58,22 @@ def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointError: a model type or an option that our layers do not have.
     """
-    return _family(hf_config).model_keys(hf_config)
+    keys, _ = _family(hf_config)
+    try:
+        return keys(hf_config)
+    except KeyError as error:
+        raise CheckpointError(f"config.json lacks {error.args[0]}") from error
+
+
+def rules(hf_config: Mapping[str, Any]) -> list[Rule]:
+    """One rule for every parameter, in model order; GPT-2's names with ``transformer.`` before them.
+
+    Raises:
+        CheckpointError: as :func:`model_keys`.
+    """
+    keys = model_keys(hf_config)
+    _, make = _family(hf_config)
+    return list(make(_Heads.of(hf_config), keys))
 
 
 def hf_to_canonical(hf_config: Mapping[str, Any], get_tensor: GetTensor) -> NamedArrays:
@@ -48,20 +81,30 @@ def hf_to_canonical(hf_config: Mapping[str, Any], get_tensor: GetTensor) -> Name
 
     Args:
         hf_config: contents of ``config.json``.
-        get_tensor: Hugging Face name to array; raises KeyError for a name it does not have.
+        get_tensor: Hugging Face name to array; raises KeyError for a name it does not have. GPT-2's
+            names may or may not start with ``transformer.``.
 
     Raises:
         CheckpointError: a model type or an option that our layers do not have.
         KeyError: from ``get_tensor``.
     """
-    model_keys(hf_config)
-    yield from _family(hf_config).to_canonical(_Heads.of(hf_config), hf_config, get_tensor)
+
+    def get(name: str) -> np.ndarray:
+        try:
+            return get_tensor(name)
+        except KeyError:
+            if not name.startswith(GPT2_PREFIX):
+                raise
+            return get_tensor(name.removeprefix(GPT2_PREFIX))
+
+    for rule in rules(hf_config):
+        yield rule.ours, rule.join(*(get(name) for name in rule.theirs))
 
 
 def canonical_to_hf(hf_config: Mapping[str, Any], get_tensor: GetTensor) -> NamedArrays:
     """All parameters under Hugging Face's names; the inverse of :func:`hf_to_canonical`."""
-    model_keys(hf_config)
-    yield from _family(hf_config).from_canonical(_Heads.of(hf_config), hf_config, get_tensor)
+    for rule in rules(hf_config):
+        yield from zip(rule.theirs, rule.split(get_tensor(rule.ours)), strict=True)
 
 
 @dataclass(frozen=True)
@@ -106,169 +149,158 @@ class _Heads:
         return q.reshape(*lead, -1), k.reshape(*lead, -1), v.reshape(*lead, -1)
 
 
-class _GPT2:
-    """``model_type: gpt2``. Names may or may not start with ``transformer.``."""
-
-    # Ours to theirs; these need no change of layout.
-    COPIED = (
-        ("input_norm.weight", "ln_1.weight"),
-        ("input_norm.bias", "ln_1.bias"),
-        ("attention.out_proj.weight", "attn.c_proj.weight"),
-        ("attention.out_proj.bias", "attn.c_proj.bias"),
-        ("mlp_norm.weight", "ln_2.weight"),
-        ("mlp_norm.bias", "ln_2.bias"),
-        ("mlp.fc1.weight", "mlp.c_fc.weight"),
-        ("mlp.fc1.bias", "mlp.c_fc.bias"),
-        ("mlp.fc2.weight", "mlp.c_proj.weight"),
-        ("mlp.fc2.bias", "mlp.c_proj.bias"),
-    )
-
-    @staticmethod
-    def model_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-        _refuse(config, "scale_attn_by_inverse_layer_idx", {False, None})
-        _refuse(config, "scale_attn_weights", {True, None})
-        _refuse(config, "tie_word_embeddings", {True, None})
-        activation = config.get("activation_function", "gelu_new")
-        if activation not in _GPT2_ACTIVATIONS:
-            raise CheckpointError(f"activation_function {activation!r} of this GPT-2 is not supported")
-        return {
-            "vocab_size": config["vocab_size"],
-            "hidden_size": config["n_embd"],
-            "num_layers": config["n_layer"],
-            "num_attention_heads": config["n_head"],
-            "ffn_hidden_size": config.get("n_inner") or 4 * config["n_embd"],
-            "max_position_embeddings": config["n_positions"],
-            "hidden_act": _GPT2_ACTIVATIONS[activation],
-            "norm_epsilon": config.get("layer_norm_epsilon", 1e-5),
-            "initializer_range": config.get("initializer_range", 0.02),
-            "hidden_dropout_prob": config.get("resid_pdrop", 0.1),
-            "attention_probs_dropout_prob": config.get("attn_pdrop", 0.1),
-            "position_embedding_type": "learned_absolute",
-            "normalization": "LayerNorm",
-            "tie_word_embeddings": True,
-            "add_bias_linear": True,
-        }
-
-    @classmethod
-    def to_canonical(cls, heads: _Heads, config: Mapping[str, Any], get_tensor: GetTensor) -> NamedArrays:
-        def get(name: str) -> np.ndarray:
-            try:
-                return get_tensor(f"transformer.{name}")
-            except KeyError:
-                return get_tensor(name)
-
-        yield _WORD, get("wte.weight")
-        yield _POSITION, get("wpe.weight")
-        for index in range(heads.layers):
-            ours, theirs = f"decoder.layers.{index}", f"h.{index}"
-            for kind in ("weight", "bias"):
-                fused = get(f"{theirs}.attn.c_attn.{kind}")
-                yield f"{ours}.attention.qkv.{kind}", heads.fuse(*np.split(fused, 3, axis=-1))
-            for our_name, their_name in cls.COPIED:
-                yield f"{ours}.{our_name}", get(f"{theirs}.{their_name}")
-        yield "decoder.final_norm.weight", get("ln_f.weight")
-        yield "decoder.final_norm.bias", get("ln_f.bias")
-
-    @classmethod
-    def from_canonical(cls, heads: _Heads, config: Mapping[str, Any], get_tensor: GetTensor) -> NamedArrays:
-        yield "transformer.wte.weight", get_tensor(_WORD)[: heads.vocab]
-        yield "transformer.wpe.weight", get_tensor(_POSITION)
-        for index in range(heads.layers):
-            ours, theirs = f"decoder.layers.{index}", f"transformer.h.{index}"
-            for kind in ("weight", "bias"):
-                parts = heads.split(get_tensor(f"{ours}.attention.qkv.{kind}"))
-                yield f"{theirs}.attn.c_attn.{kind}", np.concatenate(parts, axis=-1)
-            for our_name, their_name in cls.COPIED:
-                yield f"{theirs}.{their_name}", get_tensor(f"{ours}.{our_name}")
-        yield "transformer.ln_f.weight", get_tensor("decoder.final_norm.weight")
-        yield "transformer.ln_f.bias", get_tensor("decoder.final_norm.bias")
+def _copied(ours: str, theirs: str) -> Rule:
+    return Rule(ours, (theirs,), lambda array: array, lambda array: (array,))
 
 
-class _Llama:
-    """``model_type: llama``."""
-
-    @staticmethod
-    def model_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-        _refuse(config, "hidden_act", {"silu", "swish", None})
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
-        if rope_type != "default":
-            raise CheckpointError(f"rope scaling {rope_type!r} of this Llama is not supported")
-        heads = _Heads.of(config)
-        return {
-            "vocab_size": heads.vocab,
-            "hidden_size": heads.hidden,
-            "num_layers": heads.layers,
-            "num_attention_heads": heads.heads,
-            "num_query_groups": heads.groups,
-            "head_dim": heads.dim,
-            "ffn_hidden_size": config["intermediate_size"],
-            "max_position_embeddings": config["max_position_embeddings"],
-            "hidden_act": "swiglu",
-            "norm_epsilon": config.get("rms_norm_eps", 1e-6),
-            "initializer_range": config.get("initializer_range", 0.02),
-            "hidden_dropout_prob": 0.0,
-            "attention_probs_dropout_prob": config.get("attention_dropout", 0.0),
-            "position_embedding_type": "rope",
-            "rotary_base": rope.get("rope_theta") or config.get("rope_theta", 10000.0),
-            "normalization": "RMSNorm",
-            "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
-            "add_bias_linear": False,
-            "add_qkv_bias": bool(config.get("attention_bias", False)),
-            "add_out_proj_bias": bool(config.get("attention_bias", False)),
-            "add_mlp_bias": bool(config.get("mlp_bias", False)),
-        }
-
-    @classmethod
-    def to_canonical(cls, heads: _Heads, config: Mapping[str, Any], get_tensor: GetTensor) -> NamedArrays:
-        keys = cls.model_keys(config)
-        yield _WORD, get_tensor("model.embed_tokens.weight")
-        for index in range(heads.layers):
-            ours, theirs = f"decoder.layers.{index}", f"model.layers.{index}"
-            yield f"{ours}.input_norm.weight", get_tensor(f"{theirs}.input_layernorm.weight")
-            yield f"{ours}.mlp_norm.weight", get_tensor(f"{theirs}.post_attention_layernorm.weight")
-            for kind in _kinds(keys["add_qkv_bias"]):
-                parts = (get_tensor(f"{theirs}.self_attn.{part}_proj.{kind}").T for part in "qkv")
-                yield f"{ours}.attention.qkv.{kind}", heads.fuse(*parts)
-            for kind in _kinds(keys["add_out_proj_bias"]):
-                yield f"{ours}.attention.out_proj.{kind}", get_tensor(f"{theirs}.self_attn.o_proj.{kind}").T
-            for kind in _kinds(keys["add_mlp_bias"]):
-                gate_up = [get_tensor(f"{theirs}.mlp.{part}_proj.{kind}").T for part in ("gate", "up")]
-                paired = np.stack(gate_up, axis=-1)
-                yield f"{ours}.mlp.fc1.{kind}", paired.reshape(*paired.shape[:-2], -1)
-                yield f"{ours}.mlp.fc2.{kind}", get_tensor(f"{theirs}.mlp.down_proj.{kind}").T
-        yield "decoder.final_norm.weight", get_tensor("model.norm.weight")
-        if not keys["tie_word_embeddings"]:
-            yield "head.weight", get_tensor("lm_head.weight").T
-
-    @classmethod
-    def from_canonical(cls, heads: _Heads, config: Mapping[str, Any], get_tensor: GetTensor) -> NamedArrays:
-        keys = cls.model_keys(config)
-        yield "model.embed_tokens.weight", get_tensor(_WORD)[: heads.vocab]
-        for index in range(heads.layers):
-            ours, theirs = f"decoder.layers.{index}", f"model.layers.{index}"
-            yield f"{theirs}.input_layernorm.weight", get_tensor(f"{ours}.input_norm.weight")
-            yield f"{theirs}.post_attention_layernorm.weight", get_tensor(f"{ours}.mlp_norm.weight")
-            for kind in _kinds(keys["add_qkv_bias"]):
-                parts = heads.split(get_tensor(f"{ours}.attention.qkv.{kind}"))
-                for part, array in zip("qkv", parts, strict=True):
-                    yield f"{theirs}.self_attn.{part}_proj.{kind}", array.T
-            for kind in _kinds(keys["add_out_proj_bias"]):
-                yield f"{theirs}.self_attn.o_proj.{kind}", get_tensor(f"{ours}.attention.out_proj.{kind}").T
-            for kind in _kinds(keys["add_mlp_bias"]):
-                fc1 = get_tensor(f"{ours}.mlp.fc1.{kind}")
-                yield f"{theirs}.mlp.gate_proj.{kind}", fc1[..., 0::2].T
-                yield f"{theirs}.mlp.up_proj.{kind}", fc1[..., 1::2].T
-                yield f"{theirs}.mlp.down_proj.{kind}", get_tensor(f"{ours}.mlp.fc2.{kind}").T
-        yield "model.norm.weight", get_tensor("decoder.final_norm.weight")
-        if not keys["tie_word_embeddings"]:
-            yield "lm_head.weight", get_tensor("head.weight")[:, : heads.vocab].T
+def _transposed(ours: str, theirs: str) -> Rule:
+    return Rule(ours, (theirs,), lambda array: array.T, lambda array: (array.T,))
 
 
-_FAMILIES: dict[str, type[_GPT2] | type[_Llama]] = {"gpt2": _GPT2, "llama": _Llama}
+def _vocabulary_rows(theirs: str, vocab: int) -> Rule:
+    return Rule(_WORD, (theirs,), lambda array: array, lambda array: (array[:vocab],))
 
 
-def _family(config: Mapping[str, Any]) -> type[_GPT2] | type[_Llama]:
+def _vocabulary_columns(theirs: str, vocab: int) -> Rule:
+    return Rule("head.weight", (theirs,), lambda array: array.T, lambda array: (array[:, :vocab].T,))
+
+
+# ---- GPT-2
+
+# Ours to theirs; these need no change of layout.
+_GPT2_COPIED = (
+    ("input_norm", "ln_1"),
+    ("attention.out_proj", "attn.c_proj"),
+    ("mlp_norm", "ln_2"),
+    ("mlp.fc1", "mlp.c_fc"),
+    ("mlp.fc2", "mlp.c_proj"),
+)
+
+
+def _gpt2_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    _refuse(config, "scale_attn_by_inverse_layer_idx", {False, None})
+    _refuse(config, "scale_attn_weights", {True, None})
+    _refuse(config, "add_cross_attention", {False, None})
+    activation = config.get("activation_function", "gelu_new")
+    if activation not in _GPT2_ACTIVATIONS:
+        raise CheckpointError(f"activation_function {activation!r} of this GPT-2 is not supported")
+    tied = config.get("tie_word_embeddings")
+    return {
+        "vocab_size": config["vocab_size"],
+        "hidden_size": config["n_embd"],
+        "num_layers": config["n_layer"],
+        "num_attention_heads": config["n_head"],
+        "ffn_hidden_size": config.get("n_inner") or 4 * config["n_embd"],
+        "max_position_embeddings": config["n_positions"],
+        "hidden_act": _GPT2_ACTIVATIONS[activation],
+        "norm_epsilon": config.get("layer_norm_epsilon", 1e-5),
+        "initializer_range": config.get("initializer_range", 0.02),
+        "hidden_dropout_prob": config.get("resid_pdrop", 0.1),
+        "attention_probs_dropout_prob": config.get("attn_pdrop", 0.1),
+        "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "tie_word_embeddings": tied is None or bool(tied),
+        "add_bias_linear": True,
+    }
+
+
+def _gpt2_rules(heads: _Heads, keys: Mapping[str, Any]) -> Iterator[Rule]:
+    yield _vocabulary_rows("transformer.wte.weight", heads.vocab)
+    yield _copied(_POSITION, "transformer.wpe.weight")
+    for index in range(heads.layers):
+        ours, theirs = f"decoder.layers.{index}", f"transformer.h.{index}"
+        for kind in ("weight", "bias"):
+            yield Rule(
+                f"{ours}.attention.qkv.{kind}",
+                (f"{theirs}.attn.c_attn.{kind}",),
+                lambda fused: heads.fuse(*np.split(fused, 3, axis=-1)),
+                lambda fused: (np.concatenate(heads.split(fused), axis=-1),),
+            )
+            for our_name, their_name in _GPT2_COPIED:
+                yield _copied(f"{ours}.{our_name}.{kind}", f"{theirs}.{their_name}.{kind}")
+    for kind in ("weight", "bias"):
+        yield _copied(f"decoder.final_norm.{kind}", f"transformer.ln_f.{kind}")
+    if not keys["tie_word_embeddings"]:
+        yield _vocabulary_columns("lm_head.weight", heads.vocab)
+
+
+# ---- Llama
+
+
+def _llama_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    _refuse(config, "hidden_act", {"silu", "swish", None})
+    _refuse(config, "sliding_window", {None})
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type != "default":
+        raise CheckpointError(f"rope scaling {rope_type!r} of this Llama is not supported")
+    for place in (config, rope):
+        if place.get("partial_rotary_factor") not in (None, 1.0):
+            raise CheckpointError("partial_rotary_factor of this Llama is not supported")
+    heads = _Heads.of(config)
+    return {
+        "vocab_size": heads.vocab,
+        "hidden_size": heads.hidden,
+        "num_layers": heads.layers,
+        "num_attention_heads": heads.heads,
+        "num_query_groups": heads.groups,
+        "head_dim": heads.dim,
+        "ffn_hidden_size": config["intermediate_size"],
+        "max_position_embeddings": config["max_position_embeddings"],
+        "hidden_act": "swiglu",
+        "norm_epsilon": config.get("rms_norm_eps", 1e-6),
+        "initializer_range": config.get("initializer_range", 0.02),
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": config.get("attention_dropout", 0.0),
+        "position_embedding_type": "rope",
+        "rotary_base": rope.get("rope_theta") or config.get("rope_theta", 10000.0),
+        "normalization": "RMSNorm",
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "add_bias_linear": False,
+        "add_qkv_bias": bool(config.get("attention_bias", False)),
+        "add_out_proj_bias": bool(config.get("attention_bias", False)),
+        "add_mlp_bias": bool(config.get("mlp_bias", False)),
+    }
+
+
+def _llama_rules(heads: _Heads, keys: Mapping[str, Any]) -> Iterator[Rule]:
+    yield _vocabulary_rows("model.embed_tokens.weight", heads.vocab)
+    for index in range(heads.layers):
+        ours, theirs = f"decoder.layers.{index}", f"model.layers.{index}"
+        yield _copied(f"{ours}.input_norm.weight", f"{theirs}.input_layernorm.weight")
+        for kind in _kinds(keys["add_qkv_bias"]):
+            yield Rule(
+                f"{ours}.attention.qkv.{kind}",
+                tuple(f"{theirs}.self_attn.{part}_proj.{kind}" for part in "qkv"),
+                lambda *parts: heads.fuse(*(part.T for part in parts)),
+                lambda fused: tuple(part.T for part in heads.split(fused)),
+            )
+        for kind in _kinds(keys["add_out_proj_bias"]):
+            yield _transposed(f"{ours}.attention.out_proj.{kind}", f"{theirs}.self_attn.o_proj.{kind}")
+        yield _copied(f"{ours}.mlp_norm.weight", f"{theirs}.post_attention_layernorm.weight")
+        for kind in _kinds(keys["add_mlp_bias"]):
+            yield Rule(
+                f"{ours}.mlp.fc1.{kind}",
+                tuple(f"{theirs}.mlp.{part}_proj.{kind}" for part in ("gate", "up")),
+                lambda gate, up: pair_columns(gate.T, up.T),
+                lambda fc1: (fc1[..., 0::2].T, fc1[..., 1::2].T),
+            )
+            yield _transposed(f"{ours}.mlp.fc2.{kind}", f"{theirs}.mlp.down_proj.{kind}")
+    yield _copied("decoder.final_norm.weight", "model.norm.weight")
+    if not keys["tie_word_embeddings"]:
+        yield _vocabulary_columns("lm_head.weight", heads.vocab)
+
+
+def pair_columns(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """Columns of two matrices (or elements of two vectors) in turns: gate, up, gate, up, ..."""
+    paired = np.stack([gate, up], axis=-1)
+    return paired.reshape(*paired.shape[:-2], -1)
+
+
+_FAMILIES = {"gpt2": (_gpt2_keys, _gpt2_rules), "llama": (_llama_keys, _llama_rules)}
+
+
+def _family(config: Mapping[str, Any]) -> tuple[Callable[..., dict[str, Any]], Callable[..., Iterator[Rule]]]:
     model_type = config.get("model_type")
     if model_type not in _FAMILIES:
         raise CheckpointError(
