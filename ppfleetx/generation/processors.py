@@ -10,9 +10,6 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 
-# top-p alone looks at this many likeliest tokens first: a full sort can cost more than the model.
-_TOP_P_CANDIDATES = 4096
-
 
 def penalize_repetition(logits: paddle.Tensor, history: paddle.Tensor, penalty: float) -> paddle.Tensor:
     """Make tokens that occurred less likely (Keskar et al., 2019).
@@ -62,12 +59,7 @@ def candidates(
         probabilities = F.softmax(values, axis=-1)
         return (probabilities if top_p >= 1.0 else _keep_top_p(probabilities, top_p)), ids
     probabilities = F.softmax(logits, axis=-1)
-    if top_p >= 1.0:
-        return probabilities, None
-    likeliest, ids = largest(probabilities, min(_TOP_P_CANDIDATES, vocab))
-    if likeliest.shape[-1] < vocab and bool((likeliest.sum(-1) < top_p).any()):
-        likeliest, ids = largest(probabilities, vocab)
-    return _keep_top_p(likeliest, top_p), ids
+    return (probabilities if top_p >= 1.0 else _nucleus(probabilities, top_p)), None
 
 
 def largest(values: paddle.Tensor, count: int) -> tuple[paddle.Tensor, paddle.Tensor]:
@@ -93,10 +85,37 @@ def log_probabilities(logits: paddle.Tensor) -> paddle.Tensor:
 
 def _keep_top_p(falling: paddle.Tensor, top_p: float) -> paddle.Tensor:
     """Zero the probabilities ``[b, m]``, sorted falling, of tokens before which p is reached already."""
+    return paddle.where(_before(falling) < top_p, falling, paddle.zeros([], dtype=falling.dtype))
+
+
+def _nucleus(probabilities: paddle.Tensor, top_p: float) -> paddle.Tensor:
+    """The same for probabilities ``[b, V]`` in the order of ids; of equal ones the lower ids stay.
+
+    Only values are sorted, to find the smallest one that stays: with their ids it would take far longer.
+    """
+    falling = _sort_falling(probabilities)
+    count = (_before(falling) < top_p).astype("int64").sum(-1, keepdim=True)
+    smallest = paddle.take_along_axis(falling, count - 1, axis=1)
+    kept = probabilities >= smallest
+    too_many = kept.astype("int64").sum(-1, keepdim=True) - count
+    if bool((too_many > 0).any()):
+        equal = (probabilities == smallest).astype("int64")
+        room = equal.sum(-1, keepdim=True) - too_many
+        kept = paddle.logical_and(kept, paddle.logical_or(equal == 0, equal.cumsum(-1) <= room))
+    return paddle.where(kept, probabilities, paddle.zeros([], dtype=probabilities.dtype))
+
+
+def _before(falling: paddle.Tensor) -> paddle.Tensor:
+    """Sum of what stands before each element of a row."""
     cumulative = falling.cumsum(-1)
-    before = paddle.concat([paddle.zeros_like(cumulative[:, :1]), cumulative[:, :-1]], axis=-1)
-    kept = before < top_p
-    return paddle.where(kept, falling, paddle.zeros([], dtype=falling.dtype))
+    return paddle.concat([paddle.zeros_like(cumulative[:, :1]), cumulative[:, :-1]], axis=-1)
+
+
+def _sort_falling(values: paddle.Tensor) -> paddle.Tensor:
+    if paddle.in_dynamic_mode() and values.place.is_cpu_place():
+        # Paddle's CPU kernel takes longer for two rows than a small model for its step.
+        return paddle.to_tensor(-np.sort(-values.numpy(), axis=-1))
+    return paddle.sort(values, axis=-1, descending=True)
 
 
 def draw(weights: paddle.Tensor, ids: paddle.Tensor | None, uniform: paddle.Tensor) -> paddle.Tensor:

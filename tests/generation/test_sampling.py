@@ -70,16 +70,23 @@ def test_weights_are_the_definition(options: dict) -> None:
     np.testing.assert_allclose(result, expected, atol=2e-7)
 
 
-def test_top_p_that_needs_more_than_the_first_candidates() -> None:
-    """Nearly uniform over 6000 tokens: 0.9 of the mass is 5400 of them, more than are looked at first."""
+def test_top_p_of_a_flat_and_of_a_peaked_row() -> None:
     logits = np.random.default_rng(0).normal(0, 0.01, (2, 6000)).astype(np.float32)
     logits[1, 17] = 30.0
     weights, ids = candidates(paddle.to_tensor(logits), temperature=1.0, top_k=0, top_p=0.9)
+    assert ids is None
     for row in range(2):
-        kept = ids.numpy()[row][weights.numpy()[row] > 0]
-        assert set(kept.tolist()) == set(
-            np.flatnonzero(expected_distribution(logits[row], top_p=0.9)).tolist()
-        )
+        expected = np.flatnonzero(expected_distribution(logits[row], top_p=0.9))
+        # Rounding of 6000 summands in float32 may move the border by a token or two.
+        assert len(set(np.flatnonzero(weights.numpy()[row])) ^ set(expected)) <= 2 * (row == 0)
+
+
+def test_top_p_keeps_no_more_of_equal_tokens_than_it_needs() -> None:
+    logits = paddle.to_tensor([[0.0] * 8, [1.0, 5.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]])
+    weights, _ = candidates(logits, temperature=1.0, top_k=0, top_p=0.5)
+    assert [np.flatnonzero(row).tolist() for row in weights.numpy()] == [[0, 1, 2, 3], [1]]
+    weights, _ = candidates(logits, temperature=1.0, top_k=0, top_p=0.9)
+    assert [np.flatnonzero(row).tolist() for row in weights.numpy()] == [list(range(8)), [0, 1]]
 
 
 def test_extreme_uniform_numbers_stay_inside_the_support() -> None:
