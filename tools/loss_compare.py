@@ -48,9 +48,8 @@ def main() -> int:
             runs.append(read_losses(Path(metrics)) if metrics else run_side(side, args, work_dir))
     differences = compare(*runs)
     for difference in differences:
-        print(
-            f"{difference.key:10} differs by {difference.largest:.3e} (relative) at most, at step {difference.step}"
-        )
+        largest = f"{difference.largest:.3e} (relative)"
+        print(f"{difference.key:10} differs by {largest} at most, at step {difference.step}")
     if args.plot:
         draw(runs, Path(args.plot))
     allowed = 0.0 if args.bitwise else args.rtol

@@ -81,9 +81,9 @@ class SaveLoadConfig(Section):
     init_from: Text | None = None
     """Checkpoint whose weights alone start a new run (step 0, new optimizer, new data order)."""
     resume: Literal["auto"] | Bool = False
-    """`auto`: continue from the newest good checkpoint of `output_dir` if there is one, so that the same command
-    goes on after every interruption; true: the same, and an error when there is none or it is damaged; false:
-    do not look there. Where none is continued, `ckpt_dir` or `init_from` decides, or the run starts afresh."""
+    """`auto`: continue from the newest good checkpoint of `output_dir` if there is one, so that the same
+    command goes on after every interruption; true: the same, and an error when there is none or it is broken;
+    false: do not look there. If none is continued, `ckpt_dir` or `init_from` decides, or the run is new."""
     keep_max: PositiveInt | None = None
     """Keep only the newest so many checkpoints; null: all."""
     load_optim: Bool = True

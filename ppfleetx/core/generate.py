@@ -93,7 +93,7 @@ def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
         ConfigError: there is neither.
         DataError: its files are missing or damaged.
     """
-    from ppfleetx.core.engine.build import load_tokenizer
+    from ppfleetx.data.build import load_tokenizer
 
     tokenizer = load_tokenizer(cfg)
     if tokenizer is None:

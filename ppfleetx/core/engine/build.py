@@ -19,9 +19,8 @@ from ppfleetx.core.engine.checkpoints import CheckpointSaver, Start, find_start
 from ppfleetx.core.engine.engine import Engine
 from ppfleetx.core.engine.pace import Pace
 from ppfleetx.core.module.registry import build_module
-from ppfleetx.data.build import build_dataloader
+from ppfleetx.data.build import build_dataloader, load_tokenizer
 from ppfleetx.data.loader import DataLoader
-from ppfleetx.data.tokenizer import Tokenizer
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.optims.build import build_schedule
 from ppfleetx.parallel.apply import parallelize
@@ -120,17 +119,6 @@ def make_output_dir(cfg: RunConfig) -> Path:
             f"cannot be written: {error.strerror}", key=key, value=value, place=cfg.origins.get(key)
         ) from error
     return directory
-
-
-def load_tokenizer(cfg: RunConfig) -> Tokenizer | None:
-    """The tokenizer of ``Data.tokenizer``; None when the configuration names none."""
-    files = cfg.Data.tokenizer
-    if files is None:
-        return None
-    if files.vocab_file is not None:
-        return Tokenizer.from_vocab_and_merges(files.vocab_file, files.merges_file, eod_token=files.eos_token)
-    path = files.dir or files.tokenizer_file
-    return None if path is None else Tokenizer.load(path, eod_token=files.eos_token)
 
 
 def _loader(cfg: RunConfig, ctx: ParallelContext, mode: str, *, consumed_samples: int = 0) -> DataLoader:
