@@ -123,13 +123,13 @@ def draw(weights: paddle.Tensor, ids: paddle.Tensor | None, uniform: paddle.Tens
 
     Args:
         weights, ids: as :func:`candidates` gives them.
-        uniform: ``[b]`` float32 in [0, 1).
+        uniform: ``[b]`` float32 in [0, 1), at most 1 - 2 ** -24: its product with a float32 total then
+            rounds to less than the total, so a token without weight cannot be drawn.
 
     Returns:
         ``[b]`` int64.
     """
     cumulative = weights.cumsum(-1)
-    # A hair below the uniform number: in float32 its product with the total must stay below the total.
-    threshold = cumulative[:, -1] * (uniform * (1.0 - 2.0**-22))
+    threshold = cumulative[:, -1] * uniform
     column = (cumulative <= threshold.unsqueeze(-1)).astype("int64").sum(-1)
     return column if ids is None else paddle.take_along_axis(ids, column.unsqueeze(-1), axis=1).squeeze(-1)

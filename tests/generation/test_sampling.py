@@ -90,10 +90,11 @@ def test_top_p_keeps_no_more_of_equal_tokens_than_it_needs() -> None:
 
 
 def test_extreme_uniform_numbers_stay_inside_the_support() -> None:
-    weights = paddle.to_tensor(np.array([[0.0, 0.3, 0.0, 0.7, 0.0]] * 3, dtype=np.float32))
     largest = np.nextafter(np.float32(1), np.float32(0))
-    chosen = draw(weights, None, paddle.to_tensor(np.array([0.0, 0.3 - 1e-6, largest], dtype=np.float32)))
-    assert chosen.tolist() == [1, 1, 3]
+    for scale in np.linspace(0.1, 4.0, 500):
+        weights = paddle.to_tensor(np.array([[0.0, 0.3, 0.0, 0.7, 0.0]] * 2, dtype=np.float32) * scale)
+        chosen = draw(weights, None, paddle.to_tensor(np.array([0.0, largest], dtype=np.float32)))
+        assert chosen.tolist() == [1, 3]
 
 
 def test_streams_differ_and_do_not_depend_on_their_length() -> None:

@@ -95,6 +95,14 @@ def test_the_end_token_does_not_come_before_the_minimum(model, strategy: str) ->
     assert len(ids) > 6
 
 
+def test_the_end_token_may_come_right_after_the_minimum(make_model) -> None:
+    """A flat model, 61 tokens, 400 rows: some of them draw the end token at the first occasion."""
+    model, _ = make_model(initializer_range=1e-6)
+    model.eval()
+    rows = run(model, [[3]], sampler("all", [0], 400), Rules(end_id=9, min_new_tokens=5), copies=400)
+    assert min(ids.index(9) for ids, reason in rows if reason == "stop") == 5
+
+
 def test_rows_have_limits_of_their_own(model) -> None:
     session = DecodingSession(NextTokenModel(model, 61), PROMPTS, use_cache=True)
     with paddle.no_grad():
