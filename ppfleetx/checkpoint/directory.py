@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ppfleetx.checkpoint import storage
+from ppfleetx.checkpoint.convert.fleetx import is_fleetx, open_fleetx
 from ppfleetx.checkpoint.manifest import (
     LATEST_FILE,
     MANIFEST_FILE,
@@ -38,6 +39,7 @@ _thread_locks_guard = threading.Lock()
 def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
     """Step directory meant by `path`: itself, an output directory, or a rank directory of a checkpoint.
 
+    A directory of FleetX (`model.pdparams`, or rank directories with one) is meant as it is.
     An output directory means what its `latest` says, or its newest complete checkpoint when there is no
     such file. Marker, manifest, file sizes and headers are checked; with `verify` all data too.
 
@@ -48,12 +50,22 @@ def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint directory {path}{_instead(path.parent)}")
-    if is_rank_directory(path.name) and not _is_fleetx(path):
+    if is_fleetx(path):
+        return path
+    if is_rank_directory(path.name):
         path = path.resolve().parent
-    _refuse_fleetx(path)
     if parse_step_directory(path.name) or (path / MANIFEST_FILE).exists() or (path / MARKER_FILE).exists():
         return _sound(path, path.parent, verify)
     return _resolve_output_directory(path, verify)
+
+
+def open_resolved(path: str | Path) -> Checkpoint:
+    """Open a directory that `resolve_checkpoint` returned, be it ours or FleetX's.
+
+    Raises CheckpointError as `open_checkpoint` and `read_fleetx` do.
+    """
+    path = Path(path)
+    return open_fleetx(path) if is_fleetx(path) else open_checkpoint(path)
 
 
 def newest_complete(output_dir: str | Path) -> Path | None:
@@ -221,18 +233,6 @@ def _step_directories(output_dir: Path) -> list[Path]:
     if not output_dir.is_dir():
         return []
     return [path for path in output_dir.iterdir() if path.is_dir() and parse_step_directory(path.name)]
-
-
-def _is_fleetx(path: Path) -> bool:
-    return (path / "model.pdparams").exists()
-
-
-def _refuse_fleetx(path: Path) -> None:
-    if _is_fleetx(path) or any(_is_fleetx(child) for child in path.glob("mp_*_sharding_*_pp_*")):
-        raise CheckpointError(
-            f"{path} is a checkpoint of FleetX (model.pdparams); this version cannot read it yet, "
-            "it reads checkpoints with a manifest.json"
-        )
 
 
 def _try_lock(descriptor: int) -> bool:

@@ -138,13 +138,12 @@ def test_resolve_errors_name_what_is_wrong_and_what_is_good(tmp_path):
         resolve_checkpoint(tmp_path)
 
 
-def test_a_fleetx_directory_is_refused_in_words(tmp_path):
+def test_a_fleetx_directory_is_meant_as_it_is(tmp_path):
     rank = tmp_path / "epoch_0_step_5" / RANK
     rank.mkdir(parents=True)
     (rank / "model.pdparams").write_bytes(b"")
     for path in (rank, rank.parent):
-        with pytest.raises(CheckpointError, match="checkpoint of FleetX"):
-            resolve_checkpoint(path)
+        assert resolve_checkpoint(path) == path
 
 
 def test_keep_max_deletes_complete_ones_only(tmp_path):

@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppfleetx.checkpoint.directory import newest_complete, newest_good, resolve_checkpoint
+from ppfleetx.checkpoint.convert.weights import with_vocabulary
+from ppfleetx.checkpoint.directory import newest_complete, newest_good, open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.manager import CheckpointManager
-from ppfleetx.checkpoint.reader import Checkpoint, open_checkpoint
+from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.rng import rng_state, set_rng_state
 from ppfleetx.checkpoint.training import load_model, load_optimizer, model_slices, optimizer_slices
 from ppfleetx.config.errors import CheckpointError
@@ -62,7 +63,7 @@ class Start:
     def restore_weights(self, runner: Runner, vocab: int) -> None:
         """Load the weights alone; ``vocab`` is the model's true vocabulary size."""
         assert self.checkpoint is not None
-        load_model(runner.named_parameters(), self.checkpoint, vocab_size=vocab)
+        load_model(runner.named_parameters(), with_vocabulary(self.checkpoint, vocab), vocab_size=vocab)
 
 
 def find_start(options: SaveLoadConfig, output_dir: Path | None) -> Start:
@@ -135,6 +136,11 @@ def _newest(output_dir: Path, options: SaveLoadConfig) -> Checkpoint | None:
 
 
 def _resume(checkpoint: Checkpoint, options: SaveLoadConfig) -> Start:
+    if "train" not in checkpoint.state:
+        get_logger().warning(
+            f"{checkpoint.path} holds weights alone: optimizer, step and data position start afresh"
+        )
+        return Start(options, checkpoint)
     state = TrainState.from_json(checkpoint.state["train"])
     if options.reset_data:
         state.consumed_samples = state.epoch = 0

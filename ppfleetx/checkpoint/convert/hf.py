@@ -1,0 +1,223 @@
+"""Hugging Face directories: in as weights under canonical names, and out again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ppfleetx.checkpoint.convert.hf_config import hf_config
+from ppfleetx.checkpoint.convert.safetensors_file import INDEX, SINGLE, read_safetensors, write_sharded
+from ppfleetx.checkpoint.convert.weights import Weights
+from ppfleetx.checkpoint.lazy import LazyTensor, derive
+from ppfleetx.checkpoint.pickled import flatten
+from ppfleetx.checkpoint.torch_file import read_torch_file
+from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.model import ModelConfig
+from ppfleetx.models.gpt.hf import GPT2_PREFIX, Rule, model_keys, rules
+from ppfleetx.models.gpt.shape import parameter_shapes
+from ppfleetx.utils.files import atomic_write
+
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+MAX_FILE_BYTES = 5 * 1000**3
+
+
+def read_hf(directory: str | Path) -> Weights:
+    """Weights of a Hugging Face GPT-2 or Llama; nothing but headers is read before a tensor is asked for.
+
+    Raises:
+        CheckpointError: files are missing or damaged, or the network is one that ours cannot be.
+    """
+    directory = Path(directory)
+    config = read_json(directory / CONFIG)
+    keys = model_keys(config)
+    vocab = keys["vocab_size"]
+    shapes = parameter_shapes(ModelConfig(**keys, vocab_size_divisible_unit=1))
+    stored = hf_tensors(directory)
+    tensors = {}
+    used: set[str] = set()
+    for rule in rules(config):
+        theirs = [_present(stored, name, directory) for name in rule.theirs]
+        used.update(theirs)
+        tensors[rule.ours] = _joined(rule, [stored[name] for name in theirs], shapes[rule.ours], directory)
+    _check_left_over(set(stored) - used, keys, stored, directory)
+    source: dict[str, Any] = {"format": "hf", "config": config}
+    if (directory / GENERATION_CONFIG).is_file():
+        source["generation_config"] = read_json(directory / GENERATION_CONFIG)
+    has_tokenizer = any((directory / name).is_file() for name in TOKENIZER_FILES)
+    return Weights(
+        str(directory),
+        tensors,
+        model=keys,
+        vocab_size=vocab,
+        source=source,
+        tokenizer_dir=directory if has_tokenizer else None,
+    )
+
+
+def hf_tensors(directory: Path) -> dict[str, LazyTensor]:
+    """All tensors of a directory under Hugging Face's names, from whichever files hold them."""
+    if (directory / INDEX).is_file():
+        return _indexed(directory, INDEX, read_safetensors)
+    if (directory / SINGLE).is_file():
+        return read_safetensors(directory / SINGLE)
+    if (directory / PICKLE_INDEX).is_file():
+        return _indexed(directory, PICKLE_INDEX, _read_pickle)
+    if (directory / PICKLE).is_file():
+        return _read_pickle(directory / PICKLE)
+    raise CheckpointError(
+        f"{directory} holds no weights: neither {SINGLE} nor {PICKLE}, nor an index of them"
+    )
+
+
+def write_hf(
+    tensors: Mapping[str, LazyTensor],
+    model: ModelConfig,
+    directory: str | Path,
+    *,
+    source: Mapping[str, Any] | None = None,
+    tokenizer_dir: Path | None = None,
+    eos_id: int | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write a directory that ``transformers`` loads.
+
+    Args:
+        tensors: all parameters of `model` by canonical name, vocabulary padding included.
+        model: the network.
+        source: what :func:`read_hf` said the weights came with, if they did.
+        tokenizer_dir: whose files are copied.
+        eos_id: end-of-document token.
+        max_file_bytes: weights beyond this go into several files with an index.
+
+    Raises:
+        CheckpointError: neither GPT-2 nor Llama can express the network.
+    """
+    directory = Path(directory)
+    kinds = sorted({tensor.dtype for tensor in tensors.values()})
+    source = source or {}
+    config = hf_config(model, kinds[-1], original=source.get("config"), eos_id=eos_id)
+    theirs: dict[str, LazyTensor] = {}
+    for rule in rules(config):
+        theirs |= _split(rule, tensors[rule.ours], part_shapes(rule, tensors[rule.ours].shape))
+    directory.mkdir(parents=True, exist_ok=True)
+    write_sharded(directory, theirs, max_bytes=max_file_bytes, metadata={"format": "pt"})
+    _write_json(directory / CONFIG, config)
+    ids = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    made = {"_from_model_config": True} | {key: value for key, value in ids.items() if value is not None}
+    _write_json(directory / GENERATION_CONFIG, source.get("generation_config") or made)
+    if tokenizer_dir is not None:
+        copy_tokenizer(tokenizer_dir, directory)
+
+
+def part_shapes(rule: Rule, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Shapes of Hugging Face's tensors for one of ours of `shape`, told without its data."""
+    # A broadcast zero has any shape and no memory; what a rule does to it costs one bit per element.
+    return [tuple(part.shape) for part in rule.split(np.broadcast_to(np.zeros((), np.bool_), shape))]
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy a tokenizer's files, as many as there are."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file() and source.resolve() != target.resolve():
+            shutil.copyfile(source / name, target / name)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object in a JSON file. Raises CheckpointError when it is missing or damaged."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return content
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    with atomic_write(path, "w") as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")
+
+
+def _read_pickle(path: Path) -> dict[str, LazyTensor]:
+    tree = read_torch_file(path)
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"{path} holds no state dict")
+    return dict(flatten(tree))
+
+
+def _indexed(directory: Path, index: str, read: Any) -> dict[str, LazyTensor]:
+    where = read_json(directory / index).get("weight_map")
+    if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
+        raise CheckpointError(f"{directory / index} has no weight_map")
+    tensors = {}
+    for name in dict.fromkeys(where.values()):
+        if Path(name).name != name:
+            raise CheckpointError(f"{directory / index} names {name!r}, which is not a file beside it")
+        tensors |= read(directory / name)
+    if absent := [name for name in where if name not in tensors]:
+        raise CheckpointError(f"{directory / index} lists {absent[0]}, which is not in {where[absent[0]]}")
+    return tensors
+
+
+def _present(stored: Mapping[str, LazyTensor], name: str, directory: Path) -> str:
+    """The name, with or without GPT-2's optional prefix, under which a tensor is there."""
+    for candidate in (name, name.removeprefix(GPT2_PREFIX)):
+        if candidate in stored:
+            return candidate
+    raise CheckpointError(f"{directory} lacks the tensor {name}")
+
+
+def _joined(rule: Rule, parts: list[LazyTensor], shape: tuple[int, ...], directory: Path) -> LazyTensor:
+    expected = part_shapes(rule, shape)
+    for name, part, wanted in zip(rule.theirs, parts, expected, strict=True):
+        if part.shape != wanted:
+            raise CheckpointError(
+                f"{directory}: {name} has shape {list(part.shape)}, its config.json asks for {list(wanted)}"
+            )
+    return derive(parts, shape, rule.join, rule.ours)
+
+
+def _split(rule: Rule, tensor: LazyTensor, shapes: list[tuple[int, ...]]) -> dict[str, LazyTensor]:
+    def part(index: int) -> LazyTensor:
+        return LazyTensor(tensor.dtype, shapes[index], lambda: rule.split(tensor.read())[index])
+
+    return {name: part(index) for index, name in enumerate(rule.theirs)}
+
+
+def _check_left_over(
+    names: set[str], keys: Mapping[str, Any], stored: Mapping[str, LazyTensor], directory: Path
+) -> None:
+    """Buffers and the second copy of a tied head may be left over; anything else is a part of the network."""
+    known = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+    tied = {"lm_head.weight"} if keys["tie_word_embeddings"] else set()
+    unknown = sorted(name for name in names - tied if not name.endswith(known))
+    if unknown:
+        raise CheckpointError(
+            f"{directory} holds tensors that this network does not have: {', '.join(unknown[:4])}"
+        )
+    if "lm_head.weight" in names and tied:
+        word = next(name for name in stored if name.endswith(("wte.weight", "embed_tokens.weight")))
+        if (stored["lm_head.weight"].read() != stored[word].read()).any():
+            raise CheckpointError(
+                f"{directory}: config.json ties the head to the word embedding, and their values differ"
+            )
