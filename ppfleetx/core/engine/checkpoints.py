@@ -85,11 +85,11 @@ def find_start(options: SaveLoadConfig, output_dir: Path | None) -> Start:
         if found is not None:
             return _resume(found, options)
     if options.ckpt_dir is not None:
-        return _resume(open_checkpoint(resolve_checkpoint(options.ckpt_dir, verify=options.verify)), options)
+        return _resume(open_resolved(resolve_checkpoint(options.ckpt_dir, verify=options.verify)), options)
     if output_dir is not None:
         _warn_of_older_run(output_dir)
     if options.init_from is not None:
-        checkpoint = open_checkpoint(resolve_checkpoint(options.init_from, verify=options.verify))
+        checkpoint = open_resolved(resolve_checkpoint(options.init_from, verify=options.verify))
         get_logger().info(f"a new run with the weights of {checkpoint.path}")
         return Start(options, checkpoint)
     return Start(options)
@@ -132,7 +132,7 @@ def _newest(output_dir: Path, options: SaveLoadConfig) -> Checkpoint | None:
         return newest_good(output_dir, verify=options.verify)
     if newest_complete(output_dir) is None and options.ckpt_dir is not None:
         return None
-    return open_checkpoint(resolve_checkpoint(output_dir, verify=options.verify))
+    return open_resolved(resolve_checkpoint(output_dir, verify=options.verify))
 
 
 def _resume(checkpoint: Checkpoint, options: SaveLoadConfig) -> Start:
