@@ -127,22 +127,6 @@ def _divides(whole: str, axis: str, words: str) -> PlanRule:
 
 LEGAL: tuple[PlanRule, ...] = (
     PlanRule(
-        ("sharding_stage", "pp", "sharding"),
-        lambda p, w: p.sharding == 1 or p.sharding_stage == 1 or p.pp == 1,
-        "sharding stage {sharding_stage} frees gradients that pipeline stages (pp_degree {pp}) still add to; "
-        "with pp use stage 1",
-    ),
-    PlanRule(
-        ("sharding_stage", "mp", "sharding"),
-        lambda p, w: p.sharding == 1 or p.sharding_stage == 1 or p.mp == 1,
-        "sharding stage {sharding_stage} goes with data parallelism only (mp_degree is {mp}); use stage 1",
-    ),
-    PlanRule(
-        ("sharding_stage", "sep", "sharding"),
-        lambda p, w: p.sharding == 1 or p.sharding_stage == 1 or p.sep == 1,
-        "sharding stage {sharding_stage} goes with data parallelism only (sep_degree is {sep}); use stage 1",
-    ),
-    PlanRule(
         ("sharding_offload", "sharding_stage", "sharding"),
         lambda p, w: not p.sharding_offload or (p.sharding > 1 and p.sharding_stage > 1),
         "offload needs sharding_stage 2 or 3 and sharding_degree > 1 "
@@ -155,20 +139,10 @@ LEGAL: tuple[PlanRule, ...] = (
         "mp_degree > 1 (it is {mp})",
     ),
     PlanRule(
-        ("sequence_parallel", "sep"),
-        lambda p, w: not (p.sequence_parallel and p.sep > 1),
-        "sequence parallelism and sep_degree {sep} both split the sequence; use one of them",
-    ),
-    PlanRule(
         ("virtual_pp_degree", "pp"),
         lambda p, w: p.virtual_pp_degree == 1 or p.pp > 2,
         "Paddle's interleaved schedule (virtual_pp_degree {virtual_pp_degree}) needs pp_degree > 2 "
         "(it is {pp})",
-    ),
-    PlanRule(
-        ("sep", "pp"),
-        lambda p, w: p.sep == 1 or p.pp == 1,
-        "sep_degree {sep} with pipeline stages (pp_degree {pp}) has not been shown to equal one card",
     ),
     PlanRule(
         ("pp_layers", "pp", "virtual_pp_degree"),
@@ -198,9 +172,10 @@ LEGAL: tuple[PlanRule, ...] = (
     _divides("ffn_size", "mp", "the MLP width {ffn_size} must divide by mp_degree {mp}"),
     _divides("padded_vocab", "mp", "the padded vocabulary {padded_vocab} must divide by mp_degree {mp}"),
     PlanRule(
-        ("sequence_parallel", "seq_len", "mp"),
-        lambda p, w: not p.sequence_parallel or w.seq_len % p.mp == 0,
-        "sequence parallelism needs a sequence length ({seq_len}) that divides by mp_degree {mp}",
+        ("sequence_parallel", "seq_len", "mp", "sep"),
+        lambda p, w: not p.sequence_parallel or w.seq_len % (p.mp * p.sep) == 0,
+        "sequence parallelism needs a sequence length ({seq_len}) that divides by mp_degree {mp} x "
+        "sep_degree {sep}",
     ),
     _divides("seq_len", "sep", "the sequence length {seq_len} must divide by sep_degree {sep}"),
     PlanRule(

@@ -18,7 +18,6 @@ from ppfleetx.optims.build import build_optimizer
 from ppfleetx.parallel.grad_sync import GradientSync
 from ppfleetx.parallel.local import LocalRunner
 from ppfleetx.parallel.runner import Runner
-from ppfleetx.parallel.sharding import shard_optimizer
 
 LossFunction = Callable[[Any, dict[str, paddle.Tensor]], tuple[paddle.Tensor, paddle.Tensor]]
 
@@ -46,24 +45,20 @@ def parallelize(task: Task, cfg: RunConfig, ctx: ParallelContext, *, train: bool
     factory = layer_factory(ctx)
     stages = task.stages(factory)
     loss_fn = partial(task.loss, token_loss=factory.token_loss)
-    clip = cfg.Optimizer.grad_clip
-    options = {"seed": cfg.Global.seed, "clip_norm": clip.clip_norm if clip else 0.0}
-    if ctx.size_of("pp") > 1:
-        return _pipeline_runner(stages, loss_fn, cfg, ctx, options, train=train)
+    build = _pipeline_runner if ctx.size_of("pp") > 1 else _local_runner
+    return build(stages, loss_fn, cfg, ctx, train)
+
+
+def _local_runner(
+    stages: list[Stage], loss_fn: LossFunction, cfg: RunConfig, ctx: ParallelContext, train: bool
+) -> Runner:
     model = StagedModel(stages, seed=cfg.Global.seed)
-    optimizer, owners = _optimizer(model.parameters(), cfg, ctx, train=train)
-    sync = GradientSync(_trainable(model), ctx, owners=owners)
-    return LocalRunner(model, loss_fn, optimizer, ctx, sync, **options)
+    optimizer, sync = _optimizer_and_sync(model, list(model.stages), cfg, ctx, train)
+    return LocalRunner(model, loss_fn, optimizer, ctx, sync, seed=cfg.Global.seed, clip_norm=_clip_norm(cfg))
 
 
 def _pipeline_runner(
-    stages: list[Stage],
-    loss_fn: LossFunction,
-    cfg: RunConfig,
-    ctx: ParallelContext,
-    options: dict[str, Any],
-    *,
-    train: bool,
+    stages: list[Stage], loss_fn: LossFunction, cfg: RunConfig, ctx: ParallelContext, train: bool
 ) -> Runner:
     from paddle.distributed import fleet
 
@@ -71,23 +66,43 @@ def _pipeline_runner(
 
     loss = PipelineLoss(loss_fn)
     model = StagePipeline(stages, ctx.plan, cfg.Global.seed, loss)
-    group, names = tied_group(stages, model.bounds, ctx)
-    optimizer, owners = _optimizer(model.parameters(), cfg, ctx, train=train)
-    sync = GradientSync(_trainable(model), ctx, tied_group=group, tied_names=names, owners=owners)
-    return PipelineRunner(fleet.distributed_model(model), loss, optimizer, ctx, sync, **options)
+    tied = tied_group(stages, model.bounds, ctx)
+    pipeline = fleet.distributed_model(model)
+    layers = [layer for _, layer in model.held_stages()]
+    optimizer, sync = _optimizer_and_sync(model, layers, cfg, ctx, train, *tied)
+    return PipelineRunner(
+        pipeline, loss, optimizer, ctx, sync, seed=cfg.Global.seed, clip_norm=_clip_norm(cfg)
+    )
 
 
-def _optimizer(
-    parameters: Sequence[paddle.Tensor], cfg: RunConfig, ctx: ParallelContext, *, train: bool
-) -> tuple[Optimizer | None, dict[str, int] | None]:
-    """The optimizer, and who updates which parameter when that is shared out."""
-    if not train:
-        return None, None
+def _optimizer_and_sync(
+    model: paddle.nn.Layer,
+    layers: Sequence[paddle.nn.Layer],
+    cfg: RunConfig,
+    ctx: ParallelContext,
+    train: bool,
+    tied_group: Any = None,
+    tied_names: Sequence[str] = (),
+) -> tuple[Optimizer | None, GradientSync]:
+    """Who updates what is held here, and who makes gradients the job's; sharded where the plan says so."""
+    parameters = model.parameters()
+    trainable = [parameter for parameter in parameters if not parameter.stop_gradient]
     named = [(parameter.info.name, parameter) for parameter in parameters]
-    optimizer = build_optimizer(cfg.Optimizer, named)
-    owners = shard_optimizer(optimizer, ctx) if ctx.size_of("sharding") > 1 else None
-    return optimizer, owners
+    optimizer = build_optimizer(cfg.Optimizer, named) if train else None
+    sharding = None
+    if ctx.size_of("sharding") > 1:
+        from ppfleetx.parallel.sharding import ParameterSharding, Sharding
+
+        group, stage = ctx.group_of("sharding"), ctx.plan.sharding_stage
+        sharding = Sharding(trainable, group, stage, tied_names)
+        if optimizer is not None:
+            sharding.wrap(optimizer)
+        if stage == 3:
+            ParameterSharding(sharding, group, layers)
+    sync = GradientSync(trainable, ctx, tied_group=tied_group, tied_names=tied_names, sharding=sharding)
+    return optimizer, sync
 
 
-def _trainable(model: paddle.nn.Layer) -> list[paddle.Tensor]:
-    return [parameter for parameter in model.parameters() if not parameter.stop_gradient]
+def _clip_norm(cfg: RunConfig) -> float:
+    clip = cfg.Optimizer.grad_clip
+    return clip.clip_norm if clip else 0.0

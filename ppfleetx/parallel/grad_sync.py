@@ -6,17 +6,17 @@ the job's number of valid tokens, so everything here is a plain sum.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import paddle
 
-from ppfleetx.distributed.collectives import all_reduce_packed, reduce_packed
+from ppfleetx.distributed.collectives import all_reduce_packed
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.optims.grad_clip import clip_by_global_norm
 
-Owners = Mapping[str, int]
-"""Canonical name -> sharding rank that holds the parameter's optimizer state."""
+if TYPE_CHECKING:
+    from ppfleetx.parallel.sharding import Sharding
 
 
 class GradientSync:
@@ -27,7 +27,7 @@ class GradientSync:
         ctx: this process's place.
         tied_group: pipeline ranks that hold copies of the tied parameters, when this rank is one of them.
         tied_names: canonical names of the tied parameters.
-        owners: who updates which parameter under sharding; None: every rank updates all.
+        sharding: gives each parameter an owner, who alone needs its gradient; None: every rank does.
     """
 
     def __init__(
@@ -37,24 +37,22 @@ class GradientSync:
         *,
         tied_group: Any = None,
         tied_names: Sequence[str] = (),
-        owners: Owners | None = None,
+        sharding: Sharding | None = None,
     ) -> None:
-        self._parameters, self._ctx, self._owners = list(parameters), ctx, owners
-        self._tied_group = tied_group
-        self._tied = [p for p in self._parameters if tied_group is not None and p.info.name in tied_names]
-        self._is_tied_copy = tied_group is not None and tied_group.rank != 0
+        self._parameters, self._ctx, self._sharding = list(parameters), ctx, sharding
+        self._tied_group, self._tied_names = tied_group, frozenset(tied_names)
 
     def reduce(self) -> None:
-        """Complete the gradients: over the sequence, over tied copies, over replicas, in this order."""
-        ctx = self._ctx
-        partial = [p for p in self._parameters if getattr(p, "sequence_parallel", False)]
+        """Complete the gradients: into the owners, over parts of the sequence, tied copies, replicas."""
+        ctx, mine = self._ctx, self._parameters
+        if self._sharding is not None:
+            mine = self._sharding.finish_gradients()
+        partial = [p for p in mine if getattr(p, "sequence_parallel", False)]
         if partial:
             all_reduce_packed(_gradients(partial), ctx.group_of("mp"))
-        if self._tied:
-            all_reduce_packed(_gradients(self._tied), self._tied_group)
-        mine = self._parameters
-        if self._owners is not None:
-            mine = self._reduce_to_owners()
+        tied = [p for p in mine if self._is_tied(p)]
+        if tied:
+            all_reduce_packed(_gradients(tied), self._tied_group)
         for axis in ("sep", "dp"):
             if ctx.size_of(axis) > 1:
                 all_reduce_packed(_gradients(mine), ctx.group_of(axis))
@@ -69,14 +67,8 @@ class GradientSync:
             counted=counted,
         )
 
-    def _reduce_to_owners(self) -> list[paddle.Tensor]:
-        """Sum over the sharding group into each parameter's owner; give the parameters owned here."""
-        group = self._ctx.group_of("sharding")
-        for owner in range(group.nranks):
-            owned = [p for p in self._parameters if self._owners[p.info.name] == owner]
-            if owned:
-                reduce_packed(_gradients(owned), group, owner)
-        return [p for p in self._parameters if self._owners[p.info.name] == group.rank]
+    def _is_tied(self, parameter: paddle.Tensor) -> bool:
+        return self._tied_group is not None and parameter.info.name in self._tied_names
 
     def _counts(self, parameter: paddle.Tensor) -> bool:
         """Whether this rank is the one that adds the parameter to the norm.
@@ -86,11 +78,9 @@ class GradientSync:
         info, ctx = parameter.info, self._ctx
         if info.is_whole and ctx.rank_on("mp") != 0:
             return False
-        if self._is_tied_copy and any(parameter is tied for tied in self._tied):
+        if self._is_tied(parameter) and self._tied_group.rank != 0:
             return False
-        if self._owners is not None:
-            return self._owners[info.name] == ctx.rank_on("sharding")
-        return ctx.rank_on("sharding") == 0
+        return self._sharding is None or self._sharding.owns(parameter)
 
 
 def _gradients(parameters: Sequence[paddle.Tensor]) -> list[paddle.Tensor]:

@@ -1,24 +1,187 @@
-"""Optimizer states divided over the sharding ranks (ZeRO, Rajbhandari et al., 2020)."""
+"""States, gradients and parameters divided over the sharding ranks (ZeRO, Rajbhandari et al., 2020).
+
+Whole parameters are dealt out: each has one owner in the sharding group. Stage 1: only the owner keeps
+optimizer states and updates, then sends the result. Stage 2: gradients leave for their owners during the
+backward pass. Stage 3: the owner alone keeps the values between uses; a stage of the model gets what it
+needs just before its forward and its backward pass.
+"""
 
 from __future__ import annotations
 
-from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.optims.adamw import Optimizer
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import paddle
+from paddle import distributed
+from paddle.autograd import PyLayer
+from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import DygraphShardingOptimizer
+
+from ppfleetx.distributed.collectives import BUCKET_BYTES, broadcast_packed, reduce_packed
+
+if TYPE_CHECKING:
+    from ppfleetx.optims.adamw import Optimizer
+
+Owners = Mapping[str, int]
+"""Canonical name -> rank in the sharding group."""
 
 
-def shard_optimizer(optimizer: Optimizer, ctx: ParallelContext) -> dict[str, int]:
-    """Let fleet's stage 1 optimizer do the steps: whole parameters are dealt out to the sharding ranks.
+def deal_out(parameters: Sequence[paddle.Tensor], num_ranks: int, tied: Iterable[str] = ()) -> dict[str, int]:
+    """An owner for each parameter: the largest first, each to the rank that has least so far.
 
-    Returns:
-        Canonical name -> sharding rank that updates the parameter and sends it to the others.
+    Tied parameters go to rank 0, so that their copies on other pipeline ranks have the same owner.
     """
-    from paddle.distributed import fleet
-    from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import DygraphShardingOptimizer
-
-    named = optimizer.named_params
-    optimizer.wrap(lambda inner: DygraphShardingOptimizer(inner, fleet.get_hybrid_communicate_group()))
-    ranks = optimizer.stepper._param2rank
-    owners = {name: ranks[parameter.name] for name, parameter in named}
-    here = ctx.rank_on("sharding")
-    optimizer.named_params = [(name, parameter) for name, parameter in named if owners[name] == here]
+    names = {parameter.info.name for parameter in parameters} & set(tied)
+    owners, load = dict.fromkeys(names, 0), [0] * num_ranks
+    load[0] = sum(parameter.size for parameter in parameters if parameter.info.name in names)
+    for parameter in sorted(parameters, key=lambda p: p.size, reverse=True):
+        if parameter.info.name not in owners:
+            rank = load.index(min(load))
+            owners[parameter.info.name] = rank
+            load[rank] += parameter.size
     return owners
+
+
+class StateSharding(DygraphShardingOptimizer):
+    """Fleet's stage 1 optimizer with our owners; new values travel packed, whoever has a gradient."""
+
+    def __init__(self, optimizer: Any, hcg: Any, owners: Owners) -> None:
+        self._owners, self.sends_values = owners, True
+        super().__init__(optimizer, hcg)
+
+    def _partition_parameters(self) -> dict[int, list[paddle.Tensor]]:
+        ranks = range(self._sharding_world_size)
+        return {
+            rank: [p for p in self._parameter_list if self._owners[p.info.name] == rank] for rank in ranks
+        }
+
+    def _sharding_sync_parameters(self) -> None:
+        if not self.sends_values:
+            return
+        group = self._hcg.get_sharding_parallel_group()
+        for rank, parameters in self._rank2params.items():
+            broadcast_packed(parameters, group, rank)
+
+
+class Sharding:
+    """What sharding does to a model's parameters and their gradients.
+
+    Args:
+        parameters: trainable parameters of this rank, each once.
+        group: the sharding ranks.
+        stage: 1, 2 or 3.
+        tied: canonical names of parameters with copies on other pipeline ranks.
+    """
+
+    def __init__(
+        self, parameters: Sequence[paddle.Tensor], group: Any, stage: int, tied: Iterable[str] = ()
+    ) -> None:
+        self._parameters, self._group, self._stage = list(parameters), group, stage
+        self.owners = deal_out(self._parameters, group.nranks, tied)
+        self._pending: dict[int, dict[str, paddle.Tensor]] = {rank: {} for rank in range(group.nranks)}
+        if stage > 1:
+            for parameter in self._parameters:
+                parameter._register_backward_hook(lambda *_, p=parameter: self._on_gradient(p))
+
+    def owns(self, parameter: paddle.Tensor) -> bool:
+        """Whether this rank is the parameter's owner."""
+        return self.owners[parameter.info.name] == self._group.rank
+
+    def wrap(self, optimizer: Optimizer) -> None:
+        """Leave to ``optimizer`` on this rank only what is owned here."""
+        from paddle.distributed import fleet
+
+        hcg = fleet.get_hybrid_communicate_group()
+        optimizer.wrap(lambda inner: StateSharding(inner, hcg, self.owners))
+        optimizer.stepper.sends_values = self._stage < 3
+        optimizer.named_params = [(name, p) for name, p in optimizer.named_params if self.owns(p)]
+
+    def finish_gradients(self) -> list[paddle.Tensor]:
+        """Complete the owners' sums; give the parameters owned here, which alone have gradients then."""
+        if self._stage == 1:
+            for parameter in self._parameters:
+                self._pending[self.owners[parameter.info.name]][parameter.info.name] = parameter
+        for owner in self._pending:
+            self._send(owner)
+        return [parameter for parameter in self._parameters if self.owns(parameter)]
+
+    def _on_gradient(self, parameter: paddle.Tensor) -> None:
+        """A backward pass has added to the gradient: send it when enough has come together."""
+        owner = self.owners[parameter.info.name]
+        self._pending[owner][parameter.info.name] = parameter
+        if sum(p.size * p.element_size() for p in self._pending[owner].values()) >= BUCKET_BYTES:
+            self._send(owner)
+
+    def _send(self, owner: int) -> None:
+        """Sum pending gradients into the owner, who keeps the sum and adds to it in the next pass."""
+        parameters = [p for p in self._pending[owner].values() if p.grad is not None]
+        self._pending[owner] = {}
+        if parameters:
+            reduce_packed([p.grad for p in parameters], self._group, owner)
+        if owner != self._group.rank:
+            for parameter in parameters:
+                parameter.clear_gradient(False)
+
+
+class ParameterSharding:
+    """Stage 3: values exist on ranks other than the owner only while a stage of the model uses them.
+
+    Args:
+        sharding: says who owns what.
+        group: the sharding ranks.
+        stages: the layers between whose uses values are dropped.
+    """
+
+    def __init__(self, sharding: Sharding, group: Any, stages: Iterable[paddle.nn.Layer]) -> None:
+        self._sharding, self._group = sharding, group
+        for layer in stages:
+            layer.register_forward_pre_hook(self._before_forward)
+            layer.register_forward_post_hook(self._after_forward)
+            self._drop(layer)
+
+    def _before_forward(self, layer: paddle.nn.Layer, inputs: tuple) -> tuple:
+        self._fetch(layer)
+        state, *rest = inputs
+        if layer.training and paddle.is_grad_enabled() and not state[0].stop_gradient:
+            state = (_AtBackward.apply(state[0], lambda: self._drop(layer)), *state[1:])
+        return (state, *rest)
+
+    def _after_forward(self, layer: paddle.nn.Layer, _: tuple, output: Any) -> Any:
+        self._drop(layer)
+        if not (layer.training and paddle.is_grad_enabled()):
+            return output
+        fetch = lambda: self._fetch(layer)  # noqa: E731
+        if isinstance(output, tuple):
+            return (_AtBackward.apply(output[0], fetch), *output[1:])
+        return _AtBackward.apply(output, fetch)
+
+    def _fetch(self, layer: paddle.nn.Layer) -> None:
+        tasks = []
+        for parameter in layer.parameters():
+            owned = self._sharding.owns(parameter)
+            value = parameter.detach() if owned else paddle.empty(parameter.shape, parameter.dtype)
+            source = self._group.ranks[self._sharding.owners[parameter.info.name]]
+            task = distributed.broadcast(value, source, group=self._group, sync_op=False)
+            tasks.append((task, parameter, None if owned else value))
+        for task, parameter, value in tasks:
+            task.wait()
+            if value is not None:
+                value._share_buffer_to(parameter)
+
+    def _drop(self, layer: paddle.nn.Layer) -> None:
+        for parameter in layer.parameters():
+            if not self._sharding.owns(parameter) and parameter._is_initialized():
+                parameter._clear_data()
+
+
+class _AtBackward(PyLayer):
+    """Identity that calls a function when the backward pass comes by."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: paddle.Tensor, call: Any) -> paddle.Tensor:
+        ctx.call = call
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: paddle.Tensor) -> paddle.Tensor:
+        ctx.call()
+        return upstream

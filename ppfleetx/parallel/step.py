@@ -75,7 +75,8 @@ class StepRunner(ABC):
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
         for parameter in self.model.parameters():
-            yield parameter.info.name, parameter
+            if parameter._is_initialized():  # sharding stage 3 keeps the values with their owners
+                yield parameter.info.name, parameter
 
     def optimizer_state(self) -> dict[tuple[str, str], Any]:
         return {} if self._optimizer is None else self._optimizer.state()
