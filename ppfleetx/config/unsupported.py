@@ -15,25 +15,13 @@ def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
         cfg: a loaded configuration.
         device: the device the run has resolved to, ``cpu`` or ``gpu`` (or another name of Global.device).
     """
-    distributed, sharding, model = cfg.Distributed, cfg.Distributed.sharding, cfg.Model
+    sharding, model = cfg.Distributed.sharding, cfg.Model
     compress, precision = cfg.Compress, cfg.Engine.mix_precision
-    one_process = "this version runs in one process, so it must be 1"
     table: list[tuple[bool, str]] = [
-        (cfg.plan.dp > 1, f"Distributed.dp_degree = {cfg.plan.dp}: {one_process}"),
-        (distributed.mp_degree > 1, f"Distributed.mp_degree = {distributed.mp_degree}: {one_process}"),
-        (distributed.pp_degree > 1, f"Distributed.pp_degree = {distributed.pp_degree}: {one_process}"),
-        (distributed.sep_degree > 1, f"Distributed.sep_degree = {distributed.sep_degree}: {one_process}"),
         (
-            sharding.sharding_degree > 1,
-            f"Distributed.sharding.sharding_degree = {sharding.sharding_degree}: {one_process}",
-        ),
-        (
-            model.virtual_pp_degree > 1,
-            f"Model.virtual_pp_degree = {model.virtual_pp_degree}: pipeline stages cannot be run yet",
-        ),
-        (
-            model.sequence_parallel,
-            "Model.sequence_parallel = True: tensor parallelism cannot be run yet",
+            sharding.sharding_offload,
+            "Distributed.sharding.sharding_offload = True: states cannot be kept in host memory yet; more "
+            "sharding ranks or Model.use_recompute save memory too",
         ),
         (
             device == "cpu" and precision.enable,

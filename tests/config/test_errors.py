@@ -100,21 +100,10 @@ WRONG_COMBINATIONS = [
     (["Engine.save_load.init_from=a", "Engine.save_load.ckpt_dir=b"], ["not both", "override 2"]),
     (["Generation.prompt=a", "Generation.prompt_file=b"], ["not both"]),
     (
-        [
-            "Distributed.sharding.sharding_stage=2",
-            "Distributed.sharding.sharding_degree=2",
-            "Distributed.pp_degree=2",
-        ],
-        ["sharding stage 2", "pp_degree 2", "use stage 1"],
+        ["Distributed.sharding.sharding_offload=True", "Distributed.sharding.sharding_degree=2"],
+        ["offload needs sharding_stage 2 or 3"],
     ),
-    (
-        [
-            "Distributed.sharding.sharding_stage=3",
-            "Distributed.sharding.sharding_degree=2",
-            "Distributed.mp_degree=2",
-        ],
-        ["sharding stage 3", "mp_degree is 2", "use stage 1"],
-    ),
+    (["Distributed.pp_degree=2", "Model.virtual_pp_degree=2"], ["needs pp_degree > 2"]),
     (["Distributed.pp_degree=2", "Distributed.pp_layers=[1, 2]"], ["pp_layers = [1, 2]", "num_layers 4"]),
     (["Distributed.pp_degree=2", "Distributed.pp_layers=[4]"], ["pp_degree 2 x virtual_pp_degree 1"]),
     (

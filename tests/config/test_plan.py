@@ -26,9 +26,9 @@ def test_enumeration_is_legal_complete_and_without_repeats():
         (ParallelPlan(dp=2, mp=2, pp=2, sharding=2), True),  # stage 1 goes with everything
         (ParallelPlan(dp=2, sharding=2, sharding_stage=2), True),
         (ParallelPlan(dp=2, sharding=2, sharding_stage=3, sharding_offload=True), True),
-        (ParallelPlan(mp=2, sharding=2, sharding_stage=2), False),
-        (ParallelPlan(pp=2, sharding=2, sharding_stage=2), False),
-        (ParallelPlan(pp=2, sharding=2, sharding_stage=3), False),
+        (ParallelPlan(mp=2, sharding=2, sharding_stage=2), True),
+        (ParallelPlan(pp=2, sharding=2, sharding_stage=3), True),
+        (ParallelPlan(pp=2, mp=2, sep=2, sequence_parallel=True), True),
         (ParallelPlan(pp=2, sharding_stage=3), True),  # a stage without ranks says nothing
         (ParallelPlan(sharding=2, sharding_offload=True), False),
         (ParallelPlan(pp=2, virtual_pp_degree=2), False),

@@ -107,11 +107,15 @@ def test_bubble():
 @pytest.mark.parametrize(
     ("overrides", "device", "word"),
     [
-        (["Distributed.dp_degree=2"], "cpu", "Distributed.dp_degree = 2"),
-        (["Distributed.mp_degree=2"], "cpu", "Distributed.mp_degree = 2"),
-        (["Distributed.pp_degree=2"], "cpu", "Distributed.pp_degree = 2"),
-        (["Distributed.sep_degree=2"], "cpu", "Distributed.sep_degree = 2"),
-        (["Distributed.sharding.sharding_degree=2"], "cpu", "Distributed.sharding.sharding_degree = 2"),
+        (
+            [
+                "Distributed.sharding.sharding_degree=2",
+                "Distributed.sharding.sharding_stage=3",
+                "Distributed.sharding.sharding_offload=True",
+            ],
+            "cpu",
+            "Distributed.sharding.sharding_offload",
+        ),
         (["Engine.mix_precision.enable=True"], "cpu", "Engine.mix_precision.enable"),
         (["Engine.mix_precision.enable=True"], "gpu", "Engine.mix_precision.enable"),
         (["Compress.Quantization.enable=True"], "cpu", "Compress.Quantization.enable"),
