@@ -1,0 +1,256 @@
+"""Watching for what must be equal between ranks, or different, and for numbers that are not finite.
+
+``Engine.checks`` decides how much of it is done. ``cheap``: configurations at the start, batches at every
+step (a few bytes), copies of weights at the start and before each checkpoint. ``full``: copies of weights
+and of optimizer state after every step, every sample, every activation and gradient. ``off``: nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from ppfleetx.config.errors import UserError
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.together import gather
+
+if TYPE_CHECKING:
+    from paddle import Tensor, nn
+
+MAX_NAMED = 4
+"""Names listed in a message."""
+
+
+class CheckFailedError(UserError):
+    """The ranks of a job do not hold what the plan says they hold."""
+
+
+# -- configurations ---------------------------------------------------------------------------
+
+
+def check_same_configuration(ctx: ParallelContext, values: Mapping[str, Any]) -> None:
+    """All ranks must have read the same configuration; ``values`` are its keys, flat.
+
+    Raises:
+        CheckFailedError: naming keys and ranks.
+    """
+    texts = {key: repr(value) for key, value in values.items()}
+    digest = hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()
+    digests = gather(ctx, digest)
+    if len(set(digests)) == 1:
+        return
+    other = next(rank for rank, theirs in enumerate(digests) if theirs != digests[0])
+    everyone = gather(ctx, texts if ctx.rank in (0, other) else None)
+    zero, one = everyone[0], everyone[other]
+    keys = [key for key in sorted({*zero, *one}) if zero.get(key) != one.get(key)]
+    listed = ", ".join(f"{key} ({zero.get(key)} and {one.get(key)})" for key in keys[:MAX_NAMED])
+    raise CheckFailedError(f"ranks 0 and {other} run different configurations: {listed}")
+
+
+# -- batches ----------------------------------------------------------------------------------
+
+
+def batch_digest(micro_batches: Sequence[Mapping[str, np.ndarray]]) -> int:
+    """31 bits of what the step reads; equal batches give equal numbers."""
+    checksum = 0
+    for batch in micro_batches:
+        for name in ("sample_ids", "tokens"):
+            if name in batch:
+                checksum = zlib.crc32(np.ascontiguousarray(batch[name]), checksum)
+    return checksum >> 1
+
+
+def check_batches(ctx: ParallelContext, digests: Sequence[int], *, distinct: bool) -> None:
+    """Ranks of one replica must read the same batch, and (``distinct``) replicas different ones.
+
+    Args:
+        digests: :func:`batch_digest` of every rank.
+
+    Raises:
+        CheckFailedError: naming two ranks; on every rank.
+    """
+    first_of: dict[int, int] = {}
+    for rank, digest in enumerate(digests):
+        replica = _replica(ctx, rank)
+        reader = first_of.setdefault(replica, rank)
+        if digest != digests[reader]:
+            raise CheckFailedError(
+                f"ranks {reader} and {rank} belong to the same data rank {replica} but read different batches"
+            )
+    readers: dict[int, int] = {}
+    for rank in first_of.values():
+        other = readers.setdefault(digests[rank], rank)
+        if distinct and other != rank:
+            raise CheckFailedError(
+                f"ranks {other} and {rank} are data ranks {_replica(ctx, other)} and {_replica(ctx, rank)} "
+                "but read the same batch"
+            )
+
+
+def check_samples(ctx: ParallelContext, sample_ids: Sequence[int]) -> None:
+    """No sample of a step may be read by two data ranks.
+
+    Raises:
+        CheckFailedError: naming samples and ranks; on every rank.
+    """
+    of_rank = gather(ctx, [int(i) for i in sample_ids])
+    seen: dict[int, int] = {}
+    for rank, ids in enumerate(of_rank):
+        for sample in ids:
+            other = seen.setdefault(sample, rank)
+            if sample >= 0 and _replica(ctx, other) != _replica(ctx, rank):
+                raise CheckFailedError(
+                    f"ranks {other} and {rank} belong to different data ranks but both read sample {sample}"
+                )
+
+
+def _replica(ctx: ParallelContext, rank: int) -> int:
+    at = ctx.plan.coordinates(rank)
+    return at["dp"] * ctx.plan.sharding + at["sharding"]
+
+
+# -- copies -----------------------------------------------------------------------------------
+
+Held = tuple[str, "Tensor", Any]
+"""(name of a tensor, the tensor, ``info`` of the parameter it is or belongs to)."""
+
+
+def check_copies(ctx: ParallelContext, tensors: Iterable[Held]) -> None:
+    """Ranks that hold the same part of the same tensor must hold the same bits: replicas along dp,
+    sharding, sep and mp, and the copies of tied weights on several pipeline stages.
+
+    Raises:
+        CheckFailedError: naming tensors and ranks; on every rank.
+    """
+    if ctx.world_size == 1:
+        return
+    mine = {f"{name} {list(info.offset)}": _checksum(tensor) for name, tensor, info in tensors}
+    seen: dict[str, tuple[int, int]] = {}
+    differing: dict[str, tuple[int, int]] = {}
+    for rank, held in enumerate(gather(ctx, mine)):
+        for place, checksum in held.items():
+            other, expected = seen.setdefault(place, (rank, checksum))
+            if checksum != expected:
+                differing.setdefault(place, (other, rank))
+    if differing:
+        named = [
+            f"{place.split(' [')[0]} on ranks {a} and {b}"
+            for place, (a, b) in list(differing.items())[:MAX_NAMED]
+        ]
+        raise CheckFailedError(
+            f"copies that must be equal are not, {len(differing)} of {len(seen)} tensors: {', '.join(named)}"
+        )
+
+
+def _checksum(tensor: Tensor) -> int:
+    return zlib.crc32(np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8))
+
+
+# -- numbers that are not finite --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NonFinitePlace:
+    """Where a number that is not finite first appeared on a rank.
+
+    Attributes:
+        in_forward: an output of ``layer``; else a gradient of its parameter ``parameter``.
+        index: number of the layer (stage) in the model.
+        layer: class of the layer with its number, for people.
+        parameter: canonical name; with ``in_forward`` a parameter that is itself not finite, or "".
+        micro_batch: of the rank's micro batches, from 0; None when not known.
+    """
+
+    in_forward: bool
+    index: int
+    layer: str
+    parameter: str
+    micro_batch: int | None
+
+    def __str__(self) -> str:
+        if not self.in_forward:
+            return f"the gradient of {self.parameter}"
+        cause = f", whose parameter {self.parameter} is not finite" if self.parameter else ""
+        return f"the output of {self.layer}{cause}"
+
+
+class NonFiniteSearch:
+    """While entered, looks at every output of the stages and every gradient of their parameters.
+
+    Args:
+        stages: (index in the model, layer) of what this rank holds.
+    """
+
+    def __init__(self, stages: Iterable[tuple[int, nn.Layer]]) -> None:
+        self._stages = list(stages)
+        self._hooks: list[Any] = []
+        self.forward: NonFinitePlace | None = None
+        self.backward: NonFinitePlace | None = None
+
+    def __enter__(self) -> Self:
+        self.forward = self.backward = None
+        passes: dict[Any, int] = {}
+        for index, layer in self._stages:
+            self._hooks.append(
+                layer.register_forward_post_hook(
+                    lambda layer, _, out, index=index: self._look_at_output(index, layer, out, passes)
+                )
+            )
+            for parameter in layer.parameters():
+                if not parameter.stop_gradient:
+                    self._hooks.append(
+                        parameter.register_hook(
+                            lambda grad, p=parameter, index=index: self._look_at_gradient(
+                                index, p, grad, passes
+                            )
+                        )
+                    )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    @property
+    def place(self) -> NonFinitePlace | None:
+        """The first place on this rank; a forward pass comes before any backward pass."""
+        return self.forward or self.backward
+
+    def _look_at_output(self, index: int, layer: nn.Layer, out: Any, passes: dict[Any, int]) -> None:
+        number = passes[index] = passes.get(index, -1) + 1
+        if self.forward is None and not _is_finite(out[0] if isinstance(out, tuple) else out):
+            bad = [p.info.name for p in layer.parameters() if p._is_initialized() and not _is_finite(p)]
+            name = f"layer {index} ({type(layer).__name__})"
+            self.forward = NonFinitePlace(True, index, name, bad[0] if bad else "", number)
+
+    def _look_at_gradient(self, index: int, parameter: Tensor, grad: Tensor, passes: dict[Any, int]) -> None:
+        name = parameter.info.name
+        number = passes[name] = passes.get(name, -1) + 1
+        if self.backward is None and not _is_finite(grad):
+            self.backward = NonFinitePlace(False, index, f"layer {index}", name, number)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    import paddle
+
+    with paddle.no_grad():
+        return bool(paddle.isfinite(tensor.detach().astype("float32")).all().item())
+
+
+def first_place(ctx: ParallelContext, mine: NonFinitePlace | None) -> tuple[int, NonFinitePlace] | None:
+    """(rank, place) where it began in the whole job: the first layer in a forward pass, else the last
+    layer, where the backward pass begins; None when no rank saw anything."""
+    everyone = gather(ctx, None if mine is None else asdict(mine))
+    found = [(rank, NonFinitePlace(**place)) for rank, place in enumerate(everyone) if place is not None]
+    if not found:
+        return None
+    return min(found, key=lambda at: (not at[1].in_forward, at[1].index * (1 if at[1].in_forward else -1)))

@@ -1,0 +1,142 @@
+"""What the ranks of a job tell each other beside tensors: values, signals, errors, whose turn it is.
+
+Everything here is a collective of the whole job: all ranks call it, in the same order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ppfleetx.config.errors import UserError
+from ppfleetx.distributed.context import ParallelContext
+
+T = TypeVar("T")
+
+# Between two looks at whether the first ranks are done; each look is also a sign of life.
+_BEAT_SECONDS = 0.05
+
+
+class JointError(UserError):
+    """A user's mistake that another rank found."""
+
+
+def gather(ctx: ParallelContext, value: Any) -> list[Any]:
+    """Every rank's ``value``, which must be JSON, by rank."""
+    if ctx.world_size == 1:
+        return [value]
+    content = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = gather_numbers(ctx, [content.size])[:, 0]
+    padded = np.zeros(max(1, sizes.max()), np.uint8)
+    padded[: content.size] = content
+    parts = _all_gather(padded)
+    return [json.loads(part[:size].tobytes()) for part, size in zip(parts, sizes.tolist(), strict=True)]
+
+
+def gather_numbers(ctx: ParallelContext, numbers: Sequence[int]) -> np.ndarray:
+    """Every rank's ``numbers`` (as many on each), int64 ``[rank, number]``."""
+    mine = np.asarray(numbers, np.int64)
+    return mine[None] if ctx.world_size == 1 else np.stack(_all_gather(mine))
+
+
+def any_rank(ctx: ParallelContext, flag: object) -> bool:
+    """Whether ``flag`` is true on at least one rank."""
+    return bool(gather_numbers(ctx, [1 if flag else 0]).any())
+
+
+@contextlib.contextmanager
+def joint_errors(ctx: ParallelContext) -> Iterator[None]:
+    """A user's mistake that one rank finds within ends all ranks, with the same message.
+
+    Within there must be no communication: a rank that has failed would not take part.
+
+    Raises:
+        UserError: on every rank when there was one on any.
+    """
+    error: UserError | None = None
+    try:
+        yield
+    except UserError as found:
+        error = found
+    settle(ctx, error)
+
+
+def settle(ctx: ParallelContext, error: UserError | None) -> None:
+    """Raise on all ranks what one of them brings; nothing when none does."""
+    if ctx.world_size == 1:
+        if error is not None:
+            raise error
+        return
+    texts = gather(ctx, None if error is None else str(error))
+    if any(text is not None for text in texts):
+        message = joint_message(texts)
+        if error is not None and message == str(error):
+            raise error
+        raise JointError(message) from error
+
+
+def joint_message(texts: Sequence[str | None]) -> str:
+    """One message of the ranks' messages (None: that rank has none); the first one, and who says so."""
+    first = next(text for text in texts if text is not None)
+    ranks = [rank for rank, text in enumerate(texts) if text == first]
+    if len(ranks) == len(texts):
+        return first
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {first}"
+
+
+def first_on_each_node(ctx: ParallelContext, make: Callable[[], T]) -> T:
+    """``make()`` on the first rank of each node, then on the others, which find what it left in caches.
+
+    However long the first takes, nobody gives up, and nobody waits for a rank that is gone: meanwhile
+    all ranks exchange signs of life.
+
+    Raises:
+        UserError: on every rank when one of them raises it.
+    """
+    if ctx.world_size == 1:
+        return make()
+    is_first = local_rank() == 0
+    made = _make_beating(ctx, make if is_first else None)
+    with joint_errors(ctx):
+        if not is_first:
+            made = make()
+    return made
+
+
+def local_rank() -> int:
+    """This rank's number on its node, as the launcher tells."""
+    return int(os.environ.get("PADDLE_LOCAL_RANK") or os.environ.get("PADDLE_TRAINER_ID") or 0)
+
+
+def _make_beating(ctx: ParallelContext, make: Callable[[], T] | None) -> T | None:
+    """Run ``make`` beside the exchange of signs of life, until every rank's is done."""
+    with ThreadPoolExecutor(1, thread_name_prefix="first-on-node") as pool:
+        future = pool.submit(make or (lambda: None))
+        while any_rank(ctx, not _done(future)):
+            pass
+    failure = future.exception()
+    if failure is not None and not isinstance(failure, UserError):
+        raise failure
+    settle(ctx, failure)
+    return future.result()
+
+
+def _done(future: Any) -> bool:
+    with contextlib.suppress(TimeoutError):
+        future.exception(timeout=_BEAT_SECONDS)
+    return future.done()
+
+
+def _all_gather(mine: np.ndarray) -> list[np.ndarray]:
+    import paddle
+    from paddle import distributed
+
+    received: list[paddle.Tensor] = []
+    distributed.all_gather(received, paddle.to_tensor(mine))
+    return [tensor.numpy() for tensor in received]
