@@ -48,7 +48,15 @@ class Weights:
         """All tensors in one element type (a key of NUMPY_OF_DTYPE); None leaves them as they are."""
         if dtype is None:
             return self
-        return replace(self, tensors={name: tensor.cast(dtype) for name, tensor in self.tensors.items()})
+        return self.with_tensors({name: tensor.cast(dtype) for name, tensor in self.tensors.items()})
+
+    def with_tensors(self, tensors: Mapping[str, LazyTensor]) -> Weights:
+        """The same with other tensors."""
+        return replace(self, tensors=tensors)
+
+    def with_tokenizer(self, directory: Path) -> Weights:
+        """The same with the tokenizer of another directory."""
+        return replace(self, tokenizer_dir=directory)
 
 
 def fitted(weights: Weights, model: ModelConfig) -> dict[str, LazyTensor]:

@@ -1,0 +1,161 @@
+"""Our own checkpoints on either side of a conversion: weights in, weights out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ppfleetx.checkpoint.convert.hf import copy_tokenizer
+from ppfleetx.checkpoint.convert.weights import Weights, slices_of
+from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.lazy import LazyTensor
+from ppfleetx.checkpoint.manifest import Manifest
+from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.checkpoint.slices import MODEL, OPTIMIZER
+from ppfleetx.checkpoint.training import MASTER_WEIGHT
+from ppfleetx.checkpoint.writer import MAX_FILE_BYTES, save_checkpoint
+from ppfleetx.config.errors import DataError
+from ppfleetx.config.loader import load_config
+from ppfleetx.config.model import ModelConfig
+from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.data.tokenizer import Tokenizer
+from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.log import get_logger
+
+CONFIG_FILE, TOKENIZER_DIR = "config.yaml", "tokenizer"
+
+
+# ---- in
+
+
+def read_ppfleetx(path: str | Path, *, masters: bool = False) -> Weights:
+    """Weights of one of our checkpoints.
+
+    Args:
+        path: whatever `Engine.save_load.ckpt_dir` accepts.
+        masters: take float32 master weights in place of 16-bit ones where there are some.
+    """
+    checkpoint = open_resolved(resolve_checkpoint(path))
+    manifest = checkpoint.manifest
+    tensors = {}
+    for name in checkpoint.names():
+        use_master = masters and (OPTIMIZER, name, MASTER_WEIGHT) in manifest.tensors
+        tensors[name] = _lazy(checkpoint, *((OPTIMIZER, MASTER_WEIGHT) if use_master else (MODEL, "")), name)
+    source = manifest.state.get("source") or {}
+    return Weights(
+        str(checkpoint.path),
+        tensors,
+        model=model_section(manifest),
+        vocab_size=manifest.vocab_size,
+        epoch=manifest.epoch,
+        step=manifest.step,
+        source=source,
+        tokenizer_dir=find_tokenizer_dir(checkpoint.path),
+    )
+
+
+def model_section(manifest: Manifest) -> dict[str, Any]:
+    """The `Model` section a checkpoint was saved with; empty when it does not say."""
+    config = manifest.config
+    if isinstance(config, str):
+        config = yaml.safe_load(config)
+    section = config.get("Model") if isinstance(config, Mapping) else None
+    return dict(section) if isinstance(section, Mapping) else {}
+
+
+def find_tokenizer_dir(checkpoint: Path) -> Path | None:
+    """The tokenizer stored in or beside a checkpoint."""
+    places = (checkpoint / TOKENIZER_DIR, checkpoint.resolve().parent / TOKENIZER_DIR)
+    return next((place for place in places if place.is_dir()), None)
+
+
+# ---- out
+
+
+def write_ppfleetx(
+    weights: Weights,
+    tensors: Mapping[str, LazyTensor],
+    model: ModelConfig,
+    output: str | Path,
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> Path:
+    """Write a checkpoint of weights alone, with `config.yaml` and the tokenizer beside it.
+
+    Args:
+        weights: where the tensors come from; progress, source and tokenizer are taken from it.
+        tensors: all parameters of `model`, padded.
+        output: output directory.
+
+    Returns:
+        the step directory.
+    """
+    output = Path(output)
+    output.mkdir(parents=True, exist_ok=True)
+    tokenizer, fingerprints = None, {}
+    if weights.tokenizer_dir is not None:
+        copy_tokenizer(weights.tokenizer_dir, output / TOKENIZER_DIR)
+        tokenizer = load_tokenizer(output / TOKENIZER_DIR)
+    if tokenizer is not None:
+        fingerprints["tokenizer"] = tokenizer.fingerprint
+    _write_config(output, model, tokenizer)
+    return save_checkpoint(
+        output,
+        epoch=weights.epoch,
+        step=weights.step,
+        tensors=slices_of(tensors),
+        state={"source": dict(weights.source)},
+        plan=asdict(ParallelPlan()),
+        config=load_config(output / CONFIG_FILE).model_dump(mode="json"),
+        fingerprints=fingerprints,
+        vocab_size=model.vocab_size,
+        max_file_bytes=max_file_bytes,
+    )
+
+
+def load_tokenizer(directory: Path) -> Tokenizer | None:
+    """The tokenizer in a directory with its own end-of-document token; None when ours cannot read it."""
+    try:
+        eos = _eos_token(directory)
+        return Tokenizer.load(directory) if eos is None else Tokenizer.load(directory, eod_token=eos)
+    except DataError as error:
+        get_logger().warning(f"the tokenizer was copied, but cannot be used here: {error}")
+        return None
+
+
+def _eos_token(directory: Path) -> str | None:
+    path = directory / "tokenizer_config.json"
+    if not path.is_file():
+        return None
+    try:
+        token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"{path} is damaged: {error}") from error
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
+def _write_config(output: Path, model: ModelConfig, tokenizer: Tokenizer | None) -> None:
+    """A configuration with the network, ready to be trained from or generated with."""
+    tree: dict[str, Any] = {
+        "Global": {"local_batch_size": 1},
+        "Model": model.model_dump(mode="json", exclude_unset=True),
+    }
+    if tokenizer is not None:
+        place = {"dir": str(output / TOKENIZER_DIR), "eos_token": tokenizer.eod_token}
+        tree["Data"] = {"tokenizer": place}
+    with atomic_write(output / CONFIG_FILE, "w") as file:
+        file.write(
+            "# Made by tools/convert_checkpoint.py; add the sections of your run, or use it as _base_.\n"
+        )
+        file.write(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+
+
+def _lazy(checkpoint: Checkpoint, kind: str, state: str, name: str) -> LazyTensor:
+    entry = checkpoint.entry(name, kind, state)
+    return LazyTensor(entry.dtype, entry.shape, lambda: checkpoint.read(name, kind, state))

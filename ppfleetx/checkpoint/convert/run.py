@@ -1,0 +1,224 @@
+"""One conversion from start to end: what ``tools/convert_checkpoint.py`` calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ppfleetx.checkpoint.convert.fleetx import read_fleetx
+from ppfleetx.checkpoint.convert.hf import CONFIG, hf_tensors, read_hf, read_json, write_hf
+from ppfleetx.checkpoint.convert.layout import merge, reshard
+from ppfleetx.checkpoint.convert.megatron import read_megatron
+from ppfleetx.checkpoint.convert.ours import load_tokenizer, read_ppfleetx, write_ppfleetx
+from ppfleetx.checkpoint.convert.reference import hf_logits
+from ppfleetx.checkpoint.convert.weights import ForeignCheckpoint, Weights, fitted
+from ppfleetx.checkpoint.lazy import FLOAT_DTYPES
+from ppfleetx.config.errors import CheckpointError, DataError
+from ppfleetx.config.fleetx_compat import modernize
+from ppfleetx.config.loader import read_with_bases
+from ppfleetx.config.model import ModelConfig
+from ppfleetx.config.overrides import apply_overrides
+from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.sections import RunConfig
+from ppfleetx.config.validate import validate
+from ppfleetx.utils.process_env import import_paddle
+
+SOURCES, TARGETS = ("hf", "fleetx", "megatron", "ppfleetx"), ("ppfleetx", "hf")
+LOGIT_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What is to be converted.
+
+    Attributes:
+        source, target: formats, of SOURCES and TARGETS.
+        input, output: directories.
+        model: the network; None where the source says it.
+        dtype: `float32`, `float16`, `bfloat16`, or None to keep each tensor's own.
+        merge: from ppfleetx to ppfleetx: into one rank directory, optimizer state included.
+        plan: the same, cut for this plan.
+        tokenizer: directory of tokenizer files, where the source has none.
+    """
+
+    source: str
+    target: str
+    input: Path
+    output: Path
+    model: ModelConfig | None = None
+    dtype: str | None = None
+    merge: bool = False
+    plan: ParallelPlan | None = None
+    tokenizer: Path | None = None
+
+
+def convert(job: Conversion) -> Path:
+    """Convert, and return the directory that was written: a step directory, or Hugging Face's.
+
+    Raises:
+        CheckpointError: the source cannot be read, or the target cannot hold the network.
+        ConfigError: the description of the network is wrong.
+    """
+    _check(job)
+    if job.plan is not None:
+        return reshard(job.input, job.output, job.plan)
+    if job.merge:
+        return merge(job.input, job.output)
+    weights = read_weights(job)
+    model = model_of(weights, job.model)
+    if job.target == "ppfleetx":
+        return write_ppfleetx(weights, fitted(weights, model), model, job.output)
+    tokenizer = None if weights.tokenizer_dir is None else load_tokenizer(weights.tokenizer_dir)
+    write_hf(
+        fitted(weights, model),
+        model,
+        job.output,
+        source=weights.source,
+        tokenizer_dir=weights.tokenizer_dir,
+        eos_id=_eos_id(tokenizer),
+    )
+    return job.output
+
+
+def read_weights(job: Conversion) -> Weights:
+    """The weights of the source in the wanted element type, read one at a time."""
+    if job.source == "hf":
+        weights = read_hf(job.input)
+    elif job.source == "fleetx":
+        weights = read_fleetx(job.input, job.model)
+    elif job.source == "megatron":
+        weights = read_megatron(job.input, job.model)
+    else:
+        weights = read_ppfleetx(job.input, masters=job.dtype == "float32")
+    weights = weights.cast(None if job.dtype is None else FLOAT_DTYPES[job.dtype])
+    return weights if job.tokenizer is None else weights.with_tokenizer(job.tokenizer)
+
+
+def model_of(weights: Weights, given: ModelConfig | None) -> ModelConfig:
+    """The network: what the source says, or what is given, which must not contradict it."""
+    told = weights.model
+    if given is None:
+        needed = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads")
+        absent = [key for key in needed if key not in told]
+        if absent:
+            raise CheckpointError(
+                f"{weights.place} does not tell {', '.join(absent)} of the network; give --config YAML with "
+                "its Model section"
+            )
+        return ModelConfig(**told)
+    for key in FUNCTION_KEYS:
+        if told.get(key) is not None and _effective(given, key) != told[key]:
+            raise CheckpointError(
+                f"--config says Model.{key} = {_effective(given, key)!r}, {weights.place} says {told[key]!r}"
+            )
+    return given
+
+
+# Keys that change the function computed without changing a shape, and the shapes' own.
+FUNCTION_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "num_layers",
+    "num_attention_heads",
+    "num_query_groups",
+    "head_dim",
+    "ffn_hidden_size",
+    "hidden_act",
+    "position_embedding_type",
+    "rotary_base",
+    "normalization",
+    "norm_epsilon",
+    "tie_word_embeddings",
+)
+
+
+def _effective(model: ModelConfig, key: str) -> Any:
+    """A key's value with its default filled in."""
+    derived = {"num_query_groups": "kv_heads", "head_dim": "head_size", "ffn_hidden_size": "ffn_size"}
+    return getattr(model, derived.get(key, key))
+
+
+def load_model_section(path: str | Path, overrides: tuple[str, ...] = ()) -> ModelConfig:
+    """The `Model` section of a configuration file, whose other sections may be absent. Raises ConfigError."""
+    tree, _ = read_with_bases(Path(path))
+    tree, _ = modernize(apply_overrides(tree, overrides, RunConfig))
+    cfg, _ = validate(tree, RunConfig)
+    return cfg.Model
+
+
+def check_logits(job: Conversion, written: Path, *, length: int = 32, seed: int = 0) -> float:
+    """Largest difference between logits of Hugging Face's tensors and of our network, on random tokens.
+
+    Hugging Face's side is computed in NumPy from the tensors as they lie in its files, ours by our layers
+    from the checkpoint as it was written (or, converting to Hugging Face, as it was read).
+
+    Raises:
+        CheckpointError: neither side of the conversion is Hugging Face's, or the logits differ by more
+            than LOGIT_TOLERANCE (relative to the largest one where that is above 1).
+    """
+    if job.source != "hf" and job.target != "hf":
+        raise CheckpointError("--check-logits needs Hugging Face's format on one side")
+    hf_dir = job.input if job.source == "hf" else job.output
+    config = read_json(hf_dir / CONFIG)
+    if job.target == "ppfleetx":
+        weights = read_ppfleetx(written)
+        model = ModelConfig(**weights.model)
+    else:
+        weights = read_weights(job)
+        model = model_of(weights, job.model)
+    length = min(length, model.max_position_embeddings)
+    tokens = np.random.default_rng(seed).integers(0, model.vocab_size, (2, length))
+    expected = hf_logits(config, hf_tensors(hf_dir), tokens)
+    found = our_logits(weights, model, tokens)
+    difference = float(np.abs(found - expected).max())
+    if not difference <= LOGIT_TOLERANCE * max(1.0, float(np.abs(expected).max())):
+        raise CheckpointError(f"the logits of source and result differ by {difference:.3g}")
+    return difference
+
+
+def our_logits(weights: Weights, model: ModelConfig, tokens: np.ndarray) -> np.ndarray:
+    """Logits [b, s, vocabulary] of our network in float32, on one card."""
+    import_paddle()
+    import paddle
+
+    from ppfleetx.checkpoint.training import load_model
+    from ppfleetx.models.gpt.stages import gpt_stages
+    from ppfleetx.models.staged import StagedModel
+    from ppfleetx.nn.factory import LocalFactory
+    from ppfleetx.nn.stage import canonical_parameters
+
+    network = StagedModel(gpt_stages(model, LocalFactory()))
+    network.eval()
+    checkpoint = ForeignCheckpoint(Path(weights.place), weights.with_tensors(fitted(weights, model)))
+    load_model(canonical_parameters(network).items(), checkpoint)
+    with paddle.no_grad():
+        logits = network(paddle.to_tensor(tokens))
+    return logits.transpose([1, 0, 2]).numpy()[..., : model.vocab_size]
+
+
+def _check(job: Conversion) -> None:
+    same = job.source == job.target == "ppfleetx"
+    if (job.merge or job.plan is not None) and not same:
+        raise CheckpointError("--merge and --plan go from ppfleetx to ppfleetx")
+    if job.merge and job.plan is not None:
+        raise CheckpointError("--merge and --plan contradict each other")
+    if (job.merge or job.plan is not None) and (job.dtype or job.model or job.tokenizer):
+        raise CheckpointError(
+            "--merge and --plan keep everything as it is: no --dtype, --config, --tokenizer"
+        )
+    if job.input.resolve() == job.output.resolve():
+        raise CheckpointError("--output must be another directory than --input")
+    if job.output.is_dir() and any(job.output.iterdir()):
+        raise CheckpointError(f"--output {job.output} is not empty")
+
+
+def _eos_id(tokenizer: Any) -> int | None:
+    if tokenizer is None:
+        return None
+    try:
+        return tokenizer.eod_id
+    except DataError:
+        return None
