@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ppfleetx.checkpoint.directory import newest_good
 from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.checkpoint.shared_save import save_from_all_ranks
 from ppfleetx.checkpoint.slices import TensorSlice
 from ppfleetx.checkpoint.writer import save_checkpoint
+from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.utils.log import get_logger
 
 
@@ -17,21 +20,32 @@ class CheckpointManager:
     """Saves into one output directory and keeps the newest `keep_max` checkpoints (None: all).
 
     Args:
+        ctx: this process's place in the job, all of which saves together.
         description: further arguments of `save_checkpoint` that stay the same for the whole run
             (`plan`, `config`, `fingerprints`, `vocab_size`, ...).
     """
 
-    def __init__(self, output_dir: str | Path, keep_max: int | None = None, **description: Any) -> None:
+    def __init__(
+        self,
+        output_dir: str | Path,
+        keep_max: int | None = None,
+        *,
+        ctx: ParallelContext | None = None,
+        **description: Any,
+    ) -> None:
         if keep_max is not None and keep_max < 1:
             raise ValueError(f"keep_max must be 1 or more, got {keep_max}")
         self.output_dir, self.keep_max = Path(output_dir), keep_max
-        self._description = description
+        self._ctx, self._description = ctx or ParallelContext.single(), description
 
     def save(
         self, *, epoch: int, step: int, tensors: Iterable[TensorSlice], state: Mapping[str, Any]
     ) -> Path:
-        """Save a checkpoint; arguments and errors of `save_checkpoint`."""
-        return save_checkpoint(
+        """Save a checkpoint; arguments and errors of `save_checkpoint`. Every rank of the job calls this,
+        with slices that no other rank writes."""
+        several = self._ctx.world_size > 1
+        save = partial(save_from_all_ranks, self._ctx) if several else save_checkpoint
+        return save(
             self.output_dir,
             epoch=epoch,
             step=step,

@@ -44,10 +44,13 @@ def model_slices(named_params: NamedTensors) -> Iterator[TensorSlice]:
 
 def optimizer_slices(state: Mapping[StateKey, Tensor], named_params: NamedTensors) -> Iterator[TensorSlice]:
     """One slice per state tensor. A state of its parameter's shape lies where the parameter lies; any other
-    (the powers of beta, one number) is stored whole."""
+    (the powers of beta, one number) is the same for all slices and stored with the first of them."""
     params = dict(named_params)
     for (name, state_name), tensor in state.items():
-        yield _slice(name, OPTIMIZER, state_name, tensor, params[name].info)
+        info = params[name].info
+        if tuple(tensor.shape) != tuple(info.local_shape) and any(info.offset):
+            continue
+        yield _slice(name, OPTIMIZER, state_name, tensor, info)
 
 
 def load_model(
@@ -57,6 +60,7 @@ def load_model(
     vocab_size: int | None = None,
     allow_missing: Collection[str] = (),
     allow_extra: bool = False,
+    model_names: Collection[str] = (),
 ) -> None:
     """Copy a checkpoint's weights into parameters, each rank reading its own part.
 
@@ -67,6 +71,7 @@ def load_model(
         vocab_size: true vocabulary size of the model; must be the checkpoint's.
         allow_missing: parameters that may be absent and then keep their values.
         allow_extra: ignore tensors that the model does not have.
+        model_names: names of the whole model, where ``named_params`` are those of one rank.
 
     Raises:
         CheckpointError: another vocabulary, missing, unknown or differently shaped tensors (before
@@ -74,7 +79,8 @@ def load_model(
     """
     params = list(named_params)
     _check_vocabulary(checkpoint, vocab_size)
-    _check_names(checkpoint, [name for name, _ in params], allow_missing, allow_extra)
+    names = [name for name, _ in params]
+    _check_names(checkpoint, list(dict.fromkeys([*names, *model_names])), allow_missing, allow_extra)
     stored = set(checkpoint.names())
     present = [(name, param) for name, param in params if name in stored]
     for name, param in present:
@@ -88,11 +94,16 @@ def load_model(
 
 
 def load_optimizer(
-    state: Mapping[StateKey, Tensor], named_params: NamedTensors, checkpoint: Checkpoint
+    state: Mapping[StateKey, Tensor],
+    named_params: NamedTensors,
+    checkpoint: Checkpoint,
+    *,
+    model_names: Collection[str] = (),
 ) -> None:
     """Copy a checkpoint's optimizer state into the live one (`Optimizer.state()`), one tensor at a time.
 
     Master weights the checkpoint does not have (it was trained in float32) are its float32 weights.
+    `model_names` are the names of the whole model, where `state` is that of one rank.
 
     Raises:
         CheckpointError: a state is missing or unknown, or of another shape (before anything is
@@ -101,7 +112,10 @@ def load_optimizer(
     params = dict(named_params)
     stored = set(checkpoint.keys(OPTIMIZER))
     missing = [key for key in state if key not in stored and key[1] != MASTER_WEIGHT]
-    unknown = [key for key in stored if key not in state and key[1] != MASTER_WEIGHT]
+    elsewhere = set(model_names) - {name for name, _ in state}  # of other ranks, which check them
+    unknown = [
+        key for key in stored if key not in state and key[1] != MASTER_WEIGHT and key[0] not in elsewhere
+    ]
     if missing or unknown:
         raise CheckpointError(
             f"the optimizer state in checkpoint {checkpoint.path} is not that of this optimizer and model"

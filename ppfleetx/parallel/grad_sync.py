@@ -59,7 +59,7 @@ class GradientSync:
 
     def clip(self, max_norm: float) -> float:
         """Clip by the norm of the whole model's gradient, each parameter counted once; give that norm."""
-        counted = [p for p in self._parameters if self._counts(p)]
+        counted = [p for p in self._parameters if self.counts(p)]
         return clip_by_global_norm(
             self._parameters,
             max_norm,
@@ -70,10 +70,10 @@ class GradientSync:
     def _is_tied(self, parameter: paddle.Tensor) -> bool:
         return self._tied_group is not None and parameter.info.name in self._tied_names
 
-    def _counts(self, parameter: paddle.Tensor) -> bool:
-        """Whether this rank is the one that adds the parameter to the norm.
+    def counts(self, parameter: paddle.Tensor) -> bool:
+        """Whether this rank is the one, of those along mp, pp and sharding, that counts the parameter.
 
-        Of replicas along dp and sep every rank has the same sum, so nothing is added over those axes.
+        Of replicas along dp and sep each counts it: nothing is summed over those axes.
         """
         info, ctx = parameter.info, self._ctx
         if info.is_whole and ctx.rank_on("mp") != 0:

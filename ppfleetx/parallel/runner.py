@@ -56,6 +56,14 @@ class Runner(Protocol):
         """(canonical name, parameter) of what this rank holds, in model order."""
         ...
 
+    def model_names(self) -> list[str]:
+        """Canonical names of the whole model's parameters; every rank of the job calls this."""
+        ...
+
+    def writes(self, parameter: Any) -> bool:
+        """Whether this rank, and no other, writes its slice of ``parameter`` into a checkpoint."""
+        ...
+
     def optimizer_state(self) -> dict[tuple[str, str], Any]:
         """{(canonical name, state name): live tensor} of what this rank holds."""
         ...

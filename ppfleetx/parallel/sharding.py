@@ -82,9 +82,13 @@ class Sharding:
             for parameter in self._parameters:
                 parameter._register_backward_hook(lambda *_, p=parameter: self._on_gradient(p))
 
+    def owner_of(self, parameter: paddle.Tensor) -> int:
+        """Rank of the parameter's owner; of a frozen one, which is not dealt out, rank 0."""
+        return self.owners.get(parameter.info.name, 0)
+
     def owns(self, parameter: paddle.Tensor) -> bool:
         """Whether this rank is the parameter's owner."""
-        return self.owners[parameter.info.name] == self._group.rank
+        return self.owner_of(parameter) == self._group.rank
 
     def wrap(self, optimizer: Optimizer) -> None:
         """Leave to ``optimizer`` on this rank only what is owned here."""
@@ -159,7 +163,7 @@ class ParameterSharding:
         for parameter in layer.parameters():
             owned = self._sharding.owns(parameter)
             value = parameter.detach() if owned else paddle.empty(parameter.shape, parameter.dtype)
-            source = self._group.ranks[self._sharding.owners[parameter.info.name]]
+            source = self._group.ranks[self._sharding.owner_of(parameter)]
             task = distributed.broadcast(value, source, group=self._group, sync_op=False)
             tasks.append((task, parameter, None if owned else value))
         for task, parameter, value in tasks:

@@ -12,6 +12,7 @@ import paddle
 
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.random import DropoutStreams
+from ppfleetx.distributed.together import gather
 from ppfleetx.parallel.grad_sync import GradientSync
 from ppfleetx.parallel.runner import MicroBatch, NonFiniteError, StepOutput
 
@@ -77,6 +78,13 @@ class StepRunner(ABC):
         for parameter in self.model.parameters():
             if parameter._is_initialized():  # sharding stage 3 keeps the values with their owners
                 yield parameter.info.name, parameter
+
+    def model_names(self) -> list[str]:
+        names = [parameter.info.name for parameter in self.model.parameters()]
+        return list(dict.fromkeys(name for held in gather(self._ctx, names) for name in held))
+
+    def writes(self, parameter: Any) -> bool:
+        return self._sync.counts(parameter) and self._ctx.rank_on("dp") == self._ctx.rank_on("sep") == 0
 
     def optimizer_state(self) -> dict[tuple[str, str], Any]:
         return {} if self._optimizer is None else self._optimizer.state()

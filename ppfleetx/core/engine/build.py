@@ -40,7 +40,7 @@ def train(cfg: RunConfig, ctx: ParallelContext) -> None:
     log = get_logger()
     for line in check_report(cfg).splitlines():
         log.info(line)
-    output_dir = make_output_dir(cfg)
+    output_dir = make_output_dir(cfg, ctx)
     start = find_start(cfg.Engine.save_load, output_dir)
     tokenizer = load_tokenizer(cfg)
     train_loader = _loader(cfg, ctx, "Train", consumed_samples=start.state.consumed_samples)
@@ -60,7 +60,7 @@ def train(cfg: RunConfig, ctx: ParallelContext) -> None:
         ctx,
         runner,
         schedule=schedule,
-        saver=CheckpointSaver(cfg, output_dir, fingerprints),
+        saver=CheckpointSaver(cfg, ctx, output_dir, fingerprints),
         callbacks=_callbacks(cfg, output_dir) if ctx.is_main else (),
         samples_per_epoch=train_loader.samples_per_epoch,
         pace=pace,
@@ -102,8 +102,8 @@ def build_runner(cfg: RunConfig, ctx: ParallelContext, *, train: bool) -> Runner
     return parallelize(build_module(cfg), cfg, ctx, train=train)
 
 
-def make_output_dir(cfg: RunConfig) -> Path:
-    """Create the output directory and write the resolved configuration into it.
+def make_output_dir(cfg: RunConfig, ctx: ParallelContext) -> Path:
+    """Create the output directory; the main rank writes the resolved configuration into it.
 
     Raises:
         ConfigError: it cannot be created or written.
@@ -112,8 +112,9 @@ def make_output_dir(cfg: RunConfig) -> Path:
     directory = Path(value)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with atomic_write(directory / "config.yaml", "w") as file:
-            file.write(dump_config(cfg))
+        if ctx.is_main:
+            with atomic_write(directory / "config.yaml", "w") as file:
+                file.write(dump_config(cfg))
     except OSError as error:
         raise ConfigError(
             f"cannot be written: {error.strerror}", key=key, value=value, place=cfg.origins.get(key)

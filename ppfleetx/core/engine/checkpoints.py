@@ -16,6 +16,7 @@ from ppfleetx.checkpoint.training import load_model, load_optimizer, model_slice
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections import RunConfig, SaveLoadConfig
 from ppfleetx.core.engine.state import TrainState
+from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.optims.schedules import Schedule, resume_schedule
 from ppfleetx.parallel.runner import Runner
 from ppfleetx.utils.log import get_logger
@@ -55,7 +56,12 @@ class Start:
             return schedule
         _check_fingerprints(self.checkpoint, fingerprints, self.options.reset_data)
         if self.options.load_optim:
-            load_optimizer(runner.optimizer_state(), runner.named_parameters(), self.checkpoint)
+            load_optimizer(
+                runner.optimizer_state(),
+                runner.named_parameters(),
+                self.checkpoint,
+                model_names=runner.model_names(),
+            )
         if self.options.load_rng:
             set_rng_state(self.checkpoint.state["rng"])
         return resume_schedule(self.options.lr_schedule, schedule, self.checkpoint.state["schedule"])
@@ -63,7 +69,12 @@ class Start:
     def restore_weights(self, runner: Runner, vocab: int) -> None:
         """Load the weights alone; ``vocab`` is the model's true vocabulary size."""
         assert self.checkpoint is not None
-        load_model(runner.named_parameters(), with_vocabulary(self.checkpoint, vocab), vocab_size=vocab)
+        load_model(
+            runner.named_parameters(),
+            with_vocabulary(self.checkpoint, vocab),
+            vocab_size=vocab,
+            model_names=runner.model_names(),
+        )
 
 
 def find_start(options: SaveLoadConfig, output_dir: Path | None) -> Start:
@@ -98,10 +109,13 @@ def find_start(options: SaveLoadConfig, output_dir: Path | None) -> Start:
 class CheckpointSaver:
     """Saves a run's model, optimizer, progress, schedule and generators as one checkpoint."""
 
-    def __init__(self, cfg: RunConfig, output_dir: Path, fingerprints: Fingerprints) -> None:
+    def __init__(
+        self, cfg: RunConfig, ctx: ParallelContext, output_dir: Path, fingerprints: Fingerprints
+    ) -> None:
         self._manager = CheckpointManager(
             output_dir,
             cfg.Engine.save_load.keep_max,
+            ctx=ctx,
             plan=asdict(cfg.plan),
             config=cfg.model_dump(mode="json"),
             fingerprints=dict(fingerprints),
@@ -111,11 +125,13 @@ class CheckpointSaver:
     def save(self, engine: Engine) -> Path:
         """Write the checkpoint of the engine as it stands, and say where it is."""
         runner = engine.runner
-        parameters = list(runner.named_parameters())
+        parameters = [(n, p) for n, p in runner.named_parameters() if runner.writes(p)]
+        held = {name for name, _ in parameters}
+        states = {key: tensor for key, tensor in runner.optimizer_state().items() if key[0] in held}
         path = self._manager.save(
             epoch=engine.state.epoch,
             step=engine.state.step,
-            tensors=[*model_slices(parameters), *optimizer_slices(runner.optimizer_state(), parameters)],
+            tensors=[*model_slices(parameters), *optimizer_slices(states, parameters)],
             state={
                 "train": engine.state.to_json(),
                 "schedule": engine.schedule.state(),
