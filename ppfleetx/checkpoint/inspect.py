@@ -1,0 +1,168 @@
+"""What a checkpoint holds, in words: summary, table of tensors, damage, differences between two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from re import Pattern
+from typing import Any
+
+import numpy as np
+
+from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.lazy import cast
+from ppfleetx.checkpoint.manifest import TensorEntry
+from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.checkpoint.slices import MODEL
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor that two checkpoints do not agree on.
+
+    Attributes:
+        key: (kind, name, state).
+        what: in words.
+        largest: largest absolute difference, where both have it in the same shape.
+    """
+
+    key: tuple[str, str, str]
+    what: str
+    largest: float | None = None
+
+
+def open_for_inspection(path: str | Path) -> Checkpoint:
+    """Open whatever `Engine.save_load.ckpt_dir` accepts. Raises CheckpointError."""
+    return open_resolved(resolve_checkpoint(path))
+
+
+def tensors_of(checkpoint: Checkpoint, pattern: Pattern[str] | None = None) -> list[TensorEntry]:
+    """Tensors whose label (see `label`) the pattern is found in; all without one."""
+    entries = checkpoint.manifest.tensors.values()
+    return [entry for entry in entries if pattern is None or pattern.search(label(entry))]
+
+
+def label(entry: TensorEntry) -> str:
+    """`name` of a parameter, `name/state` of optimizer state."""
+    return f"{entry.name}/{entry.state}" if entry.state else entry.name
+
+
+def summary(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The facts about a checkpoint, as JSON would hold them. Counts are elements, sizes are bytes."""
+    manifest = checkpoint.manifest
+    of_model = [entry for entry in manifest.tensors.values() if entry.kind == MODEL]
+    of_optimizer = [entry for entry in manifest.tensors.values() if entry.kind != MODEL]
+    progress = manifest.state.get("train") or manifest.state.get("progress") or {}
+    return {
+        "path": str(checkpoint.path),
+        "step": manifest.step,
+        "epoch": manifest.epoch,
+        "consumed_samples": progress.get("consumed_samples"),
+        "saved_at_ns": checkpoint.saved_at_ns or None,
+        "plan": dict(manifest.plan),
+        "rank_directories": len({rank.get("directory") for rank in manifest.ranks}),
+        "files": len(manifest.files),
+        "parameters": sum(prod(entry.shape) for entry in of_model),
+        "model_bytes": sum(entry.num_bytes for entry in of_model),
+        "optimizer_bytes": sum(entry.num_bytes for entry in of_optimizer),
+        "dtypes": sorted({entry.dtype for entry in of_model}),
+        "optimizer_states": sorted({entry.state for entry in of_optimizer}),
+        "vocab_size": manifest.vocab_size,
+        "schedule": manifest.state.get("schedule"),
+        "scaler": manifest.state.get("scaler"),
+        "fingerprints": dict(manifest.fingerprints),
+        "source": (manifest.state.get("source") or {}).get("format"),
+    }
+
+
+def summary_text(facts: Mapping[str, Any]) -> str:
+    """The facts of `summary` for people, one a line."""
+    lines = []
+    for key, value in facts.items():
+        if value is None or value == {} or value == []:
+            continue
+        if key.endswith("_bytes"):
+            value = size_text(value)
+        elif isinstance(value, Mapping):
+            value = ", ".join(f"{name} {part}" for name, part in value.items() if part is not None)
+        elif isinstance(value, list):
+            value = " ".join(map(str, value))
+        elif key == "parameters":
+            value = f"{value:,}"
+        lines.append(f"{key.removesuffix('_bytes').replace('_', ' '):18} {value}")
+    return "\n".join(lines)
+
+
+def table(entries: list[TensorEntry]) -> str:
+    """Tensors, one a line: label, shape, element type, size, number of slices and of files."""
+    rows = [("tensor", "shape", "dtype", "size", "slices", "files")]
+    for entry in entries:
+        files = {piece.file for piece in entry.slices}
+        shape = "x".join(map(str, entry.shape)) or "scalar"
+        size = size_text(entry.num_bytes)
+        rows.append((label(entry), shape, entry.dtype, size, str(len(entry.slices)), str(len(files))))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def size_text(size: int) -> str:
+    """Bytes in the largest unit that leaves at least one."""
+    number, unit = float(size), 0
+    while number >= 1024 and unit < len(_UNITS) - 1:
+        number, unit = number / 1024, unit + 1
+    return f"{number:.1f} {_UNITS[unit]}" if unit else f"{size} B"
+
+
+def differences(
+    one: Checkpoint, other: Checkpoint, pattern: Pattern[str] | None = None
+) -> Iterator[Difference]:
+    """Tensors that are not the same, bit for bit, in two checkpoints; one tensor of each is held at a time.
+
+    Vocabulary padding is not compared: it depends on `Model.vocab_size_divisible_unit`.
+    """
+    mine = {entry.key: entry for entry in tensors_of(one, pattern)}
+    theirs = {entry.key: entry for entry in tensors_of(other, pattern)}
+    for key in mine.keys() - theirs.keys():
+        yield Difference(key, f"only in {one.path}")
+    for key in theirs.keys() - mine.keys():
+        yield Difference(key, f"only in {other.path}")
+    for key, entry in mine.items():
+        if key in theirs:
+            difference = _difference(one, entry, other, theirs[key])
+            if difference is not None:
+                yield difference
+
+
+def _difference(
+    one: Checkpoint, mine: TensorEntry, other: Checkpoint, theirs: TensorEntry
+) -> Difference | None:
+    shape, other_shape = _true_shape(one, mine), _true_shape(other, theirs)
+    if shape != other_shape:
+        return Difference(mine.key, f"shape {list(shape)} and {list(other_shape)}")
+    a, b = (
+        source.read(entry.name, entry.kind, entry.state, offset=(0,) * len(shape), shape=shape)
+        for source, entry in ((one, mine), (other, theirs))
+    )
+    if mine.dtype == theirs.dtype and a.tobytes() == b.tobytes():
+        return None
+    if mine.dtype not in _FLOATS or theirs.dtype not in _FLOATS:
+        return Difference(mine.key, "other values")
+    wide = [cast(values, entry.dtype, "F64") for values, entry in ((a, mine), (b, theirs))]
+    largest = float(np.abs(wide[0] - wide[1]).max(initial=0.0))
+    types = "" if mine.dtype == theirs.dtype else f"{mine.dtype} and {theirs.dtype}, "
+    return Difference(mine.key, f"{types}largest difference {largest:.6g}", largest)
+
+
+def _true_shape(checkpoint: Checkpoint, entry: TensorEntry) -> tuple[int, ...]:
+    """A tensor's shape without vocabulary padding."""
+    vocab = checkpoint.manifest.vocab_size
+    if entry.vocab_dim is None or vocab is None:
+        return entry.shape
+    return tuple(min(n, vocab) if dim == entry.vocab_dim else n for dim, n in enumerate(entry.shape))
