@@ -108,6 +108,13 @@ def _byte_array(content: Any = b"", encoding: Any = None) -> Any:
     return content
 
 
+def _no_bytes(*arguments: Any) -> bytes:
+    """Old protocols write an empty byte string as ``bytes()``."""
+    if arguments:
+        raise RefusedPickleError("builtins.bytes with contents")
+    return b""
+
+
 def _paddle_tensor(*arguments: Any) -> Any:
     """Paddle writes a DenseTensor as ``eval('data', {'data': array})``; that one form is known here."""
     if len(arguments) == 2 and arguments[0] == "data" and isinstance(arguments[1], dict):
@@ -176,6 +183,7 @@ PLAIN_NAMES: dict[str, Callable[..., Any]] = {
         for name in _both(kind.__name__)
     },
     **dict.fromkeys(_both("bytearray"), _byte_array),
+    **dict.fromkeys(_both("bytes"), _no_bytes),
     **{name: _only_named(name) for name in _both("object")},
     "copyreg._reconstructor": _old_style_object,
     "copy_reg._reconstructor": _old_style_object,
