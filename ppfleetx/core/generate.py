@@ -79,10 +79,10 @@ def load_generator(cfg: RunConfig, ctx: ParallelContext) -> Generator:
     from ppfleetx.core.engine.build import build_runner, find_weights
     from ppfleetx.generation.generator import Generator
 
-    start = find_weights(cfg)
+    start = find_weights(cfg, ctx)
     tokenizer = find_tokenizer(cfg, start.checkpoint)
     runner = build_runner(cfg, ctx, train=False)
-    start.restore_weights(runner, cfg.Model.vocab_size)
+    start.restore_weights(runner, cfg.Model)
     return Generator(runner.model, cfg.Model, tokenizer)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import tempfile
@@ -44,6 +45,20 @@ def fsync_dir(path: str | Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def exclusive_lock(path: Path, refusal: Exception) -> Iterator[None]:
+    """Hold ``path`` as a lock file; raise ``refusal`` at once when another process holds it.
+
+    The system lets go when the process dies, however it dies; the empty file stays.
+    """
+    with path.open("ab") as file:
+        try:
+            fcntl.lockf(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise refusal from None
+        yield
 
 
 def sha256_file(path: str | Path) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.config.loader import load_config
+from ppfleetx.utils.files import exclusive_lock
 from tests.e2e.conftest import LLAMA_NANO, NANO, Tool, losses, records
 
 LOG_LINE = re.compile(
@@ -92,6 +93,30 @@ def test_a_finished_run_is_left_alone(tool: Tool, uninterrupted: Path) -> None:
     assert losses(uninterrupted) == before
 
 
+def test_weights_of_another_function_are_refused(tool: Tool, uninterrupted: Path, tmp_path: Path) -> None:
+    """Shapes and names fit; only the configuration tells."""
+    for override in ("Model.hidden_act=relu", "Model.num_attention_heads=8"):
+        done = tool.run(tmp_path, f"Engine.save_load.ckpt_dir={uninterrupted}", override)
+        assert done.returncode == 2
+        assert f"was trained with {override.split('=')[0]}" in done.stderr
+
+
+def test_two_runs_cannot_share_an_output_directory(tool: Tool, tmp_path: Path) -> None:
+    with exclusive_lock(tmp_path / ".run.lock", AssertionError()):
+        done = tool.run(tmp_path)
+    assert done.returncode == 2
+    assert "another run is training in this directory" in done.stderr
+
+
+def test_a_new_run_puts_the_earlier_metrics_aside(tool: Tool, tmp_path: Path) -> None:
+    for _ in range(2):
+        done = tool.run(tmp_path, "Engine.max_steps=3", "Engine.eval_freq=0")
+        assert done.returncode == 0, done.stderr
+    assert "already holds checkpoints of an earlier run" in done.stdout
+    assert len(losses(tmp_path)) == 3
+    assert len((tmp_path / "metrics.1.jsonl").read_text().splitlines()) == 3
+
+
 def test_eval_tool_agrees_with_evaluation_while_training(tool: Tool, uninterrupted: Path) -> None:
     ckpt = f"Engine.save_load.ckpt_dir={uninterrupted}"
     done = tool.run(uninterrupted, ckpt, script="tools/eval.py")
@@ -123,7 +148,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_in_words(tool: Tool, tmp_path: 
     done = tool.run(tmp_path, "Optimizer.lr.max_lr=1e30", "Optimizer.grad_clip=null")
     assert done.returncode == 2
     assert re.search(r"error: global step \d: (loss|gradient norm) is (nan|inf)", done.stderr)
-    assert "Samples of this step" in done.stderr
+    assert "positions in the training order: [" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
@@ -18,14 +19,17 @@ from ppfleetx.core.engine.callbacks.visual_dl import VisualDL, visual_dl_is_inst
 from ppfleetx.core.engine.checkpoints import CheckpointSaver, Start, find_start
 from ppfleetx.core.engine.engine import Engine
 from ppfleetx.core.engine.pace import Pace
+from ppfleetx.core.engine.ranks import rank_table
 from ppfleetx.core.module.registry import build_module
 from ppfleetx.data.build import build_dataloader, load_tokenizer
 from ppfleetx.data.loader import DataLoader
+from ppfleetx.data.tokenizer import Tokenizer
 from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.together import first_on_each_node, joint_errors
 from ppfleetx.optims.build import build_schedule
 from ppfleetx.parallel.apply import parallelize
 from ppfleetx.parallel.runner import Runner
-from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.files import atomic_write, exclusive_lock
 from ppfleetx.utils.log import get_logger
 
 
@@ -40,13 +44,24 @@ def train(cfg: RunConfig, ctx: ParallelContext) -> None:
     log = get_logger()
     for line in check_report(cfg).splitlines():
         log.info(line)
-    output_dir = make_output_dir(cfg, ctx)
-    start = find_start(cfg.Engine.save_load, output_dir)
-    tokenizer = load_tokenizer(cfg)
-    train_loader = _loader(cfg, ctx, "Train", consumed_samples=start.state.consumed_samples)
-    evaluates = cfg.Data.Eval is not None and cfg.Engine.eval_freq
-    eval_loader = _loader(cfg, ctx, "Eval") if evaluates else None
+    with contextlib.ExitStack() as stack:
+        with joint_errors(ctx):
+            output_dir = make_output_dir(cfg, ctx)
+            if ctx.is_main:
+                stack.enter_context(_run_lock(output_dir))
+        _train_in(output_dir, cfg, ctx)
+
+
+def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext) -> None:
+    log = get_logger()
+    start = find_start(cfg.Engine.save_load, output_dir, ctx)
+    tokenizer, train_loader, eval_loader = first_on_each_node(ctx, lambda: _data(cfg, ctx, start))
+    if tokenizer is not None and ctx.is_main:
+        # Beside the checkpoints, where generation looks: they stay usable without the corpus' files.
+        tokenizer.save(output_dir / "tokenizer")
     runner = build_runner(cfg, ctx, train=True)
+    for line in rank_table(ctx, runner):
+        log.info(line)
     pace = Pace.of(cfg, train_loader.samples_per_epoch)
     schedule = build_schedule(cfg.Optimizer, pace.max_steps)
     log.info(schedule.describe())
@@ -54,19 +69,30 @@ def train(cfg: RunConfig, ctx: ParallelContext) -> None:
         "data": train_loader.fingerprint,
         "tokenizer": None if tokenizer is None else tokenizer.fingerprint,
     }
-    schedule = start.restore(runner, schedule, fingerprints, cfg.Model.vocab_size)
+    schedule = start.restore(runner, schedule, fingerprints, cfg.Model)
     engine = Engine(
         cfg,
         ctx,
         runner,
         schedule=schedule,
         saver=CheckpointSaver(cfg, ctx, output_dir, fingerprints),
-        callbacks=_callbacks(cfg, output_dir) if ctx.is_main else (),
+        callbacks=_callbacks(cfg, ctx, output_dir),
         samples_per_epoch=train_loader.samples_per_epoch,
         pace=pace,
     )
     engine.state = start.state
     engine.fit(train_loader, eval_loader)
+
+
+def _run_lock(output_dir: Path) -> contextlib.AbstractContextManager[None]:
+    return exclusive_lock(
+        output_dir / ".run.lock",
+        ConfigError(
+            "another run is training in this directory",
+            key="Engine.save_load.output_dir",
+            value=str(output_dir),
+        ),
+    )
 
 
 def evaluate(cfg: RunConfig, ctx: ParallelContext) -> EvalRecord:
@@ -77,16 +103,17 @@ def evaluate(cfg: RunConfig, ctx: ParallelContext) -> EvalRecord:
     """
     if cfg.Data.Eval is None:
         raise ConfigError("evaluation needs a corpus", key="Data.Eval")
-    start = find_weights(cfg)
-    loader = _loader(cfg, ctx, "Eval")
+    start = find_weights(cfg, ctx)
+    loader = first_on_each_node(ctx, lambda: _loader(cfg, ctx, "Eval"))
     runner = build_runner(cfg, ctx, train=False)
-    start.restore_weights(runner, cfg.Model.vocab_size)
-    engine = Engine(cfg, ctx, runner, callbacks=[TrainLog(cfg.Engine.logging_freq)] if ctx.is_main else ())
+    start.restore_weights(runner, cfg.Model)
+    speaks = ctx.is_main or ctx.knows_loss
+    engine = Engine(cfg, ctx, runner, callbacks=[TrainLog(cfg.Engine.logging_freq)] if speaks else ())
     engine.state = start.state
     return engine.evaluate(loader)
 
 
-def find_weights(cfg: RunConfig) -> Start:
+def find_weights(cfg: RunConfig, ctx: ParallelContext) -> Start:
     """The checkpoint to evaluate, generate or export with: ``ckpt_dir``, which must be given."""
     if cfg.Engine.save_load.ckpt_dir is None:
         raise ConfigError(
@@ -94,12 +121,14 @@ def find_weights(cfg: RunConfig) -> Start:
             "directory of a training run)",
             key="Engine.save_load.ckpt_dir",
         )
-    return find_start(cfg.Engine.save_load, output_dir=None)
+    return find_start(cfg.Engine.save_load, None, ctx)
 
 
 def build_runner(cfg: RunConfig, ctx: ParallelContext, *, train: bool) -> Runner:
     """Model of the configured module under the plan of ``ctx``, with fresh weights."""
-    return parallelize(build_module(cfg), cfg, ctx, train=train)
+    runner = parallelize(build_module(cfg), cfg, ctx, train=train)
+    runner.checks = cfg.Engine.checks
+    return runner
 
 
 def make_output_dir(cfg: RunConfig, ctx: ParallelContext) -> Path:
@@ -123,17 +152,35 @@ def make_output_dir(cfg: RunConfig, ctx: ParallelContext) -> Path:
 
 
 def _loader(cfg: RunConfig, ctx: ParallelContext, mode: str, *, consumed_samples: int = 0) -> DataLoader:
-    return build_dataloader(
+    loader = build_dataloader(
         cfg,
         mode,
         data_rank=ctx.data_rank,
         data_size=ctx.data_size,
         consumed_samples=consumed_samples,
     )
+    for line in loader.describe().splitlines():
+        get_logger().info(line)
+    return loader
 
 
-def _callbacks(cfg: RunConfig, output_dir: Path) -> list[Callback]:
+def _data(
+    cfg: RunConfig, ctx: ParallelContext, start: Start
+) -> tuple[Tokenizer | None, DataLoader, DataLoader | None]:
+    """Tokenizer, training batches from where the run goes on, and evaluation batches if there are any."""
+    evaluates = cfg.Data.Eval is not None and cfg.Engine.eval_freq
+    return (
+        load_tokenizer(cfg),
+        _loader(cfg, ctx, "Train", consumed_samples=start.state.consumed_samples),
+        _loader(cfg, ctx, "Eval") if evaluates else None,
+    )
+
+
+def _callbacks(cfg: RunConfig, ctx: ParallelContext, output_dir: Path) -> list[Callback]:
+    """The main rank's, who alone writes files; the rank that computes the loss logs it too."""
     freq = cfg.Engine.logging_freq
+    if not ctx.is_main:
+        return [TrainLog(freq)] if ctx.knows_loss else []
     callbacks: list[Callback] = [
         TrainProgress(cfg.Engine.progress_bar),
         TrainLog(freq),

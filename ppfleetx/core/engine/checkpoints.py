@@ -14,9 +14,10 @@ from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.rng import rng_state, set_rng_state
 from ppfleetx.checkpoint.training import load_model, load_optimizer, model_slices, optimizer_slices
 from ppfleetx.config.errors import CheckpointError
-from ppfleetx.config.sections import RunConfig, SaveLoadConfig
+from ppfleetx.config.sections import ModelConfig, RunConfig, SaveLoadConfig
 from ppfleetx.core.engine.state import TrainState
 from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.together import gather, joint_errors
 from ppfleetx.optims.schedules import Schedule, resume_schedule
 from ppfleetx.parallel.runner import Runner
 from ppfleetx.utils.log import get_logger
@@ -25,6 +26,21 @@ if TYPE_CHECKING:
     from ppfleetx.core.engine.engine import Engine
 
 Fingerprints = Mapping[str, str | None]
+
+# What decides the function that given weights compute, beyond their names and shapes.
+_FUNCTION_KEYS = (
+    "num_attention_heads",
+    "kv_heads",
+    "head_size",
+    "hidden_act",
+    "normalization",
+    "norm_epsilon",
+    "sandwich_norm",
+    "position_embedding_type",
+    "rotary_base",
+    "tie_word_embeddings",
+)
+_WRITTEN_AS = {"kv_heads": "num_query_groups", "head_size": "head_dim"}
 
 
 @dataclass
@@ -36,14 +52,18 @@ class Start:
         checkpoint: what is loaded; None for a fresh run.
         resumes: whether optimizer, schedule, data position and generators are taken over too.
         state: progress of the run to begin with.
+        ctx: this process's place in the job.
     """
 
     options: SaveLoadConfig
     checkpoint: Checkpoint | None = None
     resumes: bool = False
     state: TrainState = field(default_factory=TrainState)
+    ctx: ParallelContext = field(default_factory=ParallelContext.single)
 
-    def restore(self, runner: Runner, schedule: Schedule, fingerprints: Fingerprints, vocab: int) -> Schedule:
+    def restore(
+        self, runner: Runner, schedule: Schedule, fingerprints: Fingerprints, model: ModelConfig
+    ) -> Schedule:
         """Load into ``runner`` and the generators; return the schedule to go on with.
 
         Raises:
@@ -51,34 +71,62 @@ class Start:
         """
         if self.checkpoint is None:
             return schedule
-        self.restore_weights(runner, vocab)
+        self.restore_weights(runner, model)
         if not self.resumes:
             return schedule
-        _check_fingerprints(self.checkpoint, fingerprints, self.options.reset_data)
-        if self.options.load_optim:
-            load_optimizer(
-                runner.optimizer_state(),
-                runner.named_parameters(),
-                self.checkpoint,
-                model_names=runner.model_names(),
-            )
-        if self.options.load_rng:
-            set_rng_state(self.checkpoint.state["rng"])
-        return resume_schedule(self.options.lr_schedule, schedule, self.checkpoint.state["schedule"])
+        model_names = runner.model_names()
+        with joint_errors(self.ctx):
+            _check_fingerprints(self.checkpoint, fingerprints, self.options.reset_data)
+            if self.options.load_optim:
+                state, parameters = runner.optimizer_state(), runner.named_parameters()
+                load_optimizer(state, parameters, self.checkpoint, model_names=model_names)
+            if self.options.load_rng:
+                set_rng_state(self.checkpoint.state["rng"])
+            saved = self.checkpoint.state["schedule"]
+            schedule = resume_schedule(self.options.lr_schedule, schedule, saved)
+        return schedule
 
-    def restore_weights(self, runner: Runner, vocab: int) -> None:
-        """Load the weights alone; ``vocab`` is the model's true vocabulary size."""
+    def restore_weights(self, runner: Runner, model: ModelConfig) -> None:
+        """Load the weights alone.
+
+        Raises:
+            CheckpointError: they are not those of ``model``, or mean another function.
+        """
         assert self.checkpoint is not None
-        load_model(
-            runner.named_parameters(),
-            with_vocabulary(self.checkpoint, vocab),
-            vocab_size=vocab,
-            model_names=runner.model_names(),
-        )
+        model_names = runner.model_names()
+        with joint_errors(self.ctx):
+            check_same_function(self.checkpoint, model)
+            load_model(
+                runner.named_parameters(),
+                with_vocabulary(self.checkpoint, model.vocab_size),
+                vocab_size=model.vocab_size,
+                model_names=model_names,
+            )
 
 
-def find_start(options: SaveLoadConfig, output_dir: Path | None) -> Start:
-    """Decide what a run starts from.
+def check_same_function(checkpoint: Checkpoint, model: ModelConfig) -> None:
+    """Refuse weights that have the right shapes but were trained as another function.
+
+    Raises:
+        CheckpointError: naming the first key that differs, with both values.
+    """
+    saved = checkpoint.manifest.config
+    if not isinstance(saved, Mapping) or "Model" not in saved:
+        return  # a checkpoint of another program, which records no configuration
+    trained = ModelConfig(**{k: v for k, v in saved["Model"].items() if k in ModelConfig.model_fields})
+    for key in _FUNCTION_KEYS:
+        then, now = getattr(trained, key), getattr(model, key)
+        if then != now:
+            name = f"Model.{_WRITTEN_AS.get(key, key)}"
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path} was trained with {name} = {then!r}, "
+                f"this configuration has {now!r}: the same weights would compute something else"
+            )
+
+
+def find_start(options: SaveLoadConfig, output_dir: Path | None, ctx: ParallelContext) -> Start:
+    """Decide what a run starts from. The main rank decides (and reads the whole checkpoint where it is to
+    be verified); the others open what it found.
 
     In this order: the newest checkpoint of ``output_dir`` when ``resume`` is set, so that the same
     command continues after every interruption; the checkpoint ``ckpt_dir``; the weights ``init_from``;
@@ -87,10 +135,25 @@ def find_start(options: SaveLoadConfig, output_dir: Path | None) -> Start:
     Args:
         options: ``Engine.save_load``.
         output_dir: where this run saves; None for a program that saves nothing.
+        ctx: this process's place in the job.
 
     Raises:
-        CheckpointError: the checkpoint asked for is missing, incomplete or damaged.
+        CheckpointError: the checkpoint asked for is missing, incomplete or damaged; on all ranks.
     """
+    start = Start(options)
+    with joint_errors(ctx):
+        if ctx.is_main:
+            start = _decide(options, output_dir)
+    path = None if start.checkpoint is None else str(start.checkpoint.path)
+    path, resumes = gather(ctx, (path, start.resumes))[0]
+    with joint_errors(ctx):
+        if path is not None and not ctx.is_main:
+            start = _start_at(open_resolved(path), options) if resumes else Start(options, open_resolved(path))
+    start.ctx = ctx
+    return start
+
+
+def _decide(options: SaveLoadConfig, output_dir: Path | None) -> Start:
     if output_dir is not None and options.resume:
         found = _newest(output_dir, options)
         if found is not None:
@@ -157,10 +220,15 @@ def _resume(checkpoint: Checkpoint, options: SaveLoadConfig) -> Start:
             f"{checkpoint.path} holds weights alone: optimizer, step and data position start afresh"
         )
         return Start(options, checkpoint)
+    start = _start_at(checkpoint, options)
+    get_logger().info(f"resuming {checkpoint.path} (global step {start.state.step})")
+    return start
+
+
+def _start_at(checkpoint: Checkpoint, options: SaveLoadConfig) -> Start:
     state = TrainState.from_json(checkpoint.state["train"])
     if options.reset_data:
         state.consumed_samples = state.epoch = 0
-    get_logger().info(f"resuming {checkpoint.path} (global step {state.step})")
     return Start(options, checkpoint, resumes=True, state=state)
 
 
@@ -169,8 +237,8 @@ def _warn_of_older_run(output_dir: Path) -> None:
     if older is not None:
         get_logger().warning(
             f"{output_dir} already holds checkpoints of an earlier run (newest: {older.name}); this run "
-            "starts anew and will replace those of the same step. "
-            "-o Engine.save_load.resume=auto would continue"
+            "starts anew, will replace those of the same step, and until its first save resume=auto would "
+            "continue the earlier one. -o Engine.save_load.resume=auto now would do so too"
         )
 
 

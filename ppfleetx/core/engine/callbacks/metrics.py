@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppfleetx.core.engine.callbacks.base import Callback, EvalRecord, StepRecord
 from ppfleetx.core.engine.callbacks.window import Window
 from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
     from ppfleetx.core.engine.engine import Engine
@@ -18,7 +20,7 @@ class MetricsFile(Callback):
     """Appends one JSON object a line.
 
     On resume, lines later than the step resumed from are dropped first, so that the file always reads
-    like that of a run that was never interrupted.
+    like that of a run that was never interrupted. A run that starts anew puts an earlier run's file aside.
     """
 
     def __init__(self, path: Path, logging_freq: int) -> None:
@@ -26,7 +28,10 @@ class MetricsFile(Callback):
         self._window = Window()
 
     def on_fit_start(self, engine: Engine) -> None:
-        keep_until(self._path, engine.state.step)
+        if engine.state.step:
+            keep_until(self._path, engine.state.step)
+        else:
+            put_aside(self._path)
 
     def on_step_end(self, engine: Engine, record: StepRecord) -> None:
         self._window.add(record)
@@ -69,12 +74,22 @@ class MetricsFile(Callback):
             file.write(json.dumps(record) + "\n")
 
 
+def put_aside(path: Path) -> None:
+    """Rename an earlier run's file to the first free ``metrics.1.jsonl``, ``metrics.2.jsonl``, ..."""
+    if not path.exists():
+        return
+    names = (path.with_suffix(f".{number}{path.suffix}") for number in count(1))
+    aside = next(name for name in names if not name.exists())
+    path.rename(aside)
+    get_logger().info(f"the metrics of an earlier run are now {aside}")
+
+
 def keep_until(path: Path, step: int) -> None:
     """Drop records later than ``step`` and a line torn by a kill."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8").splitlines()
-    kept = [line for line in lines if _step_of(line) <= step] if step else []
+    kept = [line for line in lines if _step_of(line) <= step]
     if kept != lines:
         with atomic_write(path, "w") as file:
             file.write("".join(f"{line}\n" for line in kept))
