@@ -90,6 +90,8 @@ def read_fleetx(path: str | Path, model: ModelConfig | None = None) -> Weights:
         for place, parts in _transposed(named, path):
             if place.ours not in tensors:  # a tied embedding is on the first and the last stage
                 tensors[place.ours] = _merged(place, parts)
+    if "decoder.final_norm.weight" not in tensors:
+        raise CheckpointError(f"{path} lacks the end of the network: a pipeline rank is missing")
     if any(name.endswith("attention.q.weight") for name in tensors):
         tensors = _fused(tensors, model, path)
     epoch, step = parse_step_directory(path.resolve().name) or (0, 0)
@@ -119,9 +121,8 @@ def _rank_files(path: Path) -> dict[tuple[int, int], Path]:
             return {(0, 0): path / MODEL_FILE}
         path = path.resolve().parent
     found = {}
-    for child in sorted(path.glob("mp_*_sharding_*_pp_*")):
-        match = _RANK.fullmatch(child.name)
-        if match and (child / MODEL_FILE).is_file():
+    for child in path.glob("mp_*_sharding_*_pp_*"):
+        if match := _RANK.fullmatch(child.name):
             mp, sharding, pp = (int(number) for number in match.groups())
             if sharding == 0:
                 found[mp, pp] = child / MODEL_FILE
@@ -130,7 +131,7 @@ def _rank_files(path: Path) -> dict[tuple[int, int], Path]:
     mp_degree, pp_degree = (max(numbers) + 1 for numbers in zip(*found, strict=True))
     for mp in range(mp_degree):
         for pp in range(pp_degree):
-            if (mp, pp) not in found:
+            if (mp, pp) not in found or not found[mp, pp].is_file():
                 raise CheckpointError(f"{path} lacks the {MODEL_FILE} of rank mp {mp}, sharding 0, pp {pp}")
     return found
 
