@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from ppfleetx.config.fields import Bool, NumberChoice, PositiveInt, Section
+from ppfleetx.config.fields import Bool, CountInt, NumberChoice, PositiveInt, Section
 
 
 class ShardingConfig(Section):
@@ -34,5 +34,6 @@ class DistributedConfig(Section):
     sep_degree: PositiveInt = 1
     """Ranks that split each sequence."""
     sharding: ShardingConfig = ShardingConfig()
-    pp_layers: tuple[PositiveInt, ...] | None = None
-    """Layers of each pipeline stage in model order (of each chunk with virtual stages); null: equal parts."""
+    pp_layers: tuple[CountInt, ...] | None = None
+    """Layers of each pipeline stage in model order (of each chunk with virtual stages); null: equal parts.
+    The first also holds the embedding and the last the head, so that 0 layers can balance a pipeline."""

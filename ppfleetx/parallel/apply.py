@@ -66,7 +66,7 @@ def _pipeline_runner(
 
     loss = PipelineLoss(loss_fn)
     model = StagePipeline(stages, ctx.plan, cfg.Global.seed, loss)
-    tied = tied_group(stages, model.bounds, ctx)
+    tied = tied_group(stages, ctx)
     pipeline = fleet.distributed_model(model)
     layers = [layer for _, layer in model.held_stages()]
     optimizer, sync = _optimizer_and_sync(model, layers, cfg, ctx, train, *tied)

@@ -7,7 +7,7 @@ weights, loss and update are ours, so that they do not depend on the plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,6 +58,13 @@ def _copy_passengers(_: Any, __: Any, state: tuple[paddle.Tensor, ...]) -> tuple
     return (state[0], *(tensor.clone() for tensor in state[1:]))
 
 
+class Passage(paddle.nn.Layer):
+    """What a chunk without layers runs: Paddle wants something that computes in every chunk."""
+
+    def forward(self, state: tuple[paddle.Tensor, ...]) -> tuple[paddle.Tensor, ...]:
+        return tuple(tensor.clone() for tensor in state)
+
+
 class StagePipeline(PipelineLayer):
     """Paddle's container with chunks where our plan puts them (Paddle's own cannot divide unevenly)."""
 
@@ -68,10 +75,14 @@ class StagePipeline(PipelineLayer):
         seed: int,
         loss_fn: Callable[[paddle.Tensor, dict[str, paddle.Tensor]], paddle.Tensor],
     ) -> None:
-        self.bounds = chunk_bounds(plan, len(stages))
-        ends = {end - 1 for end in self.bounds[1:-1]}
+        self._bounds, layers = [0], []
+        for start, end in pairwise(chunk_bounds(plan, len(stages))):
+            last = end - 1 if end < len(stages) else None
+            chunk = [StageDesc(stages[i], i, seed, ends_chunk=i == last) for i in range(start, end)]
+            layers += chunk or [LayerDesc(Passage)]
+            self._bounds.append(len(layers))
         super().__init__(
-            layers=[StageDesc(s, i, seed, ends_chunk=i in ends) for i, s in enumerate(stages)],
+            layers=layers,
             topology=fleet.get_hybrid_communicate_group().topology(),
             loss_fn=loss_fn,
             # Required in this form with virtual stages; the two methods below decide.
@@ -80,14 +91,14 @@ class StagePipeline(PipelineLayer):
         )
 
     def _segment_network(self, seg_method: str) -> None:
-        self.segment_parts = self.bounds
-        self._start_pos, self._end_pos = self.bounds[self._stage_id], self.bounds[self._stage_id + 1]
+        self.segment_parts = self._bounds
+        self._start_pos, self._end_pos = self._bounds[self._stage_id], self._bounds[self._stage_id + 1]
 
     def _segment_network_for_interleave(self, seg_method: str) -> None:
-        self.segment_parts = self.bounds
+        self.segment_parts = self._bounds
         chunks = range(self._stage_id, self._total_stages_with_virtual_stages, self._num_stages)
-        self._start_poss = [self.bounds[chunk] for chunk in chunks]
-        self._end_poss = [self.bounds[chunk + 1] for chunk in chunks]
+        self._start_poss = [self._bounds[chunk] for chunk in chunks]
+        self._end_poss = [self._bounds[chunk + 1] for chunk in chunks]
 
     def held_stages(self) -> list[tuple[int, paddle.nn.Layer]]:
         """(index in the model, layer) of the stages on this rank."""
@@ -179,7 +190,7 @@ def _feed(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[tuple[paddle.Te
         yield tuple(batch[name] for name in inputs if name in batch), batch
 
 
-def tied_group(stages: Sequence[Stage], bounds: Sequence[int], ctx: ParallelContext) -> tuple[Any, list[str]]:
+def tied_group(stages: Sequence[Stage], ctx: ParallelContext) -> tuple[Any, list[str]]:
     """Group of the pipeline ranks that hold the tied weights, and the weights' canonical names.
 
     Every rank makes every group, in the same order, as Paddle demands; the group is None on ranks that
@@ -187,6 +198,7 @@ def tied_group(stages: Sequence[Stage], bounds: Sequence[int], ctx: ParallelCont
     """
     keys = dict.fromkeys(stage.tie.key for stage in stages if stage.tie is not None)
     assert len(keys) <= 1, "one tied layer at most"
+    bounds = chunk_bounds(ctx.plan, len(stages))
     holders = sorted({_rank_of(i, bounds, ctx) for i, stage in enumerate(stages) if stage.tie is not None})
     if len(holders) < 2:
         return None, []

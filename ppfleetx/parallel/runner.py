@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from ppfleetx.distributed.checks import NonFinitePlace
 
 MicroBatch = dict[str, np.ndarray]
 
@@ -36,7 +39,13 @@ class NonFiniteError(RuntimeError):
 
 
 class Runner(Protocol):
-    """Executes steps of one model under one plan."""
+    """Executes steps of one model under one plan.
+
+    Attributes:
+        checks: ``Engine.checks``: what to look at beside computing.
+    """
+
+    checks: str
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float, weight_decay: float
@@ -44,7 +53,15 @@ class Runner(Protocol):
         """Forward, backward and update over one global batch.
 
         Raises:
-            NonFiniteError: before the update, when the loss or the gradient norm is not finite.
+            NonFiniteError: on every rank and before the update, when the loss or the gradient norm is not
+                finite (and ``checks`` are not off).
+        """
+        ...
+
+    def locate_non_finite(self, micro_batches: Sequence[MicroBatch], *, step: int) -> NonFinitePlace | None:
+        """Where on this rank the numbers that ended ``train_step`` first were not finite; None: nowhere.
+
+        Every rank of the job calls this after :class:`NonFiniteError`, with what it gave ``train_step``.
         """
         ...
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import paddle
 
+from ppfleetx.distributed.checks import NonFinitePlace, NonFiniteSearch
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.random import DropoutStreams
 from ppfleetx.distributed.together import gather
@@ -34,6 +36,10 @@ class StepRunner(ABC):
         sync: sums and clips gradients.
         seed: ``Global.seed``, for the dropout streams.
         clip_norm: global gradient norm to clip to; 0 measures it only.
+
+    Attributes:
+        checks: ``Engine.checks``. Unless ``off``, a loss or gradient norm that is not finite is an error;
+            ``full`` looks at every output and gradient.
     """
 
     def __init__(
@@ -50,6 +56,8 @@ class StepRunner(ABC):
         self.model, self._optimizer, self._ctx, self._sync = model, optimizer, ctx, sync
         self._clip_norm, self._streams = clip_norm, DropoutStreams(seed, ctx)
         self._streams.attach(stages)
+        self._search = NonFiniteSearch(stages)
+        self.checks = "cheap"
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float, weight_decay: float
@@ -59,14 +67,27 @@ class StepRunner(ABC):
         self._streams.begin_step(step)
         # The divisor is known before the first backward, so every token weighs the same in any plan.
         num_valid = self._count_valid(micro_batches, at_least=1.0)
-        loss_sum = self._forward_backward(micro_batches, num_valid)
+        with self._search if self.checks == "full" else nullcontext():
+            loss_sum = self._forward_backward(micro_batches, num_valid)
         loss = self._ctx.sum_over(_LOSS_AXES, loss_sum)[0] / num_valid
         self._sync.reduce()
         grad_norm = self._sync.clip(self._clip_norm)
-        self._refuse_non_finite(loss, grad_norm, micro_batches)
+        if self.checks != "off":
+            self._refuse_non_finite(loss, grad_norm, micro_batches)
         self._optimizer.step(lr=lr, weight_decay=weight_decay)
         self._optimizer.clear_grad()
         return StepOutput(loss=loss, num_valid_tokens=num_valid, grad_norm=grad_norm)
+
+    def locate_non_finite(self, micro_batches: Sequence[MicroBatch], *, step: int) -> NonFinitePlace | None:
+        if self.checks != "full":
+            # The parameters are those of before the step and dropout belongs to it: the passes repeat.
+            self._optimizer.clear_grad()
+            self._streams.begin_step(step)
+            with self._search:
+                self._forward_backward(micro_batches, self._count_valid(micro_batches, at_least=1.0))
+            self._sync.reduce()  # nothing is left under way between the ranks
+        self._optimizer.clear_grad()
+        return self._search.place
 
     def eval_step(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, float]:
         self.model.eval()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.plan import ParallelPlan
 from tests.helpers.ranks import Pools
-from tests.parity.training import GLOBAL_BATCH, STEPS
+from tests.parity.training import GLOBAL_BATCH
 
 TRAIN = "tests.parity.training:train"
 TOLERANCE = 1e-5
@@ -54,26 +55,21 @@ class Comparison:
     """
 
     def __init__(self, pools: Pools, directory: Path) -> None:
-        self._pools, self._directory, self._references = pools, directory, {}
+        self.pools, self._directory, self._references = pools, directory, {}
 
     def run(
-        self, plan: ParallelPlan, model: str, optimizer: str, *, micro_batch_size: int = 0, **more: Any
+        self,
+        plan: ParallelPlan,
+        model: str = "gpt",
+        optimizer: str = "adamw",
+        *,
+        micro_batch_size: int = 0,
+        reference_micro_batch_size: int = 8,
+        **more: Any,
     ) -> Difference:
-        """Differences of the plan's run from the run of one process with the same options."""
-        reference, directory = self.reference(
-            model, optimizer, more.get("extra") or {}, more.get("steps", STEPS)
-        )
-        results = self._pools(plan.world_size).run(
-            TRAIN,
-            timeout=120.0,
-            plan=fields_of(plan),
-            world_size=plan.world_size,
-            model=model,
-            optimizer=optimizer,
-            micro_batch_size=micro_batch_size or micro_batch_size_of(plan),
-            weights_dir=directory,
-            **more,
-        )
+        """Differences of the plan's run from the run of one process with the same options ``more``."""
+        reference, directory = self.reference(model, optimizer, reference_micro_batch_size, **more)
+        results = self.run_plan(plan, model, optimizer, micro_batch_size, directory, **more)
         for key in ("loss", "grad_norm", "tokens"):
             assert all(result[key] == results[0][key] for result in results), f"{key} differs between ranks"
         assert results[0]["tokens"] == reference["tokens"]
@@ -85,26 +81,46 @@ class Comparison:
             last=max(result["last_weights"] for result in results) if optimizer == "sgd" else 0.0,
         )
 
+    def run_plan(
+        self,
+        plan: ParallelPlan,
+        model: str,
+        optimizer: str,
+        micro_batch_size: int = 0,
+        weights_dir: str | None = None,
+        **more: Any,
+    ) -> list[dict[str, Any]]:
+        """Results of the plan's run, by rank."""
+        return self.pools(plan.world_size).run(
+            TRAIN,
+            timeout=120.0,
+            plan=fields_of(plan),
+            world_size=plan.world_size,
+            model=model,
+            optimizer=optimizer,
+            micro_batch_size=micro_batch_size or micro_batch_size_of(plan),
+            weights_dir=weights_dir,
+            **more,
+        )
+
     def reference(
-        self, model: str, optimizer: str, extra: dict[str, Any], steps: int = STEPS
+        self, model: str, optimizer: str, micro_batch_size: int, **more: Any
     ) -> tuple[dict[str, Any], str]:
         """Result and weights' directory of the run of one process."""
-        key = (model, optimizer, str(sorted(extra.items())), steps)
+        key = str((model, optimizer, micro_batch_size, more))
         if key not in self._references:
-            directory = self._directory / f"reference{len(self._references)}"
-            directory.mkdir()
-            (result,) = self._pools(1).run(
+            directory = tempfile.mkdtemp(dir=self._directory)
+            (result,) = self.pools(1).run(
                 TRAIN,
                 plan={},
                 world_size=1,
                 model=model,
                 optimizer=optimizer,
-                micro_batch_size=8,
-                weights_dir=str(directory),
-                extra=extra,
-                steps=steps,
+                micro_batch_size=micro_batch_size,
+                weights_dir=directory,
+                **more,
             )
-            self._references[key] = (result, str(directory))
+            self._references[key] = (result, directory)
         return self._references[key]
 
 

@@ -82,24 +82,28 @@ KEYS = {
 }
 
 
-def global_batch(step: int) -> dict[str, np.ndarray]:
+def global_batch(step: int, documents: bool = False) -> dict[str, np.ndarray]:
     """All sequences of a step; the shares of padding differ widely between sequences."""
     generator = np.random.default_rng(100 + step)
     tokens = generator.integers(0, VOCAB, (GLOBAL_BATCH, SEQ_LEN + 1))
     lengths = generator.integers(1, SEQ_LEN + 1, GLOBAL_BATCH)
     lengths[step % GLOBAL_BATCH] = 0  # one sequence is all padding
     positions = np.arange(SEQ_LEN)
-    return {
+    batch = {
         "tokens": tokens[:, :-1],
         "labels": tokens[:, 1:],
         "loss_mask": (positions < lengths[:, None]).astype(np.float32),
         "position_ids": np.tile(positions, (GLOBAL_BATCH, 1)),
     }
+    if documents:
+        cuts = generator.integers(1, SEQ_LEN, (GLOBAL_BATCH, 1))
+        batch["document_start"] = np.where(positions < cuts, 0, cuts).astype(np.int32)
+    return batch
 
 
-def micro_batches(step: int, cfg: Any, ctx: Any) -> list[dict[str, np.ndarray]]:
+def micro_batches(step: int, cfg: Any, ctx: Any, documents: bool = False) -> list[dict[str, np.ndarray]]:
     """This replica's micro batches of a step, cut as the sampler cuts a global batch."""
-    batch, size = global_batch(step), cfg.batch.local_batch_size
+    batch, size = global_batch(step, documents), cfg.batch.local_batch_size
     rows = np.split(np.arange(ctx.data_rank * size, (ctx.data_rank + 1) * size), cfg.batch.accumulate_steps)
     return [{name: array[part] for name, array in batch.items()} for part in rows]
 
@@ -110,18 +114,19 @@ def train(
     model: str,
     optimizer: str,
     micro_batch_size: int,
-    weights_dir: str,
+    weights_dir: str | None,
     steps: int = STEPS,
     extra: dict[str, Any] | None = None,
-    mutation: str | None = None,
+    documents: bool = False,
 ) -> dict[str, Any]:
     """Train ``steps`` steps.
 
     Args:
         plan: fields of the plan that differ from 1.
-        weights_dir: where the run of one process leaves its first and last weights, and others read them.
+        weights_dir: where the run of one process leaves its first and last weights, and others read them;
+            None: nothing is compared.
         extra: more overrides.
-        mutation: name of a defect of tests/parity/mutations.py to bring in.
+        documents: several documents are packed into each sequence, which must not see each other.
     """
     import paddle
 
@@ -135,23 +140,19 @@ def train(
     with paddle.utils.unique_name.guard():
         ctx = init_distributed(cfg)
         runner = parallelize(build_module(cfg), cfg, ctx, train=True)
-        if mutation:
-            from tests.parity import mutations
-
-            getattr(mutations, mutation)(runner)
-        first = _compare(runner, Path(weights_dir) / "first.npz", ctx)
-        eval_before = runner.eval_step(micro_batches(steps, cfg, ctx))
+        first = _compare(runner, weights_dir, "first.npz", ctx)
+        eval_before = runner.eval_step(micro_batches(steps, cfg, ctx, documents))
         outputs = [
             runner.train_step(
-                micro_batches(step, cfg, ctx),
+                micro_batches(step, cfg, ctx, documents),
                 step=step + 1,
                 lr=cfg.Optimizer.lr.max_lr * min(1.0, (step + 1) / 2),
                 weight_decay=0.1,
             )
             for step in range(steps)
         ]
-        eval_after = runner.eval_step(micro_batches(steps, cfg, ctx))
-        last = _compare(runner, Path(weights_dir) / "last.npz", ctx)
+        eval_after = runner.eval_step(micro_batches(steps, cfg, ctx, documents))
+        last = _compare(runner, weights_dir, "last.npz", ctx)
     return {
         "loss": [eval_before[0] / eval_before[1], *(o.loss for o in outputs), eval_after[0] / eval_after[1]],
         "grad_norm": [output.grad_norm for output in outputs],
@@ -161,9 +162,12 @@ def train(
     }
 
 
-def _compare(runner: Any, path: Path, ctx: Any) -> float:
+def _compare(runner: Any, weights_dir: str | None, file: str, ctx: Any) -> float:
     """Largest difference of a weight of this rank from the stored one, relative to the largest of its
     tensor. The run of one process stores its weights and gives 0."""
+    if weights_dir is None:
+        return 0.0
+    path = Path(weights_dir) / file
     mine = {name: (parameter.info, parameter.numpy()) for name, parameter in runner.named_parameters()}
     if ctx.world_size == 1:
         np.savez(path, **{name: array for name, (_, array) in mine.items()})
@@ -178,3 +182,36 @@ def _compare(runner: Any, path: Path, ctx: Any) -> float:
             assert part.shape == array.shape, name
             worst = max(worst, float(np.abs(part - array).max() / max(np.abs(whole).max(), 1e-30)))
     return worst
+
+
+def dropout_masks(plan: dict[str, Any], world_size: int) -> list[dict[str, str]]:
+    """What the two kinds of dropout keep on this rank, in two micro batches of a step and in the next."""
+    import paddle
+
+    from ppfleetx.config.loader import load_config
+    from ppfleetx.distributed.init import init_distributed
+    from ppfleetx.distributed.random import DropoutStreams
+    from ppfleetx.nn.factory import layer_factory
+
+    cfg = load_config(CONFIG, overrides(plan, "gpt", "sgd", 1, {}), world_size=world_size)
+    ctx = init_distributed(cfg)
+    factory, streams = layer_factory(ctx), DropoutStreams(cfg.Global.seed, ctx)
+
+    class Drops(paddle.nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk, self.heads = factory.dropout(0.5), factory.dropout(0.5, inside_heads=True)
+
+        def forward(self, ones: paddle.Tensor) -> dict[str, str]:
+            return {
+                name: "".join(str(int(kept)) for kept in (drop(ones) > 0).numpy())
+                for name, drop in (("trunk", self.trunk), ("heads", self.heads))
+            }
+
+    layers = [Drops(), Drops()]
+    streams.attach(enumerate(layers))
+    ones, drawn = paddle.ones([64]), []
+    for step, passes in ((1, 2), (2, 1)):
+        streams.begin_step(step)
+        drawn += [layer(ones) for _ in range(passes) for layer in layers]
+    return drawn

@@ -1,0 +1,94 @@
+"""A choice of plans equals one card; ``make parity`` runs all of them.
+
+Every run has accumulation, clipping, weight decay, warm-up, and padding that differs between micro
+batches and ranks; the first and last numbers compared are evaluations.
+"""
+
+import pytest
+
+from ppfleetx.config.plan import ParallelPlan as Plan
+from tests.parity.comparison import TOLERANCE
+
+PLANS = [
+    Plan(dp=2),
+    Plan(mp=2),
+    Plan(mp=2, sequence_parallel=True),
+    Plan(pp=2),
+    Plan(sep=2),
+    Plan(sharding=2),
+    Plan(sharding=2, sharding_stage=2),
+    Plan(sharding=2, sharding_stage=3),
+    Plan(dp=2, mp=2, sequence_parallel=True),
+    Plan(pp=4, virtual_pp_degree=2),
+    Plan(pp=2, mp=2, sequence_parallel=True),
+    Plan(pp=2, sharding=2, sharding_stage=3),
+    Plan(mp=2, sep=2, sequence_parallel=True),
+    Plan(dp=2, pp=2, mp=2),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+def test_loss_and_gradient_norm(comparison, plan, model):
+    difference = comparison.run(plan, model, "adamw")
+    assert difference.first == 0, "initial weights differ"
+    assert difference.worst <= TOLERANCE, difference
+
+
+@pytest.mark.parametrize("plan", [Plan(pp=2), Plan(sharding=2), *PLANS[8:]], ids=str)
+def test_final_weights(comparison, plan):
+    difference = comparison.run(plan, "gpt", "sgd")
+    assert difference.worst <= TOLERANCE, difference
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(pp=2, pp_layers=(3, 5)),
+        Plan(pp=2, pp_layers=(0, 8)),
+        Plan(pp=4, pp_layers=(4, 0, 4, 0)),
+        Plan(pp=4, virtual_pp_degree=2, pp_layers=(1, 2, 0, 2, 1, 1, 1, 0)),
+    ],
+    ids=lambda plan: f"{plan}, {plan.pp_layers}",
+)
+def test_uneven_pipelines(comparison, plan):
+    difference = comparison.run(plan, "gpt", "sgd")
+    assert difference.first == 0
+    assert difference.worst <= TOLERANCE, difference
+
+
+def test_interleaved_schedule(comparison):
+    """With 8 micro batches Paddle interleaves; with 4 it runs all forward passes first."""
+    difference = comparison.run(Plan(pp=4, virtual_pp_degree=2), "gpt", "sgd", micro_batch_size=2)
+    assert difference.worst <= TOLERANCE, difference
+
+
+def test_a_degree_that_is_no_power_of_two(comparison):
+    sizes = {"num_attention_heads": 6, "ffn_hidden_size": 66, "vocab_size_divisible_unit": 129}
+    extra = {f"Model.{key}": value for key, value in sizes.items()}
+    difference = comparison.run(Plan(mp=3), "gpt", "sgd", extra=extra)
+    assert difference.worst <= TOLERANCE, difference
+
+
+@pytest.mark.parametrize("granularity", ["full", "full_attn", "core_attn"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(mp=2, sequence_parallel=True),
+        Plan(pp=2, sharding=2, sharding_stage=3),
+        Plan(sep=2),
+    ],
+    ids=str,
+)
+def test_recomputation(comparison, plan, granularity):
+    extra = {"Model.use_recompute": True, "Model.recompute_granularity": granularity}
+    difference = comparison.run(plan, "llama", "sgd", extra=extra, steps=2)
+    assert difference.worst <= TOLERANCE, difference
+
+
+@pytest.mark.parametrize("plan", [Plan(sep=2), Plan(pp=2, mp=2, sequence_parallel=True)], ids=str)
+def test_packed_documents(comparison, plan):
+    """Passengers of the pipeline, and positions of whole sequences, arrive where attention needs them."""
+    extra = {"Model.use_recompute": True}
+    difference = comparison.run(plan, "llama", "sgd", documents=True, steps=2, extra=extra)
+    assert difference.worst <= TOLERANCE, difference
