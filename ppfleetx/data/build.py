@@ -42,18 +42,21 @@ class CorpusPart:
 
 
 def requested_samples(cfg: RunConfig, mode: Mode) -> int:
-    """Samples a run asks of a split, which sizes its index maps; Megatron-LM's and FleetX's numbers.
+    """Samples a run reads of a split, which sizes its index maps.
 
-    Train: global batch x max_steps. Eval: global batch x eval_iters x (max_steps // eval_freq + 1).
-    Test: global batch x test_iters (10 x eval_iters when not set).
+    Train: global batch x max_steps, as in Megatron-LM. Eval: global batch x eval_iters; Test: global batch x
+    test_iters. Megatron-LM and FleetX multiply Eval by the number of evaluations, each of which goes on where
+    the last one ended; here every evaluation reads the same batches, and which ones they are depends neither
+    on how long the run is nor on how often it evaluates.
     """
-    engine, batch = cfg.Engine, cfg.batch.global_batch_size
-    if mode == "Train":
-        return batch * engine.max_steps
-    if mode == "Eval":
-        evaluations = engine.max_steps // engine.eval_freq + 1 if engine.eval_freq else 1
-        return batch * engine.eval_iters * evaluations
-    return batch * (engine.test_iters or 10 * engine.eval_iters)
+    batch = cfg.batch.global_batch_size
+    return batch * (cfg.Engine.max_steps if mode == "Train" else _evaluation_batches(cfg, mode))
+
+
+def _evaluation_batches(cfg: RunConfig, mode: Mode) -> int:
+    """Global batches of one pass over Eval or Test."""
+    engine = cfg.Engine
+    return engine.eval_iters if mode == "Eval" else engine.test_iters or 10 * engine.eval_iters
 
 
 def build_dataloader(
@@ -78,9 +81,7 @@ def build_dataloader(
     tail: Tail = "wrap"
     total = len(dataset)
     if mode != "Train":
-        engine = cfg.Engine
-        num_batches = engine.eval_iters if mode == "Eval" else engine.test_iters or 10 * engine.eval_iters
-        total = min(total, num_batches * batch.global_batch_size)
+        total = min(total, requested_samples(cfg, mode))
         tail = "drop" if section.sampler.drop_last else "pad"
     sampler = GlobalBatchSampler(
         total,

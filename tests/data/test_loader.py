@@ -112,7 +112,7 @@ def test_sizes_of_the_three_modes(tmp_path: Path, toy_prefix: str) -> None:
     cfg = make_config(tmp_path, toy_prefix)
     loaders = {mode: build_dataloader(cfg, mode) for mode in ("Train", "Eval", "Test")}
     requested = {mode: loader.dataset.num_requested for mode, loader in loaders.items()}
-    assert requested == {"Train": 20 * 8, "Eval": (20 // 10 + 1) * 3 * 8, "Test": 2 * 8}
+    assert requested == {"Train": 20 * 8, "Eval": 3 * 8, "Test": 2 * 8}
     ranges = [(loader.dataset.first, loader.dataset.last) for loader in loaders.values()]
     assert ranges == [(0, 110), (110, 130), (130, 137)]
     assert len({loader.fingerprint for loader in loaders.values()}) == 3
@@ -167,6 +167,16 @@ def test_run_mode_epoch_prepares_that_many_epochs(tmp_path: Path, toy_prefix: st
     loader = build_dataloader(make_config(tmp_path, toy_prefix, *overrides), "Train")
     assert loader.dataset.plan.num_epochs == 3
     assert loader.samples_per_epoch == loader.dataset.tokens_per_epoch / LENGTH
+
+
+def test_the_evaluation_set_depends_on_neither_length_nor_pace(tmp_path: Path, toy_prefix: str) -> None:
+    pace = [(), ("Engine.max_steps=100000",), ("Engine.eval_freq=1",), ("Engine.eval_freq=0",)]
+    pace.append(("Engine.run_mode=epoch", "Engine.max_steps=500000", "Engine.eval_freq=1"))
+    loaders = [build_dataloader(make_config(tmp_path, toy_prefix, *keys), "Eval") for keys in pace]
+    assert {loader.dataset.num_requested for loader in loaders} == {3 * 8}
+    assert len({loader.fingerprint for loader in loaders}) == 1
+    first, *others = [[micro["tokens"].tolist() for step in loader for micro in step] for loader in loaders]
+    assert all(other == first for other in others)
 
 
 def test_mistakes_are_said_at_once(tmp_path: Path, toy_prefix: str) -> None:
