@@ -76,6 +76,11 @@ class ParallelPlan:
             rank, position[axis] = divmod(rank, getattr(self, axis))
         return {axis: position[axis] for axis in AXES}
 
+    def knows_loss(self, rank: int) -> bool:
+        """Whether ``rank`` is the first of those that compute the loss, at the end of the pipeline."""
+        at = self.coordinates(rank)
+        return at["pp"] == self.pp - 1 and all(at[axis] == 0 for axis in AXES if axis != "pp")
+
     def groups(self, axis: str) -> list[list[int]]:
         """Global ranks that communicate along ``axis``, one list per group."""
         stride = math.prod(getattr(self, name) for name in AXES[AXES.index(axis) + 1 :])

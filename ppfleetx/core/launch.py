@@ -25,17 +25,21 @@ def start_process(path: str, overrides: Sequence[str]) -> tuple[RunConfig, Paral
         ConfigError: anything wrong or not supported, before any device work.
     """
     cfg = load_config(path, overrides, world_size=world_size(os.environ))
-    logger = configure_logging(quiet=rank(os.environ) != 0)
-    for warning in (*cfg.warnings, *without_effect(cfg)):
+    main = rank(os.environ) == 0
+    logger = configure_logging(quiet=not main and not cfg.plan.knows_loss(rank(os.environ)))
+    for warning in (*cfg.warnings, *without_effect(cfg)) if main else ():
         logger.warning(warning)
     device = expected_device(cfg.Global.device)
     _refuse_unsupported(cfg, device)
     said = prepare_process(device=device)
     import_paddle()
     logger.info(said)
+    from ppfleetx.core.engine.watch import check_configuration
     from ppfleetx.distributed.init import init_distributed
 
-    return cfg, init_distributed(cfg)
+    ctx = init_distributed(cfg)
+    check_configuration(cfg, ctx)
+    return cfg, ctx
 
 
 def expected_device(wanted: str) -> str:

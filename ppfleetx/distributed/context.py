@@ -58,6 +58,11 @@ class ParallelContext:
         """Whether this rank speaks for the job."""
         return self.rank == 0
 
+    @property
+    def knows_loss(self) -> bool:
+        """Whether this rank is the first of those that compute the loss."""
+        return self.plan.knows_loss(self.rank)
+
     def rank_on(self, axis: str) -> int:
         """This process's rank along ``axis`` (dp, pp, sharding, sep or mp)."""
         return self.plan.coordinates(self.rank)[axis]

@@ -29,6 +29,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from ppfleetx.config.errors import PeerEndedError
+
 TIMEOUT_VARIABLE = "PADDLE_CPU_COMM_TIMEOUT"
 DIRECT_VARIABLE = "PADDLE_CPU_COMM_DIRECT"
 DIRECT_BYTES = 1 << 16  # below this a copy through the socket is faster than the acknowledgement
@@ -61,7 +63,7 @@ class CommError(RuntimeError):
     """A communication that cannot complete."""
 
 
-class PeerLostError(CommError):
+class PeerLostError(CommError, PeerEndedError):
     """A rank this one depends on has ended."""
 
 

@@ -51,10 +51,11 @@ def any_rank(ctx: ParallelContext, flag: object) -> bool:
 
 
 @contextlib.contextmanager
-def joint_errors(ctx: ParallelContext) -> Iterator[None]:
+def joint_errors(ctx: ParallelContext, *, name_ranks: bool = True) -> Iterator[None]:
     """A user's mistake that one rank finds within ends all ranks, with the same message.
 
-    Within there must be no communication: a rank that has failed would not take part.
+    Within there must be no communication: a rank that has failed would not take part. ``name_ranks``: the
+    message says which ranks found it; of no use where one rank looks on behalf of all.
 
     Raises:
         UserError: on every rank when there was one on any.
@@ -64,10 +65,10 @@ def joint_errors(ctx: ParallelContext) -> Iterator[None]:
         yield
     except UserError as found:
         error = found
-    settle(ctx, error)
+    settle(ctx, error, name_ranks=name_ranks)
 
 
-def settle(ctx: ParallelContext, error: UserError | None) -> None:
+def settle(ctx: ParallelContext, error: UserError | None, *, name_ranks: bool = True) -> None:
     """Raise on all ranks what one of them brings; nothing when none does."""
     if ctx.world_size == 1:
         if error is not None:
@@ -75,17 +76,17 @@ def settle(ctx: ParallelContext, error: UserError | None) -> None:
         return
     texts = gather(ctx, None if error is None else str(error))
     if any(text is not None for text in texts):
-        message = joint_message(texts)
+        message = joint_message(texts, name_ranks=name_ranks)
         if error is not None and message == str(error):
             raise error
         raise JointError(message) from error
 
 
-def joint_message(texts: Sequence[str | None]) -> str:
+def joint_message(texts: Sequence[str | None], *, name_ranks: bool = True) -> str:
     """One message of the ranks' messages (None: that rank has none); the first one, and who says so."""
     first = next(text for text in texts if text is not None)
     ranks = [rank for rank, text in enumerate(texts) if text == first]
-    if len(ranks) == len(texts):
+    if not name_ranks or len(ranks) == len(texts):
         return first
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {first}"
 

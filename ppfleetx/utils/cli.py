@@ -6,9 +6,10 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from ppfleetx.config.errors import UserError
+from ppfleetx.config.errors import PeerEndedError, UserError
 
 EXIT_USER_ERROR = 2
+EXIT_PEER_LOST = 3
 EXIT_INTERRUPTED = 130
 
 
@@ -28,14 +29,17 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 def run_tool(main: Callable[[], int | None]) -> None:
     """Run a tool's ``main`` and end the process with its exit code.
 
-    A :class:`UserError` is printed as one message and ends with code 2; anything else is a defect of
-    the program and keeps its traceback.
+    A :class:`UserError` is printed as one message and ends with code 2, the end of another process of
+    the job likewise with code 3; anything else is a defect of the program and keeps its traceback.
     """
     try:
         code = main()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         code = EXIT_USER_ERROR
+    except PeerEndedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = EXIT_PEER_LOST
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED

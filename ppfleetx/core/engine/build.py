@@ -45,7 +45,7 @@ def train(cfg: RunConfig, ctx: ParallelContext) -> None:
     for line in check_report(cfg).splitlines():
         log.info(line)
     with contextlib.ExitStack() as stack:
-        with joint_errors(ctx):
+        with joint_errors(ctx, name_ranks=False):
             output_dir = make_output_dir(cfg, ctx)
             if ctx.is_main:
                 stack.enter_context(_run_lock(output_dir))

@@ -83,8 +83,7 @@ class Start:
             if self.options.load_rng:
                 set_rng_state(self.checkpoint.state["rng"])
             saved = self.checkpoint.state["schedule"]
-            schedule = resume_schedule(self.options.lr_schedule, schedule, saved)
-        return schedule
+            return resume_schedule(self.options.lr_schedule, schedule, saved)
 
     def restore_weights(self, runner: Runner, model: ModelConfig) -> None:
         """Load the weights alone.
@@ -141,14 +140,15 @@ def find_start(options: SaveLoadConfig, output_dir: Path | None, ctx: ParallelCo
         CheckpointError: the checkpoint asked for is missing, incomplete or damaged; on all ranks.
     """
     start = Start(options)
-    with joint_errors(ctx):
+    with joint_errors(ctx, name_ranks=False):
         if ctx.is_main:
             start = _decide(options, output_dir)
     path = None if start.checkpoint is None else str(start.checkpoint.path)
     path, resumes = gather(ctx, (path, start.resumes))[0]
     with joint_errors(ctx):
         if path is not None and not ctx.is_main:
-            start = _start_at(open_resolved(path), options) if resumes else Start(options, open_resolved(path))
+            checkpoint = open_resolved(path)
+            start = _start_at(checkpoint, options) if resumes else Start(options, checkpoint)
     start.ctx = ctx
     return start
 

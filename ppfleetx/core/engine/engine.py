@@ -13,6 +13,7 @@ from ppfleetx.core.engine.callbacks.base import Callback, EvalRecord, StepRecord
 from ppfleetx.core.engine.pace import Pace
 from ppfleetx.core.engine.signals import StopRequest
 from ppfleetx.core.engine.state import TrainState
+from ppfleetx.core.engine.watch import Watch
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.optims.schedules import Schedule
 from ppfleetx.parallel.runner import MicroBatch, NonFiniteError, Runner
@@ -64,6 +65,7 @@ class Engine:
         self.pace = pace
         self._saver, self._callbacks = saver, list(callbacks)
         self._samples_per_epoch = samples_per_epoch
+        self._watch = Watch(cfg, ctx, samples_per_epoch)
         self._saved_step = -1
 
     @property
@@ -74,22 +76,25 @@ class Engine:
     def fit(self, train_loader: Loader, eval_loader: Loader | None = None) -> None:
         """Train from ``state.step`` to exactly ``max_steps`` optimizer steps, and save at the end.
 
-        SIGTERM or Ctrl-C ends the run after the current step, with a checkpoint.
+        SIGTERM or Ctrl-C to any rank ends the run after the current step, with a checkpoint.
 
         Raises:
-            TrainingStoppedError: the loss or the gradient is not finite, or the data ended early.
+            UserError: the loss or the gradient is not finite, the data ended early or cannot be read, the
+                ranks do not hold what they should; the same on all ranks.
         """
         self._saved_step = self.state.step
         self._log_start()
         try:
             with StopRequest() as stop:
                 self._tell("on_fit_start")
+                self._watch.at_rest(self.runner)
                 self._evaluate_first(eval_loader, stop)
                 self._train(iter(train_loader), eval_loader, stop)
                 self._save_once()
             if stop:
                 get_logger().info(
-                    f"stopped by {stop.signal_name} after global step {self.state.step} of {self.max_steps}; "
+                    f"stopped by {stop.signal_name or 'a signal to another rank'} after global step "
+                    f"{self.state.step} of {self.max_steps}; "
                     "the same command with -o Engine.save_load.resume=auto continues"
                 )
         finally:
@@ -103,7 +108,7 @@ class Engine:
         started = time.perf_counter()
         loss_sum = num_valid = 0.0
         for micro_batches in loader:
-            if stop:
+            if self._watch.stops_evaluation(stop):
                 return None
             batch_loss, batch_valid = self.runner.eval_step(micro_batches)
             loss_sum, num_valid = loss_sum + batch_loss, num_valid + batch_valid
@@ -128,31 +133,42 @@ class Engine:
     def _train(
         self, batches: Iterator[Sequence[MicroBatch]], eval_loader: Loader | None, stop: StopRequest
     ) -> None:
-        while self.state.step < self.max_steps and not stop:
-            self._step(batches)
+        while self.state.step < self.max_steps:
+            started = time.perf_counter()
+            micro_batches, error = self._read(batches)
+            reader_cost = time.perf_counter() - started
+            if self._watch.before_step(micro_batches, error, stop):
+                return
+            self._step(micro_batches, started, reader_cost)
             if eval_loader is not None and _is_due(self.state.step, self.pace.eval_every):
                 self.evaluate(eval_loader, stop)
             if _is_due(self.state.step, self.pace.save_every):
                 self._save_once()
 
-    def _step(self, batches: Iterator[Sequence[MicroBatch]]) -> None:
-        started = time.perf_counter()
-        micro_batches = next(batches, None)
+    def _read(
+        self, batches: Iterator[Sequence[MicroBatch]]
+    ) -> tuple[Sequence[MicroBatch] | None, UserError | None]:
+        """The next batch, or why there is none: the other ranks have to know before anything is raised."""
+        try:
+            micro_batches = next(batches, None)
+        except UserError as error:
+            return None, error
         if micro_batches is None:
-            raise TrainingStoppedError(
+            return None, TrainingStoppedError(
                 f"the training data ended at global step {self.state.step} of {self.max_steps}"
             )
-        read = time.perf_counter()
+        return micro_batches, None
+
+    def _step(self, micro_batches: Sequence[MicroBatch], started: float, reader_cost: float) -> None:
+        """One optimizer step; its batch was asked for at ``started``, and came ``reader_cost`` seconds on."""
         step = self.state.step + 1
         lr, weight_decay = self.schedule.lr(step), self.schedule.weight_decay(step)
         try:
             output = self.runner.train_step(micro_batches, step=step, lr=lr, weight_decay=weight_decay)
         except NonFiniteError as error:
-            raise TrainingStoppedError(
-                f"global step {step}: {error.what} is {error.value}; nothing was updated. "
-                f"Samples of this step on data rank {self.ctx.data_rank}, as positions in the training "
-                f"order: {error.sample_ids}"
-            ) from error
+            told = self._watch.describe(error, self.runner, micro_batches, step)
+            raise TrainingStoppedError(told) from error
+        self._watch.after_step(self.runner)
         epoch, batch = self._position()
         batch_size = self.cfg.batch.global_batch_size
         self.state.step = step
@@ -170,7 +186,7 @@ class Engine:
             num_valid_tokens=output.num_valid_tokens,
             num_tokens=batch_size * self.cfg.Data.Train.dataset.max_seq_len,
             data_size=self.ctx.data_size,
-            reader_cost=read - started,
+            reader_cost=reader_cost,
             batch_cost=done - started,
         )
         self._tell("on_step_end", record)
@@ -185,6 +201,7 @@ class Engine:
 
     def _save_once(self) -> None:
         if self._saver is not None and self.state.step != self._saved_step:
+            self._watch.at_rest(self.runner)
             self._saver.save(self)
             self._saved_step = self.state.step
 

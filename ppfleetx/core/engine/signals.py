@@ -9,17 +9,26 @@ from typing import Self
 
 
 class StopRequest:
-    """Context in which the first SIGTERM or SIGINT only sets :attr:`signal_name`.
+    """Context in which the first SIGTERM or SIGINT only asks to stop.
 
-    A second Ctrl-C ends the process at once, as an impatient user expects.
+    A second Ctrl-C ends the process at once, as an impatient user expects. The ranks of a job get their
+    signals at different moments and must stop after the same step, so what counts is not that a signal
+    has come here (:attr:`signal_name`) but that the ranks have agreed to stop.
     """
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
+        self._agreed = False
         self._previous: dict[int, object] = {}
 
     def __bool__(self) -> bool:
-        return self.signal_name is not None
+        """Whether the ranks have agreed to stop."""
+        return self._agreed
+
+    def agree(self, requested: object) -> bool:
+        """Take over the ranks' agreement: ``requested`` says whether any of them has got a signal."""
+        self._agreed = self._agreed or bool(requested)
+        return self._agreed
 
     def __enter__(self) -> Self:
         # Python delivers signals to the main thread only; elsewhere the host program decides.
