@@ -7,7 +7,7 @@ OUT    ?= quickstart
 PY      := $(VENV)/bin/python
 CONFIG  := ppfleetx/configs/nlp/gpt/pretrain_gpt_tiny.yaml
 
-.PHONY: help quickstart test lint docs clean
+.PHONY: help quickstart test parity lint docs clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -48,6 +48,9 @@ test: $(VENV)/.test  ## Check style, layers and everything else (what CI runs)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports
 	$(PY) -m pytest
+
+parity: $(VENV)/.test  ## Run every legal plan of 1, 2, 4 and 8 processes against one card
+	$(PY) -m tests.parity.every_plan
 
 lint: $(VENV)/.test  ## Style and layers only
 	$(VENV)/bin/ruff check .

@@ -50,6 +50,8 @@ class Optimizer:
 
     def step(self, lr: float, weight_decay: float | None = None) -> None:
         """Update all parameters that have a gradient; `weight_decay` None keeps the last one."""
+        if self._is_idle:
+            return
         self.inner.set_lr(lr)
         if weight_decay is not None and hasattr(self.inner, "_apply_decay_param_fun"):
             # AdamW reads _weight_decay at each parameter's update and has no setter for it.
@@ -58,7 +60,14 @@ class Optimizer:
 
     def clear_grad(self) -> None:
         """Drop all gradients (dropped, not zeroed: the next backward writes without adding)."""
+        if self._is_idle:
+            return
         self.stepper.clear_grad(set_to_zero=False)
+
+    @property
+    def _is_idle(self) -> bool:
+        """A pipeline rank without layers has nothing to update, which Paddle's optimizers do not expect."""
+        return self.stepper is self.inner and not self.named_params
 
     def state(self) -> dict[StateKey, Tensor]:
         """State tensors, (canonical name, state name) -> tensor; created first if no step was taken."""
