@@ -2,9 +2,9 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
-OUT    ?= quickstart
 
 PY      := $(VENV)/bin/python
+OUT     := quickstart# where the configuration below reads and writes
 CONFIG  := ppfleetx/configs/nlp/gpt/pretrain_gpt_tiny.yaml
 
 .PHONY: help quickstart test parity lint docs clean

@@ -13,7 +13,9 @@ import ctypes
 import importlib
 import io
 import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -135,6 +137,9 @@ def import_paddle() -> None:
         # Said on every machine without a compiler cache; we compile nothing.
         warnings.filterwarnings("ignore", message="No ccache found")
         importlib.import_module("paddle")
+    # Paddle's C++ handler would print a stack trace; until a run takes it over, SIGTERM just ends the process.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     banner = ("WARNING: OMP_NUM_THREADS set to", "PLEASE USE OMP_NUM_THREADS WISELY")
     for line in said.getvalue().splitlines():
         if not line.startswith(banner):
