@@ -137,7 +137,7 @@ def import_paddle() -> None:
         # Said on every machine without a compiler cache; we compile nothing.
         warnings.filterwarnings("ignore", message="No ccache found")
         importlib.import_module("paddle")
-    # Paddle's C++ handler would print a stack trace; until a run takes it over, SIGTERM just ends the process.
+    # Paddle's C++ handler would print a stack trace; SIGTERM just ends the process until a run takes it over.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     banner = ("WARNING: OMP_NUM_THREADS set to", "PLEASE USE OMP_NUM_THREADS WISELY")
