@@ -1,21 +1,25 @@
 """FleetX's model.pdparams: single, in ranks, and straight through ckpt_dir."""
 
+import json
 import os
 import pickle
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import paddle
 import pytest
 
 from ppfleetx.checkpoint.convert.fleetx import place_of, read_fleetx
+from ppfleetx.checkpoint.convert.run import Conversion, convert, load_model_section
 from ppfleetx.checkpoint.convert.weights import fitted, with_vocabulary
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.training import load_model
-from ppfleetx.config.engine import SaveLoadConfig
 from ppfleetx.config.errors import CheckpointError
-from ppfleetx.core.engine.checkpoints import find_start
 from ppfleetx.nn.stage import canonical_parameters
+from tests.checkpoint.convert.hf_dirs import write_tokenizer
 from tests.models.gpt_builders import build, random_tokens, tiny_config
 
 # Columns (1) or rows (0) that FleetX's tensor parallelism cuts, by the end of the name.
@@ -163,21 +167,52 @@ def logits(model):
     return model(random_tokens()).numpy()
 
 
-@pytest.mark.parametrize("option", ["ckpt_dir", "init_from"])
-def test_ckpt_dir_and_init_from_load_a_fleetx_directory(tmp_path, source, option):
+def test_a_fleetx_directory_is_a_checkpoint_to_load_from(tmp_path, source):
     model, weights = source
     place = save(tmp_path / "epoch_0_step_5" / "mp_00_sharding_00_pp_00", weights)
-
     for path in (place, place.parent):
-        start = find_start(SaveLoadConfig(**{option: str(path)}), tmp_path / "out")
-        assert (start.resumes, start.state.step) == (False, 0)
         other = build(tiny_config(), seed=9)
         parameters = canonical_parameters(other)
-        load_model(parameters.items(), with_vocabulary(start.checkpoint, 61), vocab_size=61)
+        checkpoint = with_vocabulary(open_resolved(resolve_checkpoint(path, verify=True)), 61)
+        load_model(parameters.items(), checkpoint, vocab_size=61)
         for name, parameter in canonical_parameters(model).items():
             halved = parameter.numpy().astype(np.float16).astype(np.float32)
             np.testing.assert_array_equal(parameters[name].numpy(), halved)
         np.testing.assert_allclose(logits(other), logits(model), atol=2e-3)
+
+
+def test_generation_takes_it_as_ckpt_dir(tmp_path):
+    """Text generated with the float16 weights of FleetX's layout, and the same text after converting them."""
+    cfg = tiny_config(vocab_size=257)
+    model = build(cfg, seed=3)
+    weights = {theirs(n): p.numpy().astype(np.float16) for n, p in canonical_parameters(model).items()}
+    place = save(tmp_path / "mp_00_sharding_00_pp_00", weights)
+    write_tokenizer(tmp_path / "tokenizer")
+    model_keys = cfg.model_dump(exclude_unset=True) | {"module": "GPTGenerationModule"}
+    tree = {
+        "Global": {"device": "cpu", "local_batch_size": 1},
+        "Model": model_keys,
+        "Data": {"tokenizer": {"dir": str(tmp_path / "tokenizer")}},
+        "Generation": {"max_dec_len": 6, "prompt": "abc", "decode_strategy": "greedy_search"},
+    }
+    (tmp_path / "config.yaml").write_text(json.dumps(tree))
+    converted = convert(
+        Conversion(
+            "fleetx", "ppfleetx", place, tmp_path / "ours", model=load_model_section(tmp_path / "config.yaml")
+        )
+    )
+    texts = []
+    for path in (place, converted):
+        options = ["-o", f"Engine.save_load.ckpt_dir={path}", "--output", tmp_path / "out.jsonl"]
+        done = subprocess.run(
+            [sys.executable, "tasks/gpt/generation.py", "-c", tmp_path / "config.yaml", *options],
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parents[3],
+        )
+        assert done.returncode == 0, done.stderr
+        texts.append((tmp_path / "out.jsonl").read_text())
+    assert texts[0] == texts[1] and '"abc"' in texts[0]
 
 
 def test_ranks_read_their_own_part(tmp_path, source):
