@@ -11,9 +11,10 @@ from ppfleetx.config.fields import (
     Bool,
     CountInt,
     NonNegativeFloat,
-    PositiveInt,
     RuleError,
     Section,
+    Seed,
+    Size,
     Text,
 )
 
@@ -30,12 +31,12 @@ class DatasetConfig(Section):
     input_dir: Text | tuple[Text, ...] = "./data"
     """A corpus prefix, a directory of corpora, or a list of them; of a GLUE task its directory."""
     weights: tuple[NonNegativeFloat, ...] | None = None
-    """Share of each entry of `input_dir` in the blend, normalised; null: by its number of samples."""
+    """Share of each entry of `input_dir` in the blend, normalised; null: by its number of tokens."""
     split: Text | tuple[NonNegativeFloat, ...] = (969, 30, 1)
     """Shares of documents for Train, Eval and Test, e.g. `[969, 30, 1]`; of a GLUE task a part's name."""
-    max_seq_len: PositiveInt = 1024
+    max_seq_len: Size = 1024
     """Tokens per sample."""
-    seed: CountInt | None = None
+    seed: Seed | None = None
     """Seed of the order of samples; null: `Global.seed`."""
     reset_position_ids: Bool = False
     """Positions start again at 0 after each end of document."""
@@ -50,11 +51,13 @@ class DatasetConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> DatasetConfig:
+        entries = (self.input_dir,) if isinstance(self.input_dir, str) else self.input_dir
+        if not entries or not all(entry.strip() for entry in entries):
+            raise RuleError(("input_dir",), "needs at least one entry, and none of them empty")
         if self.weights is not None:
-            corpora = 1 if isinstance(self.input_dir, str) else len(self.input_dir)
-            if len(self.weights) != corpora:
+            if len(self.weights) != len(entries):
                 raise RuleError(
-                    ("weights", "input_dir"), f"{len(self.weights)} weights for {corpora} corpora"
+                    ("weights", "input_dir"), f"{len(self.weights)} weights for {len(entries)} corpora"
                 )
             if not sum(self.weights) > 0:
                 raise RuleError(("weights",), "at least one weight must be greater than 0")

@@ -17,6 +17,7 @@ from ppfleetx.config.fields import (
     PositiveInt,
     RuleError,
     Section,
+    Seed,
     Text,
 )
 
@@ -30,7 +31,7 @@ class GlobalConfig(Section):
 
     device: Literal["auto", "cpu", "gpu", "xpu", "npu"] = "auto"
     """Where to run; `auto` takes the GPU when Paddle has one, else the CPU."""
-    seed: CountInt = 1024
+    seed: Seed = 1024
     """Decides initial weights, data order and dropout."""
     global_batch_size: PositiveInt | None = None
     """Sequences per optimizer step over the whole job; null: from the other batch sizes."""

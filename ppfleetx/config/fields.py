@@ -82,6 +82,11 @@ Interval = Annotated[int, Field(strict=True, ge=1), Says("an integer (0 or less:
 OptionalInterval = Annotated[Interval | None, BeforeValidator(_never)]
 NumberChoice = BeforeValidator(_no_bool)
 PositiveInt = Annotated[int, Field(strict=True, ge=1), Says("an integer of at least 1")]
+# Paddle's kernels count along one dimension of a tensor in 32 bits.
+MAX_SIZE = 2**31 - 1
+Size = Annotated[int, Field(strict=True, ge=1, le=MAX_SIZE), Says("an integer of at least 1, below 2^31")]
+# The generator that orders samples takes 32 bits.
+Seed = Annotated[int, Field(strict=True, ge=0, lt=2**32), Says("an integer of at least 0, below 2^32")]
 _LaxFloat = Annotated[float, BeforeValidator(_float_from_text)]
 Float = Annotated[_LaxFloat, Field(strict=True, allow_inf_nan=False), Says("a number")]
 PositiveFloat = Annotated[

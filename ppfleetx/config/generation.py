@@ -14,6 +14,7 @@ from ppfleetx.config.fields import (
     PositiveInt,
     RuleError,
     Section,
+    Seed,
     Text,
     UnitFloat,
 )
@@ -46,7 +47,7 @@ class GenerationConfig(Section):
     """Beam search: stop when `num_beams` sequences are finished."""
     use_cache: Bool = True
     """Keep keys and values of past tokens; false recomputes them, for comparison."""
-    seed: CountInt | None = None
+    seed: Seed | None = None
     """Seed of sampling; null: `Global.seed`."""
     prompt: Text | tuple[Text, ...] | None = None
     """One prompt or a list of them."""

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import model_validator
 
 from ppfleetx.config.fields import (
+    MAX_SIZE,
     Bool,
     CountInt,
     Fraction,
@@ -15,6 +16,7 @@ from ppfleetx.config.fields import (
     PositiveInt,
     RuleError,
     Section,
+    Size,
 )
 
 
@@ -25,21 +27,21 @@ class ModelConfig(Section):
     """What is done with the model: pretraining, offline evaluation, generation or finetuning."""
     name: Literal["GPT"] = "GPT"
     """Model family."""
-    vocab_size: PositiveInt
+    vocab_size: Size
     """True number of token ids. The table is padded (see the next key); padding never gets probability."""
-    vocab_size_divisible_unit: PositiveInt = 128
+    vocab_size_divisible_unit: Size = 128
     """The vocabulary is padded to a multiple of this, whatever `Distributed.mp_degree` is."""
-    hidden_size: PositiveInt
+    hidden_size: Size
     """Width of the residual stream."""
-    num_layers: PositiveInt
+    num_layers: Size
     """Number of transformer layers over all pipeline stages."""
-    num_attention_heads: PositiveInt
+    num_attention_heads: Size
     """Number of query heads."""
-    num_query_groups: PositiveInt | None = None
+    num_query_groups: Size | None = None
     """Number of key/value heads (grouped-query attention); null: one per query head."""
-    head_dim: PositiveInt | None = None
+    head_dim: Size | None = None
     """Width of one head; null: `hidden_size / num_attention_heads`."""
-    ffn_hidden_size: PositiveInt | None = None
+    ffn_hidden_size: Size | None = None
     """Inner width of the MLP; null: `4 * hidden_size`, with swiglu `int(8/3 * hidden_size / 64) * 64`."""
     hidden_act: Literal["gelu", "gelu_exact", "relu", "relu2", "swiglu"] = "gelu"
     """Activation of the MLP. `gelu` is the tanh form, `relu2` squares the ReLU, `swiglu` has a gate."""
@@ -47,7 +49,7 @@ class ModelConfig(Section):
     """Dropout after the embedding and on each residual branch."""
     attention_probs_dropout_prob: Fraction = 0.1
     """Dropout on attention probabilities."""
-    max_position_embeddings: PositiveInt = 1024
+    max_position_embeddings: Size = 1024
     """Longest sequence the model may see; rows of the table with learned positions."""
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
     """How positions enter: a learned table, rotary embedding of queries and keys, or not at all."""
@@ -187,6 +189,19 @@ class ModelConfig(Section):
                 ("ffn_hidden_size", "hidden_size"),
                 f"the swiglu width of hidden size {self.hidden_size} would be 0; give Model.ffn_hidden_size",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_widths(self) -> ModelConfig:
+        projection = (self.num_attention_heads + 2 * self.kv_heads) * self.head_size
+        inner = self.ffn_size * (2 if self.hidden_act == "swiglu" else 1)
+        for keys, what, width in (
+            (("vocab_size", "vocab_size_divisible_unit"), "padded vocabulary", self.padded_vocab_size),
+            (("ffn_hidden_size", "hidden_size"), "MLP", inner),
+            (("head_dim", "hidden_size", "num_attention_heads"), "query/key/value projection", projection),
+        ):
+            if width > MAX_SIZE:
+                raise RuleError(keys, f"the {what} would be {width} wide; Paddle counts up to {MAX_SIZE}")
         return self
 
     @model_validator(mode="after")
