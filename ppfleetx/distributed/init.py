@@ -18,11 +18,11 @@ def init_distributed(cfg: RunConfig) -> ParallelContext:
     """Set Paddle's device and seeds for this process, and join the job's other processes.
 
     Raises:
-        ConfigError: ``Global.device`` names a device this machine or this Paddle does not have.
+        ConfigError: ``Global.device`` names a device this machine or this Paddle does not have, or
+            ``Global.flags`` a flag that Paddle does not take.
     """
     device = choose_device(cfg.Global.device)
-    if cfg.Global.flags:
-        paddle.set_flags(dict(cfg.Global.flags))
+    _set_flags(cfg)
     if cfg.plan.world_size == 1:
         paddle.set_device(device)
         ctx = ParallelContext.single(device)
@@ -32,6 +32,21 @@ def init_distributed(cfg: RunConfig) -> ParallelContext:
     if cfg.plan.mp > 1:
         register_sliced_stream(cfg.Global.seed)
     return ctx
+
+
+def _set_flags(cfg: RunConfig) -> None:
+    for name, value in cfg.Global.flags.items():
+        try:
+            paddle.set_flags({name: value})
+        except (ValueError, RuntimeError, TypeError) as error:
+            unknown = isinstance(error, ValueError)
+            key = f"Global.flags.{name}"
+            raise ConfigError(
+                "Paddle has no such flag that a program may set" if unknown else "Paddle does not take it",
+                key=key,
+                value=value,
+                place=cfg.origins.get(key),
+            ) from error
 
 
 def start_fleet(plan: ParallelPlan, batch: BatchPlan, device: str) -> ParallelContext:
