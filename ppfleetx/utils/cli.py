@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import time
 from collections.abc import Callable
 
 from ppfleetx.config.errors import PeerEndedError, UserError
@@ -11,6 +13,10 @@ from ppfleetx.config.errors import PeerEndedError, UserError
 EXIT_USER_ERROR = 2
 EXIT_PEER_LOST = 3
 EXIT_INTERRUPTED = 130
+
+# The launcher looks at its ranks every second or two, shows the log of the first it finds ended and then
+# ends the others. It should find the one that failed, not those that ended because of it.
+_LAUNCHER_LOOKS_SECONDS = 5.0
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,8 +44,10 @@ def run_tool(main: Callable[[], int | None]) -> None:
         print(f"error: {error}", file=sys.stderr)
         code = EXIT_USER_ERROR
     except PeerEndedError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr, flush=True)
         code = EXIT_PEER_LOST
+        if "PADDLE_TRAINER_ID" in os.environ:
+            time.sleep(_LAUNCHER_LOOKS_SECONDS)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED
