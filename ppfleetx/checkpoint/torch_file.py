@@ -23,6 +23,7 @@ from ppfleetx.config.errors import CheckpointError
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
+_MAX_PICKLE = 1 << 30
 _LOCAL_HEADER = 30
 _LOCAL_SIGNATURE = b"PK\x03\x04"
 
@@ -71,6 +72,8 @@ def _read_zip(path: Path, prefixes: tuple[str, ...]) -> Any:
         root = pickle_name.removesuffix("data.pkl")
         if f"{root}byteorder" in members and archive.read(f"{root}byteorder") != b"little":
             raise CheckpointError("it was written on a big-endian machine")
+        if members[pickle_name].file_size > _MAX_PICKLE:
+            raise CheckpointError(f"its {pickle_name} is too long to be a description of tensors")
         content = archive.read(pickle_name)
     storages: dict[str, TorchStorage] = {}
 
@@ -105,8 +108,8 @@ def _member_reader(path: Path, info: zipfile.ZipInfo) -> Any:
     def read(start: int, end: int) -> np.ndarray:
         if info.compress_type == zipfile.ZIP_STORED:
             return _stored_range(path, info, start, end)
-        with zipfile.ZipFile(path) as archive:
-            return np.frombuffer(archive.read(info), np.uint8)[start:end]
+        with zipfile.ZipFile(path) as archive, archive.open(info) as member:
+            return np.frombuffer(member.read(end), np.uint8)[start:]
 
     return read
 
