@@ -5,7 +5,15 @@ A feature that arrives deletes its lines here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
 from ppfleetx.config.sections import RunConfig
+
+_SHIPPED = Path(__file__).resolve().parents[1] / "configs"
 
 
 def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
@@ -63,11 +71,134 @@ def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
 
 
 def without_effect(cfg: RunConfig) -> list[str]:
-    """Sentences, each naming its key, for speed options that change no result and are not built yet."""
-    table: list[tuple[bool, str]] = [
-        (
-            cfg.Model.fused_linear,
-            "Model.fused_linear = True has no effect yet: matrix product and bias are separate kernels",
-        ),
-    ]
-    return [reason for applies, reason in table if applies]
+    """Sentences, each naming its keys, for what was asked for and changes nothing in this run.
+
+    Speed options that are not built yet are named whoever asks for them. Keys that another key switches off
+    are named when the user wrote them (in a file of his own, or with -o), not when a shipped file did.
+    """
+    reasons = [f"{key} = True has no effect yet: {why}" for key, why in _NOT_BUILT if _value(cfg, key)]
+    origins = cfg.origins
+    for rule in _SWITCHED_OFF:
+        keys = [key for key in rule.keys if _is_written(cfg, key, origins)] if rule.applies(cfg) else []
+        if keys:
+            verb = "has" if len(keys) == 1 else "have"
+            reasons.append(f"{', '.join(keys)} {verb} no effect: {rule.why}")
+    return reasons
+
+
+_NOT_BUILT = (
+    ("Model.fused_linear", "matrix product and bias are separate kernels"),
+    ("Distributed.sharding.reduce_overlap", "gradients are reduced after the backward pass"),
+    ("Distributed.sharding.broadcast_overlap", "the next step waits for all updated parameters"),
+)
+
+
+@dataclass(frozen=True)
+class SwitchedOff:
+    """``keys`` have no effect in a configuration that ``applies`` accepts, and why."""
+
+    keys: tuple[str, ...]
+    applies: Callable[[RunConfig], bool]
+    why: str
+
+
+def _keys(section: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{name}" for name in names.split())
+
+
+_SWITCHED_OFF = (
+    SwitchedOff(
+        _keys("Optimizer", "beta1 beta2 epsilon weight_decay weight_decay_schedule"),
+        lambda cfg: cfg.Optimizer.name == "SGD",
+        "Optimizer.name = SGD is plain gradient descent",
+    ),
+    SwitchedOff(
+        ("Optimizer.weight_decay",),
+        lambda cfg: cfg.Optimizer.name != "SGD" and cfg.Optimizer.weight_decay_schedule is not None,
+        "Optimizer.weight_decay_schedule says it",
+    ),
+    SwitchedOff(
+        ("Optimizer.lr.min_lr",),
+        lambda cfg: cfg.Optimizer.lr.decay_style == "constant",
+        "Optimizer.lr.decay_style = constant stays at max_lr",
+    ),
+    SwitchedOff(
+        ("Optimizer.lr.wsd_decay_style",),
+        lambda cfg: cfg.Optimizer.lr.decay_style != "wsd",
+        "Optimizer.lr.decay_style is not wsd",
+    ),
+    SwitchedOff(
+        _keys("Generation", "temperature top_k top_p seed"),
+        lambda cfg: cfg.Generation.decode_strategy != "sampling",
+        "Generation.decode_strategy is not sampling",
+    ),
+    SwitchedOff(
+        _keys("Generation", "num_beams length_penalty early_stopping"),
+        lambda cfg: cfg.Generation.decode_strategy != "beam_search",
+        "Generation.decode_strategy is not beam_search",
+    ),
+    SwitchedOff(
+        _keys("Model", "attn_post_norm_scale ffn_post_norm_scale"),
+        lambda cfg: not cfg.Model.sandwich_norm,
+        "Model.sandwich_norm is False",
+    ),
+    SwitchedOff(
+        _keys("Model", "recompute_granularity recompute_layers no_recompute_layers recompute_interval"),
+        lambda cfg: not cfg.Model.use_recompute,
+        "Model.use_recompute is False",
+    ),
+    SwitchedOff(
+        ("Engine.num_train_epochs", "Engine.save_load.save_epoch"),
+        lambda cfg: cfg.Engine.run_mode == "step",
+        "Engine.run_mode = step counts steps",
+    ),
+    SwitchedOff(
+        ("Engine.save_load.save_steps",),
+        lambda cfg: cfg.Engine.run_mode == "epoch",
+        "Engine.run_mode = epoch saves by Engine.save_load.save_epoch",
+    ),
+    SwitchedOff(
+        ("Model.num_classes",),
+        lambda cfg: cfg.Model.module != "GPTFinetuneModule",
+        "only GPTFinetuneModule has classes",
+    ),
+    SwitchedOff(
+        ("Data.Test",),
+        lambda cfg: True,
+        "no program reads the test set yet (tools/build_index.py prepares it)",
+    ),
+    SwitchedOff(("Inference",), lambda cfg: True, "exported models cannot be run yet"),
+    SwitchedOff(
+        ("Offline_Eval",),
+        lambda cfg: True,
+        "offline evaluation cannot be run yet; tools/eval.py evaluates on Data.Eval",
+    ),
+)
+
+
+def _is_written(cfg: RunConfig, key: str, origins: dict[str, str]) -> bool:
+    """Whether the user asked for ``key`` (a section: for anything in it) himself.
+
+    A file that only repeats the default asks for nothing: ``config.yaml`` of a run holds every key.
+    """
+    places = [place for name, place in origins.items() if name == key or name.startswith(f"{key}.")]
+    value = _value(cfg, key)
+    if value is None:
+        return False
+    if any(place.startswith("-o ") for place in places):
+        return True
+    return value != _default(cfg, key) and not all(_is_shipped(place) for place in places)
+
+
+def _is_shipped(place: str) -> bool:
+    return Path(place.rpartition(":")[0]).resolve().is_relative_to(_SHIPPED)
+
+
+def _value(cfg: RunConfig, key: str) -> Any:
+    return reduce(getattr, key.split("."), cfg)
+
+
+def _default(cfg: RunConfig, key: str) -> Any:
+    section, _, name = key.rpartition(".")
+    parent = _value(cfg, section) if section else cfg
+    return type(parent).model_fields[name].get_default(call_default_factory=True)
