@@ -88,8 +88,8 @@ def without_effect(cfg: RunConfig) -> list[str]:
 
 _NOT_BUILT = (
     ("Model.fused_linear", "matrix product and bias are separate kernels"),
-    ("Distributed.sharding.reduce_overlap", "gradients are reduced after the backward pass"),
-    ("Distributed.sharding.broadcast_overlap", "the next step waits for all updated parameters"),
+    ("Distributed.sharding.reduce_overlap", "each sum of gradients is waited for"),
+    ("Distributed.sharding.broadcast_overlap", "updated parameters are waited for"),
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from ppfleetx.config.errors import PeerEndedError, UserError
 EXIT_USER_ERROR = 2
 EXIT_PEER_LOST = 3
 EXIT_INTERRUPTED = 130
+EXIT_READER_GONE = 141  # what a shell reports of a program that SIGPIPE has ended
 
 # The launcher looks at its ranks every second or two, shows the log of the first it finds ended and then
 # ends the others. It should find the one that failed, not those that ended because of it.
@@ -36,10 +38,13 @@ def run_tool(main: Callable[[], int | None]) -> None:
     """Run a tool's ``main`` and end the process with its exit code.
 
     A :class:`UserError` is printed as one message and ends with code 2, the end of another process of
-    the job likewise with code 3; anything else is a defect of the program and keeps its traceback.
+    the job likewise with code 3. When the reader of standard output has gone (``| head -1``), nobody wants
+    the rest: the tool ends without a word, with code 141. Anything else is a defect of the program and
+    keeps its traceback.
     """
     try:
         code = main()
+        sys.stdout.flush()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         code = EXIT_USER_ERROR
@@ -48,7 +53,26 @@ def run_tool(main: Callable[[], int | None]) -> None:
         code = EXIT_PEER_LOST
         if "PADDLE_TRAINER_ID" in os.environ:
             time.sleep(_LAUNCHER_LOOKS_SECONDS)
+    except BrokenPipeError:
+        if not _reader_has_gone():  # another pipe or socket, which is not the user's doing
+            raise
+        _discard_output()
+        code = EXIT_READER_GONE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED
     sys.exit(code or 0)
+
+
+def _reader_has_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)  # errors are reported unasked
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _discard_output() -> None:
+    """Let what is still buffered go nowhere, or Python complains when it flushes it at its end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)

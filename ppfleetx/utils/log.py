@@ -20,12 +20,21 @@ def configure_logging(*, quiet: bool = False) -> logging.Logger:
     """Give the logger its stdout handler; ``quiet`` (ranks that say nothing) keeps warnings only."""
     logger = get_logger()
     logger.handlers.clear()
-    handler = logging.StreamHandler(_Stdout())
+    handler = _Handler(_Stdout())
     handler.setFormatter(logging.Formatter(_FORMAT))
     logger.addHandler(handler)
     logger.setLevel(logging.WARNING if quiet else logging.INFO)
     logger.propagate = False
     return logger
+
+
+class _Handler(logging.StreamHandler):
+    """Reports nothing when the reader of a pipe has gone, but lets the program end of it."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 logging's name
+        if isinstance(sys.exception(), BrokenPipeError):
+            raise  # we are called while it is being handled
+        super().handleError(record)
 
 
 class _Stdout:

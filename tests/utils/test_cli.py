@@ -1,0 +1,63 @@
+"""How a tool ends when nobody reads its output any more."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PROGRAM = """
+import os, sys
+from ppfleetx.utils.cli import run_tool
+from ppfleetx.utils.log import configure_logging
+
+def main():
+    log = configure_logging()
+    how = sys.argv[1]
+    print("first line", flush=True)
+    sys.stdin.read()  # until the reader has gone
+    if how == "log":
+        log.info("second line")
+    elif how == "print":
+        print("second line", flush=True)
+    elif how == "buffer":
+        print("second line")
+    elif how == "other":
+        read, write = os.pipe()
+        os.close(read)
+        os.write(write, b"x")
+
+run_tool(main)
+"""
+
+
+def run(how: str, *, close: bool) -> tuple[int, str]:
+    """Exit code and stderr of the program above, whose output is closed after one line."""
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, how],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "first line\n"
+        if close:
+            process.stdout.close()
+        process.stdin.close()
+        errors = process.stderr.read()
+    return process.returncode, errors
+
+
+@pytest.mark.parametrize("how", ["log", "print", "buffer"])
+def test_a_tool_whose_reader_has_gone_ends_without_a_word(how: str) -> None:
+    assert run(how, close=True) == (141, "")
+    assert run(how, close=False) == (0, "")
+
+
+def test_another_broken_pipe_is_a_defect_and_keeps_its_traceback() -> None:
+    code, errors = run("other", close=False)
+    assert code == 1
+    assert "Traceback" in errors and "BrokenPipeError" in errors
