@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -24,22 +25,44 @@ def main() -> None:
 
 
 def read_series(path: Path) -> dict[str, tuple[list[int], list[float]]]:
-    """{"train" | "eval": (steps, losses)} of a metrics file."""
+    """{"train" | "eval": (steps, losses)} of a metrics file.
+
+    A last line that is not whole is left out: the run is writing it, or was killed while it did.
+
+    Raises:
+        DataError: there is no such file, it is not a metrics file, or it holds no training step.
+    """
     if not path.is_file():
         raise DataError(f"{path}: no such metrics file; a run writes it to its output_dir")
     series: dict[str, tuple[list[int], list[float]]] = {"train": ([], []), "eval": ([], [])}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        steps, losses = series[record["kind"]]
-        steps.append(record["step"])
-        losses.append(record["loss"])
+    *lines, rest = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            _add(series, line)
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path}:{number} is not a record of a run's metrics") from error
+    with contextlib.suppress(ValueError):
+        _add(series, rest)
     if not series["train"][0]:
         raise DataError(f"{path}: no training step in it yet")
     return series
 
 
+def _add(series: dict[str, tuple[list[int], list[float]]], line: str) -> None:
+    record = json.loads(line)
+    if record["kind"] in series:
+        step, loss = int(record["step"]), float(record["loss"])
+        steps, losses = series[record["kind"]]
+        steps.append(step)
+        losses.append(loss)
+
+
 def draw(series: dict[str, tuple[list[int], list[float]]], output: Path) -> None:
-    """Write the picture: training loss thin, evaluation loss as marked points."""
+    """Write the picture: training loss thin, evaluation loss as marked points.
+
+    Raises:
+        DataError: there is no matplotlib, or ``output`` cannot be written.
+    """
     try:
         import matplotlib
     except ImportError as error:
@@ -56,7 +79,12 @@ def draw(series: dict[str, tuple[list[int], list[float]]], output: Path) -> None
     axes.grid(alpha=0.3)
     axes.legend()
     figure.tight_layout()
-    figure.savefig(output, dpi=120)
+    try:
+        figure.savefig(output, dpi=120)
+    except OSError as error:
+        raise DataError(f"--output {output} cannot be written: {error.strerror}") from error
+    except ValueError as error:  # the name's ending is no format of pictures
+        raise DataError(f"--output {output}: {error}") from error
 
 
 if __name__ == "__main__":
