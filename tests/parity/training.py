@@ -132,8 +132,13 @@ def train(
 
     from ppfleetx.config.loader import load_config
     from ppfleetx.core.module.registry import build_module
+    from ppfleetx.distributed import collectives
     from ppfleetx.distributed.init import init_distributed
+    from ppfleetx.parallel import sharding
     from ppfleetx.parallel.apply import parallelize
+
+    # Many buckets, and gradients that are sent in the middle of a step, with a model this small.
+    collectives.BUCKET_BYTES = sharding.BUCKET_BYTES = 8192
 
     given = overrides(plan, model, optimizer, micro_batch_size, extra or {})
     cfg = load_config(CONFIG, given, world_size=world_size)
