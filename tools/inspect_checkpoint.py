@@ -84,7 +84,9 @@ def verify(path: str) -> int:
     if not damage:
         count = len(checkpoint.manifest.files)
         checked = (
-            f"{count} files, all checksums right" if count else "all tensors readable; it has no checksums"
+            f"all checksums right in {count} data file{'' if count == 1 else 's'}"
+            if count
+            else "all tensors readable; it has no checksums"
         )
         print(f"sound: {checkpoint.path}, {len(checkpoint.manifest.tensors)} tensors, {checked}")
     return 1 if damage else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
 from re import Pattern
@@ -63,7 +64,7 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
         "step": manifest.step,
         "epoch": manifest.epoch,
         "consumed_samples": progress.get("consumed_samples"),
-        "saved_at_ns": checkpoint.saved_at_ns or None,
+        "saved_at": _time(checkpoint.saved_at_ns),
         "plan": dict(manifest.plan),
         "rank_directories": len({rank.get("directory") for rank in manifest.ranks}),
         "files": len(manifest.files),
@@ -78,6 +79,13 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
         "fingerprints": dict(manifest.fingerprints),
         "source": (manifest.state.get("source") or {}).get("format"),
     }
+
+
+def _time(nanoseconds: int) -> str | None:
+    """UTC in ISO form; None for a checkpoint that does not say."""
+    if not nanoseconds:
+        return None
+    return datetime.fromtimestamp(nanoseconds / 1e9, UTC).isoformat(timespec="seconds")
 
 
 def summary_text(facts: Mapping[str, Any]) -> str:

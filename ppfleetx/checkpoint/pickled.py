@@ -141,13 +141,20 @@ def _default_dict(*arguments: Any) -> dict[Any, Any]:
     return {}
 
 
-def _old_style_object(kind: Any, _base: Any = None, _state: Any = None) -> Any:
-    """What Python 2 and protocol 0 call to make an object of a class."""
-    return kind.build() if isinstance(kind, Name) and isinstance(kind.build(), Record) else _never(kind)
+def _old_style_object(kind: Any, *_: Any) -> Record:
+    """What Python 2 and protocol 0 call to make an object of a class: of an absent one only."""
+    if not isinstance(kind, Name) or not kind.is_record:
+        raise RefusedPickleError(
+            f"an object of {kind.text if isinstance(kind, Name) else type(kind).__name__}"
+        )
+    return kind.build()
 
 
-def _never(kind: Any) -> Any:
-    raise RefusedPickleError(f"an object of {kind.text if isinstance(kind, Name) else type(kind).__name__}")
+def _attribute(owner: Any, name: Any) -> Record:
+    """How some versions of Python write a member of an enumeration: of an absent one only."""
+    if not isinstance(owner, Name) or not owner.is_record:
+        raise RefusedPickleError("builtins.getattr")
+    return owner.build(name)
 
 
 def _only_named(text: str) -> Callable[..., Any]:
@@ -298,6 +305,7 @@ TORCH_NAMES: dict[str, Callable[..., Any]] = PLAIN_NAMES | {
     "torch._utils._rebuild_parameter": _rebuild_parameter,
     "torch._utils._rebuild_parameter_with_state": _rebuild_parameter,
     "torch.Size": _size,
+    **dict.fromkeys(_both("getattr"), _attribute),
     "torch.device": lambda *names: Record("torch.device", names),
     **{
         name: _only_named(name)

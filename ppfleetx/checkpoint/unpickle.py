@@ -86,6 +86,7 @@ class Name:
 
     text: str
     build: Callable[..., Any]
+    is_record: bool = False
 
 
 @dataclass(eq=False)
@@ -285,7 +286,7 @@ class Unpickler:
         if text in self._names:
             return Name(text, self._names[text])
         if text.startswith(self._record_prefixes):
-            return Name(text, lambda *args: Record(text, args))
+            return Name(text, lambda *args: Record(text, args), is_record=True)
         raise RefusedPickleError(text)
 
     def _do_reduce(self, _: None) -> None:

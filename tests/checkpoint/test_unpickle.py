@@ -216,6 +216,15 @@ def test_lengths_that_lie_allocate_nothing():
             load(content)
 
 
+def test_getattr_is_known_for_absent_enumerations_only(tmp_path):
+    member = b"cbuiltins\ngetattr\n(cmegatron.enums\nMask\nS'causal'\ntR."
+    found = read_torch_file(zip_of(tmp_path, member), record_prefixes=["megatron."])
+    assert (found.class_name, found.args) == ("megatron.enums.Mask", ("causal",))
+    for owner in (b"ccollections\nOrderedDict\n", b"ctorch\nFloatStorage\n", b"]"):
+        with pytest.raises(RefusedPickleError, match=r"builtins\.getattr"):
+            read_torch_file(zip_of(tmp_path, b"cbuiltins\ngetattr\n(" + owner + b"S'__class__'\ntR."))
+
+
 # ---- PyTorch's files
 
 

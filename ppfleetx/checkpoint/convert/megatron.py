@@ -31,7 +31,7 @@ from ppfleetx.models.gpt.hf import pair_columns
 TRACKER = "latest_checkpointed_iteration.txt"
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 RECORDS = ("argparse.Namespace", "types.SimpleNamespace", "megatron.", "enum.", "pathlib.", "apex.",
-           "transformer_engine.", "torch.Generator")  # fmt: skip
+           "transformer_engine.", "torch.Generator", "_io.BytesIO")  # fmt: skip
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)\.(weight|bias)")
 
