@@ -63,6 +63,8 @@ class GenerationConfig(Section):
                 ("min_dec_len", "max_dec_len"),
                 f"at least {self.min_dec_len} new tokens and at most {self.max_dec_len} cannot both hold",
             )
+        if self.prompt == ():
+            raise RuleError(("prompt",), "is an empty list; give a prompt, or null for the one built in")
         if self.prompt is not None and self.prompt_file is not None:
             raise RuleError(("prompt_file", "prompt"), "give the prompts themselves or a file, not both")
         self._check_strategy()

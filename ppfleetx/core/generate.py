@@ -6,6 +6,7 @@ What a user may have got wrong is looked at before Paddle is loaded, which takes
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from ppfleetx.distributed.context import ParallelContext
     from ppfleetx.generation.generator import Generation, Generator
 
-DEFAULT_PROMPT = "Hi, GPT2. Tell me who Jack Ma is."
+DEFAULT_PROMPT = "The first thing she saw when she opened the window was"
 
 
 def run(path: str, overrides: Sequence[str], output: str | None = None) -> None:
@@ -34,6 +35,8 @@ def run(path: str, overrides: Sequence[str], output: str | None = None) -> None:
     cfg = load_config(path, overrides)
     prompts = read_prompts(cfg)
     check_checkpoint(cfg)
+    if output is not None:
+        check_output(Path(output))
     cfg, ctx = start_process(path, overrides)
     generate(cfg, ctx, prompts, output)
 
@@ -68,6 +71,23 @@ def check_checkpoint(cfg: RunConfig) -> None:
             key="Engine.save_load.ckpt_dir",
         )
     resolve_checkpoint(cfg.Engine.save_load.ckpt_dir)
+
+
+def check_output(path: Path) -> None:
+    """Whether results can be written to ``path``: better said now than after everything is generated.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if path.is_dir():
+        reason = "it is a directory; name a file"
+    elif not path.parent.is_dir():
+        reason = f"there is no directory {path.parent}"
+    elif not os.access(path.parent, os.W_OK | os.X_OK):
+        reason = f"no file may be created in {path.parent}"
+    else:
+        return
+    raise ConfigError(f"cannot be written: {reason}", key="--output", value=str(path))
 
 
 def load_generator(cfg: RunConfig, ctx: ParallelContext) -> Generator:
@@ -115,7 +135,7 @@ def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
 
 
 def read_prompts(cfg: RunConfig) -> list[str]:
-    """``Generation.prompt``, or the prompts of ``Generation.prompt_file``, or FleetX's own prompt.
+    """``Generation.prompt``, or the prompts of ``Generation.prompt_file``, or :data:`DEFAULT_PROMPT`.
 
     A ``.jsonl`` file holds one text, or one object with a text under ``prompt``, per line; any other file,
     and ``-`` (standard input), one prompt per line. Empty lines are skipped.

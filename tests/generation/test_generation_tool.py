@@ -57,8 +57,10 @@ def in_process(
     generate(cfg, ParallelContext.single(), read_prompts(cfg), output)
 
 
-def command(run_dir: Path, *overrides: str, config: str = "generation.yaml") -> subprocess.CompletedProcess:
-    words = [word for override in overrides for word in ("-o", override)]
+def command(
+    run_dir: Path, *overrides: str, config: str = "generation.yaml", options: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess:
+    words = [*options, *(word for override in overrides for word in ("-o", override))]
     return subprocess.run(
         [sys.executable, str(ROOT / "tasks/gpt/generation.py"), "-c", str(run_dir / config), *words],
         capture_output=True,
@@ -86,6 +88,7 @@ def test_the_documented_command(run_dir: Path) -> None:
         (("Engine.save_load.ckpt_dir=/no/such/place",), "/no/such/place"),
         (("Generation.decode_strategy=best",), "Generation.decode_strategy"),
         (("Generation.prompt_file=/no/such/file",), "Generation.prompt_file"),
+        (("Generation.prompt=[]",), "Generation.prompt = []"),
     ],
 )
 def test_a_users_mistake_is_one_quick_message(
@@ -96,6 +99,17 @@ def test_a_users_mistake_is_one_quick_message(
     assert "CPU settings" not in done.stdout, "Paddle was loaded for nothing"
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("nowhere/out.jsonl", "there is no directory"), ("run", "it is a directory")]
+)
+def test_an_output_that_cannot_be_written_is_found_at_once(run_dir: Path, name: str, reason: str) -> None:
+    ckpt = f"Engine.save_load.ckpt_dir={run_dir / 'run'}"
+    done = command(run_dir, ckpt, options=("--output", str(run_dir / name)))
+    assert done.returncode == 2
+    assert "Prompt" not in done.stdout and "CPU settings" not in done.stdout
+    assert f"--output = {str(run_dir / name)!r}: cannot be written: {reason}" in done.stderr
 
 
 def test_several_prompts_and_sequences(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
