@@ -87,8 +87,8 @@ class ModelConfig(Section):
     softmax_in_fp32: Bool = True
     """Attention softmax in float32 under mixed precision."""
     attention_kernel: Literal["auto", "reference", "flash"] = "auto"
-    """`reference` is plain matmul-softmax-matmul, `flash` a fused kernel (an error where there is none);
-    `auto` takes the best the device has."""
+    """`reference` is plain matmul-softmax-matmul, `flash` a fused kernel (an error where there is none;
+    decoding after cached keys takes the reference); `auto` takes the best the device has."""
     use_flash_attn: Bool = False
     """FleetX's switch: true asks for the flash kernel where the device has one."""
     fused_linear: Bool = False

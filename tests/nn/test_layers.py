@@ -185,6 +185,19 @@ def test_flash_is_refused_in_words_where_it_cannot_run():
         attend(*arrays, None, paddle.nn.Dropout(0.0), KernelOptions("flash"))
 
 
+@pytest.mark.parametrize("kernel", ["auto", "flash"])
+def test_queries_after_cached_keys_take_the_reference(monkeypatch, kernel):
+    """No GPU here: a flash kernel that could run, and must not be called."""
+    monkeypatch.setattr(kernels, "flash_obstacle", lambda query: None)
+    monkeypatch.setattr(kernels, "flash_attention", lambda *_: pytest.fail("flash was called"))
+    query, (key, value) = RNG.normal(size=(2, 2, 3, 1, 8)), RNG.normal(size=(2, 2, 2, 6, 8))
+    out = attend(
+        tensor(query), tensor(key), tensor(value), None, paddle.nn.Dropout(0.0), KernelOptions(kernel)
+    )
+    expected = attention64(query, key, value, np.ones((1, 1, 1, 6), bool))
+    np.testing.assert_allclose(out.numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_flash_is_called_with_the_training_flag_and_the_documents(monkeypatch, packed):
     """No GPU here: what Paddle's functions would be given, computed by the reference instead."""
@@ -207,7 +220,7 @@ def test_flash_is_called_with_the_training_flag_and_the_documents(monkeypatch, p
         flashmask_attention=lambda q, k, v, limits, **kw: run(q, k, v, limits, **kw),
     )
     monkeypatch.setattr(kernels.F, "flash_attention", fakes)
-    monkeypatch.setattr(kernels, "flash_obstacle", lambda query, key: None)
+    monkeypatch.setattr(kernels, "flash_obstacle", lambda query: None)
     query, key, value = (tensor(RNG.normal(size=s)) for s in [(2, 2, 3, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8)])
     starts = paddle.to_tensor([[0, 0, 0, 3, 3, 3], [0] * 6], dtype="int32") if packed else None
     for training, probability in ((True, 0.1), (False, 0.0)):
