@@ -39,7 +39,8 @@ _thread_locks_guard = threading.Lock()
 def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
     """Step directory meant by `path`: itself, an output directory, or a rank directory of a checkpoint.
 
-    A directory of FleetX (`model.pdparams`, or rank directories with one) is meant as it is.
+    A directory of FleetX (`model.pdparams`, or rank directories with one) is meant as it is, and its
+    output directory means its last step.
     An output directory means what its `latest` says, or its newest complete checkpoint when there is no
     such file. Marker, manifest, file sizes and headers are checked; with `verify` all data too.
 
@@ -196,6 +197,8 @@ def _resolve_output_directory(path: Path, verify: bool) -> Path:
     if not latest.exists():
         newest = newest_complete(path)
         if newest is None:
+            if of_fleetx := [child for child in _step_directories(path) if is_fleetx(child)]:
+                return max(of_fleetx, key=lambda child: parse_step_directory(child.name))
             raise CheckpointError(f"there is no complete checkpoint in {path}")
         return _sound(newest, path, verify)
     fields = unseal(latest.read_bytes())

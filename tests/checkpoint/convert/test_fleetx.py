@@ -181,6 +181,12 @@ def test_a_fleetx_directory_is_a_checkpoint_to_load_from(tmp_path, source):
         np.testing.assert_allclose(logits(other), logits(model), atol=2e-3)
 
 
+def test_an_output_directory_of_fleetx_means_its_last_step(tmp_path, source):
+    for name in ("epoch_0_step_9", "epoch_0_step_10", "epoch_0_step_8"):
+        save(tmp_path / name, source[1])
+    assert resolve_checkpoint(tmp_path) == tmp_path / "epoch_0_step_10"
+
+
 def test_generation_takes_it_as_ckpt_dir(tmp_path):
     """Text generated with the float16 weights of FleetX's layout, and the same text after converting them."""
     cfg = tiny_config(vocab_size=257)
