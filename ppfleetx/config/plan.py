@@ -196,7 +196,7 @@ LEGAL: tuple[PlanRule, ...] = (
         "exchanges sequence parts for heads",
     ),
 )
-"""Every condition, with its reason. Sharding stage 1 goes with everything."""
+"""Every condition, with its reason. Data parallelism and sharding go with everything."""
 
 
 @dataclass(frozen=True)

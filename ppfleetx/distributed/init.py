@@ -23,8 +23,8 @@ def init_distributed(cfg: RunConfig) -> ParallelContext:
     """
     device = choose_device(cfg.Global.device)
     _set_flags(cfg)
+    paddle.set_device(device)
     if cfg.plan.world_size == 1:
-        paddle.set_device(device)
         ctx = ParallelContext.single(device)
     else:
         ctx = start_fleet(cfg.plan, cfg.batch, device)
@@ -53,13 +53,21 @@ def start_fleet(plan: ParallelPlan, batch: BatchPlan, device: str) -> ParallelCo
     """``fleet.init`` with the degrees of ``plan``: the only call of it in this package.
 
     On the CPU the process groups of :mod:`ppfleetx.distributed.cpu_backend` are installed before.
+
+    Raises:
+        ConfigError: CPU processes with a Paddle build for GPUs, where those groups do not work.
     """
     from paddle.distributed import fleet
 
     if device == "cpu":
         from ppfleetx.distributed import cpu_backend
 
-        cpu_backend.install()
+        if not cpu_backend.install():
+            raise ConfigError(
+                "several processes on the CPU need Paddle's CPU build; this is the CUDA build",
+                key="Global.device",
+                value=device,
+            )
     # A second plan in the same process (tests): fleet would keep the first one's topology.
     fleet.base.topology._HYBRID_PARALLEL_GROUP = None
     fleet.init(is_collective=True, strategy=_strategy(plan, batch))

@@ -142,10 +142,13 @@ def describe_slice(parameter: paddle.Tensor, dim: int, group: Any, init: Init, k
 class SlicedDropout(nn.Dropout):
     """Dropout of activations that tensor-parallel ranks hold different parts of: their masks differ."""
 
+    stream = staticmethod(sliced_stream)
+    """For kernels that drop elements themselves."""
+
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         if not self.training or self.p == 0:
             return x
-        with sliced_stream():
+        with self.stream():
             return super().forward(x)
 
 

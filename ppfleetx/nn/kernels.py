@@ -7,6 +7,7 @@ give ``[b, g, r, q, d]``.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import paddle
@@ -115,19 +116,20 @@ def flash_attention(
     q_bsnd = query.flatten(1, 2).transpose([0, 2, 1, 3])
     k_bsnd, v_bsnd = key.transpose([0, 2, 1, 3]), value.transpose([0, 2, 1, 3])
     probability = dropout.p if dropout.training else 0.0
-    if document_start is None:
-        # Its default is training=True: dropout would stay on in evaluation.
-        context, _ = F.flash_attention.flash_attention(
-            q_bsnd, k_bsnd, v_bsnd, dropout=probability, causal=True, training=dropout.training
-        )
-    else:
-        context = F.flash_attention.flashmask_attention(
-            q_bsnd,
-            k_bsnd,
-            v_bsnd,
-            flash_row_limits(document_start),
-            dropout=probability,
-            causal=True,
-            training=dropout.training,
-        )
+    with getattr(dropout, "stream", nullcontext)():
+        if document_start is None:
+            # Its default is training=True: dropout would stay on in evaluation.
+            context, _ = F.flash_attention.flash_attention(
+                q_bsnd, k_bsnd, v_bsnd, dropout=probability, causal=True, training=dropout.training
+            )
+        else:
+            context = F.flash_attention.flashmask_attention(
+                q_bsnd,
+                k_bsnd,
+                v_bsnd,
+                flash_row_limits(document_start),
+                dropout=probability,
+                causal=True,
+                training=dropout.training,
+            )
     return context.transpose([0, 2, 1, 3]).reshape([0, groups, per_group, -1, head_dim])

@@ -130,32 +130,11 @@ def train(
     """
     import paddle
 
-    from ppfleetx.config.loader import load_config
-    from ppfleetx.core.module.registry import build_module
-    from ppfleetx.distributed import collectives
-    from ppfleetx.distributed.init import init_distributed
-    from ppfleetx.parallel import sharding
-    from ppfleetx.parallel.apply import parallelize
-
-    # Many buckets, and gradients that are sent in the middle of a step, with a model this small.
-    collectives.BUCKET_BYTES = sharding.BUCKET_BYTES = 8192
-
-    given = overrides(plan, model, optimizer, micro_batch_size, extra or {})
-    cfg = load_config(CONFIG, given, world_size=world_size)
     with paddle.utils.unique_name.guard():
-        ctx = init_distributed(cfg)
-        runner = parallelize(build_module(cfg), cfg, ctx, train=True)
+        cfg, ctx, runner = build(plan, world_size, model, optimizer, micro_batch_size, extra or {})
         first = _compare(runner, weights_dir, "first.npz", ctx)
         eval_before = runner.eval_step(micro_batches(steps, cfg, ctx, documents))
-        outputs = [
-            runner.train_step(
-                micro_batches(step, cfg, ctx, documents),
-                step=step + 1,
-                lr=cfg.Optimizer.lr.max_lr * min(1.0, (step + 1) / 2),
-                weight_decay=0.1,
-            )
-            for step in range(steps)
-        ]
+        outputs = [take_step(runner, step, cfg, ctx, documents) for step in range(steps)]
         eval_after = runner.eval_step(micro_batches(steps, cfg, ctx, documents))
         last = _compare(runner, weights_dir, "last.npz", ctx)
     return {
@@ -165,6 +144,75 @@ def train(
         "first_weights": first,
         "last_weights": last,
     }
+
+
+def build(
+    plan: dict[str, Any],
+    world_size: int,
+    model: str,
+    optimizer: str,
+    micro_batch_size: int,
+    extra: dict[str, Any],
+) -> tuple[Any, Any, Any]:
+    """Configuration, context and runner, as the program makes them."""
+    from ppfleetx.config.loader import load_config
+    from ppfleetx.core.module.registry import build_module
+    from ppfleetx.distributed import collectives
+    from ppfleetx.distributed.init import init_distributed
+    from ppfleetx.parallel import sharding
+    from ppfleetx.parallel.apply import parallelize
+
+    # Many buckets, and gradients that are sent in the middle of a step, with a model this small.
+    collectives.BUCKET_BYTES = sharding.BUCKET_BYTES = 8192
+    given = overrides(plan, model, optimizer, micro_batch_size, extra)
+    cfg = load_config(CONFIG, given, world_size=world_size)
+    ctx = init_distributed(cfg)
+    return cfg, ctx, parallelize(build_module(cfg), cfg, ctx, train=True)
+
+
+def take_step(runner: Any, step: int, cfg: Any, ctx: Any, documents: bool = False) -> Any:
+    """One optimizer step, ``step`` counted from 0."""
+    return runner.train_step(
+        micro_batches(step, cfg, ctx, documents),
+        step=step + 1,
+        lr=cfg.Optimizer.lr.max_lr * min(1.0, (step + 1) / 2),
+        weight_decay=0.1,
+    )
+
+
+def train_part(
+    plan: dict[str, Any],
+    world_size: int,
+    model: str,
+    micro_batch_size: int,
+    first_step: int,
+    end_step: int,
+    load_from: str | None,
+    save_to: str | None,
+) -> list[float]:
+    """Losses and gradient norms of some steps with AdamW, from a checkpoint and to another."""
+    import paddle
+
+    from ppfleetx.checkpoint.manager import CheckpointManager
+    from ppfleetx.checkpoint.reader import open_checkpoint
+    from ppfleetx.checkpoint.training import load_model, load_optimizer, model_slices, optimizer_slices
+
+    with paddle.utils.unique_name.guard():
+        cfg, ctx, runner = build(plan, world_size, model, "adamw", micro_batch_size, {})
+        if load_from is not None:
+            checkpoint, names = open_checkpoint(Path(load_from)), runner.model_names()
+            load_model(runner.named_parameters(), checkpoint, model_names=names)
+            state = runner.optimizer_state()
+            load_optimizer(state, runner.named_parameters(), checkpoint, model_names=names)
+        outputs = [take_step(runner, step, cfg, ctx) for step in range(first_step, end_step)]
+        if save_to is not None:
+            written = [(name, p) for name, p in runner.named_parameters() if runner.writes(p)]
+            names = {name for name, _ in written}
+            state = {key: value for key, value in runner.optimizer_state().items() if key[0] in names}
+            tensors = [*model_slices(written), *optimizer_slices(state, written)]
+            manager = CheckpointManager(save_to, ctx=ctx, vocab_size=VOCAB)
+            manager.save(epoch=0, step=end_step, tensors=tensors, state={})
+    return [number for output in outputs for number in (output.loss, output.grad_norm)]
 
 
 def _compare(runner: Any, weights_dir: str | None, file: str, ctx: Any) -> float:
