@@ -128,12 +128,14 @@ class LayerFactory(Protocol):
         with sliced columns. The sum is the same on all ranks that share the columns."""
 
 
-def build_stage(stage: Stage, seed: int, shared: MutableMapping[str, nn.Layer] | None = None) -> nn.Layer:
+def build_stage(
+    stage: Stage, seed: int | None, shared: MutableMapping[str, nn.Layer] | None = None
+) -> nn.Layer:
     """Build one stage: canonical names on its parameters, initial values from (seed, name).
 
     Args:
         stage: the recipe.
-        seed: seed of the initial weights.
+        seed: seed of the initial weights; None: nothing is drawn, because a checkpoint brings all of them.
         shared: tied sub-layers built so far in this process, by key; extended by this stage's own. A
             stage that finds its key here is given that sub-layer instead of making one.
 
@@ -151,7 +153,8 @@ def build_stage(stage: Stage, seed: int, shared: MutableMapping[str, nn.Layer] |
         if parameter.info.name:  # made, named and filled by the stage it is shared with
             continue
         parameter.info = replace(parameter.info, name=_canonical_name(stage, path))
-        initialize(parameter, seed)
+        if seed is not None:
+            initialize(parameter, seed)
     return layer
 
 

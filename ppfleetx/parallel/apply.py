@@ -40,7 +40,8 @@ def parallelize(task: Task, cfg: RunConfig, ctx: ParallelContext, *, train: bool
     """Build the model of ``task`` under the plan of ``ctx`` and return who runs it.
 
     The order: layers of the plan -> stages -> container with plan-free initial weights (the whole model,
-    or a pipeline rank's part) -> optimizer -> its sharding -> sums of gradients -> runner.
+    or a pipeline rank's part) -> optimizer -> its sharding -> sums of gradients -> runner. Without ``train``
+    there are no initial weights and no optimizer: the weights have to be restored before anything is run.
     """
     factory = layer_factory(ctx)
     stages = task.stages(factory)
@@ -52,7 +53,7 @@ def parallelize(task: Task, cfg: RunConfig, ctx: ParallelContext, *, train: bool
 def _local_runner(
     stages: list[Stage], loss_fn: LossFunction, cfg: RunConfig, ctx: ParallelContext, train: bool
 ) -> Runner:
-    model = StagedModel(stages, seed=cfg.Global.seed)
+    model = StagedModel(stages, seed=cfg.Global.seed if train else None)
     optimizer, sync = _optimizer_and_sync(model, list(model.stages), cfg, ctx, train)
     return LocalRunner(model, loss_fn, optimizer, ctx, sync, seed=cfg.Global.seed, clip_norm=_clip_norm(cfg))
 
@@ -65,7 +66,7 @@ def _pipeline_runner(
     from ppfleetx.parallel.pipeline import PipelineLoss, PipelineRunner, StagePipeline, tied_group
 
     loss = PipelineLoss(loss_fn)
-    model = StagePipeline(stages, ctx.plan, cfg.Global.seed, loss)
+    model = StagePipeline(stages, ctx.plan, cfg.Global.seed if train else None, loss)
     tied = tied_group(stages, ctx)
     pipeline = fleet.distributed_model(model)
     layers = [layer for _, layer in model.held_stages()]

@@ -41,7 +41,7 @@ def chunk_bounds(plan: ParallelPlan, num_stages: int) -> list[int]:
 class StageDesc(LayerDesc):
     """How Paddle's container builds one of our stages."""
 
-    def __init__(self, stage: Stage, index: int, seed: int, *, ends_chunk: bool) -> None:
+    def __init__(self, stage: Stage, index: int, seed: int | None, *, ends_chunk: bool) -> None:
         super().__init__(stage.layer_cls)
         self.stage, self.index, self._seed, self._ends_chunk = stage, index, seed, ends_chunk
 
@@ -72,7 +72,7 @@ class StagePipeline(PipelineLayer):
         self,
         stages: Sequence[Stage],
         plan: ParallelPlan,
-        seed: int,
+        seed: int | None,
         loss_fn: Callable[[paddle.Tensor, dict[str, paddle.Tensor]], paddle.Tensor],
     ) -> None:
         self._bounds, layers = [0], []
