@@ -45,7 +45,7 @@ class CheckpointManager:
         with slices that no other rank writes."""
         several = self._ctx.world_size > 1
         save = partial(save_from_all_ranks, self._ctx) if several else save_checkpoint
-        return save(
+        path = save(
             self.output_dir,
             epoch=epoch,
             step=step,
@@ -54,6 +54,20 @@ class CheckpointManager:
             keep_max=self.keep_max,
             **self._description,
         )
+        get_logger().info(f"saved {path}")
+        return path
+
+    def wait_for_copy(self) -> None:
+        """Return when the tensors given to `save` may change: here, whenever it has returned."""
+
+    def poll(self) -> Path | None:
+        """Path of a checkpoint completed since `save` returned: here there is none."""
+
+    def wait(self) -> Path | None:
+        """The same as `poll`, after waiting for what is under way."""
+
+    def abandon(self) -> None:
+        """End without the other ranks of the job, who may be gone."""
 
     def newest_good(self, *, verify: bool = True) -> Checkpoint | None:
         """The newest undamaged checkpoint or None; damaged ones are passed over with a warning."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,36 +36,71 @@ def save_from_all_ranks(
     Raises:
         CheckpointError: on all ranks, when one of them could not write; it is named.
     """
-    staged = output_dir / f"{SAVING}{step_directory(epoch, step)}"
-    at = {axis: ctx.rank_on(axis) for axis in ("mp", "sharding", "pp")}
-    own_dir, pieces = rank_directory(**at), list(tensors)
-    with ExitStack() as stack:
+    pieces = list(tensors)
+    save = SharedSave(ctx, output_dir, epoch, step, state=state, keep_max=keep_max, **description)
+    on_all_ranks(ctx, save.open)
+    try:
+        indices = on_all_ranks(ctx, lambda: save.write(pieces))
+        return Path(on_all_ranks(ctx, lambda: save.publish(indices))[0])
+    finally:
+        save.close()
 
-        def open_directory() -> None:
-            if ctx.is_main:
-                stack.enter_context(saving(output_dir, epoch, step))
 
-        _on_all(ctx, open_directory)
-        written = _on_all(ctx, lambda: write_rank(staged, own_dir, pieces) if pieces else None)
+class SharedSave:
+    """The parts of one save in which the ranks do not communicate; between them, they do.
+
+    All ranks `open`, then all `write`, then all `publish` with what every rank's `write` gave, and
+    `close`, whatever became of it. Arguments as of `save_from_all_ranks`.
+    """
+
+    def __init__(
+        self,
+        ctx: ParallelContext,
+        output_dir: Path,
+        epoch: int,
+        step: int,
+        *,
+        state: Mapping[str, Any],
+        keep_max: int | None = None,
+        **description: Any,
+    ) -> None:
+        self._ctx, self._output_dir, self._at = ctx, output_dir, (epoch, step)
+        self._keep_max = keep_max
+        self._description = {"epoch": epoch, "step": step, "state": state, **description}
+        self._stack = ExitStack()
+
+    def open(self) -> None:
+        """Take the output directory and make the directory to write into."""
+        if self._ctx.is_main:
+            self._stack.enter_context(saving(self._output_dir, *self._at))
+
+    def write(self, pieces: Iterable[TensorSlice]) -> RankIndex | None:
+        """Write this rank's slices; None when it has none."""
+        pieces = list(pieces)
+        place = rank_directory(**{axis: self._ctx.rank_on(axis) for axis in ("mp", "sharding", "pp")})
+        return write_rank(self._staged, place, pieces) if pieces else None
+
+    def publish(self, written: Sequence[RankIndex | None]) -> str | None:
+        """On the main rank: make a checkpoint of what the ranks wrote; its path."""
+        if not self._ctx.is_main:
+            return None
         ranks = [
             {"rank": rank, "directory": _directory_of(index)} for rank, index in enumerate(written) if index
         ]
-        manifest = Manifest(
-            step=step, epoch=epoch, files={}, tensors={}, state=state, ranks=tuple(ranks), **description
-        )
+        manifest = Manifest(files={}, tensors={}, ranks=tuple(ranks), **self._description)
         indices = [index for index in written if index is not None]
+        return str(commit(self._staged, manifest, indices, keep_max=self._keep_max))
 
-        def publish() -> str | None:
-            return str(commit(staged, manifest, indices, keep_max=keep_max)) if ctx.is_main else None
+    def close(self) -> None:
+        """Remove what did not become a checkpoint, and let go of the output directory."""
+        self._stack.close()
 
-        return Path(_on_all(ctx, publish)[0])
+    @property
+    def _staged(self) -> Path:
+        return self._output_dir / f"{SAVING}{step_directory(*self._at)}"
 
 
-def _directory_of(index: RankIndex) -> str:
-    return next(iter(index.files)).split("/")[0]
-
-
-def _on_all(ctx: ParallelContext, act: Callable[[], Result]) -> list[Result]:
+def on_all_ranks(ctx: ParallelContext, act: Callable[[], Result]) -> list[Result]:
     """Let every rank act, wait for all, and give all results; an error of one is an error of all."""
     from paddle import distributed
 
@@ -83,3 +118,7 @@ def _on_all(ctx: ParallelContext, act: Callable[[], Result]) -> list[Result]:
             f"the checkpoint could not be saved; {'; '.join(failed)}. Earlier checkpoints are as they were."
         )
     return [result for result, _ in outcomes]
+
+
+def _directory_of(index: RankIndex) -> str:
+    return next(iter(index.files)).split("/")[0]

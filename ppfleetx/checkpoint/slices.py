@@ -46,6 +46,7 @@ class TensorSlice:
         state: name of the optimizer state (`moment1`, ...); empty for model parameters.
         flat: the interval of the box held here when it is not the whole box.
         vocab_dim: dimension that counts (padded) vocabulary entries, if one does.
+        is_live: whether the array is the tensor's own memory, which the next update changes.
     """
 
     name: str
@@ -58,6 +59,7 @@ class TensorSlice:
     state: str = ""
     flat: tuple[int, int] | None = None
     vocab_dim: int | None = None
+    is_live: bool = False
 
     @property
     def key(self) -> tuple[str, str, str]:

@@ -77,6 +77,12 @@ class SaveLoadConfig(Section):
     """In run mode `epoch`, write a checkpoint every so many epochs; null: only at the end."""
     output_dir: Text = "./output"
     """Directory of checkpoints, metrics.jsonl and the resolved config.yaml."""
+    async_save: Bool = False
+    """Write checkpoints in the background: training waits for a copy of the state in host memory at most.
+    Each rank holds one more copy of what it saves; one save is under way at a time, the next waits for it."""
+    on_save_error: Literal["stop", "continue"] = "stop"
+    """When a checkpoint cannot be written (disk full, no permission): `stop` with an error, or report it and
+    `continue` training; earlier checkpoints stay as they are. A last save that fails is an error anyway."""
     ckpt_dir: Text | None = None
     """Checkpoint to resume or evaluate: its step directory, an output directory or a rank directory."""
     init_from: Text | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -43,9 +43,12 @@ class Runner(Protocol):
 
     Attributes:
         checks: ``Engine.checks``: what to look at beside computing.
+        before_update: called in each step before parameters and optimizer states change; until then they
+            are only read.
     """
 
     checks: str
+    before_update: Callable[[], None]
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float, weight_decay: float

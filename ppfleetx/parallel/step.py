@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,7 @@ class StepRunner(ABC):
     Attributes:
         checks: ``Engine.checks``. Unless ``off``, a loss or gradient norm that is not finite is an error;
             ``full`` looks at every output and gradient.
+        before_update: called in each step before parameters and optimizer states change.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class StepRunner(ABC):
         self._streams.attach(stages)
         self._search = NonFiniteSearch(stages)
         self.checks = "cheap"
+        self.before_update: Callable[[], None] = lambda: None
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float, weight_decay: float
@@ -74,6 +76,7 @@ class StepRunner(ABC):
         grad_norm = self._sync.clip(self._clip_norm)
         if self.checks != "off":
             self._refuse_non_finite(loss, grad_norm, micro_batches)
+        self.before_update()
         self._optimizer.step(lr=lr, weight_decay=weight_decay)
         self._optimizer.clear_grad()
         return StepOutput(loss=loss, num_valid_tokens=num_valid, grad_norm=grad_norm)

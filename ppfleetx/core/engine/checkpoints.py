@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ppfleetx.checkpoint.background import BackgroundManager
 from ppfleetx.checkpoint.convert.weights import with_vocabulary
 from ppfleetx.checkpoint.directory import newest_complete, newest_good, open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.manager import CheckpointManager
@@ -170,12 +171,14 @@ def _decide(options: SaveLoadConfig, output_dir: Path | None) -> Start:
 
 
 class CheckpointSaver:
-    """Saves a run's model, optimizer, progress, schedule and generators as one checkpoint."""
+    """Saves a run's model, optimizer, progress, schedule and generators as one checkpoint; in the
+    background with ``Engine.save_load.async_save``."""
 
     def __init__(
         self, cfg: RunConfig, ctx: ParallelContext, output_dir: Path, fingerprints: Fingerprints
     ) -> None:
-        self._manager = CheckpointManager(
+        manager = BackgroundManager if cfg.Engine.save_load.async_save else CheckpointManager
+        self._manager = manager(
             output_dir,
             cfg.Engine.save_load.keep_max,
             ctx=ctx,
@@ -186,12 +189,13 @@ class CheckpointSaver:
         )
 
     def save(self, engine: Engine) -> Path:
-        """Write the checkpoint of the engine as it stands, and say where it is."""
+        """Write the checkpoint of the engine as it stands, or begin to; return where it is or will be."""
         runner = engine.runner
+        runner.before_update = self._manager.wait_for_copy
         parameters = [(n, p) for n, p in runner.named_parameters() if runner.writes(p)]
         held = {name for name, _ in parameters}
         states = {key: tensor for key, tensor in runner.optimizer_state().items() if key[0] in held}
-        path = self._manager.save(
+        return self._manager.save(
             epoch=engine.state.epoch,
             step=engine.state.step,
             tensors=[*model_slices(parameters), *optimizer_slices(states, parameters)],
@@ -201,8 +205,18 @@ class CheckpointSaver:
                 "rng": rng_state(),
             },
         )
-        get_logger().info(f"saved {path}")
-        return path
+
+    def poll(self) -> None:
+        """Carry on with a save in the background."""
+        self._manager.poll()
+
+    def wait(self) -> None:
+        """Complete a save in the background."""
+        self._manager.wait()
+
+    def abandon(self) -> None:
+        """End without the other ranks, who may be gone."""
+        self._manager.abandon()
 
 
 def _newest(output_dir: Path, options: SaveLoadConfig) -> Checkpoint | None:

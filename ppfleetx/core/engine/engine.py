@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
 
 from ppfleetx.config.errors import UserError
 from ppfleetx.config.sections import RunConfig
 from ppfleetx.core.engine.callbacks.base import Callback, EvalRecord, StepRecord
 from ppfleetx.core.engine.pace import Pace
+from ppfleetx.core.engine.saving import GuardedSaver, Saver
 from ppfleetx.core.engine.signals import StopRequest
 from ppfleetx.core.engine.state import TrainState
 from ppfleetx.core.engine.watch import Watch
@@ -21,12 +21,6 @@ from ppfleetx.utils.log import get_logger
 
 Loader = Iterable[Sequence[MicroBatch]]
 NO_TRAINING = Pace(max_steps=0)
-
-
-class Saver(Protocol):
-    """Writes a checkpoint of the engine as it stands."""
-
-    def save(self, engine: Engine) -> Any: ...
 
 
 class TrainingStoppedError(UserError):
@@ -63,7 +57,8 @@ class Engine:
         self.schedule = schedule
         self.state = TrainState()
         self.pace = pace
-        self._saver, self._callbacks = saver, list(callbacks)
+        self._saver = GuardedSaver(saver, cfg.Engine.save_load.on_save_error)
+        self._callbacks = list(callbacks)
         self._samples_per_epoch = samples_per_epoch
         self._watch = Watch(cfg, ctx, samples_per_epoch)
         self._saved_step = -1
@@ -80,12 +75,12 @@ class Engine:
 
         Raises:
             UserError: the loss or the gradient is not finite, the data ended early or cannot be read, the
-                ranks do not hold what they should; the same on all ranks.
+                ranks do not hold what they should, a checkpoint cannot be saved; the same on all ranks.
         """
         self._saved_step = self.state.step
         self._log_start()
         try:
-            with StopRequest() as stop:
+            with StopRequest() as stop, self._saver.completing():
                 self._tell("on_fit_start")
                 self._watch.at_rest(self.runner)
                 self._evaluate_first(eval_loader, stop)
@@ -134,6 +129,7 @@ class Engine:
         self, batches: Iterator[Sequence[MicroBatch]], eval_loader: Loader | None, stop: StopRequest
     ) -> None:
         while self.state.step < self.max_steps:
+            self._saver.poll()
             started = time.perf_counter()
             micro_batches, error = self._read(batches)
             reader_cost = time.perf_counter() - started
@@ -200,7 +196,7 @@ class Engine:
         return epoch, int((samples - epoch * self._samples_per_epoch) // size)
 
     def _save_once(self) -> None:
-        if self._saver is not None and self.state.step != self._saved_step:
+        if self.state.step != self._saved_step:
             self._watch.at_rest(self.runner)
             self._saver.save(self)
             self._saved_step = self.state.step

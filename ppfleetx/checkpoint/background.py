@@ -1,0 +1,207 @@
+"""Saving while training goes on: the state is copied, and a thread writes the copy.
+
+The copying happens in the thread as well, beside the next forward and backward passes, which only read
+parameters and optimizer state; `wait_for_copy` is called before the update that would change them.
+Ranks communicate in the main thread alone, where collectives of training cannot cross theirs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ppfleetx.checkpoint.manager import CheckpointManager
+from ppfleetx.checkpoint.manifest import step_directory
+from ppfleetx.checkpoint.shared_save import SharedSave, on_all_ranks
+from ppfleetx.checkpoint.slices import TensorSlice
+from ppfleetx.checkpoint.writer import save_checkpoint
+from ppfleetx.config.errors import CheckpointError
+from ppfleetx.distributed.together import gather_numbers
+from ppfleetx.utils.log import get_logger
+
+# While waiting for other ranks they are asked this often, which is also a sign of life to them.
+_BEAT_SECONDS = 0.05
+
+
+class BackgroundManager(CheckpointManager):
+    """A manager whose `save` returns at once. One save at most is under way: wait before the next.
+
+    Whether it succeeded is told by `poll` and `wait`. All ranks of a job call these in the same
+    order, and get the same answer. Holds one more copy, in host memory, of what this process writes.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._copier = HostCopier()
+        self._task: Task | None = None
+        self._shared: SharedSave | None = None
+        self._is_written = False
+
+    def save(
+        self, *, epoch: int, step: int, tensors: Iterable[TensorSlice], state: Mapping[str, Any]
+    ) -> Path:
+        """Start to save and return where the checkpoint will be.
+
+        Until `wait_for_copy` the tensors must not change. Arguments and errors as of
+        `CheckpointManager.save`; errors of the writing come later.
+        """
+        assert self._task is None, "a save is still under way"
+        pieces, path = list(tensors), self.output_dir / step_directory(epoch, step)
+        what = {"epoch": epoch, "step": step, "state": state, "keep_max": self.keep_max}
+        if self._ctx.world_size == 1:
+            write = partial(self._save_alone, **what)
+        else:
+            shared = SharedSave(self._ctx, self.output_dir, **what, **self._description)
+            on_all_ranks(self._ctx, shared.open)
+            self._shared, self._is_written, write = shared, False, shared.write
+        copied, copy = self._copier.prepare(pieces)
+        self._task = Task(partial(write, copied), first=copy)
+        return path
+
+    def wait_for_copy(self) -> None:
+        """Return when the tensors given to `save` may change."""
+        if self._task is not None:
+            self._task.first_done.wait()
+
+    def poll(self) -> Path | None:
+        """Carry on with the save under way without waiting; its path when it has just been completed.
+
+        Raises:
+            CheckpointError: it failed, on all ranks.
+        """
+        if self._task is None:
+            return None
+        if self._shared is None:
+            return self._outcome() if self._task.done.is_set() else None
+        if not gather_numbers(self._ctx, [self._task.done.is_set()]).all():
+            return None
+        try:
+            results = on_all_ranks(self._ctx, self._task.result)
+        except CheckpointError:
+            self._close()
+            raise
+        if not self._is_written:
+            shared, self._is_written = self._shared, True
+            self._task = Task(lambda: shared.publish(results))
+            return None
+        self._close()
+        return _told(Path(results[0]))
+
+    def wait(self) -> Path | None:
+        """The same as `poll`, waiting for the end of the save under way, if there is one."""
+        path = None
+        while self._task is not None:
+            self._task.done.wait(_BEAT_SECONDS)
+            path = self.poll()
+        return path
+
+    def abandon(self) -> None:
+        """End without the other ranks, who may be gone: alone, a process completes what it has begun; of
+        several, only what is this one's business is waited for, and there is no checkpoint."""
+        if self._task is None:
+            return
+        self._task.done.wait()
+        try:
+            if self._shared is None:
+                self._outcome()
+        except CheckpointError as error:
+            get_logger().error(str(error))
+        finally:
+            self._close()
+
+    def _save_alone(self, copied: Sequence[TensorSlice], **what: Any) -> Path:
+        return save_checkpoint(self.output_dir, tensors=copied, **what, **self._description)
+
+    def _outcome(self) -> Path:
+        try:
+            return _told(self._task.result())
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        if self._shared is not None:
+            self._shared.close()
+        self._task = self._shared = None
+
+
+def _told(path: Path) -> Path:
+    get_logger().info(f"saved {path}")
+    return path
+
+
+class HostCopier:
+    """Copies live arrays into memory that is kept from one save to the next."""
+
+    def __init__(self) -> None:
+        self._kept: list[np.ndarray] = []
+
+    def prepare(self, pieces: Sequence[TensorSlice]) -> tuple[list[TensorSlice], Callable[[], None]]:
+        """Slices of a copy, and the function that makes the copy, to be called once in any thread.
+
+        Arrays that are not the tensors' own memory (they came from a device, or were converted) are made
+        here and now, and are copies already.
+        """
+        live, copies = [], []
+        for piece in pieces:
+            data = array = piece.array()
+            if piece.is_live:
+                data = partial(self._copy_of, len(live))
+                live.append(array)
+            copies.append(replace(piece, data=data, is_live=False))
+        return copies, partial(self._copy, live)
+
+    def _copy_of(self, number: int) -> np.ndarray:
+        return self._kept[number]
+
+    def _copy(self, live: Sequence[np.ndarray]) -> None:
+        if [(a.shape, a.dtype) for a in live] != [(a.shape, a.dtype) for a in self._kept]:
+            self._kept = []  # let go first
+            try:
+                self._kept = [np.empty_like(array) for array in live]
+            except MemoryError as error:
+                raise CheckpointError(
+                    "there is no memory for a copy of the state; with Engine.save_load.async_save=False "
+                    "none is made"
+                ) from error
+        for target, source in zip(self._kept, live, strict=True):
+            np.copyto(target, source)
+
+
+class Task:
+    """A function that runs in a thread of its own, after another whose end can be waited for.
+
+    The thread does not keep an interrupted process alive.
+    """
+
+    def __init__(self, act: Callable[[], Any], first: Callable[[], None] | None = None) -> None:
+        self.first_done, self.done = threading.Event(), threading.Event()
+        self._act, self._first = act, first
+        self._value: Any = None
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, name="checkpoint", daemon=True).start()
+
+    def result(self) -> Any:
+        """What the function returned; raises what it raised."""
+        assert self.done.is_set()
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def _run(self) -> None:
+        try:
+            try:
+                if self._first is not None:
+                    self._first()
+            finally:
+                self.first_done.set()
+            self._value = self._act()
+        except BaseException as error:  # noqa: BLE001  (raised again by whoever asks for the result)
+            self._error = error
+        finally:
+            self.done.set()
