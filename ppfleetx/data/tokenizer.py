@@ -11,7 +11,7 @@ import codecs
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -111,22 +111,9 @@ class Tokenizer:
         return token_id
 
     @property
-    def pad_id(self) -> int:
-        """Id used for padding: that of the end-of-document token."""
-        return self.eod_id
-
-    @property
     def special_ids(self) -> frozenset[int]:
         """Ids of the special tokens."""
         return frozenset(self._special.values())
-
-    def token_to_id(self, token: str) -> int | None:
-        """Id of a vocabulary entry as written in the files (``Ġthe`` for " the"), None if there is none."""
-        return self._ids.get(token)
-
-    def id_to_token(self, token_id: int) -> str | None:
-        """Vocabulary entry of an id, None if there is none."""
-        return self._tokens.get(token_id)
 
     @cached_property
     def _tokens(self) -> dict[int, str]:
@@ -159,10 +146,6 @@ class Tokenizer:
                 f"character {error.start} of the text is the lone surrogate U+{ord(text[error.start]):04X}, "
                 "which is not text"
             ) from error
-
-    def encode_batch(self, texts: Iterable[str]) -> list[list[int]]:
-        """Token ids of each text."""
-        return [self.encode(text) for text in texts]
 
     # ---- ids to text
 

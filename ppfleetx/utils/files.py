@@ -1,10 +1,9 @@
-"""Files that are whole or absent: atomic writes, fsync, checksums."""
+"""Files that are whole or absent: atomic writes, fsync, locks."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import os
 import tempfile
 from collections.abc import Iterator
@@ -59,9 +58,3 @@ def exclusive_lock(path: Path, refusal: Exception) -> Iterator[None]:
         except (BlockingIOError, PermissionError):
             raise refusal from None
         yield
-
-
-def sha256_file(path: str | Path) -> str:
-    """Hex SHA-256 of the file's content."""
-    with Path(path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
