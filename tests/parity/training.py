@@ -268,3 +268,28 @@ def dropout_masks(plan: dict[str, Any], world_size: int) -> list[dict[str, str]]
         streams.begin_step(step)
         drawn += [layer(ones) for _ in range(passes) for layer in layers]
     return drawn
+
+
+def held_after_step(plan: dict[str, Any], world_size: int) -> dict[str, float]:
+    """Elements this rank holds after a step, as shares of the model's parameters.
+
+    Gradients are counted where the update begins.
+    """
+    import paddle
+
+    with paddle.utils.unique_name.guard():
+        cfg, ctx, runner = build(plan, world_size, "gpt", "adamw", 4, {})
+        parameters = runner.model.parameters()
+        gradients: list[int] = []
+        clip = runner._sync.clip
+
+        def count_then_clip(max_norm: float) -> float:
+            gradients.extend(p.grad.size for p in parameters if p.grad is not None)
+            return clip(max_norm)
+
+        runner._sync.clip = count_then_clip
+        take_step(runner, 0, cfg, ctx)
+        whole = sum(int(np.prod(p.info.local_shape)) for p in parameters)
+        states = sum(state.size for (_, kind), state in runner.optimizer_state().items() if kind == "moment1")
+        values = sum(p.size for p in parameters if p._is_initialized())
+    return {"values": values / whole, "gradients": sum(gradients) / whole, "states": states / whole}
