@@ -20,9 +20,9 @@ def apply_overrides(tree: Node, overrides: Sequence[str], root: type[Section]) -
         key = key.strip()
         if not equals or not key or not all(key.split(".")):
             raise ConfigError(
-                f"{text!r} is not of the form Section.key=value",
+                f"{text!r} is not of the form Section.key=value.",
                 place=place,
-                hint="Example: Engine.max_steps=10",
+                hint="Example: Engine.max_steps=10.",
             )
         if key in seen:
             raise ConfigError(f"is already set by override {seen[key]}", key=key, value=value, place=place)

@@ -162,6 +162,7 @@ def _run(cfg: RunConfig) -> str:
     length = f"{engine.max_steps} steps" if engine.run_mode == "step" else f"{engine.num_train_epochs} epochs"
     every = "steps" if engine.run_mode == "step" else "epochs"
     save = engine.save_load.save_steps if engine.run_mode == "step" else engine.save_load.save_epoch
-    evaluation = f"evaluate every {engine.eval_freq} {every}" if engine.eval_freq else "no evaluation"
+    evaluates = cfg.Data.Eval is not None and engine.eval_freq
+    evaluation = f"evaluate every {engine.eval_freq} {every}" if evaluates else "no evaluation"
     saving = f"save every {save} {every} and at the end" if save else "save at the end"
     return f"{length}, {evaluation}, {saving}, on {cfg.Global.device}"

@@ -135,6 +135,13 @@ def test_what_can_run(small):
     assert not_supported_reasons(load_config(GPT / "pretrain_gpt_tiny.yaml"), "cpu") == []
 
 
+def test_evaluation_is_announced_only_with_data_for_it(small):
+    keys = ["Engine.eval_freq=4", "Data.Eval.dataset.max_seq_len=128"]
+    assert "evaluate every 4 steps" in check_report(load_config(small, keys))
+    assert "no evaluation" in check_report(load_config(small, keys[:1]))
+    assert "no evaluation" in check_report(load_config(small, [keys[1], "Engine.eval_freq=0"]))
+
+
 def test_options_without_effect_are_said(small):
     assert without_effect(load_config(small)) == []
     cfg = load_config(small, ["Model.fused_linear=True"])
