@@ -138,6 +138,6 @@ class DataConfig(Section):
     Eval: DataSplitConfig | None = None
     """Evaluation data; null: no evaluation."""
     Test: DataSplitConfig | None = None
-    """Data of tools/inference.py."""
+    """Test data: tools/build_index.py prepares it, no program reads it yet."""
     tokenizer: TokenizerConfig | None = None
     """Needed by generation, and by `eod_mask_loss`/`reset_*` without `eod_id`."""

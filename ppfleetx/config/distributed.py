@@ -17,9 +17,9 @@ class ShardingConfig(Section):
     sharding_offload: Bool = False
     """Keep the divided states in host memory (stages 2 and 3)."""
     reduce_overlap: Bool = False
-    """Reduce gradients while the backward pass still runs."""
+    """Reduce gradients while the backward pass still runs (no effect yet: it waits for each sum)."""
     broadcast_overlap: Bool = False
-    """Broadcast updated parameters while the next forward pass runs."""
+    """Broadcast updated parameters while the next forward pass runs (no effect yet: it waits for them)."""
 
 
 class DistributedConfig(Section):

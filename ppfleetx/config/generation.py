@@ -110,7 +110,7 @@ class TensorRTConfig(Section):
 
 
 class InferenceConfig(Section):
-    """Serving an exported model."""
+    """Serving an exported model, which no program does yet."""
 
     model_dir: Text = "./output"
     """Directory of the exported model."""
@@ -121,7 +121,7 @@ class InferenceConfig(Section):
 
 
 class OfflineEvalConfig(Section):
-    """Perplexity of a text file, or accuracy of last words (cloze)."""
+    """Perplexity of a text file, or accuracy of last words (cloze); no program computes them yet."""
 
     eval_path: Text | None = None
     """The text file (perplexity) or jsonl file with `text` (cloze)."""

@@ -23,7 +23,9 @@ class LRConfig(Section):
     """Learning rate as a function of the optimizer step n = 1, 2, ...
 
     Warm-up is linear to `max_lr` (`max_lr * n / warmup`), then `decay_style` leads to `min_lr` at
-    `decay_steps`, where it stays.
+    `decay_steps`, where it stays. `constant` stays at `max_lr` instead. `inverse_square_root` is
+    `max_lr * sqrt(warmup / n)`, at least `min_lr`; if it is still above that at `decay_steps`, it falls to it
+    in one step.
     """
 
     name: Literal["CosineAnnealingWithWarmupDecay", "LinearDecayWithWarmup"] | None = None
@@ -35,7 +37,7 @@ class LRConfig(Section):
     min_lr: NonNegativeFloat = 0.0
     """Lowest learning rate after the warm-up."""
     decay_steps: PositiveInt | None = None
-    """Optimizer step at which `min_lr` is reached; null: `Engine.max_steps`."""
+    """Optimizer step after which the rate is `min_lr`; null: all steps of the run."""
     warmup_steps: CountInt | None = None
     """Optimizer steps of the warm-up; excludes `warmup_rate`."""
     warmup_rate: Fraction | None = None
@@ -94,10 +96,13 @@ class GradClipConfig(Section):
 
 
 class WeightDecayScheduleConfig(Section):
-    """Weight decay that changes from step 0 to `Engine.max_steps`."""
+    """Weight decay that changes over all steps of the run.
+
+    The course begins at step 0, which is never taken: of N steps, the first is 1/N on the way.
+    """
 
     start: NonNegativeFloat
-    """Weight decay at the first step."""
+    """Weight decay where the course begins, one step before the first."""
     end: NonNegativeFloat
     """Weight decay at the last step."""
     style: Literal["constant", "linear", "cosine"] = "linear"
