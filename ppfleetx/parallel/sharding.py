@@ -106,6 +106,11 @@ class Sharding:
                 self._pending[self.owners[parameter.info.name]][parameter.info.name] = parameter
         for owner in self._pending:
             self._send(owner)
+        if self._stage == 3:
+            # The first layer's input carries no gradient that could tell when its backward pass is over.
+            for parameter in self._parameters:
+                if not self.owns(parameter) and parameter._is_initialized():
+                    parameter._clear_data()
         return [parameter for parameter in self._parameters if self.owns(parameter)]
 
     def _on_gradient(self, parameter: paddle.Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import select
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -46,6 +47,8 @@ def run_tool(main: Callable[[], int | None]) -> None:
         code = main()
         sys.stdout.flush()
     except UserError as error:
+        # This process ends anyway; a launcher that ends it a moment sooner must not change the exit code.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print(f"error: {error}", file=sys.stderr)
         code = EXIT_USER_ERROR
     except PeerEndedError as error:

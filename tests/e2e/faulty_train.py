@@ -11,10 +11,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-import train  # noqa: E402
-from ppfleetx.config.errors import DataError  # noqa: E402
-from ppfleetx.core.engine.engine import Engine  # noqa: E402
-from ppfleetx.utils.cli import run_tool  # noqa: E402
+import train
+
+from ppfleetx.config.errors import DataError
+from ppfleetx.core.engine.engine import Engine
+from ppfleetx.utils.cli import run_tool
 
 
 def main() -> None:

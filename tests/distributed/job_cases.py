@@ -1,0 +1,99 @@
+"""What the ranks of a pool run for test_together.py and test_checks.py."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from ppfleetx.config.batch import BatchPlan
+from ppfleetx.config.errors import DataError, UserError
+from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.distributed import checks, together
+
+
+def context(**degrees: Any):
+    from ppfleetx.distributed.init import start_fleet
+
+    plan = ParallelPlan(**degrees)
+    batch = BatchPlan(global_batch_size=8, local_batch_size=8, micro_batch_size=8, accumulate_steps=1)
+    return start_fleet(plan, batch, "cpu")
+
+
+def told(act) -> str:
+    """The user's error that ``act`` raises, or "nothing"."""
+    try:
+        act()
+    except UserError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def gathered() -> list:
+    ctx = context(dp=2)
+    value = {"rank": ctx.rank, "text": "é" * (1 + 100 * ctx.rank)}
+    return [together.gather(ctx, value), together.gather_numbers(ctx, [ctx.rank, 2**40]).tolist()]
+
+
+def mistake(failing: list[int], name_ranks: bool) -> str:
+    ctx = context(dp=3)
+
+    def act() -> None:
+        with together.joint_errors(ctx, name_ranks=name_ranks):
+            if ctx.rank in failing:
+                raise DataError("no such corpus")
+
+    return told(act)
+
+
+def in_turns(directory: str, first_fails: bool) -> list:
+    """Rank 0 is the first of its node and slow; the others must find what it made."""
+    ctx = context(dp=3)
+    os.environ["PADDLE_LOCAL_RANK"] = str(ctx.rank)
+    cache = Path(directory) / "cache"
+
+    def make() -> str:
+        if ctx.rank == 0:
+            time.sleep(0.3)
+            if first_fails:
+                raise DataError("no such corpus")
+            assert not cache.exists()
+            cache.write_text("made by rank 0")
+        return cache.read_text()
+
+    result = []
+    message = told(lambda: result.append(together.first_on_each_node(ctx, make)))
+    return [message, result]
+
+
+def configurations(differ: bool) -> str:
+    ctx = context(dp=2)
+    values = {"Model.num_layers": 2 + (ctx.rank if differ else 0), "Global.seed": 1}
+    return told(lambda: checks.check_same_configuration(ctx, values))
+
+
+def copies(degrees: dict[str, int], spoilt_rank: int | None, offset_by_rank: bool) -> str:
+    """Every rank holds "weight"; at one place of the tensor, or each rank at its own."""
+    import paddle
+
+    ctx = context(**degrees)
+    value = np.ones(4, np.float32)
+    if ctx.rank == spoilt_rank:
+        value[2] = np.nextafter(value[2], 2, dtype=np.float32)
+    info = SimpleNamespace(offset=(4 * ctx.rank if offset_by_rank else 0,))
+    return told(lambda: checks.check_copies(ctx, [("weight", paddle.to_tensor(value), info)]))
+
+
+def batches(degrees: dict[str, int], readers: list[int], kind: str) -> str:
+    """Rank r reads batch ``readers[r]``."""
+    ctx = context(**degrees)
+    ids = np.arange(4) + 4 * readers[ctx.rank]
+    batch = [{"sample_ids": ids, "tokens": np.tile(ids[:, None], (1, 8))}]
+    if kind == "samples":
+        return told(lambda: checks.check_samples(ctx, ids))
+    digests = together.gather_numbers(ctx, [checks.batch_digest(batch)])[:, 0].tolist()
+    return told(lambda: checks.check_batches(ctx, digests, distinct=True))

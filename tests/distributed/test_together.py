@@ -1,0 +1,48 @@
+"""Values, mistakes and turns of the ranks of a job."""
+
+import pytest
+
+from ppfleetx.config.errors import DataError
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.together import any_rank, first_on_each_node, gather, joint_errors
+
+CASES = "tests.distributed.job_cases:"
+
+
+def test_values_of_all_ranks_by_rank(ranks):
+    values = [{"rank": 0, "text": "é"}, {"rank": 1, "text": "é" * 101}]
+    assert ranks(2).run(CASES + "gathered") == [[values, [[0, 2**40], [1, 2**40]]]] * 2
+
+
+@pytest.mark.parametrize(
+    ("failing", "name_ranks", "expected"),
+    [
+        ([], True, ["nothing"] * 3),
+        ([1], True, ["JointError: rank 1: no such corpus"] * 3),
+        ([0, 2], True, ["JointError: ranks 0, 2: no such corpus"] * 3),
+        ([0, 1, 2], True, ["DataError: no such corpus"] * 3),
+        ([0], False, ["DataError: no such corpus", *["JointError: no such corpus"] * 2]),
+    ],
+)
+def test_a_mistake_of_one_is_told_by_all(ranks, failing, name_ranks, expected):
+    assert ranks(3).run(CASES + "mistake", failing=failing, name_ranks=name_ranks) == expected
+
+
+def test_the_first_rank_of_a_node_makes_what_the_others_find(ranks, tmp_path):
+    results = ranks(3).run(CASES + "in_turns", directory=str(tmp_path), first_fails=False)
+    assert results == [["nothing", ["made by rank 0"]]] * 3
+
+
+def test_the_others_do_not_wait_for_a_first_rank_that_fails(ranks, tmp_path):
+    results = ranks(3).run(CASES + "in_turns", directory=str(tmp_path), first_fails=True)
+    assert results == [["JointError: rank 0: no such corpus", []]] * 3
+
+
+def test_alone_there_is_nobody_to_tell():
+    alone = ParallelContext.single()
+    assert gather(alone, {"any": object}) == [{"any": object}]
+    assert any_rank(alone, "SIGTERM")
+    assert not any_rank(alone, None)
+    assert first_on_each_node(alone, lambda: 3) == 3
+    with pytest.raises(DataError, match=r"^mine$"), joint_errors(alone):
+        raise DataError("mine")

@@ -1,0 +1,138 @@
+"""The whole training program in the ranks of a pool (tests/helpers/ranks.py), under any plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from ppfleetx.config.plan import ParallelPlan
+from tests.helpers.ranks import Pools
+
+ROOT = Path(__file__).resolve().parents[2]
+NANO = ROOT / "ppfleetx/configs/debug/gpt_nano.yaml"
+GLOBAL_BATCH, SEQ_LEN = 16, 16
+
+KEYS = {
+    "dp": "Distributed.dp_degree",
+    "mp": "Distributed.mp_degree",
+    "pp": "Distributed.pp_degree",
+    "sep": "Distributed.sep_degree",
+    "sharding": "Distributed.sharding.sharding_degree",
+    "sharding_stage": "Distributed.sharding.sharding_stage",
+    "sequence_parallel": "Model.sequence_parallel",
+    "virtual_pp_degree": "Model.virtual_pp_degree",
+    "pp_layers": "Distributed.pp_layers",
+}
+# Dropout is off: its masks belong to a replica. The vocabulary is padded, the embedding tied.
+SETTINGS = {
+    "Global.global_batch_size": GLOBAL_BATCH,
+    "Global.local_batch_size": "null",
+    "Engine.max_steps": 6,
+    "Engine.eval_freq": 0,
+    "Engine.save_load.save_steps": 3,
+    "Model.vocab_size": 512,
+    "Model.vocab_size_divisible_unit": 96,
+    "Model.hidden_size": 32,
+    "Model.num_layers": 8,
+    "Model.num_attention_heads": 4,
+    "Model.hidden_dropout_prob": 0.0,
+    "Model.attention_probs_dropout_prob": 0.0,
+    "Model.initializer_range": 0.1,
+    "Data.Train.dataset.max_seq_len": SEQ_LEN,
+    "Data.Eval.dataset.max_seq_len": SEQ_LEN,
+}
+
+
+def plan_overrides(plan: ParallelPlan, micro_batch_size: int | None = None) -> dict[str, Any]:
+    """Overrides that ask for ``plan``; micro batches small enough for its pipeline unless given."""
+    values = {f.name: getattr(plan, f.name) for f in fields(plan) if getattr(plan, f.name) != f.default}
+    local = GLOBAL_BATCH // plan.data_size
+    micro = micro_batch_size or max(1, local // (2 if plan.pp == 1 else 4))
+    chosen = {KEYS[name]: value for name, value in values.items()}
+    return {"Distributed.dp_degree": plan.dp, **chosen, "Global.micro_batch_size": micro}
+
+
+def run(
+    pools: Pools, plan: ParallelPlan, corpus: Path, output_dir: Path, **more: Any
+) -> list[tuple[int, float, float]]:
+    """Train under ``plan``; (step, loss, gradient norm) of each step. ``more``: ``micro_batch_size``, and
+    ``overrides`` by dotted key."""
+    values = {
+        **SETTINGS,
+        **plan_overrides(plan, more.get("micro_batch_size")),
+        "Data.Train.dataset.input_dir": str(corpus),
+        "Data.Eval.dataset.input_dir": str(corpus),
+        "Engine.save_load.output_dir": str(output_dir),
+        **more.get("overrides", {}),
+    }
+    pools(plan.world_size).run("tests.e2e.program:train", timeout=180.0, values=values, world=plan.world_size)
+    return losses(output_dir)
+
+
+def losses(output_dir: Path) -> list[tuple[int, float, float]]:
+    """(step, loss, gradient norm) of every step recorded in ``output_dir``."""
+    lines = (output_dir / "metrics.jsonl").read_text().splitlines()
+    records = [record for record in map(json.loads, lines) if record["kind"] == "train"]
+    return [(record["step"], record["loss"], record["grad_norm"]) for record in records]
+
+
+def train(values: Mapping[str, Any], world: int, fault: str = "") -> str:
+    """In a rank: what tools/train.py does, but for starting Paddle.
+
+    Args:
+        values: overrides by dotted key.
+        world: number of ranks.
+        fault: ``one_bit`` or ``nan`` in a weight of the last rank, ``same_data_rank`` for all ranks.
+
+    Returns:
+        The user's error the program ended with, or "".
+    """
+    import paddle
+
+    from ppfleetx.config.errors import UserError
+    from ppfleetx.config.loader import load_config
+    from ppfleetx.core.engine.build import train
+    from ppfleetx.distributed.init import init_distributed
+
+    cfg = load_config(NANO, [f"{key}={value}" for key, value in values.items()], world_size=world)
+    try:
+        with paddle.utils.unique_name.guard(), _fault(fault):
+            train(cfg, init_distributed(cfg))
+    except UserError as error:
+        if not fault:
+            raise
+        return str(error)
+    return ""
+
+
+@contextmanager
+def _fault(name: str) -> Iterator[None]:
+    """The program with a fault in it."""
+    from ppfleetx.core.engine import build
+    from ppfleetx.core.engine.engine import Engine
+
+    read, build_dataloader = Engine._read, build.build_dataloader
+    if name == "same_data_rank":
+        build.build_dataloader = lambda cfg, mode, **options: build_dataloader(
+            cfg, mode, **{**options, "data_rank": 0}
+        )
+    elif name:
+        value = {"one_bit": 1.5, "nan": float("nan")}[name]
+        Engine._read = lambda engine, batches: _spoil(engine, value) or read(engine, batches)
+    try:
+        yield
+    finally:
+        Engine._read, build.build_dataloader = read, build_dataloader
+
+
+def _spoil(engine: Any, value: float) -> None:
+    """Before step 2 put ``value`` into a gain of the last norm, on the last rank only."""
+    if engine.state.step == 1 and engine.ctx.rank == engine.ctx.world_size - 1:
+        parameter = dict(engine.runner.named_parameters())["decoder.final_norm.weight"]
+        array = parameter.numpy()
+        array[0] = value
+        parameter.set_value(array)

@@ -1,0 +1,28 @@
+"""A checkpoint of one plan continues under another as if nothing had happened; ``make parity`` has more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ppfleetx.config.plan import ParallelPlan as Plan
+from tests.e2e.resumption import SOME, TOLERANCE, Resumption
+from tests.helpers.ranks import Pools
+
+
+@pytest.fixture(scope="module")
+def resumption(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Resumption]:
+    pools = Pools()
+    yield Resumption(pools, tmp_path_factory.mktemp("runs"), corpus)
+    pools.close()
+
+
+@pytest.mark.parametrize(("before", "after"), SOME, ids=str)
+def test_another_plan_continues_the_run(resumption: Resumption, before: Plan, after: Plan) -> None:
+    assert resumption.difference(before, after) <= TOLERANCE
+
+
+def test_micro_batch_and_data_ranks_may_change_together(resumption: Resumption) -> None:
+    assert resumption.difference(Plan(dp=2), Plan(), micro_batch_sizes=(2, 8)) <= TOLERANCE
