@@ -1,0 +1,139 @@
+"""Saving in the background: the same bytes, of the moment `save` was called, and errors told later."""
+
+import errno
+import os
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ppfleetx.checkpoint import storage
+from ppfleetx.checkpoint.background import BackgroundManager, HostCopier
+from ppfleetx.checkpoint.directory import resolve_checkpoint
+from ppfleetx.checkpoint.manager import CheckpointManager
+from ppfleetx.checkpoint.reader import open_checkpoint
+from ppfleetx.config.errors import CheckpointError
+from tests.checkpoint.checkpoints import slices
+
+
+def live(seed=0):
+    return [replace(piece, is_live=True) for piece in slices(seed)]
+
+
+def save(manager, step, tensors=None):
+    return manager.save(epoch=0, step=step, tensors=tensors or live(step), state={"step": step})
+
+
+@pytest.fixture
+def held_back(monkeypatch):
+    """Nothing is written until this event is set."""
+    go, write = threading.Event(), storage.write_safetensors
+
+    def late(*arguments):
+        assert go.wait(30)
+        return write(*arguments)
+
+    monkeypatch.setattr(storage, "write_safetensors", late)
+    yield go
+    go.set()
+
+
+def contents(directory):
+    """Every file but the marker and `latest`, which hold the time."""
+    files = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+    return {path.relative_to(directory): path.read_bytes() for path in files if path.name != "COMPLETE"}
+
+
+def test_the_bytes_are_those_of_a_save_in_the_foreground(tmp_path):
+    description = {"config": {"Model": {}}, "vocab_size": 11}
+    there = CheckpointManager(tmp_path / "fore", **description)
+    here = BackgroundManager(tmp_path / "back", **description)
+    for step in (1, 2):
+        path = save(here, step)
+        assert here.wait() == path and here.wait() is None and here.poll() is None
+        assert contents(path) == contents(save(there, step))
+    assert resolve_checkpoint(tmp_path / "back", verify=True) == path
+
+
+def test_what_is_saved_is_of_the_moment_of_the_call(tmp_path, held_back):
+    manager, tensors = BackgroundManager(tmp_path), live(1)
+    before = [piece.array().copy() for piece in tensors]
+    path = save(manager, 1, tensors)
+    manager.wait_for_copy()
+    for piece in tensors:
+        piece.data[...] = 7
+    assert manager.poll() is None and not path.exists()
+    held_back.set()
+    manager.wait()
+    opened = open_checkpoint(path)
+    for piece, array in zip(tensors, before, strict=True):
+        assert np.array_equal(opened.read(piece.name, piece.kind, piece.state), array)
+
+
+def test_one_save_at_a_time(tmp_path, held_back):
+    manager = BackgroundManager(tmp_path)
+    save(manager, 1)
+    with pytest.raises(AssertionError, match="under way"):
+        save(manager, 2)
+    held_back.set()
+    manager.wait()
+    save(manager, 2)
+    assert manager.wait().name == "epoch_0_step_2"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_an_error_is_told_by_the_next_poll_and_harms_nothing(tmp_path, monkeypatch, number):
+    manager = BackgroundManager(tmp_path)
+    save(manager, 1)
+    first = manager.wait()
+
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "write_safetensors", fail)
+        save(manager, 2)
+        manager._task.done.wait(30)
+        with pytest.raises(CheckpointError, match=os.strerror(number)):
+            manager.poll()
+        assert manager.poll() is None
+    assert resolve_checkpoint(tmp_path, verify=True) == first
+    save(manager, 3)
+    assert manager.wait() == resolve_checkpoint(tmp_path, verify=True)
+
+
+def test_no_memory_for_the_copy(tmp_path, monkeypatch):
+    def fail(_):
+        raise MemoryError
+
+    manager = BackgroundManager(tmp_path)
+    monkeypatch.setattr("ppfleetx.checkpoint.background.np.empty_like", fail)
+    save(manager, 1)
+    manager.wait_for_copy()
+    with pytest.raises(CheckpointError, match=r"no memory for a copy .*async_save=False"):
+        manager.wait()
+
+
+def test_an_abandoned_save_is_completed_when_nobody_else_is_needed(tmp_path, held_back):
+    manager = BackgroundManager(tmp_path)
+    path = save(manager, 1)
+    threading.Timer(0.1, held_back.set).start()
+    manager.abandon()
+    assert resolve_checkpoint(tmp_path, verify=True) == path
+
+
+def test_memory_is_kept_and_what_is_a_copy_is_not_copied_again():
+    copier, tensors = HostCopier(), live()
+    fresh = np.arange(4.0, dtype=np.float32)
+    tensors[2] = replace(tensors[2], data=fresh, is_live=False, shape=(4,), global_shape=(4,))
+    addresses = []
+    for _ in range(2):
+        copies, copy = copier.prepare(tensors)
+        copy()
+        addresses.append([piece.array().ctypes.data for piece in copies])
+        assert copies[2].array() is fresh
+        for original, copied in zip(tensors, copies, strict=True):
+            assert np.array_equal(original.array(), copied.array())
+            assert original.is_live != np.shares_memory(original.array(), copied.array())
+    assert addresses[0] == addresses[1]
