@@ -1,0 +1,197 @@
+"""``kill -9`` at random moments of a run that saves every step, again and again until it is done.
+
+``python -m tests.faults.kill_campaign --kills 200`` kills as often while saving in the foreground, and as
+often again while saving in the background. After every kill whatever has the name of a checkpoint must be
+one, undamaged, and not older than the newest before; and every run that got to its end must have the losses,
+gradient norms and final tensors of a run that nothing disturbed, bit for bit. Dropout is on.
+
+A run is a process forked from one that has imported Paddle, so that starting again takes little time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("MKL_DEBUG_CPU_TYPE", "7")
+
+from ppfleetx.checkpoint.directory import newest_good, resolve_checkpoint
+from ppfleetx.checkpoint.reader import Checkpoint, open_checkpoint
+from ppfleetx.config.plan import ParallelPlan
+from tests.e2e.program import SETTINGS, losses, plan_overrides
+from tests.e2e.resumption import ONE, write_corpus
+from tests.helpers.ranks import Nursery, RankPool
+
+STEPS, STEPS_BETWEEN_KILLS, KEPT = 40, 8, 3
+
+
+@dataclass
+class Campaign:
+    """Kills runs of one plan, saved in one way.
+
+    Args:
+        nursery: where processes come from.
+        directory: empty; for the runs' outputs.
+        corpus: prefix of a corpus.
+        plan: degrees of the runs.
+        overrides: more of the configuration, by dotted key.
+        seed: of the moments at which to kill.
+    """
+
+    nursery: Nursery
+    directory: Path
+    corpus: Path
+    plan: ParallelPlan = ONE
+    overrides: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.found: Counter[str] = Counter()
+        self._random = random.Random(self.seed)
+        started = time.monotonic()
+        self._reference = self.directory / "undisturbed"
+        assert self._run(self._reference, None), "the undisturbed run did not end"
+        self._seconds = time.monotonic() - started
+
+    def kill(self, times: int) -> Counter[str]:
+        """Kill so often, let the last run get to its end, and count what was met.
+
+        Raises:
+            AssertionError, CheckpointError: something was lost or came out different.
+        """
+        number = 0
+        while self.found["kills"] < times:
+            number += 1
+            self._one_run(self.directory / f"run{number}", times)
+        return self.found
+
+    def _one_run(self, output_dir: Path, times: int) -> None:
+        newest = 0
+        while True:
+            # From before Paddle is set up to some steps after that, so that every moment has its turn.
+            share = self._random.random() * (1 + STEPS_BETWEEN_KILLS) / (1 + STEPS)
+            moment = share * self._seconds if self.found["kills"] < times else None
+            if self._run(output_dir, moment):
+                break
+            self.found["kills"] += 1
+            newest = self._check_after_kill(output_dir, newest)
+        self._check_finished(output_dir)
+        self.found["finished runs"] += 1
+
+    def _run(self, output_dir: Path, moment: float | None) -> bool:
+        """Start or continue the run; kill it after ``moment`` seconds. Whether it got to its end."""
+        values = {
+            **SETTINGS,
+            **plan_overrides(self.plan),
+            "Model.num_layers": 4,
+            "Model.hidden_dropout_prob": 0.1,
+            "Model.attention_probs_dropout_prob": 0.1,
+            "Engine.max_steps": STEPS,
+            "Engine.save_load.save_steps": 1,
+            "Engine.save_load.keep_max": KEPT,
+            "Engine.save_load.resume": "auto",
+            "Data.Train.dataset.input_dir": str(self.corpus),
+            "Data.Eval.dataset.input_dir": str(self.corpus),
+            "Engine.save_load.output_dir": str(output_dir),
+            **self.overrides,
+        }
+        pool = RankPool(self.nursery, self.plan.world_size)
+        try:
+            timer = threading.Timer(moment, pool.kill) if moment is not None else None
+            if timer is not None:
+                timer.start()
+            outcomes = pool.call(
+                "tests.e2e.program:train", timeout=300.0, values=values, world=self.plan.world_size
+            )
+            if timer is not None:
+                timer.cancel()
+                timer.join()
+        finally:
+            pool.close()
+            _wait_until_gone(pool.pids)
+        errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+        assert not errors or moment is not None, errors
+        # Ranks that notice the end of another before their own turn say so; anything else is a defect.
+        assert all(error.startswith("PeerEndedError") for error in errors), errors
+        return not errors and not any(outcome.died for outcome in outcomes)
+
+    def _check_after_kill(self, output_dir: Path, newest_before: int) -> int:
+        """Everything named like a checkpoint is one; the step of the newest, which is no step back."""
+        self.found["kills amid a save"] += bool(list(output_dir.glob(".saving-*")))
+        self.found["kills amid a deletion"] += bool(list(output_dir.glob(".deleting-*")))
+        named = sorted(output_dir.glob("epoch_*"))
+        for path in named:
+            open_checkpoint(path).verify()
+        if not named:
+            assert newest_before == 0, f"the checkpoints of {output_dir} are gone"
+            self.found["kills before the first checkpoint"] += 1
+            return 0
+        newest = newest_good(output_dir).step
+        assert newest == max(open_checkpoint(path).step for path in named)
+        assert newest >= newest_before, f"step {newest} after step {newest_before}"
+        # `latest` is written after the name is given; a kill between the two leaves it behind.
+        latest = open_checkpoint(resolve_checkpoint(output_dir, verify=True)).step
+        assert latest <= newest
+        self.found["kills between name and latest"] += latest < newest
+        return newest
+
+    def _check_finished(self, output_dir: Path) -> None:
+        assert losses(output_dir) == losses(self._reference), f"losses of {output_dir} are different"
+        ended, expected = (
+            open_checkpoint(resolve_checkpoint(place, verify=True)) for place in (output_dir, self._reference)
+        )
+        assert (ended.step, ended.state) == (STEPS, expected.state)
+        assert _checksums(ended) == _checksums(expected), f"tensors of {output_dir} are different"
+
+
+def _checksums(checkpoint: Checkpoint) -> dict[tuple[str, str, str], list[tuple[str, ...]]]:
+    tensors = checkpoint.manifest.tensors
+    return {key: [piece.crc32 for piece in entry.slices] for key, entry in tensors.items()}
+
+
+def _wait_until_gone(pids: list[int]) -> None:
+    """Until the killed have let go of their locks; the connection ends a moment earlier."""
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "a killed process does not end"
+        time.sleep(0.002)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=200, help="in each way of saving")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dp", type=int, default=1, help="replicas")
+    parser.add_argument("--mp", type=int, default=1, help="tensor-parallel ranks")
+    args = parser.parse_args()
+    nursery = Nursery()
+    try:
+        for in_background in (False, True):
+            with tempfile.TemporaryDirectory(prefix="kills-") as name:
+                started = time.monotonic()
+                corpus = Path(name) / "toy"
+                write_corpus(corpus)
+                options = {"Engine.save_load.async_save": in_background}
+                plan = ParallelPlan(dp=args.dp, mp=args.mp)
+                campaign = Campaign(nursery, Path(name), corpus, plan, options, args.seed)
+                found = campaign.kill(args.kills)
+                told = ", ".join(f"{what} {count}" for what, count in found.items())
+                seconds = time.monotonic() - started
+                print(f"saving in the {'back' if in_background else 'fore'}ground: {told} ({seconds:.0f} s)")
+                sys.stdout.flush()
+    finally:
+        nursery.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""A checkpoint that cannot be written: training stops in words, or goes on; earlier checkpoints stay."""
+
+import errno
+import os
+
+import pytest
+
+from ppfleetx.checkpoint.directory import complete_checkpoints, newest_good, resolve_checkpoint
+from ppfleetx.checkpoint.reader import open_checkpoint
+from ppfleetx.config.plan import ParallelPlan as Plan
+from tests.e2e.program import losses, plan_overrides
+from tests.faults.program import SETTINGS
+
+BOTH_WAYS = pytest.mark.parametrize("in_background", [False, True], ids=["foreground", "background"])
+
+
+class Program:
+    """Runs the training program of tests.faults.program under one plan."""
+
+    def __init__(self, pools, corpus, output_dir, plan=None, **save_load):
+        self.plan, self.output_dir = plan or Plan(), output_dir
+        self.pool = pools(self.plan.world_size)
+        self.values = {
+            **SETTINGS,
+            **plan_overrides(self.plan),
+            "Data.Train.dataset.input_dir": str(corpus),
+            "Data.Eval.dataset.input_dir": str(corpus),
+            "Engine.save_load.output_dir": str(output_dir),
+            **{f"Engine.save_load.{key}": value for key, value in save_load.items()},
+        }
+
+    def call(self, target, **arguments):
+        arguments = {"values": self.values, "world": self.plan.world_size, **arguments}
+        return self.pool.call(target, timeout=120.0, **arguments)
+
+    def fail_at(self, *steps, number=errno.ENOSPC, rank=0):
+        target = "tests.faults.program:train_on_a_failing_disk"
+        return self.call(target, failing_steps=steps, number=number, rank=rank)
+
+    def steps(self):
+        return sorted(open_checkpoint(path).step for path in complete_checkpoints(self.output_dir))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pools, corpus, tmp_path_factory):
+    """Losses of a run whose disk is in order, by plan and way of saving."""
+    made = {}
+
+    def losses_under(plan):
+        if plan not in made:
+            program = Program(pools, corpus, tmp_path_factory.mktemp("undisturbed"), plan)
+            assert not any(outcome.error for outcome in program.call("tests.e2e.program:train"))
+            made[plan] = losses(program.output_dir)
+        return made[plan]
+
+    return losses_under
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES], ids=errno.errorcode.get)
+def test_training_stops_in_words(pools, corpus, tmp_path, in_background, number):
+    program = Program(pools, corpus, tmp_path, async_save=in_background)
+    (outcome,) = program.fail_at(3, number=number)
+    assert outcome.error.startswith("CheckpointError: checkpoint epoch_0_step_3 could not be written to")
+    assert f"{os.strerror(number)} (" in outcome.error and "Earlier checkpoints" in outcome.error
+    assert program.steps() == [1, 2] and newest_good(tmp_path).step == 2
+    assert resolve_checkpoint(tmp_path, verify=True).name == "epoch_0_step_2"
+    assert not list(tmp_path.glob(".saving-*"))
+
+
+@BOTH_WAYS
+def test_training_goes_on_when_told_to(pools, corpus, tmp_path, undisturbed, in_background):
+    program = Program(pools, corpus, tmp_path, async_save=in_background, on_save_error="continue")
+    (outcome,) = program.fail_at(2, 3)
+    assert outcome.error is None
+    assert program.steps() == [1, 4] and resolve_checkpoint(tmp_path, verify=True).name == "epoch_0_step_4"
+    assert losses(tmp_path) == undisturbed(Plan())
+
+
+@BOTH_WAYS
+def test_a_last_save_that_fails_is_an_error_all_the_same(pools, corpus, tmp_path, in_background):
+    program = Program(pools, corpus, tmp_path, async_save=in_background, on_save_error="continue")
+    (outcome,) = program.fail_at(4)
+    assert outcome.error.startswith("CheckpointError: checkpoint epoch_0_step_4 could not be written")
+    assert outcome.error.endswith("The end of the run is thus not saved.")
+    assert program.steps() == [1, 2, 3] and len(losses(tmp_path)) == 4
+
+
+@BOTH_WAYS
+def test_one_rank_that_cannot_write_is_named_by_all(pools, corpus, tmp_path, in_background):
+    program = Program(pools, corpus, tmp_path, Plan(mp=2), async_save=in_background)
+    for outcome in program.fail_at(2, rank=1):
+        assert outcome.error.startswith(
+            "CheckpointError: the checkpoint could not be saved; rank 1: No space"
+        )
+        assert "rank 0" not in outcome.error
+    assert program.steps() == [1] and not list(tmp_path.glob(".saving-*"))
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("plan", [Plan(mp=2), Plan(dp=2), Plan(pp=2)], ids=str)
+def test_several_ranks_go_on_together(pools, corpus, tmp_path, undisturbed, in_background, plan):
+    program = Program(pools, corpus, tmp_path, plan, async_save=in_background, on_save_error="continue")
+    failing_rank = 0 if plan.dp > 1 else 1  # the second replica writes nothing
+    assert not any(outcome.error for outcome in program.fail_at(2, rank=failing_rank))
+    assert program.steps() == [1, 3, 4] and resolve_checkpoint(tmp_path, verify=True)
+    assert losses(tmp_path) == undisturbed(plan)
+
+
+@BOTH_WAYS
+def test_what_the_system_refuses(pools, corpus, tmp_path, in_background):
+    """EFBIG in the middle of a file, like a quota; the checkpoint before was smaller than the room."""
+    first = Program(pools, corpus, tmp_path, async_save=in_background)
+    first.values["Engine.max_steps"] = 2
+    assert not any(outcome.error for outcome in first.call("tests.e2e.program:train"))
+    program = Program(pools, corpus, tmp_path, async_save=in_background, resume="auto", lr_schedule="config")
+    (outcome,) = program.call("tests.faults.program:train_with_little_room", num_bytes=100_000)
+    assert outcome.error.startswith("CheckpointError: checkpoint epoch_0_step_3 could not be written")
+    assert "File too large" in outcome.error
+    assert newest_good(tmp_path).step == 2
