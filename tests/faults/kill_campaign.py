@@ -31,7 +31,7 @@ from tests.e2e.program import SETTINGS, losses, plan_overrides
 from tests.e2e.resumption import ONE, write_corpus
 from tests.helpers.ranks import Nursery, RankPool
 
-STEPS, STEPS_BETWEEN_KILLS, KEPT = 40, 8, 3
+KEPT = 3
 
 
 @dataclass
@@ -45,6 +45,7 @@ class Campaign:
         plan: degrees of the runs.
         overrides: more of the configuration, by dotted key.
         seed: of the moments at which to kill.
+        steps: length of a run, a fifth of which lies between two kills at most.
     """
 
     nursery: Nursery
@@ -53,14 +54,20 @@ class Campaign:
     plan: ParallelPlan = ONE
     overrides: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
+    steps: int = 40
 
     def __post_init__(self) -> None:
         self.found: Counter[str] = Counter()
         self._random = random.Random(self.seed)
-        started = time.monotonic()
         self._reference = self.directory / "undisturbed"
+        whole = self._seconds_to_the_end()
+        begin = self._seconds_to_the_end()  # nothing is left to train
+        self._longest = begin + max(0.0, whole - begin) / 5
+
+    def _seconds_to_the_end(self) -> float:
+        started = time.monotonic()
         assert self._run(self._reference, None), "the undisturbed run did not end"
-        self._seconds = time.monotonic() - started
+        return time.monotonic() - started
 
     def kill(self, times: int) -> Counter[str]:
         """Kill so often, let the last run get to its end, and count what was met.
@@ -78,8 +85,7 @@ class Campaign:
         newest = 0
         while True:
             # From before Paddle is set up to some steps after that, so that every moment has its turn.
-            share = self._random.random() * (1 + STEPS_BETWEEN_KILLS) / (1 + STEPS)
-            moment = share * self._seconds if self.found["kills"] < times else None
+            moment = self._random.uniform(0, self._longest) if self.found["kills"] < times else None
             if self._run(output_dir, moment):
                 break
             self.found["kills"] += 1
@@ -95,7 +101,7 @@ class Campaign:
             "Model.num_layers": 4,
             "Model.hidden_dropout_prob": 0.1,
             "Model.attention_probs_dropout_prob": 0.1,
-            "Engine.max_steps": STEPS,
+            "Engine.max_steps": self.steps,
             "Engine.save_load.save_steps": 1,
             "Engine.save_load.keep_max": KEPT,
             "Engine.save_load.resume": "auto",
@@ -149,7 +155,7 @@ class Campaign:
         ended, expected = (
             open_checkpoint(resolve_checkpoint(place, verify=True)) for place in (output_dir, self._reference)
         )
-        assert (ended.step, ended.state) == (STEPS, expected.state)
+        assert (ended.step, ended.state) == (self.steps, expected.state)
         assert _checksums(ended) == _checksums(expected), f"tensors of {output_dir} are different"
 
 
