@@ -64,7 +64,7 @@ def load_model(
 ) -> None:
     """Copy a checkpoint's weights into parameters, each rank reading its own part.
 
-    Element types are converted; float32 parameters take a 16-bit checkpoint's master weights. A table
+    Element types are converted, from a 16-bit checkpoint's master weights where it has them. A table
     padded to another number of rows gets its true rows, and keeps its own padding.
 
     Args:
@@ -88,7 +88,8 @@ def load_model(
     for name, param in present:
         kind, state = MODEL, ""
         has_master = (OPTIMIZER, name, MASTER_WEIGHT) in checkpoint.manifest.tensors
-        if has_master and _dtype(param) == "F32" and checkpoint.entry(name).dtype in _SIXTEEN_BIT:
+        stored_as = checkpoint.entry(name).dtype
+        if has_master and stored_as in _SIXTEEN_BIT and _dtype(param) != stored_as:
             kind, state = OPTIMIZER, MASTER_WEIGHT
         _fill(checkpoint, checkpoint.entry(name, kind, state), param, param.info)
 
@@ -131,6 +132,23 @@ def load_optimizer(
         plan.append((entry, tensor, info))
     for entry, tensor, info in plan:
         _fill(checkpoint, entry, tensor, info)
+
+
+def load_masters(
+    state: Mapping[StateKey, Tensor], named_params: NamedTensors, checkpoint: Checkpoint
+) -> None:
+    """Copy into the master weights among ``state`` what :func:`load_model` put, rounded, into the parameters:
+    the checkpoint's master weights, or its weights. Without that the first update would undo the loading.
+
+    Raises:
+        CheckpointError: damaged bytes.
+    """
+    params, stored = dict(named_params), set(checkpoint.names())
+    for (name, state_name), tensor in state.items():
+        if state_name == MASTER_WEIGHT and name in stored:
+            has_master = (OPTIMIZER, name, MASTER_WEIGHT) in checkpoint.manifest.tensors
+            key = (name, OPTIMIZER, MASTER_WEIGHT) if has_master else (name, MODEL, "")
+            _fill(checkpoint, checkpoint.entry(*key), tensor, params[name].info)
 
 
 class _Place:

@@ -67,6 +67,16 @@ class MixedPrecisionConfig(Section):
     custom_white_list: tuple[Text, ...] = ()
     """Operations computed in `dtype`, besides Paddle's own list."""
 
+    @model_validator(mode="after")
+    def _check_lists(self) -> MixedPrecisionConfig:
+        both = sorted({*self.custom_black_list} & {*self.custom_white_list})
+        if both:
+            raise RuleError(
+                ("custom_black_list", "custom_white_list"),
+                f"an operation is in one of the lists, not in both: {', '.join(both)}",
+            )
+        return self
+
 
 class SaveLoadConfig(Section):
     """Checkpoints: when to write them, and what to start from."""

@@ -37,11 +37,6 @@ def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
             "compute in float32 with -o Engine.mix_precision.enable=False",
         ),
         (
-            device != "cpu" and precision.enable,
-            "Engine.mix_precision.enable = True: only float32 can be run yet; give "
-            "-o Engine.mix_precision.enable=False",
-        ),
-        (
             device not in ("cpu", "gpu"),
             f"Global.device = {device}: only cpu and gpu can be used yet",
         ),

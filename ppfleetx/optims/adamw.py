@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ppfleetx.config.errors import CheckpointError
+from ppfleetx.optims.gradients import drop_gradient, gradient_of
 
 if TYPE_CHECKING:
     from paddle import Tensor
@@ -32,8 +33,9 @@ StateKey = tuple[str, str]
 class Optimizer:
     """One of Paddle's optimizers behind canonical names.
 
-    `stepper` is what `step` and `clear_grad` call: the optimizer itself, or what fleet made of it
-    (`wrap`). Learning rate and weight decay come with each step; no scheduler lives inside.
+    `stepper` is what `step` calls: the optimizer itself, or what fleet made of it (`wrap`).
+    Gradients are those of `optims/gradients.py`. Learning rate and weight decay come with each step; no
+    scheduler lives inside.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Optimizer:
         self.inner = inner
         self.stepper: Any = inner
         self.named_params = list(named_params)
+        self._parameters = [param for _, param in self.named_params]
         self._accumulators = dict(accumulators)
 
     def wrap(self, make_stepper: Callable[[PaddleOptimizer], Any]) -> None:
@@ -56,13 +59,37 @@ class Optimizer:
         if weight_decay is not None and hasattr(self.inner, "_apply_decay_param_fun"):
             # AdamW reads _weight_decay at each parameter's update and has no setter for it.
             self.inner._weight_decay = float(weight_decay)
-        self.stepper.step()
+        if self.stepper is self.inner:
+            self._step()
+        else:
+            self.stepper.step()
 
     def clear_grad(self) -> None:
-        """Drop all gradients (dropped, not zeroed: the next backward writes without adding)."""
-        if self._is_idle:
-            return
-        self.stepper.clear_grad(set_to_zero=False)
+        """Drop all gradients, of parameters that another rank updates too."""
+        for param in self._parameters:
+            drop_gradient(param)
+
+    def keep_masters(self, masters: Mapping[str, Tensor]) -> None:
+        """Take these float32 tensors, by canonical name, as the master weights of 16-bit parameters.
+
+        Without it Paddle makes them from the rounded parameters at the first step.
+        """
+        for name, param in self.named_params:
+            if name in masters:
+                masters[name].name = self.inner._gen_master_weight_var_name(param)
+                self.inner._master_weights[param.name] = masters[name]
+
+    def _step(self) -> None:
+        """What `inner.step()` does, with gradients from wherever they are: AdamW's looks at `grad` only."""
+        import paddle
+
+        pairs = [(param, gradient_of(param)) for _, param in self.named_params]
+        with paddle.no_grad():
+            self.inner._apply_optimize(
+                loss=None,
+                startup_program=None,
+                params_grads=[(param, grad) for param, grad in pairs if grad is not None],
+            )
 
     @property
     def _is_idle(self) -> bool:
@@ -146,8 +173,10 @@ def sgd(named_params: NamedParams, *, multi_precision: bool = False) -> Optimize
     """Plain stochastic gradient descent, p -= lr * g, without decay or momentum: it has no state."""
     import paddle
 
+    from ppfleetx.optims.master_sgd import MasterSGD
+
     named_params = _trainable(named_params)
-    inner = paddle.optimizer.SGD(
+    inner = (MasterSGD if multi_precision else paddle.optimizer.SGD)(
         learning_rate=0.0,
         parameters=[param for _, param in named_params],
         multi_precision=multi_precision,

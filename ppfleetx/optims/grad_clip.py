@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from ppfleetx.optims.gradients import gradient_of
+
 if TYPE_CHECKING:
     from paddle import Tensor
 
@@ -67,8 +69,9 @@ def clip_by_global_norm(
     if coefficient < 1.0:
         with paddle.no_grad():
             for param in _unique(params):
-                if param.grad is not None:
-                    param.grad.scale_(coefficient)
+                gradient = gradient_of(param)
+                if gradient is not None:
+                    gradient.scale_(coefficient)
     return norm
 
 
@@ -80,7 +83,7 @@ def _gradients(params: Iterable[Tensor]) -> Iterable[Tensor]:
     import paddle
 
     for param in _unique(params):
-        grad = param.grad
+        grad = gradient_of(param)
         if grad is not None:
             # 16-bit gradients: their kernel is missing on a CPU, and 16-bit sums overflow.
             yield grad if grad.dtype == paddle.float32 else grad.astype("float32")

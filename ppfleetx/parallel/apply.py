@@ -17,6 +17,7 @@ from ppfleetx.optims.adamw import Optimizer
 from ppfleetx.optims.build import build_optimizer
 from ppfleetx.parallel.grad_sync import GradientSync
 from ppfleetx.parallel.local import LocalRunner
+from ppfleetx.parallel.precision import Precision
 from ppfleetx.parallel.runner import Runner
 
 LossFunction = Callable[[Any, dict[str, paddle.Tensor]], tuple[paddle.Tensor, paddle.Tensor]]
@@ -40,26 +41,39 @@ def parallelize(task: Task, cfg: RunConfig, ctx: ParallelContext, *, train: bool
     """Build the model of ``task`` under the plan of ``ctx`` and return who runs it.
 
     The order: layers of the plan -> stages -> container with plan-free initial weights (the whole model,
-    or a pipeline rank's part) -> optimizer -> its sharding -> sums of gradients -> runner. Without ``train``
-    there are no initial weights and no optimizer: the weights have to be restored before anything is run.
+    or a pipeline rank's part) -> 16-bit parameters -> optimizer -> its sharding -> sums of gradients ->
+    runner. Without ``train`` there are no initial weights and no optimizer: the weights have to be restored
+    before anything is run.
     """
     factory = layer_factory(ctx)
     stages = task.stages(factory)
     loss_fn = partial(task.loss, token_loss=factory.token_loss)
+    precision = Precision(cfg.Engine.mix_precision)
     build = _pipeline_runner if ctx.size_of("pp") > 1 else _local_runner
-    return build(stages, loss_fn, cfg, ctx, train)
+    return build(stages, loss_fn, cfg, ctx, precision, train)
 
 
 def _local_runner(
-    stages: list[Stage], loss_fn: LossFunction, cfg: RunConfig, ctx: ParallelContext, train: bool
+    stages: list[Stage],
+    loss_fn: LossFunction,
+    cfg: RunConfig,
+    ctx: ParallelContext,
+    precision: Precision,
+    train: bool,
 ) -> Runner:
     model = StagedModel(stages, seed=cfg.Global.seed if train else None)
-    optimizer, sync = _optimizer_and_sync(model, list(model.stages), cfg, ctx, train)
-    return LocalRunner(model, loss_fn, optimizer, ctx, sync, seed=cfg.Global.seed, clip_norm=_clip_norm(cfg))
+    optimizer, sync = _optimizer_and_sync(model, list(model.stages), cfg, ctx, precision, train)
+    more = {"seed": cfg.Global.seed, "clip_norm": _clip_norm(cfg), "precision": precision}
+    return LocalRunner(model, loss_fn, optimizer, ctx, sync, **more)
 
 
 def _pipeline_runner(
-    stages: list[Stage], loss_fn: LossFunction, cfg: RunConfig, ctx: ParallelContext, train: bool
+    stages: list[Stage],
+    loss_fn: LossFunction,
+    cfg: RunConfig,
+    ctx: ParallelContext,
+    precision: Precision,
+    train: bool,
 ) -> Runner:
     from paddle.distributed import fleet
 
@@ -70,10 +84,9 @@ def _pipeline_runner(
     tied = tied_group(stages, ctx)
     pipeline = fleet.distributed_model(model)
     layers = [layer for _, layer in model.held_stages()]
-    optimizer, sync = _optimizer_and_sync(model, layers, cfg, ctx, train, *tied)
-    return PipelineRunner(
-        pipeline, loss, optimizer, ctx, sync, seed=cfg.Global.seed, clip_norm=_clip_norm(cfg)
-    )
+    optimizer, sync = _optimizer_and_sync(model, layers, cfg, ctx, precision, train, *tied)
+    more = {"seed": cfg.Global.seed, "clip_norm": _clip_norm(cfg), "precision": precision}
+    return PipelineRunner(pipeline, loss, optimizer, ctx, sync, **more)
 
 
 def _optimizer_and_sync(
@@ -81,6 +94,7 @@ def _optimizer_and_sync(
     layers: Sequence[paddle.nn.Layer],
     cfg: RunConfig,
     ctx: ParallelContext,
+    precision: Precision,
     train: bool,
     tied_group: Any = None,
     tied_names: Sequence[str] = (),
@@ -89,7 +103,9 @@ def _optimizer_and_sync(
     parameters = model.parameters()
     trainable = [parameter for parameter in parameters if not parameter.stop_gradient]
     named = [(parameter.info.name, parameter) for parameter in parameters]
-    optimizer = build_optimizer(cfg.Optimizer, named) if train else None
+    masters = precision.lower(parameters, train=train)
+    low = precision.lowers_parameters
+    optimizer = build_optimizer(cfg.Optimizer, named, multi_precision=low) if train else None
     sharding = None
     if ctx.size_of("sharding") > 1:
         from ppfleetx.parallel.sharding import ParameterSharding, Sharding
@@ -100,6 +116,8 @@ def _optimizer_and_sync(
             sharding.wrap(optimizer)
         if stage == 3:
             ParameterSharding(sharding, group, layers)
+    if optimizer is not None:
+        optimizer.keep_masters(masters)  # after sharding: of what is updated here
     sync = GradientSync(trainable, ctx, tied_group=tied_group, tied_names=tied_names, sharding=sharding)
     return optimizer, sync
 

@@ -14,6 +14,7 @@ import paddle
 from ppfleetx.distributed.collectives import all_reduce_packed
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.optims.grad_clip import clip_by_global_norm
+from ppfleetx.optims.gradients import gradient_of
 
 if TYPE_CHECKING:
     from ppfleetx.parallel.sharding import Sharding
@@ -39,12 +40,12 @@ class GradientSync:
         tied_names: Sequence[str] = (),
         sharding: Sharding | None = None,
     ) -> None:
-        self._parameters, self._ctx, self._sharding = list(parameters), ctx, sharding
+        self.parameters, self._ctx, self._sharding = list(parameters), ctx, sharding
         self._tied_group, self._tied_names = tied_group, frozenset(tied_names)
 
     def reduce(self) -> None:
         """Complete the gradients: into the owners, over parts of the sequence, tied copies, replicas."""
-        ctx, mine = self._ctx, self._parameters
+        ctx, mine = self._ctx, self.parameters
         if self._sharding is not None:
             mine = self._sharding.finish_gradients()
         partial = [p for p in mine if getattr(p, "sequence_parallel", False)]
@@ -59,9 +60,9 @@ class GradientSync:
 
     def clip(self, max_norm: float) -> float:
         """Clip by the norm of the whole model's gradient, each parameter counted once; give that norm."""
-        counted = [p for p in self._parameters if self.counts(p)]
+        counted = [p for p in self.parameters if self.counts(p)]
         return clip_by_global_norm(
-            self._parameters,
+            self.parameters,
             max_norm,
             reduce=lambda total: self._ctx.sum_tensor_over(("mp", "pp", "sharding"), total),
             counted=counted,
@@ -84,4 +85,5 @@ class GradientSync:
 
 
 def _gradients(parameters: Sequence[paddle.Tensor]) -> list[paddle.Tensor]:
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+    found = [gradient_of(parameter) for parameter in parameters]
+    return [gradient for gradient in found if gradient is not None]

@@ -9,6 +9,7 @@ import paddle
 
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.parallel.grad_sync import GradientSync
+from ppfleetx.parallel.precision import Precision
 from ppfleetx.parallel.runner import MicroBatch
 from ppfleetx.parallel.step import StepRunner, to_tensors
 
@@ -28,6 +29,7 @@ class LocalRunner(StepRunner):
         sync: sums and clips gradients; None: those of a process that is alone.
         seed: ``Global.seed``, for the dropout streams.
         clip_norm: global gradient norm to clip to; 0 measures it only.
+        precision: what is computed in which type; None: all in float32.
     """
 
     def __init__(
@@ -40,10 +42,12 @@ class LocalRunner(StepRunner):
         *,
         seed: int,
         clip_norm: float,
+        precision: Precision | None = None,
     ) -> None:
         sync = sync or GradientSync(model.parameters(), ctx)
         stages = list(enumerate(model.stages))
-        super().__init__(model, stages, optimizer, ctx, sync, seed=seed, clip_norm=clip_norm)
+        more = {"seed": seed, "clip_norm": clip_norm, "precision": precision}
+        super().__init__(model, stages, optimizer, ctx, sync, **more)
         self._loss_fn = loss_fn
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> float:

@@ -19,6 +19,7 @@ from paddle.distributed.fleet.meta_parallel import LayerDesc, PipelineLayer
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.stage import Stage, build_stage
 from ppfleetx.parallel.grad_sync import GradientSync
+from ppfleetx.parallel.precision import Precision
 from ppfleetx.parallel.runner import MicroBatch
 from ppfleetx.parallel.step import StepRunner, to_tensors
 
@@ -112,7 +113,7 @@ class PipelineRunner(StepRunner):
     Args:
         pipeline: what ``fleet.distributed_model`` made of a :class:`StagePipeline`.
         loss: the object given to the pipeline as its loss function.
-        optimizer, ctx, sync, seed, clip_norm: see :class:`StepRunner`.
+        optimizer, ctx, sync, seed, clip_norm, precision: see :class:`StepRunner`.
     """
 
     def __init__(
@@ -125,9 +126,11 @@ class PipelineRunner(StepRunner):
         *,
         seed: int,
         clip_norm: float,
+        precision: Precision | None = None,
     ) -> None:
         stages = pipeline._layers.held_stages()
-        super().__init__(pipeline._layers, stages, optimizer, ctx, sync, seed=seed, clip_norm=clip_norm)
+        more = {"seed": seed, "clip_norm": clip_norm, "precision": precision}
+        super().__init__(pipeline._layers, stages, optimizer, ctx, sync, **more)
         self._pipeline, self._loss = pipeline, loss
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,11 +23,15 @@ class StepOutput:
             data ranks.
         num_valid_tokens: tokens that count in the loss.
         grad_norm: global L2 norm of the gradients before clipping.
+        loss_scale: what the loss was multiplied by (float16); None without loss scaling.
+        skipped: the gradients overflowed; neither parameters nor optimizer states changed.
     """
 
     loss: float
     num_valid_tokens: float
     grad_norm: float
+    loss_scale: float | None = None
+    skipped: bool = False
 
 
 class NonFiniteError(RuntimeError):
@@ -57,7 +61,7 @@ class Runner(Protocol):
 
         Raises:
             NonFiniteError: on every rank and before the update, when the loss or the gradient norm is not
-                finite (and ``checks`` are not off).
+                finite (and ``checks`` are not off); with loss scaling, when no smaller scale is left.
         """
         ...
 
@@ -86,4 +90,12 @@ class Runner(Protocol):
 
     def optimizer_state(self) -> dict[tuple[str, str], Any]:
         """{(canonical name, state name): live tensor} of what this rank holds."""
+        ...
+
+    def scaler_state(self) -> dict[str, float | int] | None:
+        """State of the loss scale, the same on all ranks; None without loss scaling."""
+        ...
+
+    def load_scaler_state(self, state: Mapping[str, float | int] | None) -> None:
+        """Continue with a saved :meth:`scaler_state`; without one, or without loss scaling, do nothing."""
         ...

@@ -17,6 +17,7 @@ from paddle.autograd import PyLayer
 from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import DygraphShardingOptimizer
 
 from ppfleetx.distributed.collectives import BUCKET_BYTES, broadcast_packed, reduce_packed
+from ppfleetx.optims.gradients import drop_gradient, gradient_of
 
 if TYPE_CHECKING:
     from ppfleetx.optims.adamw import Optimizer
@@ -122,13 +123,13 @@ class Sharding:
 
     def _send(self, owner: int) -> None:
         """Sum pending gradients into the owner, who keeps the sum and adds to it in the next pass."""
-        parameters = [p for p in self._pending[owner].values() if p.grad is not None]
+        parameters = [p for p in self._pending[owner].values() if gradient_of(p) is not None]
         self._pending[owner] = {}
         if parameters:
-            reduce_packed([p.grad for p in parameters], self._group, owner)
+            reduce_packed([gradient_of(p) for p in parameters], self._group, owner)
         if owner != self._group.rank:
             for parameter in parameters:
-                parameter.clear_gradient(False)
+                drop_gradient(parameter)
 
 
 class ParameterSharding:

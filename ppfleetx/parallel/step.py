@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,9 @@ import paddle
 from ppfleetx.distributed.checks import NonFinitePlace, NonFiniteSearch
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.random import DropoutStreams
-from ppfleetx.distributed.together import gather
+from ppfleetx.distributed.together import any_rank, gather
 from ppfleetx.parallel.grad_sync import GradientSync
+from ppfleetx.parallel.precision import Precision
 from ppfleetx.parallel.runner import MicroBatch, NonFiniteError, StepOutput
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class StepRunner(ABC):
         sync: sums and clips gradients.
         seed: ``Global.seed``, for the dropout streams.
         clip_norm: global gradient norm to clip to; 0 measures it only.
+        precision: what is computed in which type; None: all in float32.
 
     Attributes:
         checks: ``Engine.checks``. Unless ``off``, a loss or gradient norm that is not finite is an error;
@@ -53,7 +55,9 @@ class StepRunner(ABC):
         *,
         seed: int,
         clip_norm: float,
+        precision: Precision | None = None,
     ) -> None:
+        self._precision = precision or Precision()
         self.model, self._optimizer, self._ctx, self._sync = model, optimizer, ctx, sync
         self._clip_norm, self._streams = clip_norm, DropoutStreams(seed, ctx)
         self._streams.attach(stages)
@@ -70,16 +74,19 @@ class StepRunner(ABC):
         # The divisor is known before the first backward, so every token weighs the same in any plan.
         num_valid = self._count_valid(micro_batches, at_least=1.0)
         with self._search if self.checks == "full" else nullcontext():
-            loss_sum = self._forward_backward(micro_batches, num_valid)
+            loss_sum = self._passes(micro_batches, num_valid)
         loss = self._ctx.sum_over(_LOSS_AXES, loss_sum)[0] / num_valid
         self._sync.reduce()
-        grad_norm = self._sync.clip(self._clip_norm)
-        if self.checks != "off":
-            self._refuse_non_finite(loss, grad_norm, micro_batches)
+        self._precision.unscale(self._sync.parameters)
+        grad_norm, scale = self._sync.clip(self._clip_norm), self._precision.loss_scale
+        scaled = {} if self._precision.scaler is None else {"loss_scale": scale}
+        if not self._accepts(loss, grad_norm, micro_batches):
+            self._optimizer.clear_grad()
+            return StepOutput(loss, num_valid, grad_norm, skipped=True, **scaled)
         self.before_update()
         self._optimizer.step(lr=lr, weight_decay=weight_decay)
         self._optimizer.clear_grad()
-        return StepOutput(loss=loss, num_valid_tokens=num_valid, grad_norm=grad_norm)
+        return StepOutput(loss, num_valid, grad_norm, **scaled)
 
     def locate_non_finite(self, micro_batches: Sequence[MicroBatch], *, step: int) -> NonFinitePlace | None:
         if self.checks != "full":
@@ -87,14 +94,14 @@ class StepRunner(ABC):
             self._optimizer.clear_grad()
             self._streams.begin_step(step)
             with self._search:
-                self._forward_backward(micro_batches, self._count_valid(micro_batches, at_least=1.0))
+                self._passes(micro_batches, self._count_valid(micro_batches, at_least=1.0))
             self._sync.reduce()  # nothing is left under way between the ranks
         self._optimizer.clear_grad()
         return self._search.place
 
     def eval_step(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, float]:
         self.model.eval()
-        with paddle.no_grad():
+        with paddle.no_grad(), self._precision.autocast():
             loss_sum = self._forward(micro_batches)
         return self._ctx.sum_over(_LOSS_AXES, loss_sum)[0], self._count_valid(micro_batches, at_least=0.0)
 
@@ -113,6 +120,37 @@ class StepRunner(ABC):
     def optimizer_state(self) -> dict[tuple[str, str], Any]:
         return {} if self._optimizer is None else self._optimizer.state()
 
+    def scaler_state(self) -> dict[str, float | int] | None:
+        return None if self._precision.scaler is None else self._precision.scaler.state()
+
+    def load_scaler_state(self, state: Mapping[str, float | int] | None) -> None:
+        if self._precision.scaler is not None and state is not None:
+            self._precision.scaler.load_state(state)
+
+    def _passes(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> float:
+        """Forward and backward in the types of the precision, of the loss times its scale; the loss sum."""
+        with self._precision.autocast():
+            return self._forward_backward(micro_batches, num_valid / self._precision.loss_scale)
+
+    def _accepts(self, loss: float, grad_norm: float, micro_batches: Sequence[MicroBatch]) -> bool:
+        """Whether the step is taken: float16 skips a step that overflowed, on all ranks, and tries the next
+        with a smaller loss scale. Where that cannot help, what is not finite ends the run."""
+        scaler = self._precision.scaler
+        if scaler is None:
+            if self.checks != "off":
+                self._refuse_non_finite(loss, grad_norm, micro_batches)
+            return True
+        # Gradients and their norm are complete, so the ranks agree; were they ever not to, skipping on some
+        # of them only would go unnoticed.
+        overflow = any_rank(self._ctx, not (math.isfinite(loss) and math.isfinite(grad_norm)))
+        if overflow and not scaler.can_shrink:
+            kind = "the smallest" if scaler.dynamic else "the constant"
+            self._refuse_non_finite(
+                loss, grad_norm, micro_batches, f" (at {kind} loss scale, {scaler.scale:g})"
+            )
+        scaler.update(overflow)
+        return not overflow
+
     @abstractmethod
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> float:
         """Add the gradient of (loss sum / ``num_valid``) to all parameters here; give the loss sum."""
@@ -125,11 +163,13 @@ class StepRunner(ABC):
         here = sum(float(batch["loss_mask"].sum(dtype=np.float64)) for batch in micro_batches)
         return max(self._ctx.sum_over_data(here), at_least)
 
-    def _refuse_non_finite(self, loss: float, grad_norm: float, micro_batches: Sequence[MicroBatch]) -> None:
+    def _refuse_non_finite(
+        self, loss: float, grad_norm: float, micro_batches: Sequence[MicroBatch], where: str = ""
+    ) -> None:
         for what, value in (("loss", loss), ("gradient norm", grad_norm)):
             if not math.isfinite(value):
                 samples = [int(i) for batch in micro_batches for i in batch.get("sample_ids", ())]
-                raise NonFiniteError(what, value, samples)
+                raise NonFiniteError(what + where, value, samples)
 
 
 def to_tensors(batch: MicroBatch) -> dict[str, paddle.Tensor]:

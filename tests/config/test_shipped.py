@@ -117,7 +117,6 @@ def test_bubble():
             "Distributed.sharding.sharding_offload",
         ),
         (["Engine.mix_precision.enable=True"], "cpu", "Engine.mix_precision.enable"),
-        (["Engine.mix_precision.enable=True"], "gpu", "Engine.mix_precision.enable"),
         (["Compress.Quantization.enable=True"], "cpu", "Compress.Quantization.enable"),
         (["Compress.Prune.enable=True"], "cpu", "Compress.Prune.enable"),
         (["Model.module=GPTEvalModule"], "cpu", "Model.module"),
@@ -132,6 +131,8 @@ def test_what_cannot_run_yet_is_named(small, overrides, device, word):
 def test_what_can_run(small):
     assert not_supported_reasons(load_config(small), "cpu") == []
     assert not_supported_reasons(load_config(small), "gpu") == []
+    mixed = load_config(small, ["Engine.mix_precision.enable=True"])
+    assert not_supported_reasons(mixed, "gpu") == []
     assert not_supported_reasons(load_config(GPT / "pretrain_gpt_tiny.yaml"), "cpu") == []
 
 

@@ -13,7 +13,13 @@ from ppfleetx.checkpoint.directory import newest_complete, newest_good, open_res
 from ppfleetx.checkpoint.manager import CheckpointManager
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.rng import rng_state, set_rng_state
-from ppfleetx.checkpoint.training import load_model, load_optimizer, model_slices, optimizer_slices
+from ppfleetx.checkpoint.training import (
+    load_masters,
+    load_model,
+    load_optimizer,
+    model_slices,
+    optimizer_slices,
+)
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections import ModelConfig, RunConfig, SaveLoadConfig
 from ppfleetx.core.engine.state import TrainState
@@ -81,6 +87,7 @@ class Start:
             if self.options.load_optim:
                 state, parameters = runner.optimizer_state(), runner.named_parameters()
                 load_optimizer(state, parameters, self.checkpoint, model_names=model_names)
+                runner.load_scaler_state(self.checkpoint.state.get("scaler"))
             if self.options.load_rng:
                 set_rng_state(self.checkpoint.state["rng"])
             saved = self.checkpoint.state["schedule"]
@@ -96,12 +103,14 @@ class Start:
         model_names = runner.model_names()
         with joint_errors(self.ctx):
             check_same_function(self.checkpoint, model)
+            weights = with_vocabulary(self.checkpoint, model.vocab_size)
             load_model(
                 runner.named_parameters(),
-                with_vocabulary(self.checkpoint, model.vocab_size),
+                weights,
                 vocab_size=model.vocab_size,
                 model_names=model_names,
             )
+            load_masters(runner.optimizer_state(), runner.named_parameters(), weights)
 
 
 def check_same_function(checkpoint: Checkpoint, model: ModelConfig) -> None:
@@ -203,6 +212,7 @@ class CheckpointSaver:
                 "train": engine.state.to_json(),
                 "schedule": engine.schedule.state(),
                 "rng": rng_state(),
+                "scaler": runner.scaler_state(),
             },
         )
 

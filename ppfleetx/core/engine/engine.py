@@ -157,8 +157,8 @@ class Engine:
 
     def _step(self, micro_batches: Sequence[MicroBatch], started: float, reader_cost: float) -> None:
         """One optimizer step; its batch was asked for at ``started``, and came ``reader_cost`` seconds on."""
-        step = self.state.step + 1
-        lr, weight_decay = self.schedule.lr(step), self.schedule.weight_decay(step)
+        step, scheduled = self.state.step + 1, self.state.schedule_step + 1
+        lr, weight_decay = self.schedule.lr(scheduled), self.schedule.weight_decay(scheduled)
         try:
             output = self.runner.train_step(micro_batches, step=step, lr=lr, weight_decay=weight_decay)
         except NonFiniteError as error:
@@ -168,6 +168,7 @@ class Engine:
         epoch, batch = self._position()
         batch_size = self.cfg.batch.global_batch_size
         self.state.step = step
+        self.state.skipped_steps += output.skipped
         self.state.consumed_samples += batch_size
         self.state.epoch = self._position()[0]
         done = time.perf_counter()
@@ -184,6 +185,8 @@ class Engine:
             data_size=self.ctx.data_size,
             reader_cost=reader_cost,
             batch_cost=done - started,
+            loss_scale=output.loss_scale,
+            skipped=output.skipped,
         )
         self._tell("on_step_end", record)
 

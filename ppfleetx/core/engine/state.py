@@ -8,21 +8,34 @@ from typing import Any
 
 @dataclass
 class TrainState:
-    """Progress of a run, counted in whole optimizer steps.
+    """Progress of a run, counted in whole steps.
 
     Attributes:
-        step: optimizer steps done.
+        step: steps done, skipped ones included.
         consumed_samples: samples of the training order already used.
         epoch: completed passes over the training split.
+        skipped_steps: steps whose gradients overflowed: their samples are used, but neither weights nor
+            learning rate moved.
     """
 
     step: int = 0
     consumed_samples: int = 0
     epoch: int = 0
+    skipped_steps: int = 0
+
+    @property
+    def schedule_step(self) -> int:
+        """Steps that were taken: what learning rate and weight decay are functions of."""
+        return self.step - self.skipped_steps
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TrainState:
-        return cls(step=data["step"], consumed_samples=data["consumed_samples"], epoch=data["epoch"])
+        return cls(
+            step=data["step"],
+            consumed_samples=data["consumed_samples"],
+            epoch=data["epoch"],
+            skipped_steps=data.get("skipped_steps", 0),
+        )

@@ -26,6 +26,8 @@ class StepRecord:
         data_size: replicas that read different samples.
         reader_cost: seconds spent waiting for data.
         batch_cost: seconds of the whole step, waiting included.
+        loss_scale: what the loss was multiplied by (float16); None without loss scaling.
+        skipped: the gradients overflowed, and nothing was updated.
     """
 
     step: int
@@ -40,6 +42,8 @@ class StepRecord:
     data_size: int
     reader_cost: float
     batch_cost: float
+    loss_scale: float | None = None
+    skipped: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
+import os
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,16 +45,17 @@ class MetricsFile(Callback):
                 "kind": "train",
                 "step": record.step,
                 "epoch": record.epoch,
-                "loss": record.loss,
+                "loss": _number(record.loss),
                 "lr": record.lr,
                 "weight_decay": record.weight_decay,
-                "grad_norm": record.grad_norm,
+                "grad_norm": _number(record.grad_norm),
                 "tokens": record.num_valid_tokens,
                 "consumed_samples": engine.state.consumed_samples,
                 "reader_cost": self._window.reader_cost,
                 "batch_cost": self._window.batch_cost,
                 "ips_total": self._window.ips_total,
                 "ips": self._window.ips,
+                **_scaling(record, engine.state.skipped_steps),
             }
         )
         self._window = Window()
@@ -69,9 +73,32 @@ class MetricsFile(Callback):
         )
 
     def _append(self, record: dict[str, Any]) -> None:
-        # Opened for each line: a killed run leaves whole lines, and nothing to close.
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        """Add a whole line or nothing: a full disk ends no training, unless by its checkpoints."""
+        line = (json.dumps(record) + "\n").encode()
+        try:
+            # Opened for each line: a killed run leaves whole lines, and nothing to close.
+            with self._path.open("ab", buffering=0) as file:
+                start = file.seek(0, os.SEEK_END)
+                if file.write(line) != len(line):
+                    file.truncate(start)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            get_logger().error(f"global step {record['step']} is not in {self._path}: {error.strerror}")
+
+
+def _number(value: float) -> float | None:
+    """JSON knows no infinity: a step that overflowed has null."""
+    return value if math.isfinite(value) else None
+
+
+def _scaling(record: StepRecord, skipped_steps: int) -> dict[str, Any]:
+    if record.loss_scale is None:
+        return {}
+    return {
+        "loss_scale": record.loss_scale,
+        "found_inf": int(record.skipped),
+        "skipped_steps": skipped_steps,
+    }
 
 
 def put_aside(path: Path) -> None:

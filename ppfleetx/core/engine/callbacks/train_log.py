@@ -34,10 +34,13 @@ class TrainLog(Callback):
 
 def train_line(record: StepRecord, window: Window) -> str:
     """The line's text; its shape is a contract."""
-    return (
+    text = (
         f"global step {record.step}, epoch: {record.epoch}, batch: {record.batch}, "
         f"loss: {record.loss:.9f}, avg_reader_cost: {window.reader_cost:.5f} sec, "
         f"avg_batch_cost: {window.batch_cost:.5f} sec, speed: {window.speed:.2f} step/s, "
         f"ips_total: {window.ips_total:.0f} tokens/s, ips: {window.ips:.0f} tokens/s, "
         f"learning rate: {record.lr:.5e}, grad norm: {record.grad_norm:.5f}"
     )
+    if record.loss_scale is None:
+        return text
+    return f"{text}, loss_scale: {record.loss_scale:g}, found_inf: {int(record.skipped)}"

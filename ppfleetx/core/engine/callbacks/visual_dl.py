@@ -37,6 +37,8 @@ class VisualDL(Callback):
             ("train/ips_total", record.num_tokens / record.batch_cost),
         ):
             self._writer.add_scalar(tag=tag, step=record.step, value=value)
+        if record.loss_scale is not None:
+            self._writer.add_scalar(tag="train/loss_scale", step=record.step, value=record.loss_scale)
 
     def on_eval_end(self, engine: Engine, record: EvalRecord) -> None:
         self._writer.add_scalar(tag="eval/loss", step=record.step, value=record.loss)

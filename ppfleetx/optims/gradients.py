@@ -1,0 +1,39 @@
+"""Where a parameter's gradient is, whatever the precision.
+
+A 16-bit parameter may keep its gradient in float32 beside it, in ``main_grad`` (the attribute Paddle's own
+optimizers look for); ``grad`` then is empty between backward passes. Everything that reads, sums, scales
+or drops a gradient asks here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paddle import Tensor
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """The gradient to work on, in place if need be; None when the parameter has none."""
+    main = getattr(parameter, "main_grad", None)
+    return parameter.grad if main is None else main
+
+
+def drop_gradient(parameter: Tensor) -> None:
+    """Free the gradient (dropped, not zeroed: the next backward pass writes without adding)."""
+    if getattr(parameter, "main_grad", None) is not None:
+        parameter.main_grad = None
+    parameter.clear_gradient(False)
+
+
+def add_to_main_gradient(parameter: Tensor) -> None:
+    """Move ``grad`` into the float32 ``main_grad``, adding to what is there."""
+    import paddle
+
+    if parameter.grad is None:
+        return
+    with paddle.no_grad():
+        gradient = parameter.grad.astype("float32")
+        main = getattr(parameter, "main_grad", None)
+        parameter.main_grad = gradient if main is None else main.add_(gradient)
+    parameter.clear_gradient(False)

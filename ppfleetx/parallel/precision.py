@@ -1,0 +1,175 @@
+"""What is computed in 16 bits, and what that needs: casts, float32 copies, loss scaling.
+
+O1: parameters and gradients are float32; ``auto_cast`` runs the operations of its list in 16 bits.
+O2: parameters are 16-bit, as is all between them unless the model says otherwise; the optimizer updates
+float32 master weights from float32 gradients. Loss and softmax are float32 in both.
+
+float16 has few exponents: the loss is multiplied by a scale before the backward pass and the gradients
+divided by it after. bfloat16 has float32's exponents and needs no scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import paddle
+
+from ppfleetx.config.engine import MixedPrecisionConfig
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.optims.gradients import add_to_main_gradient, gradient_of
+
+MIN_SCALE, GROWTH, BACKOFF = 1.0, 2.0, 0.5
+
+
+@dataclass
+class LossScaler:
+    """The loss scale of float16 and its rules, which are Megatron-LM's (``optimizer/grad_scaler.py``).
+
+    An overflow uses up one of ``hysteresis`` tolerated ones; with none left it halves the scale. The
+    tolerance comes back only when the scale grows, which it does after ``window`` steps without overflow.
+
+    Attributes:
+        scale: what the loss of the next step is multiplied by.
+        window: steps without overflow before the scale doubles.
+        hysteresis: overflows before the scale halves.
+        dynamic: False keeps the scale for ever.
+    """
+
+    scale: float
+    window: int = 1000
+    hysteresis: int = 2
+    dynamic: bool = True
+    _quiet_steps: int = field(default=0, init=False)
+    _tolerated: int = field(init=False)
+    _min_scale: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._tolerated, self._min_scale = self.hysteresis, min(MIN_SCALE, self.scale)
+
+    @property
+    def can_shrink(self) -> bool:
+        """Whether skipping a step that overflowed can help."""
+        return self.dynamic and self.scale > self._min_scale
+
+    def update(self, overflow: bool) -> None:
+        """Count a step whose gradients were or were not all finite, and set the next step's scale."""
+        if not self.dynamic:
+            return
+        if overflow:
+            self._quiet_steps = 0
+            self._tolerated -= 1
+            if self._tolerated <= 0:
+                self.scale = max(self.scale * BACKOFF, self._min_scale)
+            return
+        self._quiet_steps += 1
+        if self._quiet_steps == self.window:
+            self._quiet_steps, self._tolerated = 0, self.hysteresis
+            self.scale *= GROWTH
+
+    def state(self) -> dict[str, float | int]:
+        """What a checkpoint keeps; :meth:`load_state` continues exactly from it."""
+        return {"scale": self.scale, "quiet_steps": self._quiet_steps, "tolerated": self._tolerated}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue a run; a constant scale stays the configured one."""
+        if self.dynamic:
+            self.scale = float(state["scale"])
+            self._quiet_steps, self._tolerated = int(state["quiet_steps"]), int(state["tolerated"])
+            self._min_scale = min(self._min_scale, self.scale)
+
+
+class Precision:
+    """``Engine.mix_precision`` in action.
+
+    Args:
+        cfg: the section; by default everything is float32.
+
+    Attributes:
+        scaler: the loss scale; None where none is needed.
+
+    Raises:
+        ConfigError: the device has no kernels for the type.
+    """
+
+    def __init__(self, cfg: MixedPrecisionConfig | None = None) -> None:
+        self._cfg = cfg = cfg or MixedPrecisionConfig()
+        self.scaler: LossScaler | None = None
+        if not cfg.enable:
+            return
+        _refuse_missing_kernels(cfg.dtype)
+        if cfg.dtype == "float16":
+            self.scaler = LossScaler(
+                cfg.scale_loss, cfg.incr_every_n_steps, cfg.hysteresis, cfg.use_dynamic_loss_scaling
+            )
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by before the backward pass."""
+        return 1.0 if self.scaler is None else self.scaler.scale
+
+    @property
+    def lowers_parameters(self) -> bool:
+        """Whether parameters are 16-bit and need master weights."""
+        return self._cfg.enable and self._cfg.level == "O2"
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Around forward passes: operations run in the types that the level and the lists say.
+
+        At O2 the tensors' own types decide, a mix of them being computed in float32, but for the lists.
+        """
+        if not self._cfg.enable:
+            return nullcontext()
+        return paddle.amp.auto_cast(
+            custom_white_list=self._cfg.custom_white_list or None,
+            custom_black_list=self._cfg.custom_black_list or None,
+            level=self._cfg.level,
+            dtype=self._cfg.dtype,
+        )
+
+    def lower(self, parameters: Iterable[paddle.Tensor], *, train: bool) -> dict[str, paddle.Tensor]:
+        """At O2: make the parameters 16-bit, in place.
+
+        To be done before anything else hangs on them: with ``main_grad_fp32`` the hook that moves gradients
+        to float32 must be the first.
+
+        Returns:
+            Their exact float32 values by canonical name, for master weights; nothing unless ``train``.
+        """
+        masters: dict[str, paddle.Tensor] = {}
+        if not self.lowers_parameters:
+            return masters
+        for parameter in {id(parameter): parameter for parameter in parameters}.values():
+            trains = train and not parameter.stop_gradient
+            if trains:
+                masters[parameter.info.name] = parameter.detach().clone()
+            low = parameter.detach().astype(self._cfg.dtype)
+            parameter.value().get_tensor()._share_data_with(low.value().get_tensor())
+            if trains and self._cfg.main_grad_fp32:
+                parameter._register_backward_hook(lambda *_, p=parameter: add_to_main_gradient(p))
+        return masters
+
+    @paddle.no_grad()
+    def unscale(self, parameters: Iterable[paddle.Tensor]) -> None:
+        """Complete gradients to float32 gradients of the loss itself, in place."""
+        for parameter in parameters:
+            if self.lowers_parameters:
+                add_to_main_gradient(parameter)  # with main_grad_fp32 off they were summed in 16 bits
+            gradient = gradient_of(parameter)
+            if gradient is not None and self.loss_scale != 1.0:
+                gradient.scale_(1.0 / self.loss_scale)
+
+
+def _refuse_missing_kernels(dtype: str) -> None:
+    """Paddle itself would warn and compute in float32."""
+    has = {"float16": paddle.amp.is_float16_supported, "bfloat16": paddle.amp.is_bfloat16_supported}
+    if not has[dtype]():
+        needed = {"float16": "7.0", "bfloat16": "8.0"}[dtype]
+        raise ConfigError(
+            f"{paddle.get_device()} has no {dtype} kernels (they need a GPU of compute capability {needed}); "
+            "-o Engine.mix_precision.enable=False computes in float32",
+            key="Engine.mix_precision.dtype",
+            value=dtype,
+        )
