@@ -1,0 +1,59 @@
+"""Machines on one machine: network namespaces with addresses of their own, joined by a cable (veth)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+class NoNamespacesError(RuntimeError):
+    """This machine, or its user, cannot make network namespaces."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A network namespace and its address."""
+
+    name: str
+    address: str
+
+    def command(self, *words: str) -> list[str]:
+        """``words`` to be run on this node."""
+        return ["ip", "netns", "exec", self.name, *words]
+
+
+@contextlib.contextmanager
+def two_nodes() -> Iterator[tuple[Node, Node]]:
+    """Two nodes that reach each other and nothing else; gone afterwards.
+
+    Raises:
+        NoNamespacesError: iproute2 is missing, or the kernel does not let us.
+    """
+    if shutil.which("ip") is None:
+        raise NoNamespacesError("there is no `ip` command (iproute2)")
+    tag = os.getpid() % 10000
+    nodes = (Node(f"ppfx{tag}a", "10.77.0.1"), Node(f"ppfx{tag}b", "10.77.0.2"))
+    cables = [f"ppfx{tag}{end}" for end in "ab"]
+    try:
+        for node in nodes:
+            _ip("netns", "add", node.name)
+        _ip("link", "add", cables[0], "type", "veth", "peer", "name", cables[1])
+        for node, cable in zip(nodes, cables, strict=True):
+            _ip("link", "set", cable, "netns", node.name)
+            _ip("-n", node.name, "address", "add", f"{node.address}/24", "dev", cable)
+            _ip("-n", node.name, "link", "set", cable, "up")
+            _ip("-n", node.name, "link", "set", "lo", "up")
+        yield nodes
+    finally:
+        for node in nodes:  # the cable goes with them
+            subprocess.run(["ip", "netns", "delete", node.name], capture_output=True, check=False)
+
+
+def _ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NoNamespacesError(f"ip {' '.join(words)}: {done.stderr.strip()}")

@@ -1,0 +1,91 @@
+"""Two nodes with addresses of their own: dp 2 across them, mp 2 within each, equal to one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import ROOT, Tool, corpus, environment, losses, tool  # noqa: F401  (fixtures)
+from tests.multinode.nodes import Node, NoNamespacesError, two_nodes
+
+OVERRIDES = (
+    "Global.global_batch_size=8",
+    "Global.local_batch_size=null",
+    "Model.hidden_dropout_prob=0",
+    "Model.attention_probs_dropout_prob=0",
+)
+
+
+def start(tool: Tool, node: Node, master: str, output_dir: Path, *overrides: str, **environ: str):  # noqa: F811
+    script = "tests/e2e/faulty_train.py" if environ else "tools/train.py"
+    program = tool.command(script, output_dir, *OVERRIDES, "Distributed.mp_degree=2", *overrides)
+    launcher = ["-m", "paddle.distributed.launch", "--master", master, "--nnodes", "2"]
+    launcher += ["--host", node.address, "--nproc_per_node", "2"]
+    launcher += ["--log_dir", f"{output_dir}_log_{node.name}"]
+    return subprocess.Popen(
+        node.command(sys.executable, *launcher, *program[1:]),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**environment(), **environ},
+        cwd=ROOT,
+        start_new_session=True,
+    )
+
+
+def finish(jobs: list[subprocess.Popen], timeout: float) -> list[tuple[int, str]]:
+    """(exit code, output) of each launcher; nothing of them is left."""
+    deadline = time.monotonic() + timeout
+    try:
+        outputs = [job.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for job in jobs]
+    finally:
+        for job in jobs:
+            try:
+                os.killpg(job.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+    return [(job.returncode, output) for job, output in zip(jobs, outputs, strict=True)]
+
+
+@pytest.fixture
+def nodes():
+    try:
+        with two_nodes() as made:
+            yield made
+    except NoNamespacesError as error:
+        pytest.skip(f"network namespaces cannot be made here: {error}")
+
+
+def test_two_nodes_train_as_one_process(tool: Tool, tmp_path: Path, nodes) -> None:  # noqa: F811
+    assert tool.run(tmp_path / "one", *OVERRIDES).returncode == 0
+    master = f"{nodes[0].address}:38517"
+    jobs = [start(tool, node, master, tmp_path / "two") for node in nodes]
+    results = finish(jobs, 120)
+    for code, output in results:
+        assert code == 0, output
+    assert "dp 2, mp 2, pp 1" in results[0][1]
+    got, expected = losses(tmp_path / "two"), losses(tmp_path / "one")
+    assert len(got) == len(expected) == 8
+    for one, other in zip(got, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+    # Two addresses took part: the second node's ranks are 2 and 3.
+    second = (tmp_path / f"two_log_{nodes[1].name}" / "envlog.0").read_text()
+    assert "PADDLE_TRAINER_ID=2" in second
+    assert f"PADDLE_CURRENT_ENDPOINT={nodes[1].address}:" in second
+
+
+def test_a_rank_killed_on_one_node_ends_both(tool: Tool, tmp_path: Path, nodes) -> None:  # noqa: F811
+    master = f"{nodes[0].address}:38519"
+    jobs = [start(tool, node, master, tmp_path / "two", FAULT="3:3:kill") for node in nodes]
+    started = time.monotonic()
+    results = finish(jobs, 60)
+    assert all(code != 0 for code, _ in results)
+    assert time.monotonic() - started < 45
+    assert "rank 3 is gone" in results[0][1]
+    assert "Container rank 1" in results[1][1]  # the launcher counts the ranks of its node
