@@ -126,6 +126,20 @@ def write_latest(output_dir: Path, name: str) -> None:
         storage.write_bytes(file, seal(checkpoint=name, manifest_sha256=marker["manifest_sha256"]))
 
 
+def mend_latest(checkpoint: Checkpoint) -> None:
+    """Let `latest` beside the newest good checkpoint name it, whatever a killed save or damage left in it.
+
+    The run that continues there calls this; it may have nothing left to save.
+    """
+    output_dir, name = checkpoint.path.parent, checkpoint.path.name
+    latest = output_dir / LATEST_FILE
+    fields = unseal(latest.read_bytes()) if latest.exists() else None
+    if fields is not None and fields.get("checkpoint") == name:
+        return
+    with output_lock(output_dir):
+        write_latest(output_dir, name)
+
+
 @contextlib.contextmanager
 def output_lock(output_dir: Path) -> Iterator[None]:
     """Hold `output_dir` for saving, among threads and processes; the system lets go when a process dies."""
@@ -229,7 +243,10 @@ def _instead(output_dir: Path, bad: Path | None = None) -> str:
     good, _ = _search_good(output_dir, verify=True)
     if good is None or (bad is not None and good.path.resolve() == bad.resolve()):
         return "; there is no good checkpoint beside it"
-    return f"; the newest good checkpoint is {good.path}"
+    return (
+        f"; the newest good checkpoint is {good.path}: continue there with Engine.save_load.ckpt_dir, or "
+        "with resume=auto in its output directory"
+    )
 
 
 def _step_directories(output_dir: Path) -> list[Path]:

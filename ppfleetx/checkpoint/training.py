@@ -14,6 +14,7 @@ from ppfleetx.checkpoint.manifest import TensorEntry
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import DTYPE_OF_NUMPY, MODEL, OPTIMIZER, Index, TensorSlice
 from ppfleetx.config.errors import CheckpointError
+from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
     from paddle import Tensor
@@ -60,9 +61,10 @@ def load_model(
     vocab_size: int | None = None,
     allow_missing: Collection[str] = (),
     allow_extra: bool = False,
+    allow_other_shapes: bool = False,
     model_names: Collection[str] = (),
-) -> None:
-    """Copy a checkpoint's weights into parameters, each rank reading its own part.
+) -> list[str]:
+    """Copy a checkpoint's weights into parameters, each rank reading its own part; the names of those here.
 
     Element types are converted, from a 16-bit checkpoint's master weights where it has them. A table
     padded to another number of rows gets its true rows, and keeps its own padding.
@@ -71,6 +73,7 @@ def load_model(
         vocab_size: true vocabulary size of the model; must be the checkpoint's.
         allow_missing: parameters that may be absent and then keep their values.
         allow_extra: ignore tensors that the model does not have.
+        allow_other_shapes: parameters whose shape or vocabulary is another one keep their values.
         model_names: names of the whole model, where ``named_params`` are those of one rank.
 
     Raises:
@@ -78,11 +81,15 @@ def load_model(
             anything is changed), or damaged bytes.
     """
     params = list(named_params)
-    _check_vocabulary(checkpoint, vocab_size)
+    others = allow_other_shapes and _has_other_vocabulary(checkpoint, vocab_size)
+    if not others:
+        _check_vocabulary(checkpoint, vocab_size)
     names = [name for name, _ in params]
     _check_names(checkpoint, list(dict.fromkeys([*names, *model_names])), allow_missing, allow_extra)
     stored = set(checkpoint.names())
     present = [(name, param) for name, param in params if name in stored]
+    if allow_other_shapes:
+        present = _of_same_shape(checkpoint, present, others)
     for name, param in present:
         _check_shape(checkpoint, checkpoint.entry(name), param.info)
     for name, param in present:
@@ -92,6 +99,7 @@ def load_model(
         if has_master and stored_as in _SIXTEEN_BIT and _dtype(param) != stored_as:
             kind, state = OPTIMIZER, MASTER_WEIGHT
         _fill(checkpoint, checkpoint.entry(name, kind, state), param, param.info)
+    return [name for name, _ in present]
 
 
 def load_optimizer(
@@ -247,29 +255,63 @@ def _key(entry: TensorEntry) -> tuple[str, str, str]:
     return entry.name, entry.kind, entry.state
 
 
-def _check_vocabulary(checkpoint: Checkpoint, vocab_size: int | None) -> None:
+def _has_other_vocabulary(checkpoint: Checkpoint, vocab_size: int | None) -> bool:
     stored = checkpoint.manifest.vocab_size
-    if vocab_size is not None and stored is not None and stored != vocab_size:
+    return vocab_size is not None and stored is not None and stored != vocab_size
+
+
+def _check_vocabulary(checkpoint: Checkpoint, vocab_size: int | None) -> None:
+    if _has_other_vocabulary(checkpoint, vocab_size):
         raise CheckpointError(
-            f"checkpoint {checkpoint.path} has a vocabulary of {stored}, the model (Model.vocab_size) of "
-            f"{vocab_size}: they belong to different tokenizers"
+            f"checkpoint {checkpoint.path} has a vocabulary of {checkpoint.manifest.vocab_size}, the model "
+            f"(Model.vocab_size) of {vocab_size}: they belong to different tokenizers; with "
+            "Engine.save_load.allow_other_shapes=True the embedding starts afresh"
         )
+
+
+def _of_same_shape(
+    checkpoint: Checkpoint, params: list[tuple[str, Tensor]], other_vocabulary: bool
+) -> list[tuple[str, Tensor]]:
+    """Parameters that can be loaded; the others are told, and keep their values."""
+    same, other = [], []
+    for name, param in params:
+        entry = checkpoint.entry(name)
+        try:
+            _check_shape(checkpoint, entry, param.info)
+            fits = not other_vocabulary or entry.vocab_dim is None
+        except CheckpointError:
+            fits = False
+        if fits:
+            same.append((name, param))
+        else:
+            other.append(name)
+    if other:
+        get_logger().warning(
+            f"parameters of another shape, that keep their initial values: {', '.join(other)}"
+        )
+    return same
 
 
 def _check_names(
     checkpoint: Checkpoint, names: list[str], allow_missing: Collection[str], allow_extra: bool
 ) -> None:
     stored = checkpoint.names()
-    missing = [name for name in names if name not in set(stored) and name not in allow_missing]
-    if missing:
+    missing = [name for name in names if name not in set(stored)]
+    refused = [name for name in missing if name not in allow_missing]
+    if refused:
         raise CheckpointError(
-            f"checkpoint {checkpoint.path} lacks parameters of the model{_listed('missing', missing)}"
+            f"checkpoint {checkpoint.path} lacks parameters of the model{_listed('missing', refused)}; "
+            "with Engine.save_load.allow_missing=True they keep their initial values"
         )
     extra = [name for name in stored if name not in set(names)]
     if extra and not allow_extra:
         raise CheckpointError(
             f"checkpoint {checkpoint.path} holds parameters the model does not have{_listed('extra', extra)}"
+            "; with Engine.save_load.allow_extra=True they are left out"
         )
+    for what, found in (("keep their initial values", missing), ("are left out", extra)):
+        if found:
+            get_logger().warning(f"parameters that {what}: {', '.join(found)}")
 
 
 def _check_shape(checkpoint: Checkpoint, entry: TensorEntry, place: Any) -> None:
@@ -284,11 +326,19 @@ def _check_shape(checkpoint: Checkpoint, entry: TensorEntry, place: Any) -> None
             return  # padded differently: the true entries are there
         raise CheckpointError(
             f"{name} has {stored[dim]} vocabulary entries in checkpoint {checkpoint.path} and {wanted[dim]} "
-            f"in the model; the checkpoint's vocabulary is {true_size if true_size else 'not recorded'}"
+            f"in the model; the checkpoint's vocabulary is {true_size if true_size else 'not recorded'}; "
+            f"{_way_around(entry)}"
         )
     raise CheckpointError(
-        f"{name} has shape {list(stored)} in checkpoint {checkpoint.path} and {list(wanted)} in the model"
+        f"{name} has shape {list(stored)} in checkpoint {checkpoint.path} and {list(wanted)} in the model; "
+        f"{_way_around(entry)}"
     )
+
+
+def _way_around(entry: TensorEntry) -> str:
+    if entry.kind == OPTIMIZER:
+        return "Engine.save_load.load_optim=False starts with a fresh optimizer"
+    return "with Engine.save_load.allow_other_shapes=True it keeps its initial values"
 
 
 def _listed(word: str, names: list[str]) -> str:

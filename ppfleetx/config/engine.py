@@ -103,6 +103,13 @@ class SaveLoadConfig(Section):
     false: do not look there. If none is continued, `ckpt_dir` or `init_from` decides, or the run is new."""
     keep_max: PositiveInt | None = None
     """Keep only the newest so many checkpoints; null: all."""
+    allow_missing: Bool = False
+    """Let parameters that the checkpoint lacks keep their initial values, instead of an error."""
+    allow_extra: Bool = False
+    """Leave out what the checkpoint holds and the model does not have, instead of an error."""
+    allow_other_shapes: Bool = False
+    """Let parameters keep their initial values where the checkpoint's have another shape or belong to another
+    vocabulary, instead of an error."""
     load_optim: Bool = True
     """Restore the optimizer's state on resume."""
     load_rng: Bool = True

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 
@@ -26,7 +27,10 @@ class Program:
             "Data.Train.dataset.input_dir": str(corpus),
             "Data.Eval.dataset.input_dir": str(corpus),
             "Engine.save_load.output_dir": str(output_dir),
-            **{f"Engine.save_load.{key}": value for key, value in save_load.items()},
+            **{
+                f"Engine.save_load.{key}": str(value) if isinstance(value, Path) else value
+                for key, value in save_load.items()
+            },
         }
 
     def call(self, target, **arguments):

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from ppfleetx.checkpoint.background import BackgroundManager
 from ppfleetx.checkpoint.convert.weights import with_vocabulary
-from ppfleetx.checkpoint.directory import newest_complete, newest_good, open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.directory import (
+    mend_latest,
+    newest_complete,
+    newest_good,
+    open_resolved,
+    resolve_checkpoint,
+)
 from ppfleetx.checkpoint.manager import CheckpointManager
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.rng import rng_state, set_rng_state
@@ -89,7 +95,7 @@ class Start:
                 load_optimizer(state, parameters, self.checkpoint, model_names=model_names)
                 runner.load_scaler_state(self.checkpoint.state.get("scaler"))
             if self.options.load_rng:
-                set_rng_state(self.checkpoint.state["rng"])
+                set_rng_state(self.checkpoint.state.get("rng", {}))
             saved = self.checkpoint.state["schedule"]
             return resume_schedule(self.options.lr_schedule, schedule, saved)
 
@@ -104,13 +110,17 @@ class Start:
         with joint_errors(self.ctx):
             check_same_function(self.checkpoint, model)
             weights = with_vocabulary(self.checkpoint, model.vocab_size)
-            load_model(
+            loaded = load_model(
                 runner.named_parameters(),
                 weights,
                 vocab_size=model.vocab_size,
+                allow_missing=model_names if self.options.allow_missing else (),
+                allow_extra=self.options.allow_extra,
+                allow_other_shapes=self.options.allow_other_shapes,
                 model_names=model_names,
             )
-            load_masters(runner.optimizer_state(), runner.named_parameters(), weights)
+            states = {k: tensor for k, tensor in runner.optimizer_state().items() if k[0] in set(loaded)}
+            load_masters(states, runner.named_parameters(), weights)
 
 
 def check_same_function(checkpoint: Checkpoint, model: ModelConfig) -> None:
@@ -129,7 +139,8 @@ def check_same_function(checkpoint: Checkpoint, model: ModelConfig) -> None:
             name = f"Model.{_WRITTEN_AS.get(key, key)}"
             raise CheckpointError(
                 f"checkpoint {checkpoint.path} was trained with {name} = {then!r}, "
-                f"this configuration has {now!r}: the same weights would compute something else"
+                f"this configuration has {now!r}: the same weights would compute something else; "
+                f"set {name} to {then!r}"
             )
 
 
@@ -232,7 +243,10 @@ class CheckpointSaver:
 def _newest(output_dir: Path, options: SaveLoadConfig) -> Checkpoint | None:
     """The checkpoint to continue in ``output_dir``; ``auto`` passes over damaged ones and says so."""
     if options.resume == "auto":
-        return newest_good(output_dir, verify=options.verify)
+        found = newest_good(output_dir, verify=options.verify)
+        if found is not None:
+            mend_latest(found)
+        return found
     if newest_complete(output_dir) is None and options.ckpt_dir is not None:
         return None
     return open_resolved(resolve_checkpoint(output_dir, verify=options.verify))
