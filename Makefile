@@ -51,14 +51,16 @@ test: $(VENV)/.test  ## Check style, layers and everything else (what CI runs)
 
 parity: $(VENV)/.test  ## Run every legal plan of 1, 2, 4 and 8 processes against one card
 	$(PY) -m tests.parity.every_plan
+	$(PY) -m tests.e2e.resumption
 
 lint: $(VENV)/.test  ## Style and layers only
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports
 
-docs: $(VENV)/.run  ## Write docs/config.md and the JSON schema anew
+docs: $(VENV)/.run  ## Write docs/config.md, the JSON schema and the tables of docs/parallelism.md anew
 	$(PY) tools/gen_config_docs.py
+	$(PY) tools/gen_parallelism_docs.py
 
 clean:  ## Remove what the quickstart made (not the virtual environment)
 	rm -rf $(OUT)

@@ -155,7 +155,9 @@ class EngineConfig(Section):
     mix_precision: MixedPrecisionConfig = MixedPrecisionConfig()
     save_load: SaveLoadConfig = SaveLoadConfig()
     checks: Literal["off", "cheap", "full"] = "cheap"
-    """Watch for mistakes: `cheap` the loss and gradient norm, `full` every tensor and replica as well."""
+    """Watch for mistakes: `cheap` loss, gradient norm, configurations, batches and copies of weights, for
+    less than 1% of the time; `full` every tensor, sample and copy after every step. docs/parallelism.md
+    describes both."""
     progress_bar: Literal["auto"] | Bool = "auto"
     """A progress bar instead of a stream of lines; `auto`: on a terminal."""
 

@@ -131,7 +131,7 @@ def check_copies(ctx: ParallelContext, tensors: Iterable[Held]) -> None:
     if ctx.world_size == 1:
         return
     mine = {f"{name} {list(info.offset)}": _checksum(tensor) for name, tensor, info in tensors}
-    seen: dict[str, tuple[int, int]] = {}
+    seen: dict[str, tuple[int, str]] = {}
     differing: dict[str, tuple[int, int]] = {}
     for rank, held in enumerate(gather(ctx, mine)):
         for place, checksum in held.items():
@@ -148,8 +148,14 @@ def check_copies(ctx: ParallelContext, tensors: Iterable[Held]) -> None:
         )
 
 
-def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8))
+def _checksum(tensor: Tensor) -> str:
+    """Exclusive or and sum of the tensor's words, at the speed of memory (a CRC takes ten times as long)."""
+    in_place = tensor.place.is_cpu_place() and tensor.is_contiguous() and "bfloat16" not in str(tensor.dtype)
+    array = np.from_dlpack(tensor.detach()) if in_place else np.ascontiguousarray(tensor.numpy())
+    content = array.reshape(-1).view(np.uint8)
+    words = content[: content.size // 8 * 8].view(np.uint64)
+    rest = zlib.crc32(content[words.nbytes :])
+    return f"{np.bitwise_xor.reduce(words):x} {np.add.reduce(words):x} {rest:x}"
 
 
 # -- numbers that are not finite --------------------------------------------------------------

@@ -1,0 +1,38 @@
+"""The computed parts of docs/parallelism.md, and the schedules they draw."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ppfleetx.config.plan_docs import filled, order_of_passes, timetable
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_page_is_up_to_date():
+    command = [sys.executable, "tools/gen_parallelism_docs.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, f"run tools/gen_parallelism_docs.py: {done.stdout}{done.stderr}"
+
+
+def test_a_page_without_its_marks_is_an_error():
+    with pytest.raises(ValueError, match="has no block"):
+        filled("# Parallelism\n")
+
+
+@pytest.mark.parametrize(("stages", "chunks", "micro_batches"), [(2, 1, 2), (4, 1, 8), (4, 2, 8), (3, 4, 6)])
+def test_idle_share_is_the_published_one(stages, chunks, micro_batches):
+    """(p - 1) / (v m) of the busy time (Narayanan et al., 2021)."""
+    table = timetable(stages, chunks, micro_batches)
+    length = max(start + (1 if work[0] == "F" else 2) for row in table for start, work in row)
+    busy = 3 * chunks * micro_batches
+    assert (length - busy) / busy == pytest.approx((stages - 1) / (chunks * micro_batches))
+
+
+def test_every_pass_is_run_once():
+    for rank in range(4):
+        passes = order_of_passes(4, 2, 8, rank)
+        expected = {(kind, chunk, m) for kind in "FB" for chunk in (rank, rank + 4) for m in range(8)}
+        assert sorted(passes) == sorted(expected)
