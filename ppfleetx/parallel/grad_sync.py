@@ -6,6 +6,7 @@ the job's number of valid tokens, so everything here is a plain sum.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import paddle
 
 from ppfleetx.distributed.collectives import all_reduce_packed
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.optims.grad_clip import clip_by_global_norm
+from ppfleetx.optims.grad_clip import clip_by_global_norm, squared_norm
 from ppfleetx.optims.gradients import gradient_of
 
 if TYPE_CHECKING:
@@ -67,6 +68,11 @@ class GradientSync:
             reduce=lambda total: self._ctx.sum_tensor_over(("mp", "pp", "sharding"), total),
             counted=counted,
         )
+
+    def uncounted_are_finite(self) -> bool:
+        """Whether the gradients held here that :meth:`clip` leaves to other ranks to count are finite."""
+        others = [p for p in self.parameters if not self.counts(p)]
+        return math.isfinite(squared_norm(others).item())
 
     def _is_tied(self, parameter: paddle.Tensor) -> bool:
         return self._tied_group is not None and parameter.info.name in self._tied_names

@@ -140,14 +140,14 @@ class StepRunner(ABC):
             if self.checks != "off":
                 self._refuse_non_finite(loss, grad_norm, micro_batches)
             return True
-        # Gradients and their norm are complete, so the ranks agree; were they ever not to, skipping on some
-        # of them only would go unnoticed.
-        overflow = any_rank(self._ctx, not (math.isfinite(loss) and math.isfinite(grad_norm)))
+        # Whoever sees an overflow says so: a step skipped on some of the ranks only would go unnoticed.
+        finite = math.isfinite(loss) and math.isfinite(grad_norm) and self._sync.uncounted_are_finite()
+        overflow = any_rank(self._ctx, not finite)
         if overflow and not scaler.can_shrink:
-            kind = "the smallest" if scaler.dynamic else "the constant"
-            self._refuse_non_finite(
-                loss, grad_norm, micro_batches, f" (at {kind} loss scale, {scaler.scale:g})"
-            )
+            kind = "smallest" if scaler.dynamic else "constant"
+            where = f" (at the {kind} loss scale, {scaler.scale:g})"
+            self._refuse_non_finite(loss, grad_norm, micro_batches, where)
+            raise NonFiniteError(f"a gradient that another rank holds a copy of{where}", math.inf, [])
         scaler.update(overflow)
         return not overflow
 

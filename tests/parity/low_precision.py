@@ -1,0 +1,134 @@
+"""16-bit training in the ranks of a pool, with the kernels that a CPU lacks emulated."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.parity.training import build, micro_batches, take_step
+
+OPTIONS = "Engine.mix_precision"
+
+
+def train(
+    plan: dict[str, Any],
+    world_size: int,
+    micro_batch_size: int,
+    mix_precision: Mapping[str, Any],
+    steps: int = 5,
+    model: str = "gpt",
+    optimizer: str = "adamw",
+    extra: dict[str, Any] | None = None,
+    spoilt: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """A short run.
+
+    Args:
+        mix_precision: keys of ``Engine.mix_precision``.
+        spoilt: step (from 0, as a text) -> canonical name of a parameter whose gradient is made infinite
+            in that step, on the last rank that holds it and on no other.
+
+    Returns:
+        Losses, gradient norms, loss scales, skipped steps, digests of all state after each step, and the
+        error the run ended with.
+    """
+    import paddle
+
+    from ppfleetx.distributed.checks import check_copies
+    from ppfleetx.parallel.runner import NonFiniteError
+    from tests.helpers.low_precision import emulated
+
+    options = {f"{OPTIONS}.{key}": value for key, value in {"enable": True, **mix_precision}.items()}
+    outputs, digests, error = [], [], ""
+    with paddle.utils.unique_name.guard(), emulated():
+        cfg, ctx, runner = build(plan, world_size, model, optimizer, micro_batch_size, {**options, **extra})
+        digests.append(state_digest(runner))
+        for step in range(steps):
+            undo = _spoil(runner, ctx, (spoilt or {}).get(str(step)))
+            try:
+                outputs.append(take_step(runner, step, cfg, ctx))
+            except NonFiniteError as found:
+                error = str(found)
+                break
+            finally:
+                undo()
+            digests.append(state_digest(runner))
+            check_copies(ctx, _held(runner))
+        loss_sum, num_valid = runner.eval_step(micro_batches(steps, cfg, ctx))
+        misrounded = _misrounded(runner)
+    return {
+        "loss": [*(output.loss for output in outputs), loss_sum / num_valid],
+        "grad_norm": [output.grad_norm for output in outputs if not output.skipped],
+        "scale": [output.loss_scale for output in outputs],
+        "skipped": [output.skipped for output in outputs],
+        "digest": digests,
+        "types": sorted({str(parameter.dtype)[7:] for _, parameter in runner.named_parameters()}),
+        "states": sorted({state for _, state in runner.optimizer_state()}),
+        "misrounded": misrounded,
+        "error": error,
+    }
+
+
+def state_digest(runner: Any) -> int:
+    """Changes with any bit of a weight or an optimizer state (masters, moments, powers of beta)."""
+    checksum = 0
+    for _, tensor in [*runner.named_parameters(), *runner.optimizer_state().items()]:
+        checksum = zlib.crc32(np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8), checksum)
+    return checksum
+
+
+def program(values: Mapping[str, Any], world: int) -> str:
+    """What tools/train.py does, with 16-bit kernels emulated; the user's error it ended with, or ""."""
+    from ppfleetx.config.errors import UserError
+    from tests.e2e.program import train as run
+    from tests.helpers.low_precision import emulated
+
+    try:
+        with emulated():
+            return run(values, world)
+    except UserError as error:
+        return str(error)
+
+
+def tensors_of(checkpoint: str) -> dict[str, str]:
+    """Element type of each tensor in a checkpoint."""
+    from ppfleetx.checkpoint.reader import open_checkpoint
+
+    tensors = open_checkpoint(Path(checkpoint)).manifest.tensors
+    return {"/".join(key): entry.dtype for key, entry in tensors.items()}
+
+
+def _spoil(runner: Any, ctx: Any, name: str | None) -> Callable[[], None]:
+    from ppfleetx.distributed.together import gather
+
+    if name is None:
+        return lambda: None
+    parameter = dict(runner.named_parameters()).get(name)
+    holders = [rank for rank, holds in enumerate(gather(ctx, parameter is not None)) if holds]
+    if ctx.rank != holders[-1]:
+        return lambda: None
+    hook = parameter.register_hook(lambda gradient: gradient * float("inf"))
+    return hook.remove
+
+
+def _held(runner: Any) -> Any:
+    parameters = dict(runner.named_parameters())
+    for name, parameter in parameters.items():
+        yield name, parameter, parameter.info
+    for (name, state), tensor in runner.optimizer_state().items():
+        yield f"{name}/{state}", tensor, parameters[name].info
+
+
+def _misrounded(runner: Any) -> list[str]:
+    """Parameters updated here that are not their master weights, rounded."""
+    parameters = dict(runner.named_parameters())
+    return [
+        name
+        for (name, state), master in runner.optimizer_state().items()
+        if state == "master_weight"
+        and not np.array_equal(master.astype(parameters[name].dtype).numpy(), parameters[name].numpy())
+    ]

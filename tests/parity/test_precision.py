@@ -1,0 +1,163 @@
+"""16-bit training under plans: close to one card in the same type; overflows are everyone's.
+
+The CPU has no 16-bit kernels: tests/helpers/low_precision.py emulates them under the program's own code.
+"""
+
+import json
+import math
+
+import pytest
+
+from ppfleetx.config.plan import ParallelPlan as Plan
+from tests.parity.comparison import fields_of, micro_batch_size_of
+
+PLANS = [
+    Plan(dp=2),
+    Plan(mp=2),
+    Plan(mp=2, sequence_parallel=True),
+    Plan(pp=2),
+    Plan(sharding=2),
+]
+# Largest relative difference of a loss from one card's in the same type: roundings differ where sums are
+# cut differently. float16 keeps three bits more than bfloat16.
+TOLERANCE = {"bfloat16": 6e-4, "float16": 7.5e-5}
+# The first steps overflow: 2^24 times the gradient of a logit is more than float16 holds.
+FROM_ABOVE = {"dtype": "float16", "scale_loss": 2.0**24, "hysteresis": 1}
+
+
+@pytest.fixture
+def run(comparison):
+    """Results of a run by rank; those of one card are kept."""
+    return lambda plan, mix_precision, micro_batch_size=0, **more: comparison.pools(plan.world_size).run(
+        "tests.parity.low_precision:train",
+        timeout=120.0,
+        plan=fields_of(plan),
+        world_size=plan.world_size,
+        micro_batch_size=micro_batch_size or micro_batch_size_of(plan),
+        mix_precision=mix_precision,
+        extra={},
+        **more,
+    )
+
+
+KEPT = {}
+
+
+@pytest.fixture
+def one_card(run):
+    def kept(mix_precision, **more):
+        key = json.dumps([mix_precision, more])
+        if key not in KEPT:
+            KEPT[key] = run(Plan(), mix_precision, **more)[0]
+        return KEPT[key]
+
+    return kept
+
+
+def difference(results, expected):
+    for result in results:
+        assert result["misrounded"] == [] and result["error"] == ""
+        for key in ("loss", "grad_norm", "scale", "skipped"):
+            assert result[key] == results[0][key], f"{key} differs between ranks"
+    return max(abs(a - b) / abs(b) for a, b in zip(results[0]["loss"], expected["loss"], strict=True))
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize(("dtype", "level"), [("bfloat16", "O2"), ("float16", "O2"), ("bfloat16", "O1")])
+def test_close_to_one_card(run, one_card, plan, dtype, level):
+    options = {"dtype": dtype, "level": level}
+    expected, results = one_card(options), run(plan, options)
+    print(plan, options, difference(results, expected))
+    assert difference(results, expected) <= TOLERANCE[dtype]
+    for result in results:
+        assert result["types"] == [dtype if level == "O2" else "float32"]
+        assert ("master_weight" in result["states"]) == (level == "O2")
+        assert set(result["scale"]) == ({32768.0} if dtype == "float16" else {None})
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_scales_from_above(run, one_card, plan):
+    """Every rank skips the same steps, and they are the ones that one card skips with micro batches as
+    large: within one of them a weight's gradient is summed in float16."""
+    options = {"micro_batch_size": 4, "steps": 8}
+    expected, results = one_card(FROM_ABOVE, **options), run(plan, FROM_ABOVE, **options)
+    assert expected["skipped"][0] and not expected["skipped"][-1]
+    halvings = [2.0 ** (24 - sum(expected["skipped"][:step])) for step in range(8)]
+    assert expected["scale"] == halvings
+    for result in results:
+        assert (result["scale"], result["skipped"]) == (expected["scale"], expected["skipped"])
+        changed = [a != b for a, b in zip(result["digest"], result["digest"][1:], strict=False)]
+        assert changed == [not skipped for skipped in result["skipped"]], "a skipped step changed a state"
+
+
+@pytest.mark.parametrize(
+    ("plan", "name"),
+    [
+        (Plan(dp=2), "decoder.layers.0.attention.qkv.weight"),
+        (Plan(mp=2), "decoder.layers.3.mlp.fc1.weight"),
+        (Plan(mp=2), "decoder.layers.3.mlp_norm.weight"),  # whole on both: one of them counts it
+        (Plan(mp=2, sequence_parallel=True), "decoder.final_norm.bias"),
+        (Plan(pp=2), "decoder.final_norm.weight"),
+        (Plan(pp=2), "embedding.word_embeddings.weight"),  # tied: copies on both
+        (Plan(sharding=2), "decoder.layers.5.mlp.fc2.weight"),
+        (Plan(sharding=2, sharding_stage=2), "decoder.layers.5.mlp.fc2.weight"),
+    ],
+    ids=str,
+)
+def test_an_overflow_on_one_rank_is_seen_by_all(run, plan, name):
+    options = {"dtype": "float16", "scale_loss": 1024.0, "hysteresis": 2, "incr_every_n_steps": 2}
+    results = run(plan, options, steps=6, spoilt={"1": name, "2": name})
+    for result in results:
+        assert result["skipped"] == [False, True, True, False, False, False]
+        # The second overflow halves; two quiet steps double.
+        assert result["scale"] == [1024.0, 1024.0, 1024.0, 512.0, 512.0, 1024.0]
+        digests = result["digest"]
+        assert digests[1] == digests[2] == digests[3]
+        assert len(set(digests)) == len(digests) - 2
+        assert all(math.isfinite(loss) for loss in result["loss"])
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(mp=2), Plan(pp=2)], ids=str)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"scale_loss": 1.0}, "at the smallest loss scale, 1"),
+        ({"scale_loss": 64.0, "use_dynamic_loss_scaling": False}, "at the constant loss scale, 64"),
+    ],
+)
+def test_where_no_smaller_scale_is_left_the_run_ends(run, plan, options, words):
+    spoilt = {"1": "decoder.layers.3.mlp_norm.weight"}
+    results = run(plan, {"dtype": "float16", **options}, steps=3, spoilt=spoilt)
+    for result in results:
+        assert result["skipped"] == [False] and words in result["error"]
+
+
+def test_bfloat16_has_no_scale_and_skips_nothing(run):
+    (result,) = run(Plan(), {"dtype": "bfloat16"}, spoilt={"1": "decoder.layers.3.mlp_norm.weight"})
+    assert result["scale"] == [None] and result["error"].startswith("gradient norm is")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_further_stages_of_sharding(run, one_card, stage):
+    options = {"dtype": "bfloat16"}
+    results = run(Plan(sharding=2, sharding_stage=stage), options)
+    assert difference(results, one_card(options)) <= TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(sharding=2, sharding_stage=2)], ids=str)
+def test_gradients_summed_in_16_bits(run, one_card, plan):
+    """Another sum than in float32, as asked for; masters are kept all the same."""
+    wide = one_card({"dtype": "bfloat16"})
+    narrow = run(plan, {"dtype": "bfloat16", "main_grad_fp32": False})
+    assert narrow[0]["grad_norm"] != wide["grad_norm"]
+    assert difference(narrow, wide) <= TOLERANCE["bfloat16"]
+
+
+def test_close_to_float32(run, comparison):
+    """bfloat16 keeps 8 bits of a weight, float16 11."""
+    exact, _ = comparison.reference("gpt", "adamw", 8)
+    for dtype, tolerance in (("bfloat16", 2e-3), ("float16", 2.5e-4)):
+        (result,) = run(Plan(), {"dtype": dtype})
+        losses = exact["loss"][1:-1]
+        worst = max(abs(a - b) / b for a, b in zip(result["loss"], losses, strict=False))
+        assert 0 < worst <= tolerance, worst
