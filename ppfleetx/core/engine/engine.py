@@ -37,7 +37,7 @@ class Engine:
         schedule: learning rate and weight decay of each step; None when only evaluating.
         saver: writes checkpoints; None writes none.
         callbacks: told in this order.
-        samples_per_epoch: samples in one pass over the training split, for counting epochs.
+        samples_per_epoch: samples in one pass over the training split.
         pace: length of the run, and when it evaluates and saves.
     """
 
@@ -59,7 +59,6 @@ class Engine:
         self.pace = pace
         self._saver = GuardedSaver(saver, cfg.Engine.save_load.on_save_error)
         self._callbacks = list(callbacks)
-        self._samples_per_epoch = samples_per_epoch
         self._watch = Watch(cfg, ctx, samples_per_epoch)
         self._saved_step = -1
 
@@ -83,10 +82,10 @@ class Engine:
             with StopRequest() as stop, self._saver.completing():
                 self._tell("on_fit_start")
                 self._watch.at_rest(self.runner)
-                self._evaluate_first(eval_loader, stop)
+                self._evaluate_if_missing(eval_loader, stop)
                 self._train(iter(train_loader), eval_loader, stop)
                 self._save_once()
-            if stop:
+            if stop and self.state.step < self.max_steps:
                 get_logger().info(
                     f"stopped by {stop.signal_name or 'a signal to another rank'} after global step "
                     f"{self.state.step} of {self.max_steps}; "
@@ -117,12 +116,15 @@ class Engine:
             num_valid_tokens=num_valid,
             seconds=time.perf_counter() - started,
         )
+        self.state.evaluated_step = self.state.step
         self._tell("on_eval_end", record)
         return record
 
-    def _evaluate_first(self, eval_loader: Loader | None, stop: StopRequest) -> None:
-        """Evaluate before the first step: a broken evaluation set is found at once."""
-        if eval_loader is not None and self.state.step == 0 and self.pace.eval_every:
+    def _evaluate_if_missing(self, eval_loader: Loader | None, stop: StopRequest) -> None:
+        """Evaluate before the first step, so that a broken evaluation set is found at once; and on resume
+        when the evaluation due at this step was cut short."""
+        due = self.pace.eval_every and self.state.step % self.pace.eval_every == 0
+        if eval_loader is not None and due and self.state.evaluated_step != self.state.step:
             self.evaluate(eval_loader, stop)
 
     def _train(
@@ -192,11 +194,7 @@ class Engine:
 
     def _position(self) -> tuple[int, int]:
         """(pass over the split, step within that pass) of the next step."""
-        samples, size = self.state.consumed_samples, self.cfg.batch.global_batch_size
-        if math.isinf(self._samples_per_epoch):
-            return 0, samples // size
-        epoch = int(samples // self._samples_per_epoch)
-        return epoch, int((samples - epoch * self._samples_per_epoch) // size)
+        return self.pace.position(self.state.consumed_samples / self.cfg.batch.global_batch_size)
 
     def _save_once(self) -> None:
         if self.state.step != self._saved_step:
@@ -205,10 +203,10 @@ class Engine:
             self._saved_step = self.state.step
 
     def _log_start(self) -> None:
-        if self.state.step:
-            get_logger().info(f"training continues at global step {self.state.step + 1} of {self.max_steps}")
         if self.state.step >= self.max_steps:
             get_logger().info(f"nothing to train: {self.state.step} of {self.max_steps} steps are done")
+        elif self.state.step:
+            get_logger().info(f"training continues at global step {self.state.step + 1} of {self.max_steps}")
 
     def _tell(self, hook: str, *args: object) -> None:
         for callback in self._callbacks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ppfleetx.config.errors import DataError
@@ -15,11 +16,13 @@ class Pace:
     Attributes:
         max_steps: the run ends after exactly so many steps, and saves.
         eval_every, save_every: steps between them.
+        steps_per_epoch: steps in one pass over the training split.
     """
 
     max_steps: int
     eval_every: int = 0
     save_every: int = 0
+    steps_per_epoch: float = math.inf
 
     @classmethod
     def of(cls, cfg: RunConfig, samples_per_epoch: float) -> Pace:
@@ -30,7 +33,10 @@ class Pace:
         """
         engine = cfg.Engine
         if engine.run_mode == "step":
-            return cls(engine.max_steps, engine.eval_freq or 0, engine.save_load.save_steps or 0)
+            steps_per_epoch = samples_per_epoch / cfg.batch.global_batch_size
+            return cls(
+                engine.max_steps, engine.eval_freq or 0, engine.save_load.save_steps or 0, steps_per_epoch
+            )
         steps_per_epoch = int(samples_per_epoch // cfg.batch.global_batch_size)
         if steps_per_epoch == 0:
             raise DataError(
@@ -41,4 +47,12 @@ class Pace:
             min(engine.max_steps, engine.num_train_epochs * steps_per_epoch),
             (engine.eval_freq or 0) * steps_per_epoch,
             (engine.save_load.save_epoch or 0) * steps_per_epoch,
+            steps_per_epoch,
         )
+
+    def position(self, steps_done: float) -> tuple[int, int]:
+        """(pass over the training split, step within it) of the step that follows ``steps_done`` steps."""
+        if math.isinf(self.steps_per_epoch):
+            return 0, int(steps_done)
+        epoch = int(steps_done // self.steps_per_epoch)
+        return epoch, int(steps_done - epoch * self.steps_per_epoch)

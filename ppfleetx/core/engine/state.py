@@ -14,6 +14,8 @@ class TrainState:
         step: steps done, skipped ones included.
         consumed_samples: samples of the training order already used.
         epoch: completed passes over the training split.
+        evaluated_step: step of the last whole evaluation; an evaluation that a stop cut short is made up for
+            when the run goes on.
         skipped_steps: steps whose gradients overflowed: their samples are used, but neither weights nor
             learning rate moved.
     """
@@ -22,6 +24,7 @@ class TrainState:
     consumed_samples: int = 0
     epoch: int = 0
     skipped_steps: int = 0
+    evaluated_step: int = -1
 
     @property
     def schedule_step(self) -> int:
@@ -38,4 +41,5 @@ class TrainState:
             consumed_samples=data["consumed_samples"],
             epoch=data["epoch"],
             skipped_steps=data.get("skipped_steps", 0),
+            evaluated_step=data.get("evaluated_step", data["step"]),
         )

@@ -1,0 +1,69 @@
+"""One definition of an epoch for the log, the directories and the pace of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from ppfleetx.config.errors import DataError
+from ppfleetx.config.loader import load_config
+from ppfleetx.core.engine.callbacks.base import EvalRecord
+from ppfleetx.core.engine.engine import Engine
+from ppfleetx.core.engine.pace import Pace
+from ppfleetx.core.engine.state import TrainState
+from ppfleetx.distributed.context import ParallelContext
+from tests.e2e.conftest import NANO
+
+
+def pace(samples_per_epoch: float, *overrides: str) -> Pace:
+    return Pace.of(load_config(NANO, overrides), samples_per_epoch)
+
+
+def test_epoch_mode_counts_whole_global_batches() -> None:
+    """41.5 samples hold ten batches of four."""
+    found = pace(
+        41.5,
+        "Engine.run_mode=epoch",
+        "Engine.num_train_epochs=3",
+        "Engine.max_steps=1000",
+        "Engine.eval_freq=2",
+    )
+    assert (found.max_steps, found.eval_every, found.save_every) == (30, 20, 10)
+    assert [found.position(step) for step in (0, 9, 10, 29)] == [(0, 0), (0, 9), (1, 0), (2, 9)]
+
+
+def test_step_mode_counts_passes_over_the_text() -> None:
+    found = pace(10.0, "Engine.max_steps=8")
+    assert (found.max_steps, found.eval_every, found.save_every) == (8, 4, 4)
+    assert [found.position(step)[0] for step in range(6)] == [0, 0, 0, 1, 1, 2]
+
+
+def test_an_epoch_needs_one_global_batch() -> None:
+    with pytest.raises(DataError, match=r"one epoch has 3\.9 samples, less than the global batch of 4"):
+        pace(3.9, "Engine.run_mode=epoch")
+
+
+class Recorder:
+    """A runner that evaluates anything, and a callback that remembers the steps evaluated at."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def eval_step(self, micro_batches: object) -> tuple[float, float]:
+        return 2.0, 1.0
+
+    def on_eval_end(self, engine: Engine, record: EvalRecord) -> None:
+        self.steps.append(record.step)
+
+    def __getattr__(self, hook: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+@pytest.mark.parametrize(("evaluated", "expected"), [(2, [4]), (4, [])])
+def test_an_evaluation_cut_short_is_made_up_for_on_resume(evaluated: int, expected: list[int]) -> None:
+    recorder, cfg = Recorder(), load_config(NANO, ["Engine.checks=off"])
+    engine = Engine(cfg, ParallelContext.single(), recorder, callbacks=[recorder], pace=Pace(4, eval_every=4))
+    engine.state = TrainState(step=4, evaluated_step=evaluated)
+    engine.fit([], eval_loader=[[{}]])
+    assert recorder.steps == expected
