@@ -1,4 +1,8 @@
-"""tools/train.py with a fault: ``FAULT=rank:step:kind`` (raise, kill, hang or data) just before that step."""
+"""tools/train.py with a fault: ``FAULT=rank:step:kind``, once only if ``FAULT_ONCE`` names a file to be made.
+
+Kinds: ``raise``, ``kill``, ``hang`` or ``data`` (a user's error) just before that step; ``kill_in_save``
+between writing the rank's files of the checkpoint of that step and telling the others.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +24,44 @@ from ppfleetx.utils.cli import run_tool
 
 def main() -> None:
     rank, step, kind = os.environ["FAULT"].split(":")
-    once = Path(os.environ["FAULT_ONCE"]) if "FAULT_ONCE" in os.environ else None
+    if rank == os.environ["PADDLE_TRAINER_ID"]:
+        if kind == "kill_in_save":
+            _break_save(int(step))
+        else:
+            _break_read(int(step), kind)
+    train.main()
+
+
+def _break_read(step: int, kind: str) -> None:
     read = Engine._read
 
     def faulty_read(engine, batches):
-        due = engine.ctx.rank == int(rank) and engine.state.step + 1 == int(step)
-        if due and not (once is not None and once.exists()):
-            if once is not None:
-                once.touch()
-            return _fail(kind)
-        return read(engine, batches)
+        return _fail(kind) if engine.state.step + 1 == step and _is_due() else read(engine, batches)
 
     Engine._read = faulty_read
-    train.main()
+
+
+def _break_save(step: int) -> None:
+    from ppfleetx.checkpoint.shared_save import SharedSave
+
+    write = SharedSave.write
+
+    def faulty_write(save, pieces):
+        index = write(save, pieces)
+        if save._at[1] == step and _is_due():
+            _fail("kill")
+        return index
+
+    SharedSave.write = faulty_write
+
+
+def _is_due() -> bool:
+    once = Path(os.environ["FAULT_ONCE"]) if "FAULT_ONCE" in os.environ else None
+    if once is None:
+        return True
+    due = not once.exists()
+    once.touch()
+    return due
 
 
 def _fail(kind: str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -86,7 +87,8 @@ def train(values: Mapping[str, Any], world: int, fault: str = "") -> str:
     Args:
         values: overrides by dotted key.
         world: number of ranks.
-        fault: ``one_bit`` or ``nan`` in a weight of the last rank, ``same_data_rank`` for all ranks.
+        fault: ``one_bit`` or ``nan`` in a weight of the last rank, ``same_data_rank`` or
+            ``full_disk`` for all ranks.
 
     Returns:
         The user's error the program ended with, or "".
@@ -112,14 +114,17 @@ def train(values: Mapping[str, Any], world: int, fault: str = "") -> str:
 @contextmanager
 def _fault(name: str) -> Iterator[None]:
     """The program with a fault in it."""
+    from ppfleetx.checkpoint.shared_save import SharedSave
     from ppfleetx.core.engine import build
     from ppfleetx.core.engine.engine import Engine
 
-    read, build_dataloader = Engine._read, build.build_dataloader
+    read, build_dataloader, write = Engine._read, build.build_dataloader, SharedSave.write
     if name == "same_data_rank":
         build.build_dataloader = lambda cfg, mode, **options: build_dataloader(
             cfg, mode, **{**options, "data_rank": 0}
         )
+    elif name == "full_disk":
+        SharedSave.write = _no_space
     elif name:
         value = {"one_bit": 1.5, "nan": float("nan")}[name]
         Engine._read = lambda engine, batches: _spoil(engine, value) or read(engine, batches)
@@ -127,6 +132,11 @@ def _fault(name: str) -> Iterator[None]:
         yield
     finally:
         Engine._read, build.build_dataloader = read, build_dataloader
+        SharedSave.write = write
+
+
+def _no_space(save: Any, pieces: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def _spoil(engine: Any, value: float) -> None:

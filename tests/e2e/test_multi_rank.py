@@ -151,3 +151,26 @@ def test_the_supervisor_completes_a_run_whose_rank_was_killed(
     assert "rank 2 is gone" in output
     assert "(global step 4)" in output
     assert_same_losses(tmp_path / "run", one_process)
+
+
+def test_a_rank_killed_in_a_save_leaves_no_checkpoint_and_the_run_goes_on(
+    tool: Tool, tmp_path: Path, one_process: Path
+) -> None:
+    job = Job(
+        tool,
+        tmp_path / "run",
+        2,
+        "Distributed.pp_degree=2",
+        "Engine.save_load.save_steps=3",
+        script="tests/e2e/faulty_train.py",
+        before=(sys.executable, "tools/supervise.py", "--backoff=0.2", "--max-restarts=1", "--"),
+        FAULT="1:6:kill_in_save",
+        FAULT_ONCE=str(tmp_path / "once"),
+    )
+    code, output = job.wait()
+    assert code == 0, output
+    assert "rank 1 is gone" in output
+    assert "(global step 3)" in output  # the checkpoint of step 6 was not taken for one
+    assert_same_losses(tmp_path / "run", one_process)
+    assert {path.name for path in (tmp_path / "run").glob("epoch_*")} >= {"epoch_0_step_6", "epoch_0_step_8"}
+    assert not list((tmp_path / "run").glob(".saving-*"))

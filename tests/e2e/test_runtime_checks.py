@@ -66,3 +66,12 @@ def test_numbers_that_are_not_finite(pools: Pools, corpus: Path, tmp_path: Path,
 def test_data_ranks_that_read_the_same(pools: Pools, corpus: Path, tmp_path: Path, checks: str) -> None:
     told = run(pools, corpus, tmp_path, Plan(dp=2), checks, "same_data_rank")
     assert ("ranks 0 and 1 are data ranks 0 and 1 but read the same batch" in told) == (checks == "cheap")
+
+
+def test_a_full_disk_is_one_message_and_leaves_no_checkpoint(
+    pools: Pools, corpus: Path, tmp_path: Path
+) -> None:
+    told = run(pools, corpus, tmp_path, Plan(pp=2), "cheap", "full_disk")
+    assert "rank 0: No space left on device" in told
+    assert "rank 1: No space left on device" in told
+    assert not list(tmp_path.glob("*epoch_*"))
