@@ -22,6 +22,8 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.optims.gradients import add_to_main_gradient, gradient_of
 
 MIN_SCALE, GROWTH, BACKOFF = 1.0, 2.0, 0.5
+# What auto_cast asks of a GPU.
+_CAPABILITY = {"float16": (7, 0), "bfloat16": (8, 0)}
 
 
 @dataclass
@@ -99,7 +101,14 @@ class Precision:
         self.scaler: LossScaler | None = None
         if not cfg.enable:
             return
-        _refuse_missing_kernels(cfg.dtype)
+        if not has_kernels(cfg.dtype):
+            major, minor = _CAPABILITY[cfg.dtype]
+            raise ConfigError(
+                f"{paddle.get_device()} has no {cfg.dtype} kernels (they need a GPU of compute capability "
+                f"{major}.{minor}); -o Engine.mix_precision.enable=False computes in float32",
+                key="Engine.mix_precision.dtype",
+                value=cfg.dtype,
+            )
         if cfg.dtype == "float16":
             self.scaler = LossScaler(
                 cfg.scale_loss, cfg.incr_every_n_steps, cfg.hysteresis, cfg.use_dynamic_loss_scaling
@@ -162,14 +171,8 @@ class Precision:
                 gradient.scale_(1.0 / self.loss_scale)
 
 
-def _refuse_missing_kernels(dtype: str) -> None:
-    """Paddle itself would warn and compute in float32."""
-    has = {"float16": paddle.amp.is_float16_supported, "bfloat16": paddle.amp.is_bfloat16_supported}
-    if not has[dtype]():
-        needed = {"float16": "7.0", "bfloat16": "8.0"}[dtype]
-        raise ConfigError(
-            f"{paddle.get_device()} has no {dtype} kernels (they need a GPU of compute capability {needed}); "
-            "-o Engine.mix_precision.enable=False computes in float32",
-            key="Engine.mix_precision.dtype",
-            value=dtype,
-        )
+def has_kernels(dtype: str) -> bool:
+    """Whether the device computes in ``dtype``; where it does not, Paddle would warn and use float32."""
+    if not paddle.get_device().startswith("gpu"):
+        return False
+    return tuple(paddle.device.cuda.get_device_capability()) >= _CAPABILITY[dtype]

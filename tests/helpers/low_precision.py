@@ -54,6 +54,7 @@ def emulated() -> Iterator[None]:
     """Low precision within; Paddle is as before after."""
     from ppfleetx.distributed import cpu_backend
     from ppfleetx.nn import linear, norm
+    from ppfleetx.parallel import precision
 
     cpu_backend.install()  # it keeps the operators that it finds
     with contextlib.ExitStack() as stack:
@@ -63,8 +64,7 @@ def emulated() -> Iterator[None]:
             wrapped = _wrap(name, getattr(paddle.Tensor, method))
             stack.enter_context(mock.patch.object(paddle.Tensor, method, wrapped))
         stack.enter_context(mock.patch.object(paddle.amp, "auto_cast", _auto_cast))
-        for question in ("is_float16_supported", "is_bfloat16_supported"):
-            stack.enter_context(mock.patch.object(paddle.amp, question, lambda *_: True))
+        stack.enter_context(mock.patch.object(precision, "has_kernels", lambda _: True))
         for module in (linear, norm):
             stack.enter_context(mock.patch.object(module, "trains_on_cpu", lambda _: False))
         yield

@@ -101,10 +101,11 @@ def test_the_scaler_is_float16s():
     assert not Precision().lowers_parameters
 
 
-def test_a_device_without_kernels_is_refused():
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_device_without_kernels_is_refused(dtype):
     """Paddle would warn and compute in float32."""
-    with pytest.raises(ConfigError, match=r"no float16 kernels.*mix_precision.enable=False"):
-        Precision(MixedPrecisionConfig(enable=True))
+    with pytest.raises(ConfigError, match=f"no {dtype} kernels.*mix_precision.enable=False"):
+        Precision(MixedPrecisionConfig(enable=True, dtype=dtype))
 
 
 def test_an_operation_is_in_one_list():

@@ -35,8 +35,7 @@ def run(comparison):
         world_size=plan.world_size,
         micro_batch_size=micro_batch_size or micro_batch_size_of(plan),
         mix_precision=mix_precision,
-        extra={},
-        **more,
+        **{"extra": {}, **more},
     )
 
 
@@ -151,6 +150,25 @@ def test_gradients_summed_in_16_bits(run, one_card, plan):
     narrow = run(plan, {"dtype": "bfloat16", "main_grad_fp32": False})
     assert narrow[0]["grad_norm"] != wide["grad_norm"]
     assert difference(narrow, wide) <= TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_recomputation_changes_nothing(run, level):
+    recompute = {"Model.use_recompute": True, "Model.recompute_granularity": "full"}
+    options = {"dtype": "bfloat16", "level": level}
+    plain, again = (run(Plan(), options, steps=2, extra=extra)[0] for extra in ({}, recompute))
+    assert again["loss"] == plain["loss"] and again["grad_norm"] == plain["grad_norm"]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_lists_of_operations(run, one_card, level):
+    """Matrix products taken from Paddle's list are computed in float32; an unknown name changes nothing."""
+    options = {"dtype": "bfloat16", "level": level}
+    plain = one_card(options, steps=2)
+    (black,) = run(Plan(), {**options, "custom_black_list": "[matmul,linear_v2]"}, steps=2)
+    (same,) = run(Plan(), {**options, "custom_white_list": "[matmul]"}, steps=2)
+    assert black["loss"] != plain["loss"] and same["loss"] == plain["loss"]
+    assert black["loss"] == pytest.approx(plain["loss"], rel=2e-3)
 
 
 def test_close_to_float32(run, comparison):

@@ -1,0 +1,177 @@
+"""The training program in 16 bits (kernels emulated): skipped steps, what is logged, checkpoints."""
+
+import json
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ppfleetx.config.plan import ParallelPlan as Plan
+from tests.e2e.program import SETTINGS, plan_overrides
+from tests.helpers.ranks import Pools
+
+ONE = Plan()
+# 2^24 times the gradient is more than float16 holds: the first steps overflow.
+HALF = {
+    "enable": True,
+    "dtype": "float16",
+    "scale_loss": 2.0**24,
+    "hysteresis": 1,
+    "incr_every_n_steps": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def pools():
+    pools = Pools()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture
+def train(pools, corpus, tmp_path):
+    """Run the program; gives its output directory."""
+
+    def run(
+        name: str, precision: dict[str, Any], plan: Plan = ONE, expected: str = "", **overrides: Any
+    ) -> Any:
+        output_dir = tmp_path / name
+        values = {
+            **SETTINGS,
+            "Model.num_layers": 2,
+            "Engine.max_steps": 12,
+            "Engine.save_load.save_steps": 0,
+            **plan_overrides(plan, 4),
+            "Data.Train.dataset.input_dir": str(corpus),
+            "Data.Eval.dataset.input_dir": str(corpus),
+            "Engine.save_load.output_dir": str(output_dir),
+            **{f"Engine.mix_precision.{key}": value for key, value in precision.items()},
+            **{key.replace("__", "."): value for key, value in overrides.items()},
+        }
+        errors = pools(plan.world_size).run(
+            "tests.parity.low_precision:program", values=values, world=plan.world_size
+        )
+        assert all(expected in error if expected else error == "" for error in errors), errors
+        return output_dir
+
+    return run
+
+
+def records(output_dir):
+    lines = (output_dir / "metrics.jsonl").read_text().splitlines()
+    # No NaN or Infinity: JSON has none.
+    found = [json.loads(line, parse_constant=lambda name: pytest.fail(name)) for line in lines]
+    return [record for record in found if record["kind"] == "train"]
+
+
+def progress(output_dir):
+    """What a resumed run must repeat bit for bit."""
+    keys = ("step", "loss", "grad_norm", "lr", "loss_scale", "found_inf", "skipped_steps", "consumed_samples")
+    return [{key: record.get(key) for key in keys} for record in records(output_dir)]
+
+
+@pytest.fixture
+def whole(train):
+    return train("whole", HALF)
+
+
+def test_a_skipped_step_uses_its_samples_and_moves_nothing_else(whole, train):
+    """Learning rates are those of the steps taken, in their order; samples go on."""
+    half, exact = records(whole), records(train("exact", {"enable": False}))
+    skipped = [record["found_inf"] for record in half]
+    assert skipped[:3] == [1, 1, 1] and 3 < sum(skipped) < 12
+    taken = [record for record in half if not record["found_inf"]]
+    rates = [record["lr"] for record in exact]
+    assert [record["lr"] for record in taken] == rates[: len(taken)]
+    # A skipped step is tried with the rate of the next step that is taken.
+    for step, record in enumerate(half):
+        assert record["lr"] == rates[sum(1 for flag in skipped[:step] if not flag)]
+        assert (record["grad_norm"] is None) == bool(record["found_inf"])
+        assert record["skipped_steps"] == sum(skipped[: step + 1])
+    assert [record["consumed_samples"] for record in half] == [16 * step for step in range(1, 13)]
+    scale, quiet = 2.0**24, 0
+    for record in half:
+        assert record["loss_scale"] == scale
+        quiet = 0 if record["found_inf"] else quiet + 1
+        if record["found_inf"]:
+            scale /= 2
+        elif quiet == 3:
+            scale, quiet = scale * 2, 0
+
+
+@pytest.mark.parametrize("save_at", [2, 10])
+def test_a_resumed_run_repeats_the_uninterrupted_one(whole, train, save_at):
+    """Stopped among the skipped steps, and in the middle of a window."""
+    first = train("first", HALF, Engine__save_load__save_steps=save_at)
+    ckpt_dir = str(first / f"epoch_0_step_{save_at}")
+    second = train("second", HALF, Engine__save_load__ckpt_dir=ckpt_dir)
+    assert progress(second) == progress(whole)[save_at:]
+
+
+def test_under_another_plan_the_scale_goes_on(whole, train):
+    first = train("first", HALF, Engine__save_load__save_steps=10)
+    ckpt_dir = str(first / "epoch_0_step_10")
+    second = train("second", HALF, Plan(mp=2), Engine__save_load__ckpt_dir=ckpt_dir)
+    for mine, expected in zip(progress(second), progress(whole)[10:], strict=True):
+        assert mine["loss_scale"] == expected["loss_scale"]
+        assert mine["skipped_steps"] == expected["skipped_steps"]
+        assert mine["loss"] == pytest.approx(expected["loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_weights_go_between_precisions_without_loss(train, pools, dtype):
+    """From float32 to 16 bits the masters are the float32 weights, and back the weights are the masters."""
+    exact = train("exact", {"enable": False}, Engine__max_steps=2)
+    start = {"Engine__save_load__init_from": str(exact / "epoch_0_step_2"), "Engine__max_steps": 2}
+    # A learning rate of nothing: the masters stay what they were loaded as.
+    still = {"Optimizer__lr__max_lr": 1e-30, "Optimizer__lr__min_lr": 0.0}
+    low = train("low", {"enable": True, "dtype": dtype}, **start, **still)
+    types = dtypes(pools, low / "epoch_0_step_2")
+    name = "decoder.layers.0.mlp.fc1.weight"
+    assert types[f"model/{name}/"] == {"float16": "F16", "bfloat16": "BF16"}[dtype]
+    assert types[f"optimizer/{name}/master_weight"] == types[f"optimizer/{name}/moment1"] == "F32"
+    start["Engine__save_load__init_from"] = str(low / "epoch_0_step_2")
+    back = train("back", {"enable": False}, **start, **still)
+    before, after = weights(exact / "epoch_0_step_2"), weights(back / "epoch_0_step_2")
+    assert before.keys() == after.keys()
+    for key, values in before.items():
+        np.testing.assert_array_equal(values, after[key], err_msg=key)
+
+
+def test_the_log_line():
+    """loss_scale and found_inf come after the learning rate, as in metrics.jsonl."""
+    from ppfleetx.core.engine.callbacks.base import StepRecord
+    from ppfleetx.core.engine.callbacks.train_log import train_line
+    from ppfleetx.core.engine.callbacks.window import Window
+
+    names = {field.name for field in fields(StepRecord)} - {"step", "loss_scale", "skipped"}
+    numbers = {**dict.fromkeys(names, 0), "data_size": 1, "batch_cost": 1.0}
+    record = StepRecord(step=1, **numbers, loss_scale=32768.0, skipped=True)
+    window = Window()
+    window.add(record)
+    line = train_line(record, window)
+    assert line.endswith(", loss_scale: 32768, found_inf: 1")
+    assert line.index("learning rate") < line.index("loss_scale")
+
+
+def test_at_the_smallest_scale_an_overflow_ends_the_run(train):
+    """Weights that overflow float16 whatever the scale: the program says so instead of skipping for ever."""
+    train(
+        "stopped",
+        {"enable": True, "dtype": "float16", "scale_loss": 4.0, "hysteresis": 1},
+        expected="at the smallest loss scale, 1",
+        Model__initializer_range=300.0,
+    )
+
+
+def dtypes(pools, checkpoint):
+    (types,) = pools(1).run("tests.parity.low_precision:tensors_of", checkpoint=str(checkpoint))
+    return types
+
+
+def weights(checkpoint):
+    from ppfleetx.checkpoint.reader import open_checkpoint
+
+    opened = open_checkpoint(checkpoint)
+    return {name: opened.read(name) for name in opened.names()}
