@@ -1,9 +1,9 @@
 """Bandwidth of checkpoints, and what a save in the background costs the step it runs beside.
 
-``python benchmarks/checkpoint.py --megabytes 1024 --directory DIR`` writes a state of that size with ours, with
-``safetensors`` and, where PyTorch is installed, with ``torch.save`` and ``torch.distributed.checkpoint``, and
-reads it again, each in turn with ours. Every save is flushed to the disk; files are read from the page cache.
-Then it times steps of about one second with and without a save in the background. One JSON line per result.
+``python benchmarks/checkpoint.py --megabytes 1024 --directory DIR`` writes a state of that size with ours and
+with others (``safetensors``; ``torch.save`` and ``torch.distributed.checkpoint`` where PyTorch is installed),
+in turn, and reads it again. Every save is flushed to the disk; files are read from the page cache. Then it
+times steps of about one second with and without a save in the background. One JSON line per result.
 """
 
 from __future__ import annotations
