@@ -47,6 +47,7 @@ def train(
     with paddle.utils.unique_name.guard(), emulated():
         cfg, ctx, runner = build(plan, world_size, model, optimizer, micro_batch_size, {**options, **extra})
         digests.append(state_digest(runner))
+        inexact = _inexact_masters(runner, cfg.Global.seed)
         for step in range(steps):
             undo = _spoil(runner, ctx, (spoilt or {}).get(str(step)))
             try:
@@ -69,6 +70,7 @@ def train(
         "types": sorted({str(parameter.dtype)[7:] for _, parameter in runner.named_parameters()}),
         "states": sorted({state for _, state in runner.optimizer_state()}),
         "misrounded": misrounded,
+        "inexact_masters": inexact,
         "error": error,
     }
 
@@ -121,6 +123,23 @@ def _held(runner: Any) -> Any:
         yield name, parameter, parameter.info
     for (name, state), tensor in runner.optimizer_state().items():
         yield f"{name}/{state}", tensor, parameters[name].info
+
+
+def _inexact_masters(runner: Any, seed: int) -> list[str]:
+    """Master weights that do not start as the float32 initial weights."""
+    from ppfleetx.nn.init import draw
+
+    infos = {name: parameter.info for name, parameter in runner.named_parameters()}
+    masters = {name: m for (name, state), m in runner.optimizer_state().items() if state == "master_weight"}
+    return [
+        name
+        for name, master in masters.items()
+        for info in [infos[name]]
+        if not np.array_equal(
+            master.numpy(),
+            draw(info.init, seed, name, info.global_shape, info.offset, info.local_shape),
+        )
+    ]
 
 
 def _misrounded(runner: Any) -> list[str]:

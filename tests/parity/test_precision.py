@@ -18,6 +18,7 @@ PLANS = [
     Plan(pp=2),
     Plan(sharding=2),
 ]
+SMALL = {"Model.num_layers": 4}
 # Largest relative difference of a loss from one card's in the same type: roundings differ where sums are
 # cut differently. float16 keeps three bits more than bfloat16.
 TOLERANCE = {"bfloat16": 6e-4, "float16": 7.5e-5}
@@ -35,7 +36,7 @@ def run(comparison):
         world_size=plan.world_size,
         micro_batch_size=micro_batch_size or micro_batch_size_of(plan),
         mix_precision=mix_precision,
-        **{"extra": {}, **more},
+        **{**more, "extra": {**SMALL, **more.get("extra", {})}},
     )
 
 
@@ -61,14 +62,20 @@ def difference(results, expected):
     return max(abs(a - b) / abs(b) for a, b in zip(results[0]["loss"], expected["loss"], strict=True))
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize(("dtype", "level"), [("bfloat16", "O2"), ("float16", "O2"), ("bfloat16", "O1")])
+@pytest.mark.parametrize(
+    ("plan", "dtype", "level"),
+    [
+        *((plan, dtype, "O2") for plan in PLANS for dtype in ("bfloat16", "float16")),
+        *((plan, "bfloat16", "O1") for plan in PLANS[2:4]),
+    ],
+    ids=str,
+)
 def test_close_to_one_card(run, one_card, plan, dtype, level):
     options = {"dtype": dtype, "level": level}
     expected, results = one_card(options), run(plan, options)
-    print(plan, options, difference(results, expected))
     assert difference(results, expected) <= TOLERANCE[dtype]
     for result in results:
+        assert result["inexact_masters"] == []
         assert result["types"] == [dtype if level == "O2" else "float32"]
         assert ("master_weight" in result["states"]) == (level == "O2")
         assert set(result["scale"]) == ({32768.0} if dtype == "float16" else {None})
@@ -98,8 +105,8 @@ def test_scales_from_above(run, one_card, plan):
         (Plan(mp=2, sequence_parallel=True), "decoder.final_norm.bias"),
         (Plan(pp=2), "decoder.final_norm.weight"),
         (Plan(pp=2), "embedding.word_embeddings.weight"),  # tied: copies on both
-        (Plan(sharding=2), "decoder.layers.5.mlp.fc2.weight"),
-        (Plan(sharding=2, sharding_stage=2), "decoder.layers.5.mlp.fc2.weight"),
+        (Plan(sharding=2), "decoder.layers.2.mlp.fc2.weight"),
+        (Plan(sharding=2, sharding_stage=2), "decoder.layers.2.mlp.fc2.weight"),
     ],
     ids=str,
 )
@@ -138,7 +145,7 @@ def test_bfloat16_has_no_scale_and_skips_nothing(run):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_further_stages_of_sharding(run, one_card, stage):
-    options = {"dtype": "bfloat16"}
+    options = {"dtype": "bfloat16", "level": "O2"}
     results = run(Plan(sharding=2, sharding_stage=stage), options)
     assert difference(results, one_card(options)) <= TOLERANCE["bfloat16"]
 
@@ -146,7 +153,7 @@ def test_further_stages_of_sharding(run, one_card, stage):
 @pytest.mark.parametrize("plan", [Plan(), Plan(sharding=2, sharding_stage=2)], ids=str)
 def test_gradients_summed_in_16_bits(run, one_card, plan):
     """Another sum than in float32, as asked for; masters are kept all the same."""
-    wide = one_card({"dtype": "bfloat16"})
+    wide = one_card({"dtype": "bfloat16", "level": "O2"})
     narrow = run(plan, {"dtype": "bfloat16", "main_grad_fp32": False})
     assert narrow[0]["grad_norm"] != wide["grad_norm"]
     assert difference(narrow, wide) <= TOLERANCE["bfloat16"]
@@ -171,11 +178,11 @@ def test_lists_of_operations(run, one_card, level):
     assert black["loss"] == pytest.approx(plain["loss"], rel=2e-3)
 
 
-def test_close_to_float32(run, comparison):
-    """bfloat16 keeps 8 bits of a weight, float16 11."""
-    exact, _ = comparison.reference("gpt", "adamw", 8)
-    for dtype, tolerance in (("bfloat16", 2e-3), ("float16", 2.5e-4)):
-        (result,) = run(Plan(), {"dtype": dtype})
-        losses = exact["loss"][1:-1]
-        worst = max(abs(a - b) / b for a, b in zip(result["loss"], losses, strict=False))
-        assert 0 < worst <= tolerance, worst
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 8e-3), ("float16", 1e-3)])
+def test_close_to_float32(run, one_card, dtype, tolerance):
+    """Within two rounding steps of the type; gradient norms too, which the loss scale must not be in."""
+    exact = run(Plan(), {"enable": False})[0]
+    low = one_card({"dtype": dtype, "level": "O2"})
+    for key in ("loss", "grad_norm"):
+        worst = max(abs(a - b) / b for a, b in zip(low[key], exact[key], strict=True))
+        assert 0 < worst <= tolerance, (key, worst)
