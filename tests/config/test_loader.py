@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -227,23 +226,19 @@ def test_recomputed_layers():
 
 
 def test_fast_and_without_paddle():
+    """Half a second of processor time, imports included, whatever else the machine is doing."""
     code = (
-        "import sys\n"
+        "import sys, time\n"
         "from ppfleetx.config.loader import load_config\n"
         "from ppfleetx.core.check import check_report\n"
-        "text = check_report(load_config(sys.argv[1])); assert 'paddle' not in sys.modules; print(text)"
+        "text = check_report(load_config(sys.argv[1])); assert 'paddle' not in sys.modules; print(text)\n"
+        "print(time.process_time())"
     )
     path = CONFIGS / "nlp/gpt/pretrain_gpt_175B_mp8_pp16.yaml"
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(path)],
-            capture_output=True,
-            text=True,
-            check=True,
-            cwd=CONFIGS.parents[1],
-        )
-        seconds.append(time.perf_counter() - start)
-    assert "174.6 B parameters" in done.stdout
-    assert min(seconds) < 1.0  # 0.3 s on an idle core; the machine that runs the tests is shared
+    command = [sys.executable, "-c", code, str(path)]
+    runs = [
+        subprocess.run(command, capture_output=True, text=True, check=True, cwd=CONFIGS.parents[1]).stdout
+        for _ in range(3)
+    ]
+    assert "174.6 B parameters" in runs[0]
+    assert min(float(run.splitlines()[-1]) for run in runs) < 0.5
