@@ -262,7 +262,14 @@ def long_run(tmp_path, tokenizer):
             file.write(block)
     command = [sys.executable, TOOL, "--input", tmp_path / "a.jsonl", "--output-prefix",
                tmp_path / "out" / "c", "--tokenizer", tmp_path / "tokenizer", "--workers", "2"]  # fmt: skip
-    yield lambda: subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    yield lambda: subprocess.Popen(
+        command,
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background jobs ignore SIGINT, and their children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     (tmp_path / "a.jsonl").unlink()
 
 
