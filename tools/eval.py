@@ -19,7 +19,7 @@ def main() -> None:
 
     from ppfleetx.core.launch import start_process
 
-    cfg, ctx = start_process(args.config, args.override)
+    cfg, ctx = start_process(args.config, args.override, reads=("Eval",))
     from ppfleetx.core.engine.build import evaluate
 
     evaluate(cfg, ctx)

@@ -29,7 +29,7 @@ def main() -> None:
         return
     from ppfleetx.core.launch import start_process
 
-    cfg, ctx = start_process(args.config, args.override)
+    cfg, ctx = start_process(args.config, args.override, reads=("Train", "Eval"))
     from ppfleetx.core.engine.build import train
 
     train(cfg, ctx)

@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING
 
+from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.unsupported import not_supported_reasons, without_effect
+from ppfleetx.data.prefixes import find_prefixes, open_tokens
 from ppfleetx.utils.log import configure_logging
 from ppfleetx.utils.process_env import import_paddle, prepare_process
 
@@ -18,11 +20,16 @@ if TYPE_CHECKING:
     from ppfleetx.distributed.context import ParallelContext
 
 
-def start_process(path: str, overrides: Sequence[str]) -> tuple[RunConfig, ParallelContext]:
+def start_process(
+    path: str, overrides: Sequence[str], *, reads: Sequence[str] = ()
+) -> tuple[RunConfig, ParallelContext]:
     """Read the configuration, refuse what cannot run, and only then load Paddle and choose the device.
 
+    Args:
+        reads: which of ``Data.Train`` and ``Data.Eval`` the program will read.
+
     Raises:
-        ConfigError: anything wrong or not supported, before any device work.
+        UserError: anything wrong, missing or not supported, before any device work.
     """
     cfg = load_config(path, overrides, world_size=world_size(os.environ))
     main = rank(os.environ) == 0
@@ -31,6 +38,8 @@ def start_process(path: str, overrides: Sequence[str]) -> tuple[RunConfig, Paral
         logger.warning(warning)
     device = expected_device(cfg.Global.device)
     _refuse_unsupported(cfg, device)
+    if cfg.plan.world_size == 1:  # ranks of a job find out together, later
+        _look_for_files(cfg, reads)
     said = prepare_process(device=device)
     import_paddle()
     logger.info(said)
@@ -40,6 +49,18 @@ def start_process(path: str, overrides: Sequence[str]) -> tuple[RunConfig, Paral
     ctx = init_distributed(cfg)
     check_configuration(cfg, ctx)
     return cfg, ctx
+
+
+def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
+    """Raise at once, and not after Paddle has been loaded, when a corpus or ``ckpt_dir`` is not there."""
+    for mode in reads:
+        section = getattr(cfg.Data, mode)
+        entries = () if section is None else section.dataset.input_dir
+        for entry in (entries,) if isinstance(entries, str) else entries:
+            for prefix in find_prefixes(entry):
+                open_tokens(prefix)
+    if cfg.Engine.save_load.ckpt_dir is not None:
+        resolve_checkpoint(cfg.Engine.save_load.ckpt_dir, verify=False)
 
 
 def expected_device(wanted: str) -> str:
