@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ppfleetx.checkpoint.lazy import LazyTensor
-from ppfleetx.checkpoint.slices import DTYPE_OF_NUMPY, NUMPY_OF_DTYPE, Index
+from ppfleetx.checkpoint.slices import DTYPE_OF_NAME, DTYPE_OF_NUMPY, NUMPY_OF_DTYPE, Index
 from ppfleetx.checkpoint.unpickle import Name, RawBytes, Record, RefusedPickleError
 
 _PLAIN_DTYPE = re.compile(r"[<>=|]?([?bBhHiIlLqQefd]|[biuf][1248])")
@@ -213,18 +213,6 @@ _STORAGE_DTYPES = {
     "Byte": "U8",
     "Bool": "BOOL",
 }
-_TORCH_DTYPES = {
-    "float32": "F32",
-    "float64": "F64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
 
 
 @dataclass(eq=False)
@@ -258,7 +246,7 @@ def _rebuild_tensor_v3(
     storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, *_: Any
 ) -> LazyTensor:
     name = dtype.text.removeprefix("torch.") if isinstance(dtype, Name) else ""
-    return _view(storage, _TORCH_DTYPES[name], offset, size, stride)
+    return _view(storage, DTYPE_OF_NAME[name], offset, size, stride)
 
 
 def _rebuild_parameter(data: Any, *_: Any) -> LazyTensor:
@@ -314,7 +302,7 @@ TORCH_NAMES: dict[str, Callable[..., Any]] = PLAIN_NAMES | {
             "torch.UntypedStorage",
             *(f"torch.{kind}Storage" for kind in _STORAGE_DTYPES),
             *(f"torch.cuda.{kind}Storage" for kind in _STORAGE_DTYPES),
-            *(f"torch.{dtype}" for dtype in _TORCH_DTYPES),
+            *(f"torch.{dtype}" for dtype in DTYPE_OF_NAME),
         )
     },
 }

@@ -27,6 +27,19 @@ NUMPY_OF_DTYPE = {
     "U8": np.dtype("u1"),
     "BOOL": np.dtype("?"),
 }
+# The same by the names that Paddle and PyTorch both use.
+DTYPE_OF_NAME = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 DTYPE_OF_NUMPY = {held: name for name, held in NUMPY_OF_DTYPE.items() if name != "BF16"}
 MODEL, OPTIMIZER = "model", "optimizer"
 

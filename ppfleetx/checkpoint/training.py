@@ -12,7 +12,7 @@ import numpy as np
 
 from ppfleetx.checkpoint.manifest import TensorEntry
 from ppfleetx.checkpoint.reader import Checkpoint
-from ppfleetx.checkpoint.slices import DTYPE_OF_NUMPY, MODEL, OPTIMIZER, Index, TensorSlice
+from ppfleetx.checkpoint.slices import DTYPE_OF_NAME, DTYPE_OF_NUMPY, MODEL, OPTIMIZER, Index, TensorSlice
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.utils.log import get_logger
 
@@ -22,18 +22,6 @@ if TYPE_CHECKING:
 NamedTensors = Iterable[tuple[str, "Tensor"]]
 StateKey = tuple[str, str]
 MASTER_WEIGHT = "master_weight"
-_DTYPE_OF_PADDLE = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
 _SIXTEEN_BIT = ("F16", "BF16")
 
 
@@ -202,7 +190,7 @@ def _is_host(tensor: Tensor) -> bool:
 
 
 def _dtype(tensor: Tensor) -> str:
-    return _DTYPE_OF_PADDLE[str(tensor.dtype).removeprefix("paddle.")]
+    return DTYPE_OF_NAME[str(tensor.dtype).removeprefix("paddle.")]
 
 
 def _vocab_dim(place: Any) -> int | None:
