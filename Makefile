@@ -18,6 +18,7 @@ $(VENV)/.run: requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check --requirement requirements.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[plots]'
+	@$(PY) -m ppfleetx.utils.cpu_launcher >/dev/null
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.run

@@ -1,0 +1,72 @@
+"""``--devices 0,1`` of Paddle's launcher on a machine without a GPU.
+
+The launcher of Paddle 3.3.1 looks ``--devices`` up among the GPUs it sees; where it sees none it ends with
+``ValueError: substring not found``. When ``CUDA_VISIBLE_DEVICES`` names them it starts a process for each,
+with the CPU build as well. So that one command line serves both kinds of machine,
+
+    python -m ppfleetx.utils.cpu_launcher
+
+puts one line into this environment's site-packages (``make`` does it for its own), which sets that variable
+in the launcher's process where the CPU build is installed. Nothing else is touched, and deleting the file
+undoes it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import MutableMapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+LAUNCHER = "paddle.distributed.launch"
+HOOK = "ppfleetx_cpu_launcher.pth"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+# Only a line that begins with `import` is run. An environment that lost ppfleetx must still start.
+_LINE = (
+    f"import sys; '{LAUNCHER}' in sys.orig_argv and __import__('importlib.util', fromlist=['util'])"
+    ".find_spec('ppfleetx') and __import__('ppfleetx.utils.cpu_launcher', fromlist=['x']).apply()\n"
+)
+
+
+def apply() -> None:
+    """Set the variable in this process, if it is the launcher with devices that only the CPU can play."""
+    if not _is_gpu_build():
+        name_devices(sys.orig_argv, os.environ)
+
+
+def name_devices(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
+    """Let ``--devices`` of a launcher's command line be visible; a variable of the user's stays."""
+    if LAUNCHER not in argv:
+        return
+    options = list(argv[argv.index(LAUNCHER) + 1 :])
+    for place, option in enumerate(options):
+        name, equals, value = option.partition("=")
+        if name in ("--devices", "--gpus"):
+            devices = value if equals else "".join(options[place + 1 : place + 2])
+            environ.setdefault(_VISIBLE, devices.replace(" ", ""))
+            return
+        if option.endswith(".py"):  # what follows belongs to the program
+            return
+
+
+def install(site_packages: Path | None = None) -> Path:
+    """Write the line into ``site_packages`` (default: this environment's); gives the file."""
+    path = (site_packages or Path(sysconfig.get_path("purelib"))) / HOOK
+    path.write_text(_LINE, encoding="utf-8")
+    return path
+
+
+def _is_gpu_build() -> bool:
+    try:
+        metadata.distribution("paddlepaddle-gpu")
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    print(
+        f"wrote {install()}: --devices of Paddle's launcher starts CPU processes where there is no GPU build"
+    )
