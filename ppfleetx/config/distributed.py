@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated, Literal
 
-from ppfleetx.config.fields import Bool, CountInt, NumberChoice, PositiveInt, Section
+from pydantic import model_validator
+
+from ppfleetx.config.fields import Bool, CountInt, NumberChoice, PositiveInt, RuleError, Section
 
 
 class ShardingConfig(Section):
@@ -34,6 +37,43 @@ class DistributedConfig(Section):
     sep_degree: PositiveInt = 1
     """Ranks that split each sequence."""
     sharding: ShardingConfig = ShardingConfig()
-    pp_layers: tuple[CountInt, ...] | None = None
-    """Layers of each pipeline stage in model order (of each chunk with virtual stages); null: equal parts.
-    The first also holds the embedding and the last the head, so that 0 layers can balance a pipeline."""
+    pp_layers: tuple[CountInt | tuple[CountInt, ...], ...] | None = None
+    """Layers of each pipeline stage in model order; null: equal parts. With virtual stages, of each chunk:
+    one number each, or one list per virtual stage with a number per pipeline stage. The first also holds
+    the embedding and the last the head, so that 0 layers can balance a pipeline."""
+    noop_layers: tuple[CountInt, ...] | None = None
+    """Places left empty when `num_layers` and these are dealt out in equal parts, counted from 0 in model
+    order: a shorter way to say `pp_layers`. They are not counted in `num_layers`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> DistributedConfig:
+        if self.pp_layers is not None:
+            self._check_pp_layers(self.pp_layers)
+        if self.noop_layers is not None:
+            if self.pp_layers is not None:
+                raise RuleError(("noop_layers", "pp_layers"), "two ways to say the same; give one of them")
+            repeated = [place for place, count in Counter(self.noop_layers).items() if count > 1]
+            if repeated:
+                raise RuleError(("noop_layers",), f"place {repeated[0]} is named twice")
+        return self
+
+    def _check_pp_layers(self, given: tuple[int | tuple[int, ...], ...]) -> None:
+        lengths = [len(row) for row in given if isinstance(row, tuple)]
+        if lengths and len(lengths) < len(given):
+            raise RuleError(("pp_layers",), "holds numbers or lists, not both")
+        if any(length != self.pp_degree for length in lengths):
+            raise RuleError(
+                ("pp_layers", "pp_degree"),
+                f"each list is of one virtual stage and needs pp_degree {self.pp_degree} numbers",
+            )
+
+    def layers_of_chunks(self, num_layers: int, virtual_pp_degree: int) -> tuple[int, ...] | None:
+        """Layers of each chunk in model order, where ``pp_layers`` or ``noop_layers`` say it."""
+        if self.pp_layers is not None:
+            rows = (row if isinstance(row, tuple) else (row,) for row in self.pp_layers)
+            return tuple(number for row in rows for number in row)
+        per_chunk, rest = divmod(num_layers + len(self.noop_layers or ()), self.pp_degree * virtual_pp_degree)
+        if not self.noop_layers or rest or max(self.noop_layers) >= num_layers + len(self.noop_layers):
+            return None  # nothing said, or nonsense that config/resolve.py refuses
+        empty = Counter(place // per_chunk for place in self.noop_layers)
+        return tuple(per_chunk - empty[chunk] for chunk in range(self.pp_degree * virtual_pp_degree))

@@ -95,11 +95,37 @@ def _change(cfg: RunConfig, section: str, **values: Any) -> RunConfig:
 
 
 def _violations(cfg: RunConfig, batch: BatchPlan) -> Iterator[RuleError]:
-    for broken in violations(plan_of(cfg), workload_of(cfg, batch.accumulate_steps)):
-        yield RuleError(broken.keys, broken.sentence)
+    yield from _noop_layers(cfg)
+    plan, work = plan_of(cfg), workload_of(cfg, batch.accumulate_steps)
+    for broken in violations(plan, work):
+        near = nearest_plan(plan, plan.world_size, work) if plan.world_size > 1 else None
+        hint = f". The nearest legal plan for {plan.world_size}: {near}" if near else ""
+        yield RuleError(broken.keys, broken.sentence + hint)
     yield from _lengths(cfg)
     yield from _schedules(cfg)
     yield from _tokens(cfg)
+
+
+def _noop_layers(cfg: RunConfig) -> Iterator[RuleError]:
+    places, key = cfg.Distributed.noop_layers, "Distributed.noop_layers"
+    if not places:
+        return
+    total, chunks = (
+        cfg.Model.num_layers + len(places),
+        cfg.Distributed.pp_degree * cfg.Model.virtual_pp_degree,
+    )
+    if max(places) >= total:
+        yield RuleError(
+            (key, "Model.num_layers"),
+            f"num_layers {cfg.Model.num_layers} and {len(places)} empty places are counted from 0 to "
+            f"{total - 1}",
+        )
+    if total % chunks:
+        yield RuleError(
+            (key, "Model.num_layers", "Distributed.pp_degree", "Model.virtual_pp_degree"),
+            f"num_layers {cfg.Model.num_layers} and {len(places)} empty places do not divide into {chunks} "
+            "equal parts",
+        )
 
 
 def _lengths(cfg: RunConfig) -> Iterator[RuleError]:
