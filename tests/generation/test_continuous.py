@@ -1,0 +1,102 @@
+"""Rows that join and leave a batch, against the same rows alone."""
+
+import numpy as np
+import paddle
+import pytest
+
+from ppfleetx.config.sections import GenerationConfig
+from ppfleetx.generation.continuous import ContinuousBatch, RowChoice, RowOptions, choose_tokens
+from ppfleetx.generation.generator import Generator
+from ppfleetx.generation.search import uniforms
+from ppfleetx.generation.session import DecodingSession, NextTokenModel
+
+PROMPTS = [[5, 9, 11], [7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7, 1, 8], [60, 0]]
+
+
+def alone(model: NextTokenModel, prompt: list[int], steps: int) -> tuple[list[int], list[np.ndarray]]:
+    """The likeliest tokens and all logits of a prompt from the plain forward pass."""
+    session = DecodingSession(model, [prompt], use_cache=False)
+    tokens, logits = [], []
+    for _ in range(steps):
+        logits.append(session.next_logits().numpy()[0])
+        tokens.append(int(logits[-1].argmax()))
+        session.append(np.array(tokens[-1:]))
+    return tokens, logits
+
+
+def test_rows_that_come_and_go_have_the_logits_they_have_alone(make_model, style: dict) -> None:
+    """Longer and shorter rows join a running batch, the longest leaves it, and all of them leave."""
+    staged, _ = make_model(**style)
+    staged.eval()
+    model = NextTokenModel(staged, 61)
+    events = [([0, 1], []), ([2], []), ([], [1]), ([3], [2]), ([], []), ([], [0, 3]), ([4], [])]
+    with paddle.no_grad():
+        expected = [alone(model, prompt, len(events)) for prompt in PROMPTS]
+        batch, present, done = ContinuousBatch(model), [], [0] * len(PROMPTS)
+        for joining, leaving in events:
+            batch.join([PROMPTS[row] for row in joining], [1] * len(joining))
+            present += joining
+            logits = batch.next_logits().numpy()
+            assert len(logits) == len(present)
+            for row, of_row in zip(present, logits, strict=True):
+                np.testing.assert_allclose(of_row, expected[row][1][done[row]], rtol=2e-4, atol=2e-5)
+                done[row] += 1
+            batch.append(logits.argmax(-1).tolist())
+            for row, history in zip(present, batch.history, strict=True):
+                assert history == PROMPTS[row] + expected[row][0][: done[row]]
+            staying = [place for place, row in enumerate(present) if row not in leaving]
+            batch.select(staying)
+            present = [present[place] for place in staying]
+    assert done == [6, 3, 3, 3, 1]
+
+
+def test_columns_of_rows_that_left_are_given_back(make_model) -> None:
+    staged, _ = make_model()
+    staged.eval()
+    batch = ContinuousBatch(NextTokenModel(staged, 61))
+    with paddle.no_grad():
+        batch.join([PROMPTS[2], PROMPTS[1]], [1, 2])
+        assert batch.next_logits().shape == [3, 61]
+        assert batch._cache.length == len(PROMPTS[2])
+        batch.select([1, 2])
+        assert batch._cache.length == len(PROMPTS[1])
+        batch.select([])
+        assert batch._cache.length == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"decode_strategy": "greedy_search"},
+        {"decode_strategy": "greedy_search", "repetition_penalty": 1.5},
+        {"temperature": 0.7},
+        {"top_k": 5, "top_p": 0.8, "repetition_penalty": 1.3},
+        {"top_p": 0.6, "temperature": 1.4},
+    ],
+)
+def test_mixed_options_give_each_row_what_the_generator_gives_it(make_model, tokenizer, options) -> None:
+    """Neighbours with other options change nothing; random numbers are the generator's."""
+    staged, cfg = make_model(vocab_size=300)
+    neighbours = [RowOptions(), RowOptions(temperature=0.0), RowOptions(top_k=3, repetition_penalty=2.0)]
+    keys = {key: value for key, value in options.items() if key != "decode_strategy"}
+    mine = RowOptions(**({"temperature": 0.0} if "decode_strategy" in options else {}), **keys)
+    section = GenerationConfig(max_dec_len=12, min_dec_len=12, seed=9, **options)
+    [[expected]] = Generator(staged, cfg, tokenizer).generate([PROMPTS[0]], section)
+
+    staged.eval()
+    batch = ContinuousBatch(NextTokenModel(staged, tokenizer.vocab_size))
+    stream = uniforms(9, 0, 0, 12)
+    with paddle.no_grad():
+        batch.join(PROMPTS[:4], [1] * 4)
+        for step in range(12):
+            choices = [
+                RowChoice(
+                    row_options,
+                    batch.history[row],
+                    float(stream[step]),
+                    tokenizer.eod_id if row == 0 else None,
+                )
+                for row, row_options in enumerate([mine, *neighbours])
+            ]
+            batch.append(choose_tokens(batch.next_logits(), choices))
+    assert tuple(batch.history[0][len(PROMPTS[0]) :]) == expected.ids
