@@ -28,6 +28,7 @@ from ppfleetx.config.generation import GenerationConfig, InferenceConfig, Offlin
 from ppfleetx.config.model import ModelConfig
 from ppfleetx.config.optimizer import GradClipConfig, LRConfig, OptimizerConfig, WeightDecayScheduleConfig
 from ppfleetx.config.plan import ParallelPlan, Workload
+from ppfleetx.config.serve import ServeConfig
 
 __all__ = [
     "CompressConfig",
@@ -53,6 +54,7 @@ __all__ = [
     "RunConfig",
     "SamplerConfig",
     "SaveLoadConfig",
+    "ServeConfig",
     "ShardingConfig",
     "TensorRTConfig",
     "TokenizerConfig",
@@ -74,6 +76,7 @@ class RunConfig(Section):
     Optimizer: OptimizerConfig = OptimizerConfig()
     Generation: GenerationConfig = GenerationConfig()
     Inference: InferenceConfig = InferenceConfig()
+    Serve: ServeConfig = ServeConfig()
     Offline_Eval: OfflineEvalConfig = OfflineEvalConfig()
     Profiler: ProfilerConfig = ProfilerConfig()
     Compress: CompressConfig = CompressConfig()

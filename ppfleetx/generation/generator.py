@@ -60,6 +60,20 @@ class Generator:
         # A model may have more ids than its tokenizer; what cannot be written is not generated.
         self._next_token = NextTokenModel(model, tokenizer.vocab_size)
 
+    @property
+    def next_token_model(self) -> NextTokenModel:
+        """What gives the logits, for whoever runs a loop of his own (with the model in `eval` mode)."""
+        return self._next_token
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    @property
+    def max_positions(self) -> int:
+        """Most tokens of a prompt and its continuation together."""
+        return self._max_positions
+
     def generate(
         self,
         prompts: Sequence[Prompt],

@@ -1,0 +1,41 @@
+"""Section ``Serve``: a model answering over HTTP."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from ppfleetx.config.fields import CountInt, PositiveFloat, PositiveInt, Says, Section, Text
+
+Port = Annotated[int, Field(strict=True, ge=0, le=65535), Says("an integer from 0 to 65535")]
+Name = Annotated[str, Field(strict=True, min_length=1), Says("a text of at least one character")]
+
+API_KEY_VARIABLE = "PPFLEETX_API_KEY"
+
+
+class ServeConfig(Section):
+    """The HTTP server of `tools/serve.py`. How a text is continued comes with each request, and what a
+    request leaves out has the default of OpenAI's interface; section `Generation` is not used."""
+
+    host: Name = "127.0.0.1"
+    """Address to listen on; `0.0.0.0` is every address of the machine."""
+    port: Port = 8000
+    """Port to listen on; 0: one that is free, which the log names."""
+    model_name: Name = "gpt"
+    """Name of the model in requests and answers."""
+    api_key_env: Text = API_KEY_VARIABLE
+    """Environment variable with the key that requests must bring (`Authorization: Bearer KEY`). No key is
+    needed when the default variable is not set; another one must be."""
+    max_batch_size: PositiveInt = 16
+    """Sequences that grow at the same time; it bounds the memory of keys and values."""
+    max_waiting: CountInt = 256
+    """Sequences that wait for a place in the batch; a request beyond is answered 429."""
+    max_prefill_tokens: PositiveInt = 2048
+    """Prompt tokens, padding included, that are run in one step; a longer prompt is run alone."""
+    max_body_bytes: PositiveInt = 1 << 20
+    """Largest request body; a larger one is answered 413."""
+    request_timeout: PositiveFloat = 300.0
+    """Seconds from a request to the end of its answer; then 504, or an error at the end of a stream."""
+    shutdown_timeout: PositiveFloat = 10.0
+    """Seconds that requests under way have to finish after SIGINT or SIGTERM."""
