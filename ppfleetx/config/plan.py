@@ -145,9 +145,9 @@ LEGAL: tuple[PlanRule, ...] = (
     ),
     PlanRule(
         ("virtual_pp_degree", "pp"),
-        lambda p, w: p.virtual_pp_degree == 1 or p.pp > 2,
-        "Paddle's interleaved schedule (virtual_pp_degree {virtual_pp_degree}) needs pp_degree > 2 "
-        "(it is {pp})",
+        lambda p, w: p.virtual_pp_degree == 1 or p.pp > 1,
+        "virtual stages (virtual_pp_degree {virtual_pp_degree}) are parts of pipeline stages, so they need "
+        "pp_degree > 1 (it is {pp})",
     ),
     PlanRule(
         ("pp_layers", "pp", "virtual_pp_degree"),

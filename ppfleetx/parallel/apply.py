@@ -78,11 +78,15 @@ def _pipeline_runner(
     from paddle.distributed import fleet
 
     from ppfleetx.parallel.pipeline import PipelineLoss, PipelineRunner, StagePipeline, tied_group
+    from ppfleetx.parallel.two_stages import interleave_two_stages
 
     loss = PipelineLoss(loss_fn)
     model = StagePipeline(stages, ctx.plan, cfg.Global.seed if train else None, loss)
     tied = tied_group(stages, ctx)
-    pipeline = fleet.distributed_model(model)
+    if ctx.size_of("pp") == 2 and ctx.plan.virtual_pp_degree > 1:
+        pipeline = interleave_two_stages(model, cfg.batch.accumulate_steps)
+    else:
+        pipeline = fleet.distributed_model(model)
     layers = [layer for _, layer in model.held_stages()]
     optimizer, sync = _optimizer_and_sync(model, layers, cfg, ctx, precision, train, *tied)
     more = {"seed": cfg.Global.seed, "clip_norm": _clip_norm(cfg), "precision": precision}

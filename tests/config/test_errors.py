@@ -33,7 +33,7 @@ WRONG_OVERRIDES = [
     ("Model.recompute_granularity=fll", ["'fll'", "one of full, full_attn, core_attn"]),
     ("Model.no_recompute_layers=[4]", ["layer 4 does not exist", "0 to 3"]),
     ("Model.add_head_bias=True", ["Model.add_head_bias = True", "tied"]),
-    ("Model.virtual_pp_degree=2", ["Model.virtual_pp_degree = 2", "pp_degree > 2"]),
+    ("Model.virtual_pp_degree=2", ["Model.virtual_pp_degree = 2", "pp_degree > 1"]),
     ("Model.sequence_parallel=True", ["Model.sequence_parallel = True", "mp_degree > 1"]),
     ("Data.Train.dataset.max_seq_len=4096", ["max_seq_len = 4096", "max_position_embeddings 1024"]),
     ("Data.Train.dataset.split.0=abc", ["Data.Train.dataset.split.0 = 'abc'", "a number of at least 0"]),
@@ -114,7 +114,10 @@ WRONG_COMBINATIONS = [
         ["Distributed.sharding.sharding_offload=True", "Distributed.sharding.sharding_degree=2"],
         ["offload needs sharding_stage 2 or 3"],
     ),
-    (["Distributed.pp_degree=2", "Model.virtual_pp_degree=2"], ["needs pp_degree > 2"]),
+    (
+        ["Distributed.pp_degree=2", "Model.virtual_pp_degree=3"],
+        ["4 layers", "virtual_pp_degree 3 equal parts"],
+    ),
     (["Distributed.pp_degree=2", "Distributed.pp_layers=[1, 2]"], ["pp_layers = [1, 2]", "num_layers 4"]),
     (["Distributed.pp_degree=2", "Distributed.pp_layers=[4]"], ["pp_degree 2 x virtual_pp_degree 1"]),
     (

@@ -17,7 +17,8 @@ def test_enumeration_is_legal_complete_and_without_repeats():
         assert len(set(plans)) == len(plans)
         assert all(plan.world_size == world and not violations(plan) for plan in plans)
     assert enumerate_plans(1) == [ParallelPlan()]
-    assert len(enumerate_plans(2)) == 1 + 2 + 1 + 3 + 1  # dp, mp with and without SP, pp, three stages, sep
+    # dp, mp with and without SP, pp with and without virtual stages, three stages of sharding, sep
+    assert len(enumerate_plans(2)) == 1 + 2 + 2 + 3 + 1
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,8 @@ def test_enumeration_is_legal_complete_and_without_repeats():
         (ParallelPlan(pp=2, mp=2, sep=2, sequence_parallel=True), True),
         (ParallelPlan(pp=2, sharding_stage=3), True),  # a stage without ranks says nothing
         (ParallelPlan(sharding=2, sharding_offload=True), False),
-        (ParallelPlan(pp=2, virtual_pp_degree=2), False),
+        (ParallelPlan(virtual_pp_degree=2), False),
+        (ParallelPlan(pp=2, virtual_pp_degree=2), True),
         (ParallelPlan(pp=3, virtual_pp_degree=2), True),
         (ParallelPlan(mp=2, sequence_parallel=True), True),
         (ParallelPlan(sequence_parallel=True), False),

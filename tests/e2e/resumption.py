@@ -30,7 +30,7 @@ SOME: list[tuple[Plan, Plan]] = [
     (Plan(dp=2), Plan(sharding=2)),
     (Plan(sharding=2, sharding_stage=3), Plan(dp=2)),
     (Plan(mp=4), Plan(dp=2, mp=2)),
-    (Plan(pp=4), Plan(pp=4, virtual_pp_degree=2)),
+    (Plan(pp=4), Plan(pp=2, virtual_pp_degree=2)),
     (Plan(mp=2, sequence_parallel=True), Plan(sep=2)),
 ]
 ALL: list[tuple[Plan, Plan]] = [
@@ -42,6 +42,9 @@ ALL: list[tuple[Plan, Plan]] = [
     (Plan(sharding=2, sharding_stage=2), Plan(sharding=4, sharding_stage=3)),
     (Plan(dp=2, mp=2), Plan(mp=4)),
     (Plan(pp=4), Plan(pp=2)),
+    (Plan(pp=4), Plan(pp=4, virtual_pp_degree=2)),
+    (Plan(pp=2, virtual_pp_degree=2), Plan(pp=4)),
+    (Plan(pp=2, virtual_pp_degree=2), Plan(mp=2, pp=2, virtual_pp_degree=2)),
     (Plan(pp=4, virtual_pp_degree=2), Plan(pp=2, pp_layers=(3, 5))),
     (Plan(pp=2, mp=2), Plan(pp=2, dp=2)),
     (Plan(mp=2, sequence_parallel=True), Plan(mp=2)),

@@ -9,7 +9,14 @@ DROPOUT = {"Model.hidden_dropout_prob": 0.2, "Model.attention_probs_dropout_prob
 
 
 @pytest.mark.parametrize(
-    "plan", [Plan(pp=2), Plan(pp=4, virtual_pp_degree=2), Plan(pp=2, pp_layers=(3, 5))], ids=str
+    "plan",
+    [
+        Plan(pp=2),
+        Plan(pp=4, virtual_pp_degree=2),
+        Plan(pp=2, virtual_pp_degree=2),
+        Plan(pp=2, pp_layers=(3, 5)),
+    ],
+    ids=str,
 )
 def test_a_pipeline_drops_what_one_card_drops(comparison, plan):
     sizes = {"micro_batch_size": 4, "reference_micro_batch_size": 4}

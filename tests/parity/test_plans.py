@@ -20,6 +20,7 @@ PLANS = [
     Plan(sharding=2, sharding_stage=3),
     Plan(dp=2, mp=2, sequence_parallel=True),
     Plan(pp=4, virtual_pp_degree=2),
+    Plan(pp=2, virtual_pp_degree=2),
     Plan(pp=2, mp=2, sequence_parallel=True),
     Plan(pp=2, sharding=2, sharding_stage=3),
     Plan(mp=2, sep=2, sequence_parallel=True),
@@ -48,6 +49,7 @@ def test_final_weights(comparison, plan):
         Plan(pp=2, pp_layers=(0, 8)),
         Plan(pp=4, pp_layers=(4, 0, 4, 0)),
         Plan(pp=4, virtual_pp_degree=2, pp_layers=(1, 2, 0, 2, 1, 1, 1, 0)),
+        Plan(pp=2, virtual_pp_degree=2, pp_layers=(1, 3, 0, 4)),
     ],
     ids=lambda plan: f"{plan}, {plan.pp_layers}",
 )
@@ -57,9 +59,10 @@ def test_uneven_pipelines(comparison, plan):
     assert difference.worst <= TOLERANCE, difference
 
 
-def test_interleaved_schedule(comparison):
-    """With 8 micro batches Paddle interleaves; with 4 it runs all forward passes first."""
-    difference = comparison.run(Plan(pp=4, virtual_pp_degree=2), "gpt", "sgd", micro_batch_size=2)
+@pytest.mark.parametrize("plan", [Plan(pp=4, virtual_pp_degree=2), Plan(pp=2, virtual_pp_degree=4)], ids=str)
+def test_interleaved_schedule(comparison, plan):
+    """With 8 micro batches Paddle interleaves; with as many as stages it runs all forward passes first."""
+    difference = comparison.run(plan, "gpt", "sgd", micro_batch_size=2)
     assert difference.worst <= TOLERANCE, difference
 
 

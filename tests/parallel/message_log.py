@@ -1,0 +1,62 @@
+"""What pipeline ranks send each other, in the order they start it (called in every rank)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.parity.training import build, micro_batches, take_step
+
+Messages = list[list[str]]
+"""Groups of messages started together, each ``send`` or ``recv`` and what it is meant to carry."""
+
+
+def messages(
+    plan: dict[str, Any], world_size: int, micro_batch_size: int, paddles_order: bool = False
+) -> Messages:
+    """Messages of an evaluation and a training step.
+
+    Args:
+        paddles_order: with Paddle's own helper in place of ours.
+    """
+    import paddle
+    from paddle.distributed.fleet.meta_parallel.pp_utils import p2p_communication as p2p
+
+    log: Messages = []
+    exchange, send_meta, recv_meta = (
+        p2p._batched_p2p_ops,
+        p2p.SendRecvMeta.send_meta,
+        p2p.SendRecvMeta.recv_meta,
+    )
+
+    def logged_exchange(send_prev: Any, recv_prev: Any, send_next: Any, recv_next: Any, hcg: Any) -> None:
+        # Sends and receives in the order in which Paddle starts them.
+        directions = [
+            ("send gradient", send_prev),
+            ("recv activation", recv_prev),
+            ("send activation", send_next),
+            ("recv gradient", recv_next),
+        ]
+        log.append([what for what, tensors in directions if tensors is not None])
+        exchange(send_prev, recv_prev, send_next, recv_next, hcg)
+
+    def logged_send_meta(*args: Any, **kwargs: Any) -> None:
+        log.extend([["send size"], ["send shape"]])
+        send_meta(*args, **kwargs)
+
+    def logged_recv_meta(*args: Any, **kwargs: Any) -> None:
+        log.extend([["recv size"], ["recv shape"]])
+        recv_meta(*args, **kwargs)
+
+    with paddle.utils.unique_name.guard():
+        cfg, ctx, runner = build(plan, world_size, "gpt", "sgd", micro_batch_size, {})
+        if paddles_order:
+            runner._pipeline._p2p_helper = p2p.P2pHelper(use_cache=True)
+        p2p._batched_p2p_ops = logged_exchange
+        p2p.SendRecvMeta.send_meta, p2p.SendRecvMeta.recv_meta = logged_send_meta, logged_recv_meta
+        try:
+            runner.eval_step(micro_batches(0, cfg, ctx))
+            take_step(runner, 0, cfg, ctx)
+        finally:
+            p2p._batched_p2p_ops = exchange
+            p2p.SendRecvMeta.send_meta, p2p.SendRecvMeta.recv_meta = send_meta, recv_meta
+    return [group for group in log if group]

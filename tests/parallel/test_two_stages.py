@@ -1,0 +1,102 @@
+"""Virtual stages on two pipeline ranks: every message meets its own kind, and none waits for another."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from ppfleetx.config.plan import ParallelPlan as Plan
+from tests.helpers.ranks import Pools
+from tests.parallel.message_log import Messages
+from tests.parity.comparison import fields_of
+from tests.parity.training import GLOBAL_BATCH
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    pools = Pools()
+    yield pools
+    pools.close()
+
+
+def logs(pools: Pools, chunks: int, micro_batches: int, **more: bool) -> list[Messages]:
+    plan = Plan(pp=2, virtual_pp_degree=chunks)
+    return pools(2).run(
+        "tests.parallel.message_log:messages",
+        plan=fields_of(plan),
+        world_size=2,
+        micro_batch_size=GLOBAL_BATCH // micro_batches,
+        **more,
+    )
+
+
+@dataclass
+class Rank:
+    """A rank as NCCL runs it: groups one after the other, each until all its messages are through."""
+
+    groups: deque[list[str]]
+    sends: deque[str] = field(default_factory=deque)
+    receives: deque[str] = field(default_factory=deque)
+
+    def open_next_group(self) -> bool:
+        if self.sends or self.receives or not self.groups:
+            return False
+        for message in self.groups.popleft():
+            kind, _, content = message.partition(" ")
+            (self.sends if kind == "send" else self.receives).append(content)
+        return True
+
+
+def replay(logs: list[Messages]) -> list[tuple[str, str]]:
+    """(what was sent, what it was received as) of the messages that met the wrong kind.
+
+    The messages of the two ranks are matched in order, and a send waits for its receive.
+
+    Raises:
+        AssertionError: the ranks wait for each other.
+    """
+    ranks = [Rank(deque(log)) for log in logs]
+    mistaken = []
+    while any(rank.groups or rank.sends or rank.receives for rank in ranks):
+        moved = [rank.open_next_group() for rank in ranks]
+        for sender, receiver in (ranks, reversed(ranks)):
+            while sender.sends and receiver.receives:
+                pair = sender.sends.popleft(), receiver.receives.popleft()
+                mistaken += [pair] if pair[0] != pair[1] else []
+                moved.append(True)
+        assert any(moved), f"the ranks wait for each other: {ranks}"
+    return mistaken
+
+
+def test_ranks_that_wait_for_each_other_are_found() -> None:
+    with pytest.raises(AssertionError, match="wait for each other"):
+        replay([[["recv gradient"], ["send gradient"]]] * 2)
+
+
+# With 2 micro batches Paddle runs all forward passes first; from 4 on it interleaves.
+@pytest.mark.parametrize(("chunks", "micro_batches"), [(2, 2), (2, 4), (2, 8), (4, 4), (4, 16)])
+def test_each_message_is_received_as_what_it_is(pools: Pools, chunks: int, micro_batches: int) -> None:
+    both = logs(pools, chunks, micro_batches)
+    sent = [message for group in both[0] for message in group].count("send activation")
+    assert sent == 2 * chunks * micro_batches  # evaluated, then trained on
+    assert replay(both) == []
+
+
+def test_paddles_order_would_mistake_gradients_for_activations(pools: Pools) -> None:
+    """Why the order is ours. If this fails after an upgrade, Paddle's may do."""
+    mistaken = replay(logs(pools, 2, 8, paddles_order=True))
+    assert {("gradient", "activation"), ("activation", "gradient")} == set(mistaken)
+
+
+def test_paddle_still_refuses_two_stages() -> None:
+    from paddle.distributed.fleet.meta_parallel import pipeline_parallel
+
+    class Two:
+        num_stages, accumulate_steps = 2, 8
+
+    for name in ("PipelineParallelWithInterleave", "PipelineParallelWithInterleaveFthenB"):
+        with pytest.raises(AssertionError, match="pp degree > 2"):
+            getattr(pipeline_parallel, name)._check_sanity(Two())
