@@ -14,6 +14,7 @@ from pathlib import Path
 from ppfleetx.checkpoint import storage
 from ppfleetx.checkpoint.convert.fleetx import is_fleetx, open_fleetx
 from ppfleetx.checkpoint.manifest import (
+    BEST_FILE,
     LATEST_FILE,
     MANIFEST_FILE,
     MARKER_FILE,
@@ -37,7 +38,8 @@ _thread_locks_guard = threading.Lock()
 
 
 def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
-    """Step directory meant by `path`: itself, an output directory, or a rank directory of a checkpoint.
+    """Step directory meant by `path`: itself, an output directory, a rank directory of a checkpoint, or what
+    the file `latest` or `best` of an output directory names.
 
     A directory of FleetX (`model.pdparams`, or rank directories with one) is meant as it is, and its
     output directory means its last step.
@@ -49,6 +51,8 @@ def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
             checkpoint that is good.
     """
     path = Path(path)
+    if path.name in (LATEST_FILE, BEST_FILE) and path.is_file():
+        return _follow(path, verify)
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint directory {path}{_instead(path.parent)}")
     if is_fleetx(path):
@@ -121,8 +125,26 @@ def _search_good(output_dir: Path, verify: bool) -> tuple[Checkpoint | None, lis
 
 def write_latest(output_dir: Path, name: str) -> None:
     """Let `latest` say that `name` is the checkpoint to continue from."""
-    marker = read_marker(output_dir / name)
-    with atomic_write(output_dir / LATEST_FILE) as file:
+    _write_pointer(output_dir / LATEST_FILE, name)
+
+
+def write_best(checkpoint: Path) -> None:
+    """Let `best` beside a complete checkpoint name it; `keep_newest` then spares it.
+
+    Raises CheckpointError when the file cannot be written.
+    """
+    try:
+        with output_lock(checkpoint.parent):
+            _write_pointer(checkpoint.parent / BEST_FILE, checkpoint.name)
+    except OSError as error:
+        raise CheckpointError(
+            f"{checkpoint.parent / BEST_FILE} could not be written: {describe_os_error(error)}"
+        ) from error
+
+
+def _write_pointer(path: Path, name: str) -> None:
+    marker = read_marker(path.parent / name)
+    with atomic_write(path) as file:
         storage.write_bytes(file, seal(checkpoint=name, manifest_sha256=marker["manifest_sha256"]))
 
 
@@ -188,13 +210,19 @@ def delete_checkpoint(path: Path) -> None:
 
 
 def keep_newest(output_dir: Path, keep_max: int | None) -> None:
-    """Delete complete checkpoints until `keep_max` are left; incomplete directories are not touched.
+    """Delete complete checkpoints until the newest `keep_max` and the best are left; incomplete directories
+    are not touched.
 
     What cannot be deleted is reported and left: the new checkpoint is safe, and training goes on.
     """
     if keep_max is None:
         return
+    best = output_dir / BEST_FILE
+    fields = unseal(best.read_bytes()) if best.exists() else None
+    spared = None if fields is None else fields.get("checkpoint")
     for path in complete_checkpoints(output_dir)[:-keep_max]:
+        if path.name == spared:
+            continue
         try:
             delete_checkpoint(path)
         except OSError as error:
@@ -215,16 +243,22 @@ def _resolve_output_directory(path: Path, verify: bool) -> Path:
                 return max(of_fleetx, key=lambda child: parse_step_directory(child.name))
             raise CheckpointError(f"there is no complete checkpoint in {path}")
         return _sound(newest, path, verify)
-    fields = unseal(latest.read_bytes())
+    return _follow(latest, verify)
+
+
+def _follow(pointer: Path, verify: bool) -> Path:
+    """The checkpoint that `latest` or `best` names."""
+    path = pointer.parent
+    fields = unseal(pointer.read_bytes())
     if fields is None or parse_step_directory(fields.get("checkpoint", "")) is None:
-        raise CheckpointError(f"{latest} is damaged: its checksum is wrong{_instead(path)}")
+        raise CheckpointError(f"{pointer} is damaged: its checksum is wrong{_instead(path)}")
     target = path / fields["checkpoint"]
     if not target.is_dir():
-        raise CheckpointError(f"{latest} names {target.name}, which does not exist{_instead(path)}")
+        raise CheckpointError(f"{pointer} names {target.name}, which does not exist{_instead(path)}")
     resolved = _sound(target, path, verify)
     if read_marker(resolved)["manifest_sha256"] != fields["manifest_sha256"]:
-        # Killed between publishing a checkpoint under a name that was in use and writing `latest`.
-        get_logger().warning(f"{target} is not the checkpoint {latest} was written for, but a complete one")
+        # Killed between publishing a checkpoint under a name that was in use and writing the file.
+        get_logger().warning(f"{target} is not the checkpoint {pointer} was written for, but a complete one")
     return resolved
 
 

@@ -20,6 +20,7 @@ from ppfleetx.config.errors import CheckpointError
 
 FORMAT, VERSION = "ppfleetx-checkpoint", 1
 MANIFEST_FILE, MARKER_FILE, LATEST_FILE = "manifest.json", "COMPLETE", "latest"
+BEST_FILE = "best"
 CHUNK_BYTES = 4 * 1024 * 1024
 _RANK_DIR = re.compile(r"mp_\d{2,}_sharding_\d{2,}_pp_\d{2,}")
 _STEP_DIR = re.compile(r"epoch_(\d+)_step_(\d+)")

@@ -18,24 +18,64 @@ from ppfleetx.config.fields import (
     Text,
 )
 
+GLUE_OUTPUTS = {
+    "CoLA": 2,
+    "SST2": 2,
+    "MRPC": 2,
+    "QQP": 2,
+    "STSB": 1,
+    "MNLI": 3,
+    "QNLI": 2,
+    "RTE": 2,
+    "WNLI": 2,
+}
+"""Classes of each GLUE task; 1: a number is predicted."""
+
+_GLUE_PARTS = ("train", "dev", "test")
+_MNLI_PARTS = ("train", "dev_matched", "dev_mismatched", "test_matched", "test_mismatched")
+_CORPUS_KEYS = (
+    "weights",
+    "reset_position_ids",
+    "reset_attention_mask",
+    "eod_mask_loss",
+    "eod_id",
+    "cache_dir",
+)
 _SHARES = re.compile(r"\s*(\d+\.?\d*|\.\d+)([,/\s]+(\d+\.?\d*|\.\d+))*\s*")
 
 
 class DatasetConfig(Section):
     """Where samples come from and how they are cut."""
 
-    name: Literal["GPTDataset", "CoLA", "SST2", "MRPC", "QQP", "STSB", "MNLI", "QNLI", "RTE", "WNLI"] = (
-        "GPTDataset"
-    )
-    """GPTDataset (preprocessed corpora) or a GLUE task."""
+    name: Literal[
+        "GPTDataset",
+        "PromptResponseDataset",
+        "CoLA",
+        "SST2",
+        "MRPC",
+        "QQP",
+        "STSB",
+        "MNLI",
+        "QNLI",
+        "RTE",
+        "WNLI",
+    ] = "GPTDataset"
+    """GPTDataset (preprocessed corpora), PromptResponseDataset (jsonl, loss on the response alone) or a GLUE
+    task."""
     input_dir: Text | tuple[Text, ...] = "./data"
-    """A corpus prefix, a directory of corpora, or a list of them; of a GLUE task its directory."""
+    """A corpus prefix, a directory of corpora, or a list of them. Of the others: the directory of the files
+    `{split}.jsonl` or `{split}.tsv`."""
     weights: tuple[NonNegativeFloat, ...] | None = None
     """Share of each entry of `input_dir` in the blend, normalised; null: by its number of tokens."""
     split: Text | tuple[NonNegativeFloat, ...] = (969, 30, 1)
-    """Shares of documents for Train, Eval and Test, e.g. `[969, 30, 1]`; of a GLUE task a part's name."""
+    """Shares of documents for Train, Eval and Test, e.g. `[969, 30, 1]`. Of GLUE tasks and
+    PromptResponseDataset: name of the part's file, e.g. `train`."""
     max_seq_len: Size = 1024
-    """Tokens per sample."""
+    """Tokens per sample; what is longer is cut."""
+    prompt_field: Text = "prompt"
+    """PromptResponseDataset: field of the text that is given."""
+    response_field: Text = "response"
+    """PromptResponseDataset: field of the text that is learnt."""
     seed: Seed | None = None
     """Seed of the order of samples; null: `Global.seed`."""
     reset_position_ids: Bool = False
@@ -63,9 +103,42 @@ class DatasetConfig(Section):
                 raise RuleError(("weights",), "at least one weight must be greater than 0")
         return self
 
+    @property
+    def is_corpus(self) -> bool:
+        """Whether samples are cut from token corpora, and not single records of a text file."""
+        return self.name == "GPTDataset"
+
+    @property
+    def is_glue(self) -> bool:
+        """Whether this is a GLUE task."""
+        return self.name in GLUE_OUTPUTS
+
+    @model_validator(mode="after")
+    def _check_records(self) -> DatasetConfig:
+        if self.is_corpus:
+            return self
+        only = [
+            "weights",
+            "reset_position_ids",
+            "reset_attention_mask",
+            "eod_mask_loss",
+            "eod_id",
+            "cache_dir",
+        ]
+        for key in only:
+            if getattr(self, key) not in (None, False):
+                raise RuleError((key, "name"), f"{self.name} has no such option; only GPTDataset has")
+        if not isinstance(self.input_dir, str):
+            raise RuleError(("input_dir", "name"), f"{self.name} reads one directory, not a list of them")
+        parts = _MNLI_PARTS if self.name == "MNLI" else _GLUE_PARTS if self.is_glue else ()
+        if not isinstance(self.split, str) or (parts and self.split not in parts):
+            choice = f"one of {', '.join(parts)}" if parts else "a file's name without .jsonl, e.g. train"
+            raise RuleError(("split", "name"), f"{self.name} wants {choice}")
+        return self
+
     @model_validator(mode="after")
     def _check_split(self) -> DatasetConfig:
-        if self.name != "GPTDataset":
+        if not self.is_corpus:
             return self
         rule = "needs up to three shares (Train, Eval, Test), not all of them 0, e.g. [969, 30, 1]"
         if isinstance(self.split, tuple):
@@ -85,7 +158,8 @@ class SamplerConfig(Section):
     name: Literal["GPTBatchSampler"] = "GPTBatchSampler"
     """Walks the data by consumed samples; the same global batches for every parallel plan."""
     shuffle: Bool = False
-    """Shuffle again on top of the dataset's own order."""
+    """Shuffle again on top of the dataset's own order. Train of a GLUE task or PromptResponseDataset is
+    always shuffled, anew in each pass; Eval and Test of these are read as the file is."""
     drop_last: Bool = True
     """Leave out the last incomplete global batch."""
 
@@ -103,6 +177,11 @@ class DataSplitConfig(Section):
     dataset: DatasetConfig = DatasetConfig()
     sampler: SamplerConfig = SamplerConfig()
     loader: LoaderConfig = LoaderConfig()
+
+    @property
+    def shuffles_for_training(self) -> bool:
+        """Whether batches of Train are drawn by a permutation of each pass."""
+        return self.sampler.shuffle or not self.dataset.is_corpus
 
 
 class TokenizerConfig(Section):
@@ -138,6 +217,7 @@ class DataConfig(Section):
     Eval: DataSplitConfig | None = None
     """Evaluation data; null: no evaluation."""
     Test: DataSplitConfig | None = None
-    """Test data: tools/build_index.py prepares it, no program reads it yet."""
+    """Test data. tools/eval.py predicts it for a GLUE task; tools/build_index.py prepares it; nothing else
+    reads it yet."""
     tokenizer: TokenizerConfig | None = None
-    """Needed by generation, and by `eod_mask_loss`/`reset_*` without `eod_id`."""
+    """Needed by generation, by datasets of texts, and by `eod_mask_loss`/`reset_*` without `eod_id`."""

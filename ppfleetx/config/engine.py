@@ -102,7 +102,10 @@ class SaveLoadConfig(Section):
     command goes on after every interruption; true: the same, and an error when there is none or it is broken;
     false: do not look there. If none is continued, `ckpt_dir` or `init_from` decides, or the run is new."""
     keep_max: PositiveInt | None = None
-    """Keep only the newest so many checkpoints; null: all."""
+    """Keep only the newest so many checkpoints (and the best, see `keep_best`); null: all."""
+    keep_best: Literal["metric", "loss"] | None = None
+    """Save after each evaluation that is the best so far, by the GLUE task's `metric` or by `loss`; the file
+    `best` in `output_dir` names that checkpoint, and `keep_max` spares it. `ckpt_dir` may be that file."""
     allow_missing: Bool = False
     """Let parameters that the checkpoint lacks keep their initial values, instead of an error."""
     allow_extra: Bool = False

@@ -18,6 +18,7 @@ from ppfleetx.config.fields import (
     Section,
     Size,
 )
+from ppfleetx.config.lora import LoraConfig
 
 
 class ModelConfig(Section):
@@ -110,7 +111,10 @@ class ModelConfig(Section):
     virtual_pp_degree: PositiveInt = 1
     """Model chunks per pipeline stage (interleaved schedule)."""
     num_classes: PositiveInt | None = None
-    """Classes of the finetuning head (GPTFinetuneModule); null: the task's own number."""
+    """Classes of the finetuning head (GPTFinetuneModule), 1 for a task that predicts a number; null: the
+    task's own number."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters and freeze the rest; null: train all weights."""
 
     @property
     def padded_vocab_size(self) -> int:
@@ -215,6 +219,12 @@ class ModelConfig(Section):
                 ("attention_kernel", "use_flash_attn"),
                 "the reference kernel and use_flash_attn contradict each other; drop one of them",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_lora(self) -> ModelConfig:
+        if self.lora is not None:
+            self.lora.check_targets(self.num_layers)
         return self
 
     @model_validator(mode="after")

@@ -8,6 +8,7 @@ from typing import Any
 from ppfleetx.config.batch import BatchPlan, resolve_batch
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fields import RuleError
+from ppfleetx.config.finetuning import finetuning_violations
 from ppfleetx.config.plan import nearest_plan, violations
 from ppfleetx.config.sections import RunConfig, plan_of, workload_of
 from ppfleetx.config.validate import violation_error

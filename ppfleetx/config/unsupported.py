@@ -153,14 +153,19 @@ _SWITCHED_OFF = (
         "Engine.run_mode = epoch saves by Engine.save_load.save_epoch",
     ),
     SwitchedOff(
+    SwitchedOff(
+        ("Engine.eval_iters",),
+        lambda cfg: cfg.Data.Eval is not None and not cfg.Data.Eval.dataset.is_corpus,
+        "Data.Eval.dataset.name is read to its end in each evaluation",
+    ),
         ("Model.num_classes",),
         lambda cfg: cfg.Model.module != "GPTFinetuneModule",
         "only GPTFinetuneModule has classes",
     ),
     SwitchedOff(
         ("Data.Test",),
-        lambda cfg: True,
-        "no program reads the test set yet (tools/build_index.py prepares it)",
+        lambda cfg: cfg.Model.module != "GPTFinetuneModule",
+        "only tools/eval.py with GPTFinetuneModule reads the test set (tools/build_index.py prepares it)",
     ),
     SwitchedOff(("Inference",), lambda cfg: True, "exported models cannot be run yet"),
     SwitchedOff(

@@ -11,6 +11,7 @@ from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.unsupported import not_supported_reasons, without_effect
+from ppfleetx.data.build import build_dataset
 from ppfleetx.data.prefixes import find_prefixes, open_tokens
 from ppfleetx.utils.log import configure_logging
 from ppfleetx.utils.process_env import import_paddle, prepare_process
@@ -55,6 +56,9 @@ def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
     """Raise at once, and not after Paddle has been loaded, when a corpus or ``ckpt_dir`` is not there."""
     for mode in reads:
         section = getattr(cfg.Data, mode)
+        if section is not None and not section.dataset.is_corpus:
+            build_dataset(cfg, mode)
+            continue
         entries = () if section is None else section.dataset.input_dir
         for entry in (entries,) if isinstance(entries, str) else entries:
             for prefix in find_prefixes(entry):

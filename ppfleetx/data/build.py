@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,10 +12,13 @@ import numpy as np
 
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.data.blended import BlendedDataset, blend_sizes, normalise
+from ppfleetx.data.glue import TASKS
+from ppfleetx.data.glue_metrics import require_libraries
 from ppfleetx.data.gpt_dataset import GPTDataset, SampleOptions
 from ppfleetx.data.indexed import TokenStore
 from ppfleetx.data.loader import DataLoader
 from ppfleetx.data.prefixes import find_prefixes, open_tokens
+from ppfleetx.data.records import GlueDataset, PromptResponseDataset
 from ppfleetx.data.sampler import GlobalBatchSampler, Tail
 from ppfleetx.data.split import MODES, split_ranges
 from ppfleetx.utils.log import get_logger
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
     from ppfleetx.data.tokenizer import Tokenizer
 
 Mode = Literal["Train", "Eval", "Test"]
+
+_LENGTH_MULTIPLE = 8  # few different shapes, and little padding
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,8 @@ def build_dataloader(
     Train goes on for ever from ``consumed_samples``; past the last prepared sample it starts again from the
     first. Eval and Test are the first ``eval_iters`` (``test_iters``) global batches, the same each time the
     loader is iterated, so that losses can be compared. With ``sampler.drop_last: False`` they end with the
-    split, and the last batch is filled up with samples of zero loss mask: none counts twice.
+    split, and the last batch is filled up with samples of zero loss mask: none counts twice. Eval and Test of
+    a dataset of texts are always read whole, in this way.
 
     Raises:
         ConfigError, DataError: see `build_dataset`.
@@ -79,10 +86,13 @@ def build_dataloader(
     section, batch = getattr(cfg.Data, mode), cfg.batch
     dataset = build_dataset(cfg, mode)
     tail: Tail = "wrap"
-    total = len(dataset)
+    total, is_corpus = len(dataset), section.dataset.is_corpus
+    shuffles = section.shuffles_for_training
     if mode != "Train":
-        total = min(total, requested_samples(cfg, mode))
-        tail = "drop" if section.sampler.drop_last else "pad"
+        if is_corpus:
+            total = min(total, requested_samples(cfg, mode))
+        tail = "drop" if is_corpus and section.sampler.drop_last else "pad"
+        shuffles = is_corpus and section.sampler.shuffle
     sampler = GlobalBatchSampler(
         total,
         batch.global_batch_size,
@@ -91,29 +101,29 @@ def build_dataloader(
         data_size,
         consumed_samples if mode == "Train" else 0,
         tail=tail,
-        shuffle_seed=_seed(cfg, mode) if section.sampler.shuffle else None,
+        shuffle_seed=_seed(cfg, mode) if shuffles else None,
     )
     return DataLoader(dataset, sampler, section.loader.num_workers)
 
 
-def build_dataset(cfg: RunConfig, mode: Mode) -> GPTDataset | BlendedDataset:
-    """Open the corpora of ``Data.<mode>.dataset`` and put their samples in order.
+def build_dataset(
+    cfg: RunConfig, mode: Mode
+) -> GPTDataset | BlendedDataset | GlueDataset | PromptResponseDataset:
+    """Open what ``Data.<mode>.dataset`` names; of corpora put the samples in order.
 
     With ``sampler.drop_last: False``, Eval and Test ask for at most one epoch: no sample is repeated.
     In run mode ``epoch`` Train asks for at most ``num_train_epochs`` epochs.
 
     Raises:
-        ConfigError: there is no such section, or it asks for another kind of dataset.
-        DataError: a corpus is missing, damaged or too small.
+        ConfigError: there is no such section.
+        DataError: a corpus or file is missing, damaged or too small.
     """
     section = getattr(cfg.Data, mode)
     if section is None:
         raise ConfigError("this run needs the section, which is not given", key=f"Data.{mode}")
     dataset_cfg = section.dataset
-    if dataset_cfg.name != "GPTDataset":
-        raise ConfigError(
-            "only GPTDataset reads token corpora", key=f"Data.{mode}.dataset.name", value=dataset_cfg.name
-        )
+    if not dataset_cfg.is_corpus:
+        return _records(cfg, dataset_cfg)
     options = SampleOptions(
         sequence_length=dataset_cfg.max_seq_len,
         reset_position_ids=dataset_cfg.reset_position_ids,
@@ -130,6 +140,23 @@ def build_dataset(cfg: RunConfig, mode: Mode) -> GPTDataset | BlendedDataset:
     if mode == "Train" and cfg.Engine.run_mode == "epoch":
         num_samples = min(num_samples, one_epoch * cfg.Engine.num_train_epochs)
     return _order(parts, options, max(1, num_samples), _seed(cfg, mode), mode, dataset_cfg.cache_dir)
+
+
+def _records(cfg: RunConfig, dataset_cfg: DatasetConfig) -> GlueDataset | PromptResponseDataset:
+    """A dataset of texts, whose tokens the model must know."""
+    tokenizer = load_tokenizer(cfg)
+    if tokenizer is None:
+        raise ConfigError("names no files, and the texts of Data need a tokenizer", key="Data.tokenizer")
+    if tokenizer.vocab_size > cfg.Model.vocab_size:
+        raise DataError(
+            f"{tokenizer.place} has ids up to {tokenizer.vocab_size - 1}, but Model.vocab_size is "
+            f"{cfg.Model.vocab_size}: it is not the model's tokenizer"
+        )
+    multiple = min(dataset_cfg.max_seq_len, math.lcm(_LENGTH_MULTIPLE, cfg.plan.mp, cfg.plan.sep))
+    if dataset_cfg.is_glue:
+        require_libraries()
+        return GlueDataset(TASKS[dataset_cfg.name], dataset_cfg, tokenizer, multiple)
+    return PromptResponseDataset(dataset_cfg, tokenizer, multiple)
 
 
 def load_tokenizer(cfg: RunConfig) -> Tokenizer | None:

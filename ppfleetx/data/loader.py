@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
+from typing import Protocol
 
 import numpy as np
 
-from ppfleetx.data.blended import BlendedDataset
-from ppfleetx.data.gpt_dataset import GPTDataset, Sample
+from ppfleetx.data.gpt_dataset import Sample
 from ppfleetx.data.sampler import GlobalBatchSampler
 
 MicroBatch = dict[str, np.ndarray]
@@ -19,9 +19,38 @@ MicroBatch = dict[str, np.ndarray]
 _PREFETCH_PER_WORKER = 2  # steps prepared ahead by each thread
 
 
+class Dataset(Protocol):
+    """Samples by number; `PADDING` gives one that counts nowhere."""
+
+    fingerprint: str
+
+    @property
+    def samples_per_epoch(self) -> float:
+        """Samples in one pass."""
+
+    def describe(self) -> str:
+        """What is read, for people."""
+
+    def __getitem__(self, index: int) -> Sample:
+        """Arrays of one sample."""
+
+
 def collate(samples: Sequence[Sample]) -> MicroBatch:
     """Samples stacked to arrays [b, s] (``sample_ids`` [b])."""
     return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+def without_padding(micro_batches: list[MicroBatch], multiple: int) -> list[MicroBatch]:
+    """Batches cut after the longest of their sequences (``lengths``), to a multiple of ``multiple``.
+
+    One length for all micro batches of a step: a pipeline wants them equal.
+    """
+    longest = max(int(batch["lengths"].max()) for batch in micro_batches)
+    end = -(-longest // multiple) * multiple
+    return [
+        {name: array if array.ndim < 2 else array[:, :end] for name, array in batch.items()}
+        for batch in micro_batches
+    ]
 
 
 class DataLoader:
@@ -35,9 +64,7 @@ class DataLoader:
         num_workers: threads that prepare steps ahead of time, in order; 0: none, the caller's thread does it.
     """
 
-    def __init__(
-        self, dataset: GPTDataset | BlendedDataset, sampler: GlobalBatchSampler, num_workers: int = 0
-    ) -> None:
+    def __init__(self, dataset: Dataset, sampler: GlobalBatchSampler, num_workers: int = 0) -> None:
         self.dataset, self.sampler, self.num_workers = dataset, sampler, num_workers
 
     @property
@@ -61,7 +88,9 @@ class DataLoader:
         return self._prefetch() if self.num_workers else map(self._load, self.sampler)
 
     def _load(self, micro_batches: list[np.ndarray]) -> list[MicroBatch]:
-        return [collate([self.dataset[index] for index in indices.tolist()]) for indices in micro_batches]
+        batches = [collate([self.dataset[index] for index in indices.tolist()]) for indices in micro_batches]
+        multiple = getattr(self.dataset, "length_multiple", None)
+        return batches if multiple is None else without_padding(batches, multiple)
 
     def _prefetch(self) -> Iterator[list[MicroBatch]]:
         steps = iter(self.sampler)

@@ -76,6 +76,9 @@ class LocalFactory:
         return self._linear(in_features, out_features, init, bias, "matrix")
 
     def _linear(self, in_features: int, out_features: int, init: Init, bias: bool, kind: str) -> nn.Layer:
+    def whole_linear(self, in_features: int, out_features: int, *, init: Init, bias: bool) -> nn.Layer:
+        return self._linear(in_features, out_features, init, bias, "matrix")
+
         layer = Linear(in_features, out_features, bias=bias)
         describe(layer.weight, init, kind)
         if bias:
@@ -109,6 +112,9 @@ class LocalFactory:
         return hidden
 
     def tied_logits(self, hidden: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
+    def leave_trunk(self, hidden: paddle.Tensor) -> paddle.Tensor:
+        return hidden
+
         return paddle.matmul(hidden, weight, transpose_y=True)
 
     def local_positions(self, ids: paddle.Tensor) -> paddle.Tensor:
@@ -250,6 +256,12 @@ class TensorParallelFactory(LocalFactory):
         # Either way the gradient of what comes from the trunk is summed over the ranks' columns.
         whole = AllGatherOp.apply(hidden) if self.sequence_parallel else _c_identity(hidden, group=self.group)
         return paddle.matmul(whole, weight, transpose_y=True)
+    def leave_trunk(self, hidden: paddle.Tensor) -> paddle.Tensor:
+        from paddle.distributed.fleet.utils.sequence_parallel_utils import GatherOp
+
+        # Every rank computes the same with the whole: each needs its own part of that one gradient.
+        return GatherOp.apply(hidden) if self.sequence_parallel else hidden
+
 
     def token_loss(
         self, logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int

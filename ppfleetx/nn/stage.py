@@ -94,6 +94,9 @@ class LayerFactory(Protocol):
     def row_linear(self, in_features: int, out_features: int, *, init: Init, bias: bool) -> nn.Layer:
         """Linear ``[in, out]`` whose input features may be sliced (and arrive sliced); output is whole."""
 
+    def whole_linear(self, in_features: int, out_features: int, *, init: Init, bias: bool) -> nn.Layer:
+        """Linear ``[in, out]`` held whole by every rank, for input that is whole too."""
+
     def vocab_embedding(self, padded_vocab_size: int, hidden_size: int, *, init: Init) -> nn.Layer:
         """Embedding ``[V, h]`` whose rows may be sliced; output is whole."""
 
@@ -108,6 +111,9 @@ class LayerFactory(Protocol):
 
     def enter_trunk(self, hidden: paddle.Tensor) -> paddle.Tensor:
         """``[s, b, h]`` whole to what the blocks work on (its part of ``s`` under sequence parallelism)."""
+
+    def leave_trunk(self, hidden: paddle.Tensor) -> paddle.Tensor:
+        """What the blocks work on back to ``[s, b, h]`` whole, for what every rank then computes alike."""
 
     def tied_logits(self, hidden: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
         """Trunk output times the word embedding ``[V, h]`` transposed; columns stay sliced."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import paddle
 
 from ppfleetx.distributed.context import ParallelContext
@@ -60,3 +61,13 @@ class LocalRunner(StepRunner):
 
     def _forward(self, micro_batches: Sequence[MicroBatch]) -> float:
         return sum(self._loss_fn(self.model, to_tensors(batch))[0].item() for batch in micro_batches)
+
+    @paddle.no_grad()
+    def compute(
+        self,
+        function: Callable[[Any, dict[str, paddle.Tensor]], paddle.Tensor],
+        micro_batches: Sequence[MicroBatch],
+    ) -> list[np.ndarray]:
+        self.model.eval()
+        with self._precision.autocast():
+            return [function(self.model, to_tensors(batch)).numpy() for batch in micro_batches]

@@ -76,6 +76,15 @@ class Runner(Protocol):
         """(sum of the loss over valid tokens, their number), over the whole job."""
         ...
 
+    def compute(
+        self, function: Callable[[Any, dict[str, Any]], Any], micro_batches: Sequence[MicroBatch]
+    ) -> list[np.ndarray]:
+        """``function(model, tensors)`` of each micro batch of this rank, as in evaluation.
+
+        A pipeline, where no rank holds the whole model, has no such method.
+        """
+        ...
+
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
         """(canonical name, parameter) of what this rank holds, in model order."""
         ...

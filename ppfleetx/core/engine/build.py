@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.finetuning import FINETUNE_MODULE
 from ppfleetx.config.loader import dump_config
 from ppfleetx.config.sections import RunConfig
 from ppfleetx.core.check import check_report
 from ppfleetx.core.engine.callbacks.base import Callback, EvalRecord
 from ppfleetx.core.engine.callbacks.memory import MemoryLog
 from ppfleetx.core.engine.callbacks.metrics import MetricsFile
+from ppfleetx.core.engine.callbacks.predictions import Predictions, write_predictions
 from ppfleetx.core.engine.callbacks.profiler import ProfilerCallback
 from ppfleetx.core.engine.callbacks.progress import TrainProgress
 from ppfleetx.core.engine.callbacks.train_log import TrainLog
 from ppfleetx.core.engine.callbacks.visual_dl import VisualDL, visual_dl_is_installed
 from ppfleetx.core.engine.checkpoints import CheckpointSaver, Start, find_start
 from ppfleetx.core.engine.engine import Engine
+from ppfleetx.core.engine.measure import Classification, Measure, TokenLoss
 from ppfleetx.core.engine.pace import Pace
 from ppfleetx.core.engine.ranks import rank_table
 from ppfleetx.core.module.registry import build_module
 from ppfleetx.data.build import build_dataloader, load_tokenizer
+from ppfleetx.data.glue import TASKS
 from ppfleetx.data.loader import DataLoader
 from ppfleetx.data.tokenizer import Tokenizer
 from ppfleetx.distributed.context import ParallelContext
@@ -79,6 +85,7 @@ def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext) -> None:
         callbacks=_callbacks(cfg, ctx, output_dir),
         samples_per_epoch=train_loader.samples_per_epoch,
         pace=pace,
+        new_measure=measure_of(cfg, ctx),
     )
     engine.state = start.state
     engine.fit(train_loader, eval_loader)
@@ -98,6 +105,8 @@ def _run_lock(output_dir: Path) -> contextlib.AbstractContextManager[None]:
 def evaluate(cfg: RunConfig, ctx: ParallelContext) -> EvalRecord:
     """Evaluate the checkpoint ``Engine.save_load.ckpt_dir`` on ``Data.Eval`` and print the result.
 
+    A classifier's answers are written to ``output_dir/predictions``, those on ``Data.Test`` too.
+
     Raises:
         UserError: no such checkpoint or data, or they do not fit the model.
     """
@@ -108,9 +117,46 @@ def evaluate(cfg: RunConfig, ctx: ParallelContext) -> EvalRecord:
     runner = build_runner(cfg, ctx, train=False)
     start.restore_weights(runner, cfg.Model)
     speaks = ctx.is_main or ctx.knows_loss
-    engine = Engine(cfg, ctx, runner, callbacks=[TrainLog(cfg.Engine.logging_freq)] if speaks else ())
+    callbacks: list[Callback] = [TrainLog(cfg.Engine.logging_freq)] if speaks else []
+    callbacks += _predictions(cfg, ctx)
+    engine = Engine(cfg, ctx, runner, callbacks=callbacks, new_measure=measure_of(cfg, ctx))
     engine.state = start.state
-    return engine.evaluate(loader)
+    record = engine.evaluate(loader)
+    if cfg.Model.module == FINETUNE_MODULE and cfg.Data.Test is not None:
+        _predict_test(cfg, ctx, runner)
+    return record
+
+
+def measure_of(cfg: RunConfig, ctx: ParallelContext, *, has_labels: bool = True) -> Callable[[], Measure]:
+    """What makes the measure of each evaluation: a classifier's, or the token-weighted loss."""
+    if cfg.Model.module != FINETUNE_MODULE:
+        return TokenLoss
+    return partial(Classification, build_module(cfg), ctx, has_labels=has_labels)
+
+
+def _predict_test(cfg: RunConfig, ctx: ParallelContext, runner: Runner) -> None:
+    """Write the answers on ``Data.Test``, which has no labels."""
+    measure = measure_of(cfg, ctx, has_labels=False)()
+    for micro_batches in first_on_each_node(ctx, lambda: _loader(cfg, ctx, "Test")):
+        measure.add(runner, micro_batches)
+    outputs = measure.result().outputs
+    dataset = cfg.Data.Test.dataset
+    with joint_errors(ctx, name_ranks=False):
+        if ctx.is_main:
+            task = TASKS[dataset.name]
+            write_predictions(_predictions_dir(cfg) / task.file_name(dataset.split), task, outputs)
+
+
+def _predictions(cfg: RunConfig, ctx: ParallelContext) -> list[Callback]:
+    """The main rank of a classifier writes what it answers."""
+    if not ctx.is_main or cfg.Model.module != FINETUNE_MODULE or cfg.Data.Eval is None:
+        return []
+    dataset = cfg.Data.Eval.dataset
+    return [Predictions(_predictions_dir(cfg), TASKS[dataset.name], dataset.split)]
+
+
+def _predictions_dir(cfg: RunConfig) -> Path:
+    return Path(cfg.Engine.save_load.output_dir) / "predictions"
 
 
 def find_weights(cfg: RunConfig, ctx: ParallelContext) -> Start:
@@ -191,4 +237,4 @@ def _callbacks(cfg: RunConfig, ctx: ParallelContext, output_dir: Path) -> list[C
         callbacks.append(VisualDL(output_dir / "vdl"))
     if cfg.Profiler.enable:
         callbacks.append(ProfilerCallback(cfg.Profiler, output_dir))
-    return callbacks
+    return [*callbacks, *_predictions(cfg, ctx)]

@@ -15,8 +15,10 @@ from ppfleetx.checkpoint.directory import (
     newest_good,
     open_resolved,
     resolve_checkpoint,
+    write_best,
 )
 from ppfleetx.checkpoint.manager import CheckpointManager
+from ppfleetx.checkpoint.manifest import step_directory
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.rng import rng_state, set_rng_state
 from ppfleetx.checkpoint.training import (
@@ -198,6 +200,7 @@ class CheckpointSaver:
         self, cfg: RunConfig, ctx: ParallelContext, output_dir: Path, fingerprints: Fingerprints
     ) -> None:
         manager = BackgroundManager if cfg.Engine.save_load.async_save else CheckpointManager
+        self._ctx = ctx
         self._manager = manager(
             output_dir,
             cfg.Engine.save_load.keep_max,
@@ -226,6 +229,13 @@ class CheckpointSaver:
                 "scaler": runner.scaler_state(),
             },
         )
+
+    def mark_best(self, engine: Engine) -> None:
+        """Let ``best`` name the checkpoint of the engine as it stands."""
+        path = self._manager.output_dir / step_directory(engine.state.epoch, engine.state.step)
+        with joint_errors(self._ctx, name_ranks=False):
+            if self._ctx.is_main and path.is_dir():  # a run that resumed may have its first elsewhere
+                write_best(path)
 
     def poll(self) -> None:
         """Carry on with a save in the background."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ppfleetx.config.errors import UserError
 from ppfleetx.config.sections import RunConfig
 from ppfleetx.core.engine.callbacks.base import Callback, EvalRecord, StepRecord
+from ppfleetx.core.engine.measure import Measure, TokenLoss
 from ppfleetx.core.engine.pace import Pace
 from ppfleetx.core.engine.saving import GuardedSaver, Saver
 from ppfleetx.core.engine.signals import StopRequest
 from ppfleetx.core.engine.state import TrainState
 from ppfleetx.core.engine.watch import Watch
+from ppfleetx.data.glue_metrics import main_metric
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.optims.schedules import Schedule
 from ppfleetx.parallel.runner import MicroBatch, NonFiniteError, Runner
@@ -39,6 +41,7 @@ class Engine:
         callbacks: told in this order.
         samples_per_epoch: samples in one pass over the training split.
         pace: length of the run, and when it evaluates and saves.
+        new_measure: makes what an evaluation computes.
     """
 
     def __init__(
@@ -52,11 +55,12 @@ class Engine:
         callbacks: Sequence[Callback] = (),
         samples_per_epoch: float = math.inf,
         pace: Pace = NO_TRAINING,
+        new_measure: Callable[[], Measure] = TokenLoss,
     ) -> None:
         self.cfg, self.ctx, self.runner = cfg, ctx, runner
         self.schedule = schedule
         self.state = TrainState()
-        self.pace = pace
+        self.pace, self._new_measure = pace, new_measure
         self._saver = GuardedSaver(saver, cfg.Engine.save_load.on_save_error)
         self._callbacks = list(callbacks)
         self._watch = Watch(cfg, ctx, samples_per_epoch)
@@ -95,26 +99,26 @@ class Engine:
             self._tell("on_fit_end")
 
     def evaluate(self, loader: Loader, stop: StopRequest | None = None) -> EvalRecord | None:
-        """Token-weighted mean loss over all batches of ``loader``.
+        """Mean loss over all batches of ``loader``, and the task's metrics.
 
         Returns None when a stop was requested before the end: a part would not be comparable.
         """
-        started = time.perf_counter()
-        loss_sum = num_valid = 0.0
+        started, measure = time.perf_counter(), self._new_measure()
         for micro_batches in loader:
             if self._watch.stops_evaluation(stop):
                 return None
-            batch_loss, batch_valid = self.runner.eval_step(micro_batches)
-            loss_sum, num_valid = loss_sum + batch_loss, num_valid + batch_valid
-        if num_valid == 0:
+            measure.add(self.runner, micro_batches)
+        found = measure.result()
+        if found is None:
             raise UserError("Data.Eval: no token counts in the loss; is the evaluation split empty?")
-        loss = loss_sum / num_valid
         record = EvalRecord(
             step=self.state.step,
-            loss=loss,
-            ppl=math.exp(min(20.0, loss)),
-            num_valid_tokens=num_valid,
+            loss=found.loss,
+            ppl=found.ppl,
+            num_valid_tokens=found.count,
             seconds=time.perf_counter() - started,
+            metrics=found.metrics,
+            outputs=found.outputs,
         )
         self.state.evaluated_step = self.state.step
         self._tell("on_eval_end", record)
@@ -125,7 +129,19 @@ class Engine:
         when the evaluation due at this step was cut short."""
         due = self.pace.eval_every and self.state.step % self.pace.eval_every == 0
         if eval_loader is not None and due and self.state.evaluated_step != self.state.step:
-            self.evaluate(eval_loader, stop)
+            self._evaluate_and_keep(eval_loader, stop)
+
+    def _evaluate_and_keep(self, eval_loader: Loader, stop: StopRequest) -> None:
+        """Evaluate, and save what is the best so far, where that is asked for."""
+        record = self.evaluate(eval_loader, stop)
+        judged_by = self.cfg.Engine.save_load.keep_best
+        if record is None or judged_by is None or self.state.step == 0:
+            return
+        value = -record.loss if judged_by == "loss" else main_metric(record.metrics)
+        if self.state.best is None or value > self.state.best:
+            self.state.best, self.state.best_step = value, self.state.step
+            self._save_once()
+            self._saver.mark_best(self)
 
     def _train(
         self, batches: Iterator[Sequence[MicroBatch]], eval_loader: Loader | None, stop: StopRequest
@@ -139,7 +155,7 @@ class Engine:
                 return
             self._step(micro_batches, started, reader_cost)
             if eval_loader is not None and _is_due(self.state.step, self.pace.eval_every):
-                self.evaluate(eval_loader, stop)
+                self._evaluate_and_keep(eval_loader, stop)
             if _is_due(self.state.step, self.pace.save_every):
                 self._save_once()
 

@@ -22,6 +22,9 @@ class Saver(Protocol):
     def save(self, engine: Engine) -> Any:
         """Save, or begin to."""
 
+    def mark_best(self, engine: Engine) -> Any:
+        """Remember the checkpoint of the engine as it stands, once complete, as the best."""
+
     def poll(self) -> Any:
         """Carry on with what is under way, and raise what became of it."""
 
@@ -57,6 +60,19 @@ class GuardedSaver:
         self._guard(saver.wait)
         self._failure = None
         self._guard(lambda: saver.save(engine))
+
+    def mark_best(self, engine: Engine) -> None:
+        """Complete what is under way and remember it as the best, unless it failed.
+
+        Raises:
+            CheckpointError: as configured.
+        """
+        if self._saver is None:
+            return
+        saver = self._saver
+        self._guard(saver.wait)
+        if self._failure is None:
+            self._guard(lambda: saver.mark_best(engine))
 
     def poll(self) -> None:
         """Learn, without waiting, what became of a save in the background.

@@ -18,6 +18,8 @@ class TrainState:
             when the run goes on.
         skipped_steps: steps whose gradients overflowed: their samples are used, but neither weights nor
             learning rate moved.
+        best: the highest value of what ``Engine.save_load.keep_best`` judges by; None before the first.
+        best_step: when that was.
     """
 
     step: int = 0
@@ -25,6 +27,8 @@ class TrainState:
     epoch: int = 0
     skipped_steps: int = 0
     evaluated_step: int = -1
+    best: float | None = None
+    best_step: int = -1
 
     @property
     def schedule_step(self) -> int:
@@ -42,4 +46,6 @@ class TrainState:
             epoch=data["epoch"],
             skipped_steps=data.get("skipped_steps", 0),
             evaluated_step=data.get("evaluated_step", data["step"]),
+            best=data.get("best"),
+            best_step=data.get("best_step", -1),
         )

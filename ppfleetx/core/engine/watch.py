@@ -37,7 +37,7 @@ class Watch:
         self._ctx, self._level = ctx, cfg.Engine.checks if ctx.world_size > 1 else "off"
         train = cfg.Data.Train
         self._distinct = samples_per_epoch >= cfg.batch.global_batch_size and not (
-            train is not None and train.sampler.shuffle
+            train is not None and train.shuffles_for_training
         )
 
     def before_step(

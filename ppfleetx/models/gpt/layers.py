@@ -209,3 +209,15 @@ class TiedHead(nn.Layer):
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> paddle.Tensor:
         return self.factory.tied_logits(state[0], self.word_embeddings.weight)
+
+
+class ClassificationHead(nn.Layer):
+    """Scores of each class (or one number) at every position, ``[s, b, classes]`` whole on every rank."""
+
+    def __init__(self, factory: LayerFactory, *, hidden_size: int, num_outputs: int, init: Init) -> None:
+        super().__init__()
+        self.factory = factory
+        self.score = factory.whole_linear(hidden_size, num_outputs, init=init, bias=False)
+
+    def forward(self, state: State, cache: KeyValueCache | None = None) -> paddle.Tensor:
+        return self.score(self.factory.leave_trunk(state[0]))

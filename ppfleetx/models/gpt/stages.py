@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 
 import paddle
 
-from ppfleetx.models.gpt.layers import Block, BlockShape, Embedding, FinalNorm, Head, TiedHead
+from ppfleetx.models.gpt.layers import (
+    Block,
+    BlockShape,
+    ClassificationHead,
+    Embedding,
+    FinalNorm,
+    Head,
+    TiedHead,
+)
 from ppfleetx.nn.init import Normal
 from ppfleetx.nn.kernels import KernelOptions
 from ppfleetx.nn.rope import RotaryEmbedding
@@ -60,6 +68,17 @@ def gpt_stages(cfg: ModelConfig, factory: LayerFactory) -> list[Stage]:
         root="decoder",
     )
     return [_embedding(cfg, factory), *blocks, final_norm, _head(cfg, factory)]
+
+
+def gpt_classification_stages(cfg: ModelConfig, factory: LayerFactory, num_outputs: int) -> list[Stage]:
+    """The stages of a GPT with a classification head, ``score.weight``, in the place of its head."""
+    kwargs = {
+        "factory": factory,
+        "hidden_size": cfg.hidden_size,
+        "num_outputs": num_outputs,
+        "init": Normal(cfg.initializer_range),
+    }
+    return [*gpt_stages(cfg, factory)[:-1], Stage("score", ClassificationHead, kwargs, root="")]
 
 
 def _embedding(cfg: ModelConfig, factory: LayerFactory) -> Stage:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 if TYPE_CHECKING:
     from ppfleetx.core.engine.engine import Engine
@@ -48,13 +51,22 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class EvalRecord:
-    """Result of one evaluation after ``step`` steps: token-weighted mean loss over ``num_valid_tokens``."""
+    """Result of one evaluation after ``step`` steps.
+
+    Attributes:
+        loss: mean over ``num_valid_tokens`` (of a classifier: examples).
+        ppl: perplexity; None of a classifier.
+        metrics: the task's own numbers, by name.
+        outputs: of a classifier, ``[examples, outputs]`` in the order of the file.
+    """
 
     step: int
     loss: float
-    ppl: float
+    ppl: float | None
     num_valid_tokens: float
     seconds: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    outputs: np.ndarray | None = field(default=None, repr=False, compare=False)
 
 
 class Callback:

@@ -66,8 +66,8 @@ class MetricsFile(Callback):
                 "kind": "eval",
                 "step": record.step,
                 "loss": record.loss,
-                "ppl": record.ppl,
-                "tokens": record.num_valid_tokens,
+                **({"metrics": dict(record.metrics)} if record.ppl is None else {"ppl": record.ppl}),
+                "examples" if record.ppl is None else "tokens": record.num_valid_tokens,
                 "seconds": record.seconds,
             }
         )

@@ -26,10 +26,18 @@ class TrainLog(Callback):
             self._window = Window()
 
     def on_eval_end(self, engine: Engine, record: EvalRecord) -> None:
-        get_logger().info(
-            f"eval at global step {record.step}, loss: {record.loss:.9f}, ppl: {record.ppl:.4f}, "
-            f"tokens: {record.num_valid_tokens:.0f}, cost: {record.seconds:.2f} sec"
-        )
+        get_logger().info(eval_line(record))
+
+
+def eval_line(record: EvalRecord) -> str:
+    """An evaluation's result: perplexity of a language model, the metrics of a classifier."""
+    what = "examples" if record.ppl is None else "tokens"
+    numbers = {**({} if record.ppl is None else {"ppl": record.ppl}), **record.metrics}
+    listed = "".join(f"{name}: {value:.4f}, " for name, value in numbers.items())
+    return (
+        f"eval at global step {record.step}, loss: {record.loss:.9f}, {listed}"
+        f"{what}: {record.num_valid_tokens:.0f}, cost: {record.seconds:.2f} sec"
+    )
 
 
 def train_line(record: StepRecord, window: Window) -> str:

@@ -1,0 +1,87 @@
+"""Rules between sections for finetuning: the task, its data and the plan fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ppfleetx.config.data import GLUE_OUTPUTS, DatasetConfig
+from ppfleetx.config.fields import RuleError
+from ppfleetx.config.sections import RunConfig
+
+FINETUNE_MODULE = "GPTFinetuneModule"
+
+
+def glue_task(cfg: RunConfig) -> str | None:
+    """GLUE task of the configuration; None when no section of Data names one."""
+    return next((dataset.name for _, dataset in _datasets(cfg) if dataset.is_glue), None)
+
+
+def num_outputs(cfg: RunConfig) -> int:
+    """Outputs of the classification head: the configured number, else the task's."""
+    return cfg.Model.num_classes or GLUE_OUTPUTS[glue_task(cfg)]
+
+
+def finetuning_violations(cfg: RunConfig) -> Iterator[RuleError]:
+    """What about finetuning contradicts itself in ``cfg``."""
+    yield from _texts(cfg)
+    if cfg.Engine.save_load.keep_best and not (cfg.Data.Eval is not None and cfg.Engine.eval_freq):
+        yield RuleError(
+            ("Engine.save_load.keep_best", "Engine.eval_freq"),
+            "the best is found by evaluating: give Data.Eval, and Engine.eval_freq of at least 1",
+        )
+    if cfg.Model.module == FINETUNE_MODULE:
+        yield from _task(cfg)
+        yield from _plan(cfg)
+    elif cfg.Engine.save_load.keep_best == "metric":
+        yield RuleError(
+            ("Engine.save_load.keep_best", "Model.module"),
+            f"only {FINETUNE_MODULE} has a metric; causal language models can keep the best by loss",
+        )
+
+
+def _datasets(cfg: RunConfig) -> Iterator[tuple[str, DatasetConfig]]:
+    for mode in ("Train", "Eval", "Test"):
+        section = getattr(cfg.Data, mode)
+        if section is not None:
+            yield f"Data.{mode}.dataset", section.dataset
+
+
+def _texts(cfg: RunConfig) -> Iterator[RuleError]:
+    for key, dataset in _datasets(cfg):
+        if dataset.is_glue and cfg.Model.module != FINETUNE_MODULE:
+            yield RuleError(
+                (f"{key}.name", "Model.module"),
+                f"a GLUE task is learnt by Model.module = {FINETUNE_MODULE}, not by {cfg.Model.module}",
+            )
+        if not dataset.is_corpus and cfg.Data.tokenizer is None:
+            yield RuleError(
+                (f"{key}.name",), f"{dataset.name} is made of texts: Data.tokenizer must name a tokenizer"
+            )
+
+
+def _task(cfg: RunConfig) -> Iterator[RuleError]:
+    task, classes = glue_task(cfg), cfg.Model.num_classes
+    for key, dataset in _datasets(cfg):
+        if dataset.name != task:
+            wanted = "a GLUE task" if task is None else f"the same task everywhere, here {task}"
+            yield RuleError((f"{key}.name",), f"{FINETUNE_MODULE} learns {wanted}")
+    for mode in ("Train", "Eval"):
+        section = getattr(cfg.Data, mode)
+        if section is not None and str(section.dataset.split).startswith("test"):
+            yield RuleError((f"Data.{mode}.dataset.split",), "test files hold no labels; put it in Data.Test")
+    if task is None and classes is None:
+        yield RuleError(("Model.num_classes",), "is needed where no section of Data names a GLUE task")
+    if task is not None and classes not in (None, GLUE_OUTPUTS[task]):
+        what = f"has {GLUE_OUTPUTS[task]} classes"
+        if GLUE_OUTPUTS[task] == 1:
+            what = "predicts a number: 1 output"
+        yield RuleError(("Model.num_classes",), f"{task} {what}; null takes the task's own number")
+
+
+def _plan(cfg: RunConfig) -> Iterator[RuleError]:
+    for axis in ("pp", "sep"):
+        if getattr(cfg.plan, axis) > 1:
+            yield RuleError(
+                (f"Distributed.{axis}_degree", "Model.module"),
+                f"{FINETUNE_MODULE} runs under dp, mp and sharding; {axis} must be 1",
+            )

@@ -1,0 +1,62 @@
+"""Section ``Model.lora``: low-rank adapters beside frozen weights."""
+
+from __future__ import annotations
+
+import difflib
+from fnmatch import fnmatchcase
+
+from pydantic import model_validator
+
+from ppfleetx.config.fields import Fraction, PositiveFloat, RuleError, Section, Size, Text
+
+BLOCK_LINEARS = ("attention.qkv", "attention.out_proj", "mlp.fc1", "mlp.fc2")
+"""Linears of one block that can have an adapter; canonical names without ``decoder.layers.{i}.``."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (Hu et al., 2021): a linear `x W` becomes `x W + alpha / rank * x A B`.
+
+    A and B train, as does a new classification head; everything else is frozen. A `[in, rank]` starts
+    N(0, 1 / in), B `[rank, out]` at 0, so that the model begins as what it was.
+    """
+
+    rank: Size = 8
+    """Columns of A and rows of B."""
+    alpha: PositiveFloat = 16.0
+    """The adapters' part is multiplied by `alpha / rank`."""
+    dropout: Fraction = 0.0
+    """Dropout on the adapters' input."""
+    targets: tuple[Text, ...] = tuple(f"*.{name}" for name in BLOCK_LINEARS)
+    """Patterns (`*`, `?`, `[...]`) of the linears with an adapter, by canonical name, e.g.
+    `decoder.layers.*.attention.qkv`; each must fit at least one linear of the blocks."""
+    base: Text | None = None
+    """Checkpoint of the frozen weights (any plan; also converted from Hugging Face, or of FleetX).
+    Checkpoints of the run then hold what trains alone, and the fingerprint of this one. null: frozen weights
+    come from `Engine.save_load` like all others, and checkpoints hold everything."""
+
+    @property
+    def scale(self) -> float:
+        """What the adapters' part is multiplied by."""
+        return self.alpha / self.rank
+
+    def adapts(self, name: str) -> bool:
+        """Whether the linear of this canonical name has an adapter."""
+        return any(fnmatchcase(name, pattern) for pattern in self.targets)
+
+    def check_targets(self, num_layers: int) -> None:
+        """Raise RuleError (keys relative to this section's parent) when a pattern fits no linear."""
+        names = [f"decoder.layers.{i}.{linear}" for i in range(num_layers) for linear in BLOCK_LINEARS]
+        for pattern in self.targets:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                known = [*(f"*.{linear}" for linear in BLOCK_LINEARS), *names]
+                near = difflib.get_close_matches(pattern, known, n=2, cutoff=0.0)
+                raise RuleError(
+                    ("lora.targets",),
+                    f"the pattern {pattern!r} fits no linear of the model; the nearest are {', '.join(near)}",
+                )
+
+    @model_validator(mode="after")
+    def _check(self) -> LoraConfig:
+        if not self.targets:
+            raise RuleError(("targets",), "names no linear; for none at all set Model.lora to null")
+        return self

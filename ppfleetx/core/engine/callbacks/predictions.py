@@ -1,0 +1,53 @@
+"""A classifier's answers as the TSV file of a GLUE submission."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.core.engine.callbacks.base import Callback, EvalRecord
+from ppfleetx.data.glue import GlueTask
+from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.log import get_logger
+
+if TYPE_CHECKING:
+    from ppfleetx.core.engine.engine import Engine
+
+
+class Predictions(Callback):
+    """After each evaluation, writes what was answered, in place of the last evaluation's file."""
+
+    def __init__(self, directory: Path, task: GlueTask, part: str) -> None:
+        self._path, self._task = directory / task.file_name(part), task
+
+    def on_eval_end(self, engine: Engine, record: EvalRecord) -> None:
+        if record.outputs is not None:
+            write_predictions(self._path, self._task, record.outputs)
+
+
+def write_predictions(path: Path, task: GlueTask, outputs: np.ndarray) -> None:
+    """Write ``index <tab> prediction`` of every example.
+
+    Args:
+        path: the file; its directory is made.
+        task: says what the outputs mean.
+        outputs: ``[examples, outputs]``.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path, "w") as file:
+            file.write("index\tprediction\n")
+            file.writelines(f"{i}\t{task.answer(row)}\n" for i, row in enumerate(outputs.tolist()))
+    except OSError as error:
+        raise ConfigError(
+            f"predictions cannot be written: {error.strerror}",
+            key="Engine.save_load.output_dir",
+            value=str(path),
+        ) from error
+    get_logger().info(f"predictions of {len(outputs)} examples: {path}")
