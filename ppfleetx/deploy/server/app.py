@@ -1,0 +1,155 @@
+"""The web application: routes, and what they have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from fastapi import Depends, FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ppfleetx.config.sections import ServeConfig
+from ppfleetx.deploy.server.completions import Answer, Answering, EventStream, PromptReader
+from ppfleetx.deploy.server.errors import ApiError, JsonResponse
+from ppfleetx.deploy.server.limits import Accounting, check_key, read_json_body
+from ppfleetx.deploy.server.metrics import Metrics
+from ppfleetx.deploy.server.page import page_response
+from ppfleetx.deploy.server.protocol import CompletionRequest, model_body, read_request
+from ppfleetx.deploy.server.scheduler import Scheduler
+
+COMPLETIONS = "/v1/completions"
+_THREAD_END_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Service:
+    """All that the routes need."""
+
+    cfg: ServeConfig
+    api_key: str | None
+    prompts: PromptReader
+    scheduler: Scheduler
+    metrics: Metrics
+    created: int
+
+
+def create_app(service: Service) -> FastAPI:
+    """Routes of the server. Everything but the page and ``/health`` asks for the key, if there is one."""
+    app = FastAPI(openapi_url=None, lifespan=_lifespan(service), redirect_slashes=False)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _our_error)
+    app.add_middleware(Accounting, path=COMPLETIONS, metrics=service.metrics)
+
+    def needs_key(request: Request) -> None:
+        check_key(request, service.api_key)
+
+    @app.post(COMPLETIONS, dependencies=[Depends(needs_key)])
+    async def completions(request: Request) -> Response:
+        body = await read_json_body(request, service.cfg.max_body_bytes)
+        return await _complete(service, request, read_request(body))
+
+    @app.get("/v1/models", dependencies=[Depends(needs_key)])
+    async def models() -> Response:
+        return JsonResponse({"object": "list", "data": [model_body(service.cfg.model_name, service.created)]})
+
+    @app.get("/v1/models/{name:path}", dependencies=[Depends(needs_key)])
+    async def one_model(name: str) -> Response:
+        _check_model(service, name)
+        return JsonResponse(model_body(name, service.created))
+
+    @app.get("/metrics", dependencies=[Depends(needs_key)])
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), headers={"Content-Type": service.metrics.content_type})
+
+    @app.get("/health")
+    async def health() -> Response:
+        return _health(service.scheduler)
+
+    @app.get("/")
+    async def page() -> Response:
+        return page_response()
+
+    return app
+
+
+async def _complete(service: Service, request: Request, wanted: CompletionRequest) -> Response:
+    if wanted.model is not None:
+        _check_model(service, wanted.model)
+    # Tokenizing takes its time and must not hold up the other clients' streams.
+    jobs = await asyncio.to_thread(service.prompts.jobs, wanted)
+    num_rows = sum(job.copies for job in jobs)
+    if num_rows > service.scheduler.capacity:
+        raise ApiError(
+            400,
+            f"prompt: {len(jobs)} prompts x n = {wanted.n} are more than the {service.scheduler.capacity} "
+            "sequences that can be waiting and under way",
+            param="prompt",
+        )
+    answer = Answer(
+        wanted,
+        jobs,
+        service.cfg.model_name,
+        [service.prompts.text(prompt) for prompt in wanted.prompt] if wanted.echo else (),
+        f"cmpl-{secrets.token_hex(12)}",
+        int(time.time()),
+    )
+    timeout = service.cfg.request_timeout
+    answering = Answering(service.scheduler, jobs, request.receive, timeout, service.metrics)
+    if wanted.stream:
+        return EventStream(answer, answering, timeout)
+    async with answering:
+        return await answer.whole(answering)
+
+
+def _check_model(service: Service, name: str) -> None:
+    if name != service.cfg.model_name:
+        raise ApiError(
+            404,
+            f"model: there is no {name!r}; this server has {service.cfg.model_name!r} (Serve.model_name)",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def _health(scheduler: Scheduler) -> Response:
+    if not scheduler.is_healthy:
+        return JsonResponse({"status": "unhealthy"}, 503)
+    if scheduler.is_closing:
+        return JsonResponse({"status": "stopping"}, 503)
+    return JsonResponse({"status": "ok"})
+
+
+def _lifespan(service: Service) -> contextlib.AbstractContextManager:
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.scheduler.start(asyncio.get_running_loop())
+        try:
+            yield
+        finally:
+            service.scheduler.close(0)
+            await asyncio.to_thread(service.scheduler.join, _THREAD_END_SECONDS)
+
+    return lifespan
+
+
+async def _api_error(request: Request, error: ApiError) -> Response:
+    return error.response()
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    where = f"{request.method} {request.url.path}"
+    words = {404: f"there is no {where}", 405: f"{where} is not allowed"}
+    message = words.get(error.status_code, str(error.detail))
+    return ApiError(error.status_code, message, headers=error.headers).response()
+
+
+async def _our_error(request: Request, error: Exception) -> Response:
+    """A defect of ours; the traceback goes to the log."""
+    return ApiError(500, "the server has failed on this request; see its log", code="internal").response()

@@ -1,0 +1,213 @@
+"""The program ``tools/serve.py``: configuration, port and key first, Paddle and the model last."""
+
+from __future__ import annotations
+
+import importlib.util
+import ipaddress
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_config
+from ppfleetx.config.sections import RunConfig, ServeConfig
+from ppfleetx.config.serve import API_KEY_VARIABLE
+from ppfleetx.core.generate import check_checkpoint
+from ppfleetx.core.launch import start_process, world_size
+from ppfleetx.utils.log import get_logger
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from ppfleetx.deploy.server.app import Service
+    from ppfleetx.distributed.context import ParallelContext
+
+_LIBRARIES = ("fastapi", "uvicorn", "prometheus_client")
+_MORE_SECONDS = 5.0  # between the model's last event and the end of the last connection
+_MORE_CONNECTIONS = 256  # beside those that wait for an answer: metrics, health, refusals
+
+
+def run(path: str, overrides: Sequence[str]) -> None:
+    """Serve the checkpoint ``Engine.save_load.ckpt_dir`` until SIGINT or SIGTERM.
+
+    Raises:
+        UserError: anything that cannot be served, in words; most of it before Paddle is loaded.
+    """
+    cfg = load_config(path, overrides)
+    check_libraries()
+    check_plan(cfg, os.environ)
+    check_checkpoint(cfg)
+    api_key = read_api_key(cfg, os.environ)
+    with open_socket(cfg) as listener:
+        cfg, ctx = start_process(path, overrides)
+        serve(build_service(cfg, ctx, api_key), listener)
+
+
+def check_libraries() -> None:
+    """Whether the optional libraries are there.
+
+    Raises:
+        ConfigError: one is missing.
+    """
+    missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"serving needs {', '.join(missing)}: pip install 'ppfleetx[serve]'")
+
+
+def check_plan(cfg: RunConfig, environ: Mapping[str, str]) -> None:
+    """Whether one process is to hold the model.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if cfg.plan.world_size > 1 or world_size(environ) > 1:
+        raise ConfigError(
+            f"the server is one process with the whole model, which this plan ({cfg.plan}) is not; a "
+            "checkpoint of any plan can be served: set the degrees to 1, and start it without the launcher",
+            key="Distributed",
+            place=cfg.origins.get("Distributed"),
+        )
+
+
+def read_api_key(cfg: RunConfig, environ: Mapping[str, str]) -> str | None:
+    """The key that requests must bring; None: they need none.
+
+    Raises:
+        ConfigError: a variable of the user's choice is not set, or the key is empty.
+    """
+    name = cfg.Serve.api_key_env
+    key = environ.get(name)
+    if key is None and name == API_KEY_VARIABLE:
+        return None
+    if key is None or not key.strip() or not key.isascii():
+        reason = "is not set" if key is None else "holds no key (some ASCII characters)"
+        raise ConfigError(
+            f"this environment variable {reason}",
+            key="Serve.api_key_env",
+            value=name,
+            place=cfg.origins.get("Serve.api_key_env"),
+        )
+    return key.strip()
+
+
+def open_socket(cfg: RunConfig) -> socket.socket:
+    """A socket bound to the address; it listens once the model is loaded.
+
+    Raises:
+        ConfigError: the address cannot be had.
+    """
+    host, port = cfg.Serve.host, cfg.Serve.port
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise _address_error(cfg, "Serve.host", error) from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise _address_error(cfg, "Serve.port", error) from error
+    return listener
+
+
+def _address_error(cfg: RunConfig, key: str, error: OSError) -> ConfigError:
+    value = cfg.Serve.host if key == "Serve.host" else cfg.Serve.port
+    return ConfigError(
+        f"cannot listen on {cfg.Serve.host}:{cfg.Serve.port}: {error.strerror}",
+        key=key,
+        value=value,
+        place=cfg.origins.get(key),
+    )
+
+
+def build_service(cfg: RunConfig, ctx: ParallelContext, api_key: str | None) -> Service:
+    """Load the model and put the parts together.
+
+    Raises:
+        UserError: see :func:`ppfleetx.core.generate.load_generator`.
+    """
+    import time
+
+    from ppfleetx.core.generate import load_generator
+    from ppfleetx.deploy.server.app import Service
+    from ppfleetx.deploy.server.completions import PromptReader
+    from ppfleetx.deploy.server.metrics import Metrics
+    from ppfleetx.deploy.server.scheduler import Scheduler
+
+    generator = load_generator(cfg, ctx)
+    generator.next_token_model.model.eval()
+    metrics = Metrics()
+    scheduler = Scheduler(generator.next_token_model, generator.tokenizer, cfg.Serve, metrics)
+    prompts = PromptReader(generator, cfg.Serve.max_batch_size)
+    return Service(cfg.Serve, api_key, prompts, scheduler, metrics, int(time.time()))
+
+
+def serve(service: Service, listener: socket.socket) -> None:
+    """Answer requests until SIGINT or SIGTERM."""
+    from ppfleetx.core.engine.signals import StopRequest
+
+    _warn_if_open(service.cfg, has_key=service.api_key is not None)
+    # uvicorn takes the signals while it runs, and afterwards sends them again to who had them before.
+    with StopRequest() as stop:
+        _listen(service.cfg, listener)
+        _make_server(service).run(sockets=[listener])
+    get_logger().info("stopped%s", f" by {stop.signal_name}" if stop.signal_name else "")
+
+
+def _listen(cfg: ServeConfig, listener: socket.socket) -> None:
+    host, port = listener.getsockname()[:2]
+    try:
+        listener.listen(512)
+    except OSError as error:  # another program was quicker while the model was being loaded
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}", key="Serve.port", value=cfg.port
+        ) from error
+    shown = f"[{host}]" if ":" in host else host
+    get_logger().info("serving %r on http://%s:%d (stop: Ctrl-C or SIGTERM)", cfg.model_name, shown, port)
+
+
+def _warn_if_open(cfg: ServeConfig, *, has_key: bool) -> None:
+    try:
+        is_local = ipaddress.ip_address(cfg.host).is_loopback
+    except ValueError:
+        is_local = cfg.host == "localhost"
+    if not is_local and not has_key:
+        get_logger().warning(
+            "Serve.host = %s: whoever reaches this machine may use the model; set %s to ask for a key",
+            cfg.host,
+            API_KEY_VARIABLE,
+        )
+
+
+def _make_server(service: Service) -> uvicorn.Server:
+    import logging
+
+    import uvicorn
+
+    from ppfleetx.deploy.server.app import create_app
+
+    class Server(uvicorn.Server):
+        """Tells the model's thread of the signal too: what is under way may finish, for a while."""
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            super().handle_exit(sig, frame)
+            service.scheduler.close(service.cfg.shutdown_timeout)
+
+    log = logging.getLogger("uvicorn")
+    log.handlers, log.propagate = get_logger().handlers, False
+    config = uvicorn.Config(
+        create_app(service),
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        ws="none",
+        limit_concurrency=service.scheduler.capacity + _MORE_CONNECTIONS,
+        timeout_graceful_shutdown=int(service.cfg.shutdown_timeout + _MORE_SECONDS),
+    )
+    return Server(config)
