@@ -1,5 +1,9 @@
 #!/usr/bin/env python3
-"""Evaluate a checkpoint (Engine.save_load.ckpt_dir) on Data.Eval: token-weighted loss and perplexity."""
+"""Evaluate a checkpoint (Engine.save_load.ckpt_dir).
+
+With a pretraining configuration: token-weighted loss and perplexity on Data.Eval. With Model.module:
+GPTEvalModule: perplexity of a text file, or accuracy of last words (Offline_Eval, docs/evaluation.md).
+"""
 
 from __future__ import annotations
 
@@ -17,12 +21,9 @@ def main() -> None:
     add_config_arguments(parser)
     args = parser.parse_args()
 
-    from ppfleetx.core.launch import start_process
+    from ppfleetx.core.evaluate import run
 
-    cfg, ctx = start_process(args.config, args.override, reads=("Eval",))
-    from ppfleetx.core.engine.build import evaluate
-
-    evaluate(cfg, ctx)
+    run(args.config, args.override)
 
 
 if __name__ == "__main__":

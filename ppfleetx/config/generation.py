@@ -121,18 +121,25 @@ class InferenceConfig(Section):
 
 
 class OfflineEvalConfig(Section):
-    """Perplexity of a text file, or accuracy of last words (cloze); no program computes them yet."""
+    """What tools/eval.py measures with `Model.module: GPTEvalModule`: perplexity of a text file, or accuracy
+    of last words (cloze)."""
 
     eval_path: Text | None = None
-    """The text file (perplexity) or jsonl file with `text` (cloze)."""
+    """The text file (perplexity), or a jsonl file of objects with a text under `text` (cloze)."""
     cloze_eval: Bool = False
-    """Accuracy of the last word instead of perplexity."""
+    """Accuracy of the last word of each text, instead of perplexity."""
+    cloze_strict: Bool = True
+    """Cloze: all tokens of the last word must be the likeliest; false: the last token of the text alone."""
+    detokenizer: Literal["wikitext", "ptb", "lambada", "none"] | None = None
+    """Perplexity: rules that undo the benchmark's spaces around signs (lambada and none change nothing);
+    null: wikitext or ptb when the file's name holds `wiki` or `ptb`, else none."""
     overlapping_eval: PositiveInt = 32
-    """Perplexity: tokens each window moves; only they are scored."""
+    """Perplexity: tokens each window moves; only they are scored, so that smaller means more context and more
+    time."""
     batch_size: PositiveInt = 8
-    """Windows per forward pass."""
+    """Windows per forward pass, on each data rank; no effect on the result."""
     max_seq_len: PositiveInt = 1024
-    """Tokens per window."""
+    """Tokens per window; of a longer cloze context the end."""
     logging_freq: PositiveInt = 10
     """Batches between log lines."""
 

@@ -23,7 +23,7 @@ def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
         cfg: a loaded configuration.
         device: the device the run has resolved to, ``cpu`` or ``gpu`` (or another name of Global.device).
     """
-    sharding, model = cfg.Distributed.sharding, cfg.Model
+    sharding = cfg.Distributed.sharding
     compress, precision = cfg.Compress, cfg.Engine.mix_precision
     table: list[tuple[bool, str]] = [
         (
@@ -56,10 +56,6 @@ def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
         (
             cfg.Inference.TensorRT is not None,
             "Inference.TensorRT: exported models cannot be run with TensorRT yet",
-        ),
-        (
-            model.module in ("GPTFinetuneModule", "GPTEvalModule"),
-            f"Model.module = {model.module}: only GPTModule and GPTGenerationModule can be run yet",
         ),
     ]
     return [reason for applies, reason in table if applies]
@@ -153,14 +149,14 @@ _SWITCHED_OFF = (
         "Engine.run_mode = epoch saves by Engine.save_load.save_epoch",
     ),
     SwitchedOff(
+        ("Model.num_classes",),
+        lambda cfg: cfg.Model.module != "GPTFinetuneModule",
+        "only GPTFinetuneModule has classes",
+    ),
     SwitchedOff(
         ("Engine.eval_iters",),
         lambda cfg: cfg.Data.Eval is not None and not cfg.Data.Eval.dataset.is_corpus,
         "Data.Eval.dataset.name is read to its end in each evaluation",
-    ),
-        ("Model.num_classes",),
-        lambda cfg: cfg.Model.module != "GPTFinetuneModule",
-        "only GPTFinetuneModule has classes",
     ),
     SwitchedOff(
         ("Data.Test",),
@@ -170,8 +166,18 @@ _SWITCHED_OFF = (
     SwitchedOff(("Inference",), lambda cfg: True, "exported models cannot be run yet"),
     SwitchedOff(
         ("Offline_Eval",),
-        lambda cfg: True,
-        "offline evaluation cannot be run yet; tools/eval.py evaluates on Data.Eval",
+        lambda cfg: cfg.Model.module != "GPTEvalModule",
+        "Model.module is not GPTEvalModule; tools/eval.py evaluates on Data.Eval",
+    ),
+    SwitchedOff(
+        _keys("Offline_Eval", "overlapping_eval detokenizer"),
+        lambda cfg: cfg.Model.module == "GPTEvalModule" and cfg.Offline_Eval.cloze_eval,
+        "Offline_Eval.cloze_eval is True",
+    ),
+    SwitchedOff(
+        ("Offline_Eval.cloze_strict",),
+        lambda cfg: cfg.Model.module == "GPTEvalModule" and not cfg.Offline_Eval.cloze_eval,
+        "Offline_Eval.cloze_eval is False",
     ),
 )
 

@@ -18,6 +18,7 @@ from ppfleetx.nn.init import Constant, Init
 from ppfleetx.nn.linear import Linear
 from ppfleetx.nn.loss import parallel_token_loss, token_loss
 from ppfleetx.nn.norm import LayerNorm, RMSNorm
+from ppfleetx.nn.scores import parallel_token_scores, token_scores
 from ppfleetx.nn.stage import ParamInfo
 
 # Paddle would draw random values that build_stage replaces; zeros cost less.
@@ -75,10 +76,10 @@ class LocalFactory:
     def row_linear(self, in_features: int, out_features: int, *, init: Init, bias: bool) -> nn.Layer:
         return self._linear(in_features, out_features, init, bias, "matrix")
 
-    def _linear(self, in_features: int, out_features: int, init: Init, bias: bool, kind: str) -> nn.Layer:
     def whole_linear(self, in_features: int, out_features: int, *, init: Init, bias: bool) -> nn.Layer:
         return self._linear(in_features, out_features, init, bias, "matrix")
 
+    def _linear(self, in_features: int, out_features: int, init: Init, bias: bool, kind: str) -> nn.Layer:
         layer = Linear(in_features, out_features, bias=bias)
         describe(layer.weight, init, kind)
         if bias:
@@ -111,10 +112,10 @@ class LocalFactory:
     def enter_trunk(self, hidden: paddle.Tensor) -> paddle.Tensor:
         return hidden
 
-    def tied_logits(self, hidden: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
     def leave_trunk(self, hidden: paddle.Tensor) -> paddle.Tensor:
         return hidden
 
+    def tied_logits(self, hidden: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
         return paddle.matmul(hidden, weight, transpose_y=True)
 
     def local_positions(self, ids: paddle.Tensor) -> paddle.Tensor:
@@ -135,6 +136,12 @@ class LocalFactory:
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
         labels, loss_mask = self.local_positions(labels), self.local_positions(loss_mask)
         return token_loss(logits, labels, loss_mask, true_vocab)
+
+    def token_scores(
+        self, logits: paddle.Tensor, labels: paddle.Tensor, mask: paddle.Tensor, true_vocab: int
+    ) -> tuple[paddle.Tensor, paddle.Tensor]:
+        labels, mask = self.local_positions(labels), self.local_positions(mask)
+        return token_scores(logits, labels, mask, true_vocab)
 
 
 def describe_slice(parameter: paddle.Tensor, dim: int, group: Any, init: Init, kind: str) -> None:
@@ -249,6 +256,12 @@ class TensorParallelFactory(LocalFactory):
 
         return ScatterOp.apply(hidden) if self.sequence_parallel else hidden
 
+    def leave_trunk(self, hidden: paddle.Tensor) -> paddle.Tensor:
+        from paddle.distributed.fleet.utils.sequence_parallel_utils import GatherOp
+
+        # Every rank computes the same with the whole: each needs its own part of that one gradient.
+        return GatherOp.apply(hidden) if self.sequence_parallel else hidden
+
     def tied_logits(self, hidden: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
         from paddle.distributed.fleet.layers.mpu.mp_ops import _c_identity
         from paddle.distributed.fleet.utils.sequence_parallel_utils import AllGatherOp
@@ -256,18 +269,18 @@ class TensorParallelFactory(LocalFactory):
         # Either way the gradient of what comes from the trunk is summed over the ranks' columns.
         whole = AllGatherOp.apply(hidden) if self.sequence_parallel else _c_identity(hidden, group=self.group)
         return paddle.matmul(whole, weight, transpose_y=True)
-    def leave_trunk(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        from paddle.distributed.fleet.utils.sequence_parallel_utils import GatherOp
-
-        # Every rank computes the same with the whole: each needs its own part of that one gradient.
-        return GatherOp.apply(hidden) if self.sequence_parallel else hidden
-
 
     def token_loss(
         self, logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
         labels, loss_mask = self.local_positions(labels), self.local_positions(loss_mask)
         return parallel_token_loss(logits, labels, loss_mask, true_vocab, self.group)
+
+    def token_scores(
+        self, logits: paddle.Tensor, labels: paddle.Tensor, mask: paddle.Tensor, true_vocab: int
+    ) -> tuple[paddle.Tensor, paddle.Tensor]:
+        labels, mask = self.local_positions(labels), self.local_positions(mask)
+        return parallel_token_scores(logits, labels, mask, true_vocab, self.group)
 
     def _mark(self, parameter: paddle.Tensor) -> None:
         if self.sequence_parallel:

@@ -133,6 +133,11 @@ class LayerFactory(Protocol):
         """:func:`ppfleetx.nn.loss.token_loss` of logits as the head leaves them: of this rank's positions,
         with sliced columns. The sum is the same on all ranks that share the columns."""
 
+    def token_scores(
+        self, logits: paddle.Tensor, labels: paddle.Tensor, mask: paddle.Tensor, true_vocab: int
+    ) -> tuple[paddle.Tensor, paddle.Tensor]:
+        """:func:`ppfleetx.nn.scores.token_scores` of logits as the head leaves them, likewise."""
+
 
 def build_stage(
     stage: Stage, seed: int | None, shared: MutableMapping[str, nn.Layer] | None = None

@@ -5,10 +5,17 @@ from __future__ import annotations
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections import RunConfig
 from ppfleetx.core.module.base import BasicModule
+from ppfleetx.core.module.eval import GPTEvalModule
+from ppfleetx.core.module.finetune import GPTFinetuneModule
 from ppfleetx.core.module.gpt import GPTModule
 
 # Generation runs the same network and never asks for its loss.
-MODULES: dict[str, type[BasicModule]] = {"GPTModule": GPTModule, "GPTGenerationModule": GPTModule}
+MODULES: dict[str, type[BasicModule]] = {
+    "GPTModule": GPTModule,
+    "GPTEvalModule": GPTEvalModule,
+    "GPTGenerationModule": GPTModule,
+    "GPTFinetuneModule": GPTFinetuneModule,
+}
 
 
 def build_module(cfg: RunConfig) -> BasicModule:

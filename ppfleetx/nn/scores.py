@@ -1,0 +1,132 @@
+"""What a model gives each token that came: its log probability, and whether it was the likeliest.
+
+Unlike the training loss this shows what is not finite: Paddle's cross entropy on the CPU answers NaN logits
+with a finite number, and stops at 64.
+
+Shape letters: s positions, b rows, V columns of the logits, n scored positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+
+# Rows of logits looked at together: the temporaries of a whole batch would be as large as its logits.
+_BLOCK_ROWS = 128
+
+
+def token_scores(
+    logits: paddle.Tensor, labels: paddle.Tensor, mask: paddle.Tensor, true_vocab: int
+) -> tuple[paddle.Tensor, paddle.Tensor]:
+    """Log probability of each label, and whether no other token has a higher one.
+
+    Args:
+        logits: ``[s, b, V]``; columns from ``true_vocab`` on are padding and take no probability.
+        labels: ``[b, s]`` int64, below ``true_vocab`` wherever the mask is not 0.
+        mask: ``[b, s]``; only positions where it is not 0 are looked at.
+        true_vocab: size of the vocabulary without padding.
+
+    Returns:
+        Log probabilities ``[b, s]`` float64, 0 where the mask is; and ``[b, s]`` bool, True where the mask
+        is 0. Of equal logits the first counts as the likeliest. Logits that are NaN or +inf give NaN.
+    """
+    return _scores(logits, labels, mask, _Columns(0, true_vocab))
+
+
+def parallel_token_scores(
+    logits: paddle.Tensor, labels: paddle.Tensor, mask: paddle.Tensor, true_vocab: int, group: Any
+) -> tuple[paddle.Tensor, paddle.Tensor]:
+    """:func:`token_scores` of logits whose columns are shared out over the ranks of ``group``.
+
+    ``logits`` is ``[s, b, V / n]``, rank r holding the columns from ``r V / n`` on. The results are the same
+    on all ranks.
+    """
+    first = group.rank * logits.shape[-1]
+    return _scores(logits, labels, mask, _SharedColumns(first, true_vocab, group))
+
+
+class _Columns:
+    """The columns of the logits that are here, ``[first, true_vocab)`` of the vocabulary at most."""
+
+    def __init__(self, first: int, true_vocab: int) -> None:
+        self.first, self._true_vocab = first, true_vocab
+
+    def hide_padding(self, rows: paddle.Tensor) -> paddle.Tensor:
+        """``rows [n, V]`` in float32, with padding columns that take no probability."""
+        rows, num_true = rows.astype("float32"), max(0, self._true_vocab - self.first)
+        if num_true < rows.shape[-1]:
+            rows = rows.clone()
+            rows[:, num_true:] = -float("inf")
+        return rows
+
+    def likeliest(self, highest: paddle.Tensor, token: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
+        """Highest logit and its token over the whole vocabulary, of those found here; each ``[n]``."""
+        return highest, token
+
+    def total(self, *parts: paddle.Tensor) -> list[paddle.Tensor]:
+        """Sums over the whole vocabulary, of the sums of what is here."""
+        return list(parts)
+
+
+class _SharedColumns(_Columns):
+    def __init__(self, first: int, true_vocab: int, group: Any) -> None:
+        super().__init__(first, true_vocab)
+        self._group = group
+
+    def likeliest(self, highest: paddle.Tensor, token: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
+        from paddle import distributed
+
+        gathered: list[paddle.Tensor] = []
+        # A token id is exact in float64, and so is a float32.
+        mine = paddle.stack([highest.astype("float64"), token.astype("float64")])
+        distributed.all_gather(gathered, mine, group=self._group)
+        found = paddle.stack(gathered)
+        owner = found[:, 0].argmax(axis=0, keepdim=True)
+        tokens = found[:, 1].take_along_axis(owner, axis=0).squeeze(0)
+        return found[:, 0].max(axis=0).astype("float32"), tokens.astype("int64")
+
+    def total(self, *parts: paddle.Tensor) -> list[paddle.Tensor]:
+        from paddle import distributed
+
+        packed = paddle.stack(parts)
+        distributed.all_reduce(packed, group=self._group)
+        return list(packed.unbind(0))
+
+
+def _scores(
+    logits: paddle.Tensor, labels: paddle.Tensor, mask: paddle.Tensor, columns: _Columns
+) -> tuple[paddle.Tensor, paddle.Tensor]:
+    positions, rows, width = logits.shape
+    scored = paddle.nonzero(mask.transpose([1, 0]).flatten()).flatten()
+    log_probs = paddle.zeros([positions * rows], dtype="float64")
+    greedy = paddle.ones([positions * rows], dtype="int32")
+    if scored.shape[0]:
+        wanted = labels.transpose([1, 0]).flatten().index_select(scored)
+        flat, parts = logits.reshape([-1, width]), []
+        for start in range(0, scored.shape[0], _BLOCK_ROWS):
+            block = slice(start, start + _BLOCK_ROWS)
+            parts.append(_score_rows(flat.index_select(scored[block]), wanted[block], columns))
+        here, is_greedy = (paddle.concat(list(part)) for part in zip(*parts, strict=True))
+        log_probs = log_probs.scatter(scored, here)
+        greedy = greedy.scatter(scored, is_greedy.astype("int32"))
+    shape = [positions, rows]
+    return log_probs.reshape(shape).transpose([1, 0]), greedy.astype("bool").reshape(shape).transpose([1, 0])
+
+
+def _score_rows(
+    rows: paddle.Tensor, wanted: paddle.Tensor, columns: _Columns
+) -> tuple[paddle.Tensor, paddle.Tensor]:
+    """``rows [n, V]`` of logits and the tokens ``[n]`` that came: their log probabilities (float64), and
+    whether they are the likeliest."""
+    width = rows.shape[-1]
+    rows = columns.hide_padding(rows)
+    highest, token = columns.likeliest(rows.max(axis=-1), rows.argmax(axis=-1) + columns.first)
+    column = wanted - columns.first
+    is_here = paddle.logical_and(column >= 0, column < width)
+    own = rows.take_along_axis(column.clip(0, width - 1).unsqueeze(-1), axis=-1).squeeze(-1)
+    own = paddle.where(is_here, own.astype("float64"), paddle.zeros([], dtype="float64"))
+    # Summed in float64: a float32 sum over 50000 columns is off by 1e-6 of the logarithm.
+    powers = (rows - highest.unsqueeze(-1)).exp().sum(axis=-1, dtype="float64")
+    own, powers = columns.total(own, powers)
+    return own - highest.astype("float64") - powers.log(), token == wanted
