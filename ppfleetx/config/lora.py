@@ -41,7 +41,7 @@ class LoraConfig(Section):
 
     def adapts(self, name: str) -> bool:
         """Whether the linear of this canonical name has an adapter."""
-        return any(fnmatchcase(name, pattern) for pattern in self.targets)
+        return name.endswith(BLOCK_LINEARS) and any(fnmatchcase(name, pattern) for pattern in self.targets)
 
     def check_targets(self, num_layers: int) -> None:
         """Raise RuleError (keys relative to this section's parent) when a pattern fits no linear."""

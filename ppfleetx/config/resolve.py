@@ -105,6 +105,7 @@ def _violations(cfg: RunConfig, batch: BatchPlan) -> Iterator[RuleError]:
     yield from _lengths(cfg)
     yield from _schedules(cfg)
     yield from _tokens(cfg)
+    yield from finetuning_violations(cfg)
 
 
 def _noop_layers(cfg: RunConfig) -> Iterator[RuleError]:

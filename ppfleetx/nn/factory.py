@@ -5,17 +5,20 @@ Blocks ask a factory and never see a degree; what a plan changes about a layer i
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import paddle
 from paddle import nn
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.lora import LoraConfig
 from ppfleetx.distributed.collectives import exchange
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.random import sliced_stream
-from ppfleetx.nn.init import Constant, Init
+from ppfleetx.nn.init import Constant, Init, Normal
 from ppfleetx.nn.linear import Linear
+from ppfleetx.nn.lora import LoraBranch
 from ppfleetx.nn.loss import parallel_token_loss, token_loss
 from ppfleetx.nn.norm import LayerNorm, RMSNorm
 from ppfleetx.nn.scores import parallel_token_scores, token_scores
@@ -30,6 +33,11 @@ def describe(parameter: paddle.Tensor, init: Init, kind: str) -> None:
     """Attach the info of a parameter that is held whole."""
     shape = tuple(parameter.shape)
     parameter.info = ParamInfo("", shape, (0,) * len(shape), shape, init, kind)
+
+
+def lora_init(linear: nn.Layer) -> Init:
+    """Initial values of an adapter's A: N(0, 1 / in), so that x A is of the size of x."""
+    return Normal(1.0 / math.sqrt(linear.weight.info.global_shape[0]))
 
 
 def layer_factory(ctx: ParallelContext) -> LocalFactory:
@@ -75,6 +83,14 @@ class LocalFactory:
 
     def row_linear(self, in_features: int, out_features: int, *, init: Init, bias: bool) -> nn.Layer:
         return self._linear(in_features, out_features, init, bias, "matrix")
+
+    def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
+        branch = LoraBranch(
+            *linear.weight.shape, rank=cfg.rank, scale=cfg.scale, dropout=self.dropout(cfg.dropout)
+        )
+        describe(branch.a, lora_init(linear), "lora")
+        describe(branch.b, Constant(0.0), "lora")
+        return branch
 
     def whole_linear(self, in_features: int, out_features: int, *, init: Init, bias: bool) -> nn.Layer:
         return self._linear(in_features, out_features, init, bias, "matrix")
@@ -228,6 +244,40 @@ class TensorParallelFactory(LocalFactory):
             describe(layer.bias, Constant(0.0), "bias")
             self._mark(layer.bias)
         return layer
+
+    def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
+        """Input features sliced: A is too, and what it gives are parts of a sum. Output features: B is."""
+        info = linear.weight.info
+        has_sliced_input = info.local_shape[0] != info.global_shape[0]
+        branch = LoraBranch(
+            *linear.weight.shape,
+            rank=cfg.rank,
+            scale=cfg.scale,
+            dropout=self.dropout(cfg.dropout, inside_heads=has_sliced_input),
+            join=self._sum_parts if has_sliced_input else self._for_sliced_output,
+        )
+        sliced, whole, dim = (branch.a, branch.b, 0) if has_sliced_input else (branch.b, branch.a, 1)
+        init = {id(branch.a): lora_init(linear), id(branch.b): Constant(0.0)}
+        describe_slice(sliced, dim, self.group, init[id(sliced)], "lora")
+        sliced.is_distributed = True  # fleet makes all others equal along mp
+        describe(whole, init[id(whole)], "lora")
+        self._mark(whole)
+        return branch
+
+    def _sum_parts(self, low: paddle.Tensor) -> paddle.Tensor:
+        from paddle.distributed.fleet.layers.mpu.mp_ops import _mp_allreduce
+        from paddle.distributed.fleet.utils.sequence_parallel_utils import ReduceScatterOp
+
+        if self.sequence_parallel:
+            return ReduceScatterOp.apply(low)
+        return _mp_allreduce(low, group=self.group, use_calc_stream=True, use_model_parallel=True)
+
+    def _for_sliced_output(self, low: paddle.Tensor) -> paddle.Tensor:
+        from paddle.distributed.fleet.layers.mpu.mp_ops import _c_identity
+        from paddle.distributed.fleet.utils.sequence_parallel_utils import AllGatherOp
+
+        # Either way the gradient is summed over the ranks' columns.
+        return AllGatherOp.apply(low) if self.sequence_parallel else _c_identity(low, group=self.group)
 
     def vocab_embedding(self, padded_vocab_size: int, hidden_size: int, *, init: Init) -> nn.Layer:
         from paddle.distributed.fleet.meta_parallel import VocabParallelEmbedding

@@ -7,14 +7,21 @@ parameter's name, initial value or slice depends on which of the two happened.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import paddle
 from paddle import nn
 
 from ppfleetx.nn.init import Init, draw
+
+if TYPE_CHECKING:
+    from ppfleetx.config.lora import LoraConfig
+
+NameOf = Callable[[str], str]
+"""Canonical name of what lies at a path within a layer."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,7 @@ class ParamInfo:
         offset: first global index held here, in each dimension.
         local_shape: shape held here.
         init: how its initial values are drawn.
-        kind: ``matrix``, ``bias``, ``norm``, ``word_embedding``, ``position_embedding`` or ``head``.
+        kind: ``matrix``, ``bias``, ``norm``, ``word_embedding``, ``position_embedding``, ``head``, ``lora``.
     """
 
     name: str
@@ -67,6 +74,7 @@ class Stage:
         kwargs: arguments of the class.
         tie: sub-layer shared with other stages.
         root: prefix of the canonical names of its parameters; ``name`` when None.
+        finish: called with the new layer before its parameters get names and values; may add to it.
     """
 
     name: str
@@ -74,6 +82,7 @@ class Stage:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     tie: Tie | None = None
     root: str | None = None
+    finish: Callable[[nn.Layer, NameOf], None] | None = None
 
 
 class LayerFactory(Protocol):
@@ -96,6 +105,9 @@ class LayerFactory(Protocol):
 
     def whole_linear(self, in_features: int, out_features: int, *, init: Init, bias: bool) -> nn.Layer:
         """Linear ``[in, out]`` held whole by every rank, for input that is whole too."""
+
+    def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
+        """Adapter for a linear made here, sliced as it is: maps the linear's input to its output."""
 
     def vocab_embedding(self, padded_vocab_size: int, hidden_size: int, *, init: Init) -> nn.Layer:
         """Embedding ``[V, h]`` whose rows may be sliced; output is whole."""
@@ -160,6 +172,8 @@ def build_stage(
     layer = stage.layer_cls(**kwargs)
     if stage.tie is not None and shared is not None:
         shared[stage.tie.key] = getattr(layer, stage.tie.attribute)
+    if stage.finish is not None:
+        stage.finish(layer, partial(_canonical_name, stage))
     for path, parameter in layer.named_parameters():
         if parameter.info.name:  # made, named and filled by the stage it is shared with
             continue

@@ -155,10 +155,12 @@ class ParameterSharding:
             state = (_AtBackward.apply(state[0], lambda: self._drop(layer)), *state[1:])
         return (state, *rest)
 
-    def _after_forward(self, layer: paddle.nn.Layer, _: tuple, output: Any) -> Any:
+    def _after_forward(self, layer: paddle.nn.Layer, inputs: tuple, output: Any) -> Any:
         self._drop(layer)
         if not (layer.training and paddle.is_grad_enabled()):
             return output
+        if inputs[0][0].stop_gradient and all(p.stop_gradient for p in layer.parameters()):
+            return output  # a frozen first layer: no backward pass comes here
         fetch = lambda: self._fetch(layer)  # noqa: E731
         if isinstance(output, tuple):
             return (_AtBackward.apply(output[0], fetch), *output[1:])

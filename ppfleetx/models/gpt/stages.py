@@ -18,6 +18,7 @@ from ppfleetx.models.gpt.layers import (
 )
 from ppfleetx.nn.init import Normal
 from ppfleetx.nn.kernels import KernelOptions
+from ppfleetx.nn.lora import with_adapters
 from ppfleetx.nn.rope import RotaryEmbedding
 from ppfleetx.nn.stage import LayerFactory, Stage, Tie
 from ppfleetx.utils.log import get_logger
@@ -29,7 +30,7 @@ _WORD_TIE = Tie(key="embedding.word_embeddings", attribute="word_embeddings")
 
 
 def gpt_stages(cfg: ModelConfig, factory: LayerFactory) -> list[Stage]:
-    """Embedding, ``num_layers`` blocks, final norm, head.
+    """Embedding, ``num_layers`` blocks, final norm, head; with ``Model.lora`` frozen but for adapters.
 
     Args:
         cfg: the ``Model`` section.
@@ -67,7 +68,8 @@ def gpt_stages(cfg: ModelConfig, factory: LayerFactory) -> list[Stage]:
         },
         root="decoder",
     )
-    return [_embedding(cfg, factory), *blocks, final_norm, _head(cfg, factory)]
+    stages = [_embedding(cfg, factory), *blocks, final_norm, _head(cfg, factory)]
+    return stages if cfg.lora is None else with_adapters(stages, cfg.lora, factory)
 
 
 def gpt_classification_stages(cfg: ModelConfig, factory: LayerFactory, num_outputs: int) -> list[Stage]:

@@ -1,0 +1,83 @@
+"""Low-rank adapters (Hu et al., "LoRA", 2021) beside the frozen linears of a model.
+
+An adapter is a sub-layer ``lora`` of its linear, with parameters ``{linear}.lora.a`` and ``{linear}.lora.b``;
+names and values of the linear itself stay what they are without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import paddle
+from paddle import nn
+
+from ppfleetx.config.lora import LoraConfig
+from ppfleetx.nn.stage import LayerFactory, NameOf, Stage
+
+
+class LoraBranch(nn.Layer):
+    """``scale * join(dropout(x) A) B`` of the parts of A ``[in, rank]`` and B ``[rank, out]`` held here.
+
+    Args:
+        in_features, out_features: of the linear's part held here.
+        rank: columns of A.
+        scale: factor of the result.
+        dropout: of the input.
+        join: from what A gives here to what B takes here; None: the same.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        rank: int,
+        scale: float,
+        dropout: nn.Layer,
+        join: Callable[[paddle.Tensor], paddle.Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        zeros = nn.initializer.Constant(0.0)  # the real values come from build_stage
+        self.a = self.create_parameter([in_features, rank], default_initializer=zeros)
+        self.b = self.create_parameter([rank, out_features], default_initializer=zeros)
+        self.scale, self.dropout, self.join = scale, dropout, join
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        low = paddle.matmul(self.dropout(x), self.a)
+        if self.join is not None:
+            low = self.join(low)
+        return paddle.matmul(low, self.b) * self.scale
+
+
+def with_adapters(stages: Sequence[Stage], cfg: LoraConfig, factory: LayerFactory) -> list[Stage]:
+    """``stages`` with all parameters frozen, and adapters at the linears that ``cfg`` names."""
+    adapt = partial(_adapt, cfg=cfg, factory=factory)
+    first, *rest = (replace(stage, finish=adapt) for stage in stages)
+    return [replace(first, finish=partial(adapt, is_first=True)), *rest]
+
+
+def _adapt(
+    layer: nn.Layer, name_of: NameOf, *, cfg: LoraConfig, factory: LayerFactory, is_first: bool = False
+) -> None:
+    for parameter in layer.parameters():
+        parameter.stop_gradient = True
+    for path, linear in list(layer.named_sublayers()):
+        if cfg.adapts(name_of(path)):
+            linear.add_sublayer("lora", factory.lora(linear, cfg))
+            linear.register_forward_post_hook(_add_branch)
+    if is_first:
+        layer.register_forward_post_hook(_ask_for_gradient)
+
+
+def _add_branch(linear: nn.Layer, inputs: tuple[paddle.Tensor, ...], output: paddle.Tensor) -> paddle.Tensor:
+    return output + linear.lora(inputs[0])
+
+
+def _ask_for_gradient(layer: nn.Layer, _: Any, state: tuple[paddle.Tensor, ...]) -> tuple[paddle.Tensor, ...]:
+    """Recomputation, pipelines and sharding stage 3 follow the gradient of what a block is given."""
+    if layer.training and paddle.is_grad_enabled():
+        state[0].stop_gradient = False
+    return state
