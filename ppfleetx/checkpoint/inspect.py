@@ -66,7 +66,7 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
         "consumed_samples": progress.get("consumed_samples"),
         "saved_at": _time(checkpoint.saved_at_ns),
         "plan": dict(manifest.plan),
-        "rank_directories": len({rank.get("directory") for rank in manifest.ranks}),
+        "rank_directories": len({rank.get("directory") for rank in manifest.ranks} - {None}),
         "files": len(manifest.files),
         "parameters": sum(prod(entry.shape) for entry in of_model),
         "model_bytes": sum(entry.num_bytes for entry in of_model),

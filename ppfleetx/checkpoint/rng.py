@@ -1,4 +1,4 @@
-"""States of random number generators as JSON, without pickle.
+"""States of random number generators as JSON, without pickle: of one process, and of all ranks of a job.
 
 Python's and NumPy's generators give theirs as numbers. Paddle's `GeneratorState` gives seed, offset and
 the text form of its mt19937-64 engine through `__getstate__`, and takes them back.
@@ -13,13 +13,70 @@ from typing import Any
 import numpy as np
 
 from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.plan import AXES
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.together import gather
 
 # Words of the Mersenne twisters' states: NumPy's of 32 bits, Paddle's of 64 bits and its position.
 _NUMPY_KEYS, _PADDLE_ENGINE_WORDS = 624, 312
+_REFUSAL = "; set Engine.save_load.load_rng to False to go on without"
+
+
+def gather_rng_state(ctx: ParallelContext) -> dict[str, Any]:
+    """What a checkpoint keeps of the generators of all ranks; every rank calls this.
+
+    Returns:
+        `rng`: state of rank 0. `rng_of_ranks`: `degrees` of the plan, and for each rank in `ranks` its
+        coordinate `at` on each axis and `differs`, the parts of its state that are not rank 0's.
+    """
+    first, *_ = states = gather(ctx, rng_state())
+    ranks = [
+        {
+            "at": ctx.plan.coordinates(rank),
+            "differs": {part: value for part, value in state.items() if value != first[part]},
+        }
+        for rank, state in enumerate(states)
+    ]
+    return {"rng": first, "rng_of_ranks": {"degrees": _degrees(ctx), "ranks": ranks}}
+
+
+def restore_rng_state(state: Mapping[str, Any], ctx: ParallelContext) -> bool:
+    """Restore this rank's generators from what `gather_rng_state` gave.
+
+    Under the degrees it was saved with each rank gets its own. Under others no rank is the one it was:
+    all get the default generators of rank 0 (all there is in checkpoints that hold no others), and the
+    named streams of Paddle's tracker stay as the seed made them. Dropout does not depend on either: its
+    masks are a function of seed and step.
+
+    Returns:
+        whether each rank got its own.
+
+    Raises:
+        CheckpointError: there are none, or they are not such states.
+    """
+    rank_0, of_ranks = state.get("rng", {}), state.get("rng_of_ranks")
+    if not isinstance(of_ranks, Mapping) or of_ranks.get("degrees") != _degrees(ctx):
+        set_rng_state(rank_0, streams=False)
+        return False
+    at = ctx.plan.coordinates(ctx.rank)
+    try:
+        differs = next(entry["differs"] for entry in of_ranks["ranks"] if entry["at"] == at)
+        mine = {**rank_0, **differs}
+    except (StopIteration, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"the checkpoint lacks the random number generators of rank {ctx.rank}{_REFUSAL}"
+        ) from error
+    set_rng_state(mine)
+    return True
+
+
+def _degrees(ctx: ParallelContext) -> dict[str, int]:
+    return {axis: ctx.size_of(axis) for axis in AXES}
 
 
 def rng_state() -> dict[str, Any]:
-    """State of Python's, NumPy's and Paddle's default generators, JSON-able."""
+    """State of this process's generators, JSON-able: Python's, NumPy's, Paddle's default ones and the named
+    streams of its tracker."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     return {
@@ -35,8 +92,12 @@ def rng_state() -> dict[str, Any]:
     }
 
 
-def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Restore what `rng_state` gave. Raises CheckpointError when it is not such a state."""
+def set_rng_state(state: Mapping[str, Any], *, streams: bool = True) -> None:
+    """Restore what `rng_state` gave, the tracker's streams only with `streams`.
+
+    Raises:
+        CheckpointError: it is not such a state.
+    """
     try:
         python, numpy = state["python"], state["numpy"]
         random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
@@ -46,28 +107,40 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
         np.random.set_state(
             (numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]),
         )
-        _set_paddle_state(state["paddle"])
+        _set_paddle_state(state["paddle"], streams=streams)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(
-            f"the random number generators in the checkpoint cannot be restored ({error}); "
-            "set Engine.save_load.load_rng to False to go on without"
+            f"the random number generators in the checkpoint cannot be restored ({error}){_REFUSAL}"
         ) from error
 
 
 def _paddle_state() -> dict[str, Any]:
     import paddle
 
-    default = [_encode(state) for state in paddle.get_rng_state()]
-    return {"device": paddle.device.get_device().split(":")[0], "default": default}
+    streams = _tracker().get_states_tracker()
+    return {
+        "device": paddle.device.get_device().split(":")[0],
+        "default": [_encode(state) for state in paddle.get_rng_state()],
+        "tracker": {name: [_encode(state) for state in states] for name, states in streams.items()},
+    }
 
 
-def _set_paddle_state(saved: Mapping[str, Any]) -> None:
+def _set_paddle_state(saved: Mapping[str, Any], *, streams: bool) -> None:
     import paddle
 
     device = paddle.device.get_device().split(":")[0]
     if saved["device"] != device:
         raise ValueError(f"they are those of device {saved['device']}, this one is {device}")
+    if streams:  # first: Paddle changes the default generators on the way
+        tracked = saved.get("tracker", {})
+        _tracker().set_states_tracker({n: [_decode(entry) for entry in s] for n, s in tracked.items()})
     paddle.set_rng_state([_decode(entry) for entry in saved["default"]])
+
+
+def _tracker() -> Any:
+    from paddle.distributed.fleet.meta_parallel import get_rng_state_tracker
+
+    return get_rng_state_tracker()
 
 
 def _encode(state: Any) -> dict[str, Any]:

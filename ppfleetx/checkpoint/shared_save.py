@@ -85,7 +85,8 @@ class SharedSave:
         if not self._ctx.is_main:
             return None
         ranks = [
-            {"rank": rank, "directory": _directory_of(index)} for rank, index in enumerate(written) if index
+            {"rank": rank, **self._ctx.plan.coordinates(rank), "directory": _directory_of(index)}
+            for rank, index in enumerate(written)
         ]
         manifest = Manifest(files={}, tensors={}, ranks=tuple(ranks), **self._description)
         indices = [index for index in written if index is not None]
@@ -120,5 +121,5 @@ def on_all_ranks(ctx: ParallelContext, act: Callable[[], Result]) -> list[Result
     return [result for result, _ in outcomes]
 
 
-def _directory_of(index: RankIndex) -> str:
-    return next(iter(index.files)).split("/")[0]
+def _directory_of(index: RankIndex | None) -> str | None:
+    return None if index is None else next(iter(index.files)).split("/")[0]

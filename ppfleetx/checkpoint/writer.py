@@ -26,6 +26,7 @@ from ppfleetx.checkpoint.manifest import (
 from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE, OPTIMIZER, TensorSlice
 from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.plan import AXES
 from ppfleetx.utils.files import fsync_dir
 
 MAX_FILE_BYTES = 4 * 1024**3
@@ -82,7 +83,7 @@ def save_checkpoint(
                 tensors={},
                 state=state,
                 plan=plan or {},
-                ranks=({"rank": 0, "directory": rank_dir},),
+                ranks=({"rank": 0, **dict.fromkeys(AXES, 0), "directory": rank_dir},),
                 vocab_size=vocab_size,
                 config=config,
                 fingerprints=fingerprints or {},

@@ -66,8 +66,9 @@ def reshard(path: str | Path, output: str | Path, plan: ParallelPlan) -> Path:
                     for piece in _pieces(checkpoint, entry, mp, plan.mp)
                 ]
                 indices.append(write_rank(staged, directory, pieces))
-                coordinate = {"mp": mp, "pp": pp, "dp": 0, "sharding": 0}
-                ranks.append({"rank": len(ranks), "directory": directory, **coordinate})
+                coordinate = plan.coordinates(len(ranks))
+                assert (coordinate["mp"], coordinate["pp"]) == (mp, pp)
+                ranks.append({"rank": len(ranks), **coordinate, "directory": directory})
         new = replace(manifest, plan=asdict(plan), ranks=tuple(ranks))
         target = commit(staged, new, indices)
     _bring_tokenizer(checkpoint.path, output)

@@ -20,7 +20,7 @@ from ppfleetx.checkpoint.directory import (
 from ppfleetx.checkpoint.manager import CheckpointManager
 from ppfleetx.checkpoint.manifest import step_directory
 from ppfleetx.checkpoint.reader import Checkpoint
-from ppfleetx.checkpoint.rng import rng_state, set_rng_state
+from ppfleetx.checkpoint.rng import gather_rng_state, restore_rng_state
 from ppfleetx.checkpoint.training import (
     load_masters,
     load_model,
@@ -97,9 +97,17 @@ class Start:
                 load_optimizer(state, parameters, self.checkpoint, model_names=model_names)
                 runner.load_scaler_state(self.checkpoint.state.get("scaler"))
             if self.options.load_rng:
-                set_rng_state(self.checkpoint.state.get("rng", {}))
+                self._restore_generators()
             saved = self.checkpoint.state["schedule"]
             return resume_schedule(self.options.lr_schedule, schedule, saved)
+
+    def _restore_generators(self) -> None:
+        own = restore_rng_state(self.checkpoint.state, self.ctx)
+        if not own and self.ctx.world_size > 1:
+            get_logger().info(
+                "generators: the checkpoint has none for each rank of this plan; all continue rank 0's "
+                "(dropout does not depend on them)"
+            )
 
     def restore_weights(self, runner: Runner, model: ModelConfig) -> None:
         """Load the weights alone.
@@ -225,7 +233,7 @@ class CheckpointSaver:
             state={
                 "train": engine.state.to_json(),
                 "schedule": engine.schedule.state(),
-                "rng": rng_state(),
+                **gather_rng_state(self._ctx),
                 "scaler": runner.scaler_state(),
             },
         )

@@ -1,0 +1,68 @@
+"""Generators of all ranks: each continues its own under the same plan, rank 0's under another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ppfleetx.checkpoint.rng import gather_rng_state, restore_rng_state
+from ppfleetx.config.errors import CheckpointError
+from ppfleetx.distributed.context import ParallelContext
+from tests.checkpoint.rank_generators import draw
+from tests.helpers.ranks import Pools
+
+CASES = "tests.checkpoint.rank_generators:"
+MP, PP = ["Distributed.mp_degree=2"], ["Distributed.pp_degree=2"]
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    pools = Pools()
+    yield pools
+    pools.close()
+
+
+def test_each_rank_continues_its_own_under_the_same_plan(pools: Pools) -> None:
+    results = pools(2).run(CASES + "saved", overrides=MP, world=2)
+    state, drawn = results[0][0], [numbers for _, numbers in results]
+    assert all(other == state for other, _ in results)
+    assert len(drawn[0]) == 4, "Python, NumPy, Paddle, and the stream of tensor-parallel ranks"
+    assert not set(drawn[0]) & set(drawn[1]), "the ranks have drawn differently"
+    assert [entry["at"]["mp"] for entry in state["rng_of_ranks"]["ranks"]] == [0, 1]
+    again = pools(2).run(CASES + "restored", overrides=MP, world=2, state=state)
+    assert again == [[True, numbers] for numbers in drawn]
+
+
+def test_all_ranks_continue_rank_0_under_another_plan(pools: Pools) -> None:
+    results = pools(2).run(CASES + "saved", overrides=PP, world=2)
+    state, first = results[0][0], results[0][1]
+    again = pools(2).run(CASES + "restored", overrides=MP, world=2, state=state)
+    assert [own for own, _ in again] == [False, False]
+    assert [numbers[:3] for _, numbers in again] == [first[:3], first[:3]]
+    assert again[0][1][3] != again[1][1][3], "the stream of what differs between tensor-parallel ranks"
+
+
+def test_states_that_are_equal_are_kept_once() -> None:
+    state = gather_rng_state(ParallelContext.single())
+    (only,) = state["rng_of_ranks"]["ranks"]
+    assert only == {"at": dict.fromkeys(("dp", "pp", "sharding", "sep", "mp"), 0), "differs": {}}
+
+
+def test_checkpoints_without_generators_of_each_rank_are_read() -> None:
+    """As written before there were any."""
+    ctx = ParallelContext.single()
+    state = gather_rng_state(ctx)
+    numbers = draw()
+    old = {"rng": {**state["rng"], "paddle": {**state["rng"]["paddle"]}}}
+    del old["rng"]["paddle"]["tracker"]
+    assert not restore_rng_state(old, ctx)
+    assert draw()[:3] == numbers[:3]
+
+
+def test_a_missing_rank_is_refused() -> None:
+    ctx = ParallelContext.single()
+    state = gather_rng_state(ctx)
+    state["rng_of_ranks"]["ranks"] = []
+    with pytest.raises(CheckpointError, match=r"generators of rank 0; set .*load_rng to False"):
+        restore_rng_state(state, ctx)
