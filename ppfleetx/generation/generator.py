@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import paddle
 
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections import GenerationConfig, ModelConfig
 from ppfleetx.data.tokenizer import Tokenizer
 from ppfleetx.generation.beam import BeamOptions, beam_search
-from ppfleetx.generation.search import Choose, FinishReason, Row, Rules, Sampler, decode, greedy
+from ppfleetx.generation.search import Choose, FinishReason, Row, Rules, Sampler, decode, greedy, uniforms
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
 from ppfleetx.generation.text import RowText
 from ppfleetx.models.staged import StagedModel
@@ -37,33 +39,16 @@ class Generation:
     finish_reason: FinishReason
 
 
-class Generator:
-    """Continues prompts with a model. Weights are taken as they are when the generator is made.
+class TextGenerator(ABC):
+    """What every way of continuing prompts has in common: ids, limits, batches, text.
 
     Args:
-        model: the whole model, in this process.
-        model_cfg: its ``Model`` section: vocabulary and number of positions.
-        tokenizer: the one it was trained with.
-
-    Raises:
-        DataError: the tokenizer has ids that the model has not.
+        tokenizer: of the model.
+        max_positions: most tokens of a prompt and its continuation together.
     """
 
-    def __init__(self, model: StagedModel, model_cfg: ModelConfig, tokenizer: Tokenizer) -> None:
-        if tokenizer.vocab_size > model_cfg.vocab_size:
-            raise DataError(
-                f"{tokenizer.place} has {tokenizer.vocab_size} token ids, the model has "
-                f"{model_cfg.vocab_size} (Model.vocab_size): it was trained with another tokenizer"
-            )
-        self._model, self._tokenizer = model, tokenizer
-        self._max_positions = model_cfg.max_position_embeddings
-        # A model may have more ids than its tokenizer; what cannot be written is not generated.
-        self._next_token = NextTokenModel(model, tokenizer.vocab_size)
-
-    @property
-    def next_token_model(self) -> NextTokenModel:
-        """What gives the logits, for whoever runs a loop of his own (with the model in `eval` mode)."""
-        return self._next_token
+    def __init__(self, tokenizer: Tokenizer, max_positions: int) -> None:
+        self._tokenizer, self._max_positions = tokenizer, max_positions
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -103,64 +88,21 @@ class Generator:
         per_prompt = cfg.num_beams if cfg.decode_strategy == "beam_search" else cfg.num_return_sequences
         per_batch = max(1, batch_rows // per_prompt)
         results: list[list[Generation]] = []
-        was_training = self._model.training
-        self._model.eval()
-        try:
-            with paddle.no_grad():
-                for start in range(0, len(encoded), per_batch):
-                    part = slice(start, start + per_batch)
-                    batch = _Batch(cfg, seed, first_prompt + start, num_new[part], on_text)
-                    results += self._run(encoded[part], batch)
-        finally:
-            if was_training:
-                self._model.train()
+        for start in range(0, len(encoded), per_batch):
+            part = slice(start, start + per_batch)
+            batch = Batch(cfg, seed, first_prompt + start, num_new[part], on_text)
+            texts = [self._row_text(batch, batch.first_prompt + i, copy) for i, copy in batch.streams]
+            rows = self._continue(encoded[part], batch, texts)
+            finished = [_generation(row, text) for row, text in zip(rows, texts, strict=True)]
+            copies = cfg.num_return_sequences
+            results += [finished[i : i + copies] for i in range(0, len(finished), copies)]
         return results
 
-    def _run(self, prompts: list[list[int]], batch: _Batch) -> list[list[Generation]]:
-        copies = batch.cfg.num_return_sequences
-        streams = [(i, copy) for i in range(len(prompts)) for copy in range(copies)]
-        texts = [self._row_text(batch, batch.first_prompt + i, copy) for i, copy in streams]
-        session = DecodingSession(self._next_token, prompts, use_cache=batch.cfg.use_cache)
-        if batch.cfg.decode_strategy == "beam_search":
-            rows = self._search(session, batch, texts)
-        else:
-            rows = self._decode(session, batch, texts, streams)
-        finished = [_generation(row, text) for row, text in zip(rows, texts, strict=True)]
-        return [finished[i : i + copies] for i in range(0, len(finished), copies)]
+    @abstractmethod
+    def _continue(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:
+        """Rows of new tokens in the order of ``batch.streams``, each of them fed to its text."""
 
-    def _decode(
-        self,
-        session: DecodingSession,
-        batch: _Batch,
-        texts: list[RowText],
-        streams: list[tuple[int, int]],
-    ) -> list[Row]:
-        def on_token(row: int, token_id: int) -> bool:
-            return texts[row].feed(token_id)
-
-        return decode(
-            session,
-            batch.choose(streams),
-            self._rules(batch.cfg),
-            batch.max_new_tokens,
-            copies=batch.cfg.num_return_sequences,
-            on_token=on_token,
-        )
-
-    def _search(self, session: DecodingSession, batch: _Batch, texts: list[RowText]) -> list[Row]:
-        """Beam search: which tokens stay is known at the end only, so all text comes then."""
-        cfg = batch.cfg
-        options = BeamOptions(cfg.num_beams, cfg.length_penalty, cfg.early_stopping)
-        rows = beam_search(session, self._rules(cfg), batch.max_new_tokens, options, cfg.num_return_sequences)
-        for row, text in zip(rows, texts, strict=True):
-            for token_id in row.ids:
-                text.feed(token_id)
-        return rows
-
-    def _rules(self, cfg: GenerationConfig) -> Rules:
-        return Rules(self._tokenizer.eod_id, cfg.min_dec_len, cfg.repetition_penalty)
-
-    def _row_text(self, batch: _Batch, prompt: int, copy: int) -> RowText:
+    def _row_text(self, batch: Batch, prompt: int, copy: int) -> RowText:
         stop = batch.cfg.stop or ()
         emit = None if batch.on_text is None else _bound(batch.on_text, prompt, copy)
         return RowText(self._tokenizer, (stop,) if isinstance(stop, str) else stop, emit)
@@ -187,9 +129,90 @@ class Generator:
         return room
 
 
+class Generator(TextGenerator):
+    """Continues prompts with a model. Weights are taken as they are when the generator is made.
+
+    Args:
+        model: the whole model, in this process.
+        model_cfg: its ``Model`` section: vocabulary and number of positions.
+        tokenizer: the one it was trained with.
+
+    Raises:
+        DataError: the tokenizer has ids that the model has not.
+    """
+
+    def __init__(self, model: StagedModel, model_cfg: ModelConfig, tokenizer: Tokenizer) -> None:
+        check_vocabulary(tokenizer, model_cfg)
+        super().__init__(tokenizer, model_cfg.max_position_embeddings)
+        self._model = model
+        # A model may have more ids than its tokenizer; what cannot be written is not generated.
+        self._next_token = NextTokenModel(model, tokenizer.vocab_size)
+
+    @property
+    def next_token_model(self) -> NextTokenModel:
+        """What gives the logits, for whoever runs a loop of his own (with the model in `eval` mode)."""
+        return self._next_token
+
+    def _continue(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            with paddle.no_grad():
+                session = DecodingSession(self._next_token, prompts, use_cache=batch.cfg.use_cache)
+                if batch.cfg.decode_strategy == "beam_search":
+                    return self._search(session, batch, texts)
+                return self._decode(session, batch, texts)
+        finally:
+            if was_training:
+                self._model.train()
+
+    def _decode(self, session: DecodingSession, batch: Batch, texts: list[RowText]) -> list[Row]:
+        def on_token(row: int, token_id: int) -> bool:
+            return texts[row].feed(token_id)
+
+        return decode(
+            session,
+            batch.choose(),
+            self._rules(batch.cfg),
+            batch.max_new_tokens,
+            copies=batch.cfg.num_return_sequences,
+            on_token=on_token,
+        )
+
+    def _search(self, session: DecodingSession, batch: Batch, texts: list[RowText]) -> list[Row]:
+        """Beam search: which tokens stay is known at the end only, so all text comes then."""
+        cfg = batch.cfg
+        options = BeamOptions(cfg.num_beams, cfg.length_penalty, cfg.early_stopping)
+        rows = beam_search(session, self._rules(cfg), batch.max_new_tokens, options, cfg.num_return_sequences)
+        for row, text in zip(rows, texts, strict=True):
+            for token_id in row.ids:
+                text.feed(token_id)
+        return rows
+
+    def _rules(self, cfg: GenerationConfig) -> Rules:
+        return Rules(self._tokenizer.eod_id, cfg.min_dec_len, cfg.repetition_penalty)
+
+
+def check_vocabulary(tokenizer: Tokenizer, model_cfg: ModelConfig) -> None:
+    """Raise DataError when ``tokenizer`` has ids that a model of this ``Model`` section has not."""
+    if tokenizer.vocab_size > model_cfg.vocab_size:
+        raise DataError(
+            f"{tokenizer.place} has {tokenizer.vocab_size} token ids, the model has "
+            f"{model_cfg.vocab_size} (Model.vocab_size): it was trained with another tokenizer"
+        )
+
+
 @dataclass(frozen=True)
-class _Batch:
-    """What the prompts of one batch have in common."""
+class Batch:
+    """What the prompts of one batch have in common.
+
+    Attributes:
+        cfg: the ``Generation`` section.
+        default_seed: counts when ``cfg.seed`` is None.
+        first_prompt: number of the first prompt of the batch in the whole list.
+        max_new_tokens: of each prompt.
+        on_text: see :data:`OnText`.
+    """
 
     cfg: GenerationConfig
     default_seed: int
@@ -197,14 +220,30 @@ class _Batch:
     max_new_tokens: list[int]
     on_text: OnText | None
 
-    def choose(self, streams: Sequence[tuple[int, int]]) -> Choose:
-        """How a token is chosen for rows of these (prompt of the batch, copy)."""
+    @property
+    def streams(self) -> list[tuple[int, int]]:
+        """(prompt of the batch, copy) of each row."""
+        copies = self.cfg.num_return_sequences
+        return [(i, copy) for i in range(len(self.max_new_tokens)) for copy in range(copies)]
+
+    @property
+    def seed(self) -> int:
+        return self.default_seed if self.cfg.seed is None else self.cfg.seed
+
+    def random_numbers(self) -> np.ndarray:
+        """``[rows, steps]`` float32: what :class:`~ppfleetx.generation.search.Sampler` draws for each row."""
+        steps = max(self.max_new_tokens)
+        rows = [uniforms(self.seed, self.first_prompt + prompt, copy, steps) for prompt, copy in self.streams]
+        return np.stack(rows)
+
+    def choose(self) -> Choose:
+        """How the tokens of the rows are chosen."""
         cfg = self.cfg
         if cfg.decode_strategy == "greedy_search":
             return greedy
         return Sampler(
-            self.default_seed if cfg.seed is None else cfg.seed,
-            [(self.first_prompt + prompt, copy) for prompt, copy in streams],
+            self.seed,
+            [(self.first_prompt + prompt, copy) for prompt, copy in self.streams],
             max(self.max_new_tokens),
             temperature=cfg.temperature,
             top_k=cfg.top_k,

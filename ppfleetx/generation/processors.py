@@ -57,9 +57,9 @@ def candidates(
     if 0 < top_k < vocab:
         values, ids = largest(logits, top_k)
         probabilities = F.softmax(values, axis=-1)
-        return (probabilities if top_p >= 1.0 else _keep_top_p(probabilities, top_p)), ids
+        return (probabilities if top_p >= 1.0 else keep_top_p(probabilities, top_p)), ids
     probabilities = F.softmax(logits, axis=-1)
-    return (probabilities if top_p >= 1.0 else _nucleus(probabilities, top_p)), None
+    return (probabilities if top_p >= 1.0 else nucleus(probabilities, top_p)), None
 
 
 def largest(values: paddle.Tensor, count: int) -> tuple[paddle.Tensor, paddle.Tensor]:
@@ -83,19 +83,31 @@ def log_probabilities(logits: paddle.Tensor) -> paddle.Tensor:
     return shifted - shifted.exp().sum(-1, keepdim=True).log()
 
 
-def _keep_top_p(falling: paddle.Tensor, top_p: float) -> paddle.Tensor:
+def keep_top_p(falling: paddle.Tensor, top_p: float) -> paddle.Tensor:
     """Zero the probabilities ``[b, m]``, sorted falling, of tokens before which p is reached already."""
     return paddle.where(_before(falling) < top_p, falling, paddle.zeros([], dtype=falling.dtype))
 
 
-def _nucleus(probabilities: paddle.Tensor, top_p: float) -> paddle.Tensor:
+def nucleus(probabilities: paddle.Tensor, top_p: float) -> paddle.Tensor:
     """The same for probabilities ``[b, V]`` in the order of ids; of equal ones the lower ids stay.
 
     Only values are sorted, to find the smallest one that stays: with their ids it would take far longer.
     """
-    falling = _sort_falling(probabilities)
+    smallest, count = last_kept(_sort_falling(probabilities), top_p)
+    return keep_from(probabilities, smallest, count)
+
+
+def last_kept(falling: paddle.Tensor, top_p: float) -> tuple[paddle.Tensor, paddle.Tensor]:
+    """Of probabilities ``[b, m]``, sorted falling: the last that top-p keeps, and how many; ``[b, 1]`` each.
+
+    The m largest are enough when they sum to p.
+    """
     count = (_before(falling) < top_p).astype("int64").sum(-1, keepdim=True)
-    smallest = paddle.take_along_axis(falling, count - 1, axis=1)
+    return paddle.take_along_axis(falling, count - 1, axis=1), count
+
+
+def keep_from(probabilities: paddle.Tensor, smallest: paddle.Tensor, count: paddle.Tensor) -> paddle.Tensor:
+    """``probabilities [b, V]`` with all but ``count`` zero; ``smallest`` is the least of those."""
     kept = probabilities >= smallest
     too_many = kept.astype("int64").sum(-1, keepdim=True) - count
     if bool((too_many > 0).any()):

@@ -23,16 +23,19 @@ class NextTokenModel:
     Args:
         model: the model. A tied head's matrix is copied here, so weights changed later are not seen.
         vocab_size: ids below this may be generated.
+
+    Attributes:
+        head_matrix: that copy ``[h, V]``; None where the model has a head of its own.
     """
 
     def __init__(self, model: StagedModel, vocab_size: int) -> None:
         self.model, self.vocab_size = model, vocab_size
-        self._head_matrix: paddle.Tensor | None = None
+        self.head_matrix: paddle.Tensor | None = None
         if isinstance(model.stages[-1], TiedHead):
             # [h, V] in memory: on CPU the product with [V, h] transposed takes more than twice as long.
             with paddle.no_grad():
                 weight = model.stages[-1].word_embeddings.weight[:vocab_size]
-                self._head_matrix = weight.transpose([1, 0]).contiguous()
+                self.head_matrix = weight.transpose([1, 0]).contiguous()
 
     def with_cache(
         self,
@@ -49,8 +52,8 @@ class NextTokenModel:
         for stage in trunk:
             state = stage(state, cache)
         last = state[0][-1]
-        if self._head_matrix is not None:
-            return paddle.matmul(last, self._head_matrix).astype("float32")
+        if self.head_matrix is not None:
+            return paddle.matmul(last, self.head_matrix).astype("float32")
         return head((last.unsqueeze(0),)).squeeze(0)[:, : self.vocab_size].astype("float32")
 
     def without_cache(
