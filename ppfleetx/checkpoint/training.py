@@ -48,7 +48,7 @@ def load_model(
     *,
     vocab_size: int | None = None,
     allow_missing: Collection[str] = (),
-    allow_extra: bool = False,
+    allow_extra: bool | Collection[str] = False,
     allow_other_shapes: bool = False,
     model_names: Collection[str] = (),
 ) -> list[str]:
@@ -60,7 +60,7 @@ def load_model(
     Args:
         vocab_size: true vocabulary size of the model; must be the checkpoint's.
         allow_missing: parameters that may be absent and then keep their values.
-        allow_extra: ignore tensors that the model does not have.
+        allow_extra: ignore tensors that the model does not have; or the names of those to ignore.
         allow_other_shapes: parameters whose shape or vocabulary is another one keep their values.
         model_names: names of the whole model, where ``named_params`` are those of one rank.
 
@@ -281,7 +281,10 @@ def _of_same_shape(
 
 
 def _check_names(
-    checkpoint: Checkpoint, names: list[str], allow_missing: Collection[str], allow_extra: bool
+    checkpoint: Checkpoint,
+    names: list[str],
+    allow_missing: Collection[str],
+    allow_extra: bool | Collection[str],
 ) -> None:
     stored = checkpoint.names()
     missing = [name for name in names if name not in set(stored)]
@@ -292,7 +295,8 @@ def _check_names(
             "with Engine.save_load.allow_missing=True they keep their initial values"
         )
     extra = [name for name in stored if name not in set(names)]
-    if extra and not allow_extra:
+    ignored = extra if allow_extra is True else allow_extra or ()
+    if any(name not in ignored for name in extra):
         raise CheckpointError(
             f"checkpoint {checkpoint.path} holds parameters the model does not have{_listed('extra', extra)}"
             "; with Engine.save_load.allow_extra=True they are left out"

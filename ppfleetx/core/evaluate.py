@@ -97,7 +97,7 @@ def run(path: str, overrides: Sequence[str]) -> None:
     if cfg.Model.module == MODULE:
         _run_offline(cfg, path, overrides)
         return
-    cfg, ctx = start_process(path, overrides, reads=("Eval",))
+    cfg, ctx = start_process(path, overrides, reads=("Eval", "Test"))
     from ppfleetx.core.engine.build import evaluate as evaluate_on_corpus
 
     evaluate_on_corpus(cfg, ctx)

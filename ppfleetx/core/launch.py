@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.finetuning import FINETUNE_MODULE
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.unsupported import not_supported_reasons, without_effect
 from ppfleetx.data.build import build_dataset
@@ -27,7 +28,7 @@ def start_process(
     """Read the configuration, refuse what cannot run, and only then load Paddle and choose the device.
 
     Args:
-        reads: which of ``Data.Train`` and ``Data.Eval`` the program will read.
+        reads: which sections of ``Data`` the program will read.
 
     Raises:
         UserError: anything wrong, missing or not supported, before any device work.
@@ -56,6 +57,8 @@ def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
     """Raise at once, and not after Paddle has been loaded, when a corpus or ``ckpt_dir`` is not there."""
     for mode in reads:
         section = getattr(cfg.Data, mode)
+        if mode == "Test" and cfg.Model.module != FINETUNE_MODULE:
+            continue  # nothing else reads it
         if section is not None and not section.dataset.is_corpus:
             build_dataset(cfg, mode)
             continue
@@ -63,8 +66,10 @@ def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
         for entry in (entries,) if isinstance(entries, str) else entries:
             for prefix in find_prefixes(entry):
                 open_tokens(prefix)
-    if cfg.Engine.save_load.ckpt_dir is not None:
-        resolve_checkpoint(cfg.Engine.save_load.ckpt_dir, verify=False)
+    base = None if cfg.Model.lora is None else cfg.Model.lora.base
+    for directory in (cfg.Engine.save_load.ckpt_dir, base):
+        if directory is not None:
+            resolve_checkpoint(directory, verify=False)
 
 
 def expected_device(wanted: str) -> str:

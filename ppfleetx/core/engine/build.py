@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from ppfleetx.checkpoint.base import BASE
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.finetuning import FINETUNE_MODULE
 from ppfleetx.config.loader import dump_config
@@ -76,6 +77,8 @@ def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext) -> None:
         "tokenizer": None if tokenizer is None else tokenizer.fingerprint,
     }
     schedule = start.restore(runner, schedule, fingerprints, cfg.Model)
+    if start.base_fingerprint is not None:
+        fingerprints[BASE] = start.base_fingerprint
     engine = Engine(
         cfg,
         ctx,

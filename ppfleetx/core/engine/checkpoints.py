@@ -8,6 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppfleetx.checkpoint.background import BackgroundManager
+from ppfleetx.checkpoint.base import (
+    BASE,
+    base_fingerprint,
+    check_base,
+    is_beside_base,
+    refuse_without_base,
+)
 from ppfleetx.checkpoint.convert.weights import with_vocabulary
 from ppfleetx.checkpoint.directory import (
     mend_latest,
@@ -29,6 +36,7 @@ from ppfleetx.checkpoint.training import (
     optimizer_slices,
 )
 from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.finetuning import FINETUNE_MODULE
 from ppfleetx.config.sections import ModelConfig, RunConfig, SaveLoadConfig
 from ppfleetx.core.engine.state import TrainState
 from ppfleetx.distributed.context import ParallelContext
@@ -68,6 +76,7 @@ class Start:
         resumes: whether optimizer, schedule, data position and generators are taken over too.
         state: progress of the run to begin with.
         ctx: this process's place in the job.
+        base_fingerprint: of the frozen weights once they were loaded from ``Model.lora.base``.
     """
 
     options: SaveLoadConfig
@@ -75,6 +84,7 @@ class Start:
     resumes: bool = False
     state: TrainState = field(default_factory=TrainState)
     ctx: ParallelContext = field(default_factory=ParallelContext.single)
+    base_fingerprint: str | None = None
 
     def restore(
         self, runner: Runner, schedule: Schedule, fingerprints: Fingerprints, model: ModelConfig
@@ -84,9 +94,10 @@ class Start:
         Raises:
             CheckpointError: it does not fit the model, the data, the tokenizer or the schedule.
         """
+        self._load_base(runner, model)
         if self.checkpoint is None:
             return schedule
-        self.restore_weights(runner, model)
+        self._load_weights(runner, model, is_new_run=not self.resumes)
         if not self.resumes:
             return schedule
         model_names = runner.model_names()
@@ -110,27 +121,73 @@ class Start:
             )
 
     def restore_weights(self, runner: Runner, model: ModelConfig) -> None:
-        """Load the weights alone.
+        """Load the weights alone, all of them.
 
         Raises:
             CheckpointError: they are not those of ``model``, or mean another function.
         """
         assert self.checkpoint is not None
-        model_names = runner.model_names()
+        self._load_base(runner, model)
+        self._load_weights(runner, model)
+
+    def _load_base(self, runner: Runner, model: ModelConfig) -> None:
+        """Load the frozen weights from ``Model.lora.base``, if there is one, and see that it is the one the
+        adapters of the checkpoint belong to."""
+        place = None if model.lora is None else model.lora.base
+        frozen = [name for name in runner.model_names() if not is_beside_base(name)]
+        with joint_errors(self.ctx):
+            if place is None:
+                if self.checkpoint is not None:
+                    refuse_without_base(self.checkpoint)
+                return
+            verify = self.options.verify and self.ctx.is_main
+            base = with_vocabulary(open_resolved(resolve_checkpoint(place, verify=verify)), model.vocab_size)
+            refuse_without_base(base)
+            check_same_function(base, model)
+            load_model(
+                [(name, p) for name, p in runner.named_parameters() if not is_beside_base(name)],
+                base,
+                vocab_size=model.vocab_size,
+                allow_extra=_left_out(model),
+                model_names=frozen,
+            )
+            self.base_fingerprint = base_fingerprint(base, frozen)
+            if self.checkpoint is not None:
+                check_base(self.checkpoint, self.base_fingerprint, place)
+
+    def _load_weights(self, runner: Runner, model: ModelConfig, *, is_new_run: bool = False) -> None:
+        """Load the checkpoint's weights. A new run may have parameters that it lacks: adapters, and a
+        classification head in the place of the model's."""
+        model_names, parameters = runner.model_names(), list(runner.named_parameters())
+        if self.base_fingerprint is not None:
+            model_names = [name for name in model_names if is_beside_base(name)]
+            parameters = [(name, p) for name, p in parameters if is_beside_base(name)]
+        beside = [name for name in model_names if is_beside_base(name)]
+        new = beside if is_new_run else []
         with joint_errors(self.ctx):
             check_same_function(self.checkpoint, model)
+            if self.resumes and beside and not set(beside) & set(self.checkpoint.names()):
+                raise CheckpointError(
+                    f"checkpoint {self.checkpoint.path} is of a model before finetuning (it has no "
+                    f"{beside[0]}); to start from its weights, name it in Engine.save_load.init_from"
+                )
             weights = with_vocabulary(self.checkpoint, model.vocab_size)
             loaded = load_model(
-                runner.named_parameters(),
+                parameters,
                 weights,
                 vocab_size=model.vocab_size,
-                allow_missing=model_names if self.options.allow_missing else (),
-                allow_extra=self.options.allow_extra,
+                allow_missing=model_names if self.options.allow_missing else new,
+                allow_extra=self.options.allow_extra or (_left_out(model) if is_new_run else ()),
                 allow_other_shapes=self.options.allow_other_shapes,
                 model_names=model_names,
             )
             states = {k: tensor for k, tensor in runner.optimizer_state().items() if k[0] in set(loaded)}
-            load_masters(states, runner.named_parameters(), weights)
+            load_masters(states, parameters, weights)
+
+
+def _left_out(model: ModelConfig) -> tuple[str, ...]:
+    """What a pretrained model may have and its finetuning has not: the language model's own head."""
+    return ("head.weight", "head.bias") if model.module == FINETUNE_MODULE else ()
 
 
 def check_same_function(checkpoint: Checkpoint, model: ModelConfig) -> None:
@@ -152,6 +209,11 @@ def check_same_function(checkpoint: Checkpoint, model: ModelConfig) -> None:
                 f"this configuration has {now!r}: the same weights would compute something else; "
                 f"set {name} to {then!r}"
             )
+    if trained.lora is not None and model.lora is not None and trained.lora.scale != model.lora.scale:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} was trained with Model.lora.alpha / rank = "
+            f"{trained.lora.scale:g}, this configuration has {model.lora.scale:g}: the adapters would weigh otherwise"
+        )
 
 
 def find_start(options: SaveLoadConfig, output_dir: Path | None, ctx: ParallelContext) -> Start:
@@ -208,7 +270,7 @@ class CheckpointSaver:
         self, cfg: RunConfig, ctx: ParallelContext, output_dir: Path, fingerprints: Fingerprints
     ) -> None:
         manager = BackgroundManager if cfg.Engine.save_load.async_save else CheckpointManager
-        self._ctx = ctx
+        self._ctx, self._trained_alone = ctx, fingerprints.get(BASE) is not None
         self._manager = manager(
             output_dir,
             cfg.Engine.save_load.keep_max,
@@ -225,6 +287,8 @@ class CheckpointSaver:
         runner.before_update = self._manager.wait_for_copy
         parameters = [(n, p) for n, p in runner.named_parameters() if runner.writes(p)]
         held = {name for name, _ in parameters}
+        if self._trained_alone:
+            parameters = [(name, p) for name, p in parameters if not p.stop_gradient]
         states = {key: tensor for key, tensor in runner.optimizer_state().items() if key[0] in held}
         return self._manager.save(
             epoch=engine.state.epoch,
