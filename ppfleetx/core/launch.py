@@ -33,7 +33,11 @@ def start_process(
     Raises:
         UserError: anything wrong, missing or not supported, before any device work.
     """
-    cfg = load_config(path, overrides, world_size=world_size(os.environ))
+    return start_with(load_config(path, overrides, world_size=world_size(os.environ)), reads=reads)
+
+
+def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig, ParallelContext]:
+    """:func:`start_process` for a configuration that is loaded already."""
     main = rank(os.environ) == 0
     logger = configure_logging(quiet=not main and not cfg.plan.knows_loss(rank(os.environ)))
     for warning in (*cfg.warnings, *without_effect(cfg)) if main else ():
