@@ -47,6 +47,11 @@ def _nothing(value: Any) -> None:
         raise ValueError("is not supported; leave it out")
 
 
+def _no_logprobs(value: Any) -> None:
+    if value is not False:  # 0 asks for the probability of the chosen token
+        raise ValueError("is not supported; leave it out")
+
+
 def _one(value: Any) -> None:
     if value != 1:
         raise ValueError("is not supported; leave it out, and use n for several continuations")
@@ -86,7 +91,7 @@ class CompletionRequest(BaseModel):
     frequency_penalty: NotSupported = None
     presence_penalty: NotSupported = None
     logit_bias: NotSupported = None
-    logprobs: NotSupported = None
+    logprobs: Annotated[None, BeforeValidator(_no_logprobs)] = None
     suffix: NotSupported = None
 
     @model_validator(mode="before")

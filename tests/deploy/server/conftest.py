@@ -1,0 +1,160 @@
+"""A checkpoint with a tiny model, and servers of it as processes of their own."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from ppfleetx.checkpoint.training import model_slices
+from ppfleetx.checkpoint.writer import save_checkpoint
+from ppfleetx.config.sections import ModelConfig
+from ppfleetx.data.tokenizer_training import train_tokenizer
+from ppfleetx.models.gpt.stages import gpt_stages
+from ppfleetx.models.staged import StagedModel
+from ppfleetx.nn.factory import LocalFactory
+
+pytest.importorskip("fastapi", reason="the server needs ppfleetx[serve]")
+
+ROOT = Path(__file__).resolve().parents[3]
+# Positions enough that an answer can take longer than any test.
+MODEL = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 8192,
+}
+ENDLESS = {"max_tokens": 8000, "min_tokens": 8000}
+KEY = "a-secret-key"
+START_SECONDS = 90.0
+
+
+class Server:
+    """``tools/serve.py`` in a process."""
+
+    def __init__(self, checkpoint: Path, log: Path, *overrides: str, key: str | None = None) -> None:
+        self._log = log
+        environment = {name: value for name, value in os.environ.items() if name != "PPFLEETX_API_KEY"}
+        environment |= {"OMP_NUM_THREADS": "1"} | ({} if key is None else {"PPFLEETX_API_KEY": key})
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command(checkpoint, "Serve.port=0", *overrides),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+        self.url = self._wait_for_url()
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self.http = httpx.Client(base_url=self.url, headers=headers, timeout=60)
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def complete(self, **body: object) -> httpx.Response:
+        return self.http.post("/v1/completions", json={"prompt": "the cat", **body})
+
+    def metric(self, name: str) -> float:
+        found = re.search(rf"^{re.escape(name)} (\S+)$", self.http.get("/metrics").text, re.MULTILINE)
+        return float(found.group(1)) if found else 0.0
+
+    def wait_for_metric(self, name: str, value: float, seconds: float = 10.0) -> None:
+        """Wait until the metric has this value.
+
+        Raises:
+            AssertionError: it has not, within ``seconds``.
+        """
+        end = time.monotonic() + seconds
+        while (last := self.metric(name)) != value:
+            assert time.monotonic() < end, f"{name} is {last}, not {value}"
+            time.sleep(0.02)
+
+    def stop(self, number: int = signal.SIGTERM, seconds: float = 20.0) -> int:
+        """Send a signal and wait; the exit code."""
+        self.http.close()
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise
+
+    def _wait_for_url(self) -> str:
+        end = time.monotonic() + START_SECONDS
+        while time.monotonic() < end and self.process.poll() is None:
+            found = re.search(r"serving .* on (http://\S+)", self.log)
+            if found and _answers(found.group(1)):
+                return found.group(1)
+            time.sleep(0.05)
+        self.process.kill()
+        raise AssertionError(f"the server did not start:\n{self.log}")
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def command(checkpoint: Path, *overrides: str) -> list[str]:
+    words = [word for override in overrides for word in ("-o", override)]
+    ckpt = ["-o", f"Engine.save_load.ckpt_dir={checkpoint / 'run'}"]
+    config = str(checkpoint / "config.yaml")
+    return [sys.executable, str(ROOT / "tools/serve.py"), "-c", config, *ckpt, *words]
+
+
+@pytest.fixture(scope="session")
+def served_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``config.yaml`` and ``run/`` with one checkpoint and its tokenizer."""
+    directory = tmp_path_factory.mktemp("served")
+    tokenizer = train_tokenizer(["the cat and the hat and the other cat"] * 3, MODEL["vocab_size"])
+    # Weights so large that the likeliest token changes often.
+    stages = gpt_stages(ModelConfig(**MODEL, initializer_range=0.3), LocalFactory())
+    named = [(parameter.info.name, parameter) for parameter in StagedModel(stages, seed=5).parameters()]
+    save_checkpoint(
+        directory / "run",
+        epoch=0,
+        step=4,
+        tensors=model_slices(named),
+        state={"train": {"step": 4, "epoch": 0, "consumed_samples": 32}},
+        vocab_size=MODEL["vocab_size"],
+        fingerprints={"tokenizer": tokenizer.fingerprint},
+    )
+    tokenizer.save(directory / "run" / "tokenizer")
+    sections = {"Global": {"device": "cpu", "local_batch_size": 1}, "Model": MODEL}
+    (directory / "config.yaml").write_text(json.dumps(sections))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def server(served_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server as it is by default, but for its batch."""
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    running = Server(served_checkpoint, log, "Serve.max_batch_size=8")
+    yield running
+    assert running.stop() == 0, running.log
+    assert "Traceback" not in running.log
+    assert "stopped by SIGTERM" in running.log
+
+
+@pytest.fixture(scope="session")
+def strict_server(served_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with a key and narrow limits."""
+    log = tmp_path_factory.mktemp("log") / "strict.log"
+    limits = {"max_batch_size": 2, "max_waiting": 1, "max_body_bytes": 2000, "request_timeout": 1.5}
+    overrides = [f"Serve.{name}={value}" for name, value in limits.items()]
+    running = Server(served_checkpoint, log, "Serve.model_name=tiny", *overrides, key=KEY)
+    yield running
+    running.stop()
+    assert "Traceback" not in running.log

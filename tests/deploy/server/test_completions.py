@@ -1,0 +1,305 @@
+"""The server as the ``openai`` client sees it."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from ppfleetx.config.loader import load_config
+from ppfleetx.config.sections import GenerationConfig
+from ppfleetx.core.generate import load_generator
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.generation.generator import Generator
+from tests.deploy.server.conftest import ENDLESS, Server
+
+PROMPTS = ["the cat", "and", "the other hat and the other cat and", "x\nyé", "hat the hat " * 5]
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def offline(served_checkpoint: Path) -> Generator:
+    options = [f"Engine.save_load.ckpt_dir={served_checkpoint / 'run'}"]
+    return load_generator(load_config(served_checkpoint / "config.yaml", options), ParallelContext.single())
+
+
+def complete_together(server: Server, bodies: list[dict]) -> list[openai.types.Completion]:
+    """All requests at the same time."""
+
+    async def run() -> list[openai.types.Completion]:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60
+        ) as client:
+            return await asyncio.gather(*(client.completions.create(model="gpt", **body) for body in bodies))
+
+    return asyncio.run(run())
+
+
+def test_greedy_answers_are_the_offline_ones(server: Server, offline: Generator) -> None:
+    """In one request, and in many that share a batch."""
+    section = GenerationConfig(decode_strategy="greedy_search", max_dec_len=40)
+    expected = [one.text for [one] in offline.generate(PROMPTS, section)]
+    [answer] = complete_together(server, [{"prompt": PROMPTS, "temperature": 0, "max_tokens": 40}])
+    assert [choice.text for choice in answer.choices] == expected
+    assert [choice.index for choice in answer.choices] == list(range(len(PROMPTS)))
+    bodies = [{"prompt": prompt, "temperature": 0, "max_tokens": 40} for prompt in PROMPTS * 3]
+    answers = complete_together(server, bodies)
+    assert [answer.choices[0].text for answer in answers] == expected * 3
+
+
+def test_sampled_answers_depend_on_the_seed_alone(server: Server, offline: Generator) -> None:
+    """With the offline options they are the offline ones, whatever the neighbours ask for."""
+    section = GenerationConfig(
+        max_dec_len=30, temperature=0.8, top_k=20, top_p=0.9, num_return_sequences=2, seed=11
+    )
+    expected = [one.text for ones in offline.generate(PROMPTS[:2], section) for one in ones]
+    body = {
+        "prompt": PROMPTS[:2],
+        "max_tokens": 30,
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "n": 2,
+        "seed": 11,
+        "extra_body": {"top_k": 20},
+    }
+    others = [
+        {"prompt": "hat", "temperature": 1.5, "max_tokens": 25},
+        {"prompt": "the", "temperature": 0, "max_tokens": 12, "extra_body": {"repetition_penalty": 1.5}},
+    ]
+    first, *_, last = complete_together(server, [body, *others, {**body, "seed": 12}])
+    assert [choice.text for choice in first.choices] == expected
+    assert [choice.text for choice in last.choices] != expected
+
+
+def test_without_a_seed_answers_differ(client: openai.OpenAI) -> None:
+    answers = {
+        client.completions.create(model="gpt", prompt="the", max_tokens=30).choices[0].text for _ in range(3)
+    }
+    assert len(answers) == 3
+
+
+def test_token_ids_echo_and_usage(client: openai.OpenAI, offline: Generator) -> None:
+    ids = offline.tokenizer.encode("the cat")
+    by_ids = client.completions.create(model="gpt", prompt=[ids, ids[:1]], temperature=0, echo=True)
+    by_text = client.completions.create(model="gpt", prompt="the cat", temperature=0)
+    assert by_ids.choices[0].text == "the cat" + by_text.choices[0].text
+    assert by_text.object == "text_completion"
+    assert by_text.model == "gpt"
+    assert by_text.usage.prompt_tokens == len(ids)
+    assert by_text.usage.completion_tokens == 16
+    assert by_ids.usage.prompt_tokens == len(ids) + 1
+    assert by_ids.usage.total_tokens == len(ids) + 1 + 32
+
+
+def test_stop_texts_end_an_answer(client: openai.OpenAI) -> None:
+    whole = client.completions.create(model="gpt", prompt="the cat", seed=3, max_tokens=40)
+    text = whole.choices[0].text
+    assert whole.choices[0].finish_reason == "length"
+    stop = text[20:22]
+    cut = client.completions.create(
+        model="gpt", prompt="the cat", seed=3, max_tokens=40, stop=[stop, "never to be seen"]
+    )
+    assert cut.choices[0].text == text[: text.index(stop)]
+    assert cut.choices[0].finish_reason == "stop"
+    assert cut.usage.completion_tokens < 40
+
+
+def test_the_end_token_ends_an_answer(client: openai.OpenAI, offline: Generator) -> None:
+    section = GenerationConfig(max_dec_len=40, temperature=2.0, seed=4)
+    expected = [one for [one] in offline.generate(["the"] * 8, section)]
+    reasons = {one.finish_reason for one in expected}
+    assert reasons == {"stop", "length"}, "the seed was chosen so"
+    body = {"model": "gpt", "prompt": ["the"] * 8, "max_tokens": 40, "temperature": 2.0, "seed": 4}
+    answer = client.completions.create(**body)
+    assert [(one.text, one.finish_reason) for one in answer.choices] == [
+        (one.text, one.finish_reason) for one in expected
+    ]
+    assert answer.usage.completion_tokens == sum(len(one.ids) for one in expected)
+    longer = client.completions.create(**body, extra_body={"min_tokens": 40})
+    assert longer.usage.completion_tokens == 8 * 40
+
+
+def test_a_stream_is_the_whole_in_pieces(client: openai.OpenAI) -> None:
+    body = {"model": "gpt", "prompt": ["the cat", "and"], "seed": 5, "max_tokens": 20, "echo": True}
+    whole = client.completions.create(**body)
+    texts, reasons, num_pieces, usage = ["", ""], [None, None], 0, None
+    for chunk in client.completions.create(**body, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        num_pieces += 1
+        for choice in chunk.choices:
+            assert reasons[choice.index] is None, "nothing comes after the reason for the end"
+            texts[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason
+    assert texts == [choice.text for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert usage == whole.usage
+    assert num_pieces > 20
+
+
+def test_a_stream_ends_with_done(server: Server) -> None:
+    answer = server.complete(stream=True, max_tokens=3, temperature=0)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = answer.text.removesuffix("\n\n").split("\n\n")
+    assert all(event.startswith("data: ") for event in events)
+    assert events[-1] == "data: [DONE]"
+    assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["gpt"]
+    assert client.models.retrieve("gpt").owned_by == "ppfleetx"
+    with pytest.raises(openai.NotFoundError, match="there is no 'gpt-4'; this server has 'gpt'"):
+        client.completions.create(model="gpt-4", prompt="x")
+    with pytest.raises(openai.NotFoundError, match="there is no POST /v1/chat/completions"):
+        client.chat.completions.create(model="gpt", messages=[])
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"max_token": 5}, "max_token", "unknown parameter 'max_token'; known: model, prompt"),
+        ({"max_tokens": "5"}, "max_tokens", "max_tokens: input should be a valid integer"),
+        ({"max_tokens": True}, "max_tokens", "max_tokens: input should be a valid integer"),
+        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": 8191}, "max_tokens", "leaves room for 8190 more in the model's 8192 positions"),
+        ({"min_tokens": 20}, "min_tokens", "20 is more than max_tokens = 16"),
+        ({"temperature": 2.5}, "temperature", "less than or equal to 2"),
+        ({"temperature": -1}, "temperature", "greater than or equal to 0"),
+        ({"top_p": 0}, "top_p", "greater than 0"),
+        ({"n": 9}, "n", "more than the 8 sequences that grow together"),
+        ({"seed": 2**63}, "seed", "less than"),
+        ({"stop": ["a"] * 5}, "stop", "may be 4 texts"),
+        ({"stop": ""}, "stop", "none of them empty"),
+        ({"stream": "yes"}, "stream", "valid boolean"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
+        ({"prompt": ""}, "prompt", "is empty"),
+        ({"prompt": []}, "prompt", "is empty"),
+        ({"prompt": ["a", ""]}, "prompt", "is empty"),
+        ({"prompt": [[1], "a", [None]]}, "prompt", "a list of token ids"),
+        ({"prompt": [1, 300]}, "prompt", "300 is no token id; they run from 0 to"),
+        ({"prompt": [-1]}, "prompt", "-1 is no token id"),
+        ({"prompt": {"text": "a"}}, "prompt", "must be a text, a list of texts"),
+        ({"prompt": ["a"] * 265}, "prompt", "265 prompts x n = 1 are more than the 264"),
+        ({"prompt": [5] * 8192}, "prompt", "has 8192 tokens"),
+        ({"prompt": "x" * 500_000}, "prompt", "tokens; with at least one new token, the model's 8192"),
+        ({"logprobs": 1}, "logprobs", "is not supported; leave it out"),
+        ({"logprobs": 0}, "logprobs", "is not supported; leave it out"),
+        ({"best_of": 2}, "best_of", "use n for several continuations"),
+        ({"presence_penalty": 0.5}, "presence_penalty", "is not supported"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "is not supported"),
+        ({"suffix": "end"}, "suffix", "is not supported"),
+    ],
+)
+def test_a_wrong_request_is_told_so(server: Server, body: dict, param: str, message: str) -> None:
+    answer = server.complete(**body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert message in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"prompt": "a", ', "the body is not JSON"),
+        (b"", "the body is not JSON"),
+        (b"[1, 2]", "should be an object"),
+        (b'{"prompt": "\xff"}', "the body is not JSON"),
+        (b'{"prompt": "\\ud800"}', "the body is not JSON"),
+        (b'{"prompt": "a", "temperature": NaN}', "finite number"),
+        (b"[" * 100_000, "the body is not JSON"),
+        (b'{"max_tokens": 5}', "prompt: field required"),
+        (b'{"prompt": "a", "x": 1, "\\u00e9": 2}', "unknown parameters 'x', '\u00e9'"),
+    ],
+)
+def test_a_malformed_body_is_told_so(server: Server, content: bytes, message: str) -> None:
+    answer = server.http.post(
+        "/v1/completions", content=content, headers={"Content-Type": "application/json"}
+    )
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+
+
+def test_what_changes_nothing_may_be_sent(server: Server) -> None:
+    """Clients send the defaults of what is not supported."""
+    plain = server.complete(seed=1).json()["choices"]
+    neutral = {
+        "best_of": 1,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0,
+        "logit_bias": {},
+        "logprobs": None,
+        "suffix": None,
+        "stop": None,
+        "max_tokens": None,
+        "stream_options": None,
+    }
+    assert server.complete(seed=1, **neutral).json()["choices"] == plain
+
+
+def test_a_hundred_streams_at_once(server: Server) -> None:
+    async def one(client: openai.AsyncOpenAI, number: int) -> tuple[str, str]:
+        text, reason = "", ""
+        stream = await client.completions.create(
+            model="gpt", prompt=PROMPTS[number % 5], seed=number % 10, max_tokens=12, stream=True
+        )
+        async for chunk in stream:
+            text += chunk.choices[0].text
+            reason = chunk.choices[0].finish_reason or reason
+        return text, reason
+
+    async def run() -> list[tuple[str, str]]:
+        limits = httpx.Limits(max_connections=100)
+        async with (
+            httpx.AsyncClient(limits=limits, timeout=60) as http,
+            openai.AsyncOpenAI(
+                base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=http
+            ) as client,
+        ):
+            return await asyncio.gather(*(one(client, number) for number in range(100)))
+
+    answers = asyncio.run(run())
+    assert all(reason in ("length", "stop") for _, reason in answers)
+    assert answers == answers[:10] * 10, "equal requests have equal answers, whoever is beside them"
+    assert len(set(answers)) == 10
+    server.wait_for_metric("ppfleetx_sequences_running", 0)
+    assert server.metric("ppfleetx_sequences_waiting") == 0
+
+
+def test_requests_share_the_steps_of_the_batch(server: Server) -> None:
+    body = {"temperature": 0, "max_tokens": 100, "extra_body": {"min_tokens": 100}}
+    before = server.metric("ppfleetx_steps_total")
+    answers = complete_together(server, [{**body, "prompt": PROMPTS[i % 5]} for i in range(8)])
+    assert sum(answer.usage.completion_tokens for answer in answers) == 800
+    assert server.metric("ppfleetx_steps_total") - before < 200
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_leaves_frees_its_place(server: Server, is_stream: bool) -> None:
+    left = server.metric('ppfleetx_requests_total{status="499"}')
+    body = {"prompt": ["the cat", "the hat"], "stream": is_stream, **ENDLESS}
+    with httpx.Client(base_url=server.url) as client:
+        if is_stream:
+            with client.stream("POST", "/v1/completions", json=body) as answer:
+                assert next(answer.iter_lines()).startswith("data: ")
+                assert server.metric("ppfleetx_sequences_running") == 2
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/completions", json=body, timeout=0.3)
+    server.wait_for_metric("ppfleetx_sequences_running", 0)
+    server.wait_for_metric('ppfleetx_requests_total{status="499"}', left + 1)
+    made = server.metric("ppfleetx_generated_tokens_total")
+    assert server.complete(max_tokens=1, temperature=0).status_code == 200
+    assert server.metric("ppfleetx_generated_tokens_total") == made + 1, "nothing is made for those who left"
+
+
+def test_health(server: Server) -> None:
+    assert server.http.get("/health").json() == {"status": "ok"}

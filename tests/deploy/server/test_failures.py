@@ -1,0 +1,169 @@
+"""A model that fails, in a server inside this process."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from ppfleetx.config.loader import load_config
+from ppfleetx.core.generate import load_generator
+from ppfleetx.deploy.server.app import Service, create_app
+from ppfleetx.deploy.server.completions import Answer, Answering, EventStream, PromptReader
+from ppfleetx.deploy.server.metrics import Metrics
+from ppfleetx.deploy.server.protocol import CompletionRequest
+from ppfleetx.deploy.server.scheduler import Scheduler
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.generation.session import NextTokenModel
+from tests.deploy.server.conftest import ENDLESS
+
+
+class Fragile:
+    """A model that raises when it is fed a certain token."""
+
+    def __init__(self, model: NextTokenModel, poison: int) -> None:
+        self._model, self._poison = model, poison
+        self.error: BaseException = RuntimeError("the matrix is broken")
+
+    def with_cache(self, tokens, *rest):
+        if (tokens == self._poison).any():
+            raise self.error
+        return self._model.with_cache(tokens, *rest)
+
+
+POISON = 7
+Use = Callable[[httpx.AsyncClient, Service], Awaitable[None]]
+
+
+@pytest.fixture(scope="module")
+def generator(served_checkpoint: Path):
+    options = [f"Engine.save_load.ckpt_dir={served_checkpoint / 'run'}"]
+    generator = load_generator(
+        load_config(served_checkpoint / "config.yaml", options), ParallelContext.single()
+    )
+    generator.next_token_model.model.eval()
+    return generator
+
+
+@pytest.fixture
+def in_server(served_checkpoint: Path, generator) -> Callable[[Use], Fragile]:
+    """``in_server(use)`` runs a coroutine against a server with a fragile model."""
+
+    def run(use: Use, **attributes: object) -> None:
+        cfg = load_config(served_checkpoint / "config.yaml").Serve
+        model, metrics = Fragile(generator.next_token_model, POISON), Metrics()
+        vars(model).update(attributes)
+        scheduler = Scheduler(model, generator.tokenizer, cfg, metrics)
+        service = Service(cfg, None, PromptReader(generator, 4), scheduler, metrics, 0)
+
+        async def main() -> None:
+            app = create_app(service)
+            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+            async with (
+                app.router.lifespan_context(app),
+                httpx.AsyncClient(transport=transport, base_url="http://server") as client,
+            ):
+                await use(client, service)
+            assert not scheduler.is_healthy, "its thread has ended with the server"
+
+        asyncio.run(main())
+
+    return run
+
+
+def complete(client: httpx.AsyncClient, **body: object) -> Awaitable[httpx.Response]:
+    return client.post("/v1/completions", json={"temperature": 0, **body})
+
+
+def test_a_step_that_fails_fails_its_requests_only(in_server, caplog: pytest.LogCaptureFixture) -> None:
+    async def use(client: httpx.AsyncClient, _: Service) -> None:
+        beside = asyncio.create_task(complete(client, prompt=[1], max_tokens=8000, min_tokens=8000))
+        await asyncio.sleep(0.2)
+        answer = await complete(client, prompt=[[POISON], [2]])
+        assert answer.status_code == 500
+        error = answer.json()["error"]
+        assert error["type"] == "server_error"
+        assert "see the server's log" in error["message"]
+        assert "matrix" not in answer.text, "what went wrong inside is not the client's business"
+        assert (await beside).status_code == 500
+        assert (await complete(client, prompt=[1], max_tokens=3)).status_code == 200
+        assert (await client.get("/health")).status_code == 200
+
+    in_server(use)
+    assert "a step of 3 sequences has failed" in caplog.text
+    assert "RuntimeError: the matrix is broken" in caplog.text
+
+
+def test_a_thread_that_dies_makes_the_server_unhealthy(in_server, caplog: pytest.LogCaptureFixture) -> None:
+    async def use(client: httpx.AsyncClient, _: Service) -> None:
+        assert (await client.get("/health")).json() == {"status": "ok"}
+        answer = await complete(client, prompt=[POISON])
+        assert answer.status_code == 500
+        assert answer.json()["error"]["code"] == "model_failed"
+        health = await client.get("/health")
+        assert health.status_code == 503
+        assert health.json() == {"status": "unhealthy"}
+        assert (await complete(client, prompt=[1])).status_code == 503
+
+    in_server(use, error=SystemExit("the interpreter is going down"))
+    assert "the model's thread has ended" in caplog.text
+
+
+def test_a_defect_of_ours_is_a_500_without_details(
+    in_server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def defect(*_: object) -> None:
+        raise KeyError("secret detail")
+
+    monkeypatch.setattr(PromptReader, "jobs", defect)
+
+    async def use(client: httpx.AsyncClient, service: Service) -> None:
+        answer = await complete(client, prompt="a")
+        assert answer.status_code == 500
+        assert answer.json()["error"]["code"] == "internal"
+        assert "secret" not in answer.text
+        assert 'ppfleetx_requests_total{status="500"} 1.0' in (await client.get("/metrics")).text
+
+    in_server(use)
+
+
+def test_an_idle_server_sleeps(in_server) -> None:
+    async def use(client: httpx.AsyncClient, _: Service) -> None:
+        await complete(client, prompt=[1], max_tokens=1)
+        before = time.process_time()
+        await asyncio.sleep(0.5)
+        assert time.process_time() - before < 0.1
+
+    in_server(use)
+
+
+def test_a_client_that_does_not_read_is_given_up(in_server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ppfleetx.deploy.server.completions._SEND_GRACE_SECONDS", 0.1)
+
+    async def use(client: httpx.AsyncClient, service: Service) -> None:
+        wanted = CompletionRequest(prompt="the cat", stream=True, **ENDLESS)
+        jobs = service.prompts.jobs(wanted)
+        never = asyncio.Event()
+
+        async def receive() -> dict:
+            await never.wait()
+            raise AssertionError("unreachable")
+
+        async def send(message: dict) -> None:
+            if message["type"] == "http.response.body":
+                await never.wait()
+
+        answering = Answering(service.scheduler, jobs, receive, 0.3, service.metrics)
+        answer = Answer(wanted, jobs, "gpt", (), "cmpl-1", 0)
+        scope: dict = {}
+        await asyncio.wait_for(EventStream(answer, answering, 0.3)(scope, receive, send), 5)
+        assert scope["state"]["ended_as"] == 504
+        for _ in range(100):
+            if "ppfleetx_sequences_running 0.0" in service.metrics.text().decode():
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError("its sequence still grows")
+
+    in_server(use)

@@ -1,0 +1,132 @@
+"""The server as a process: how it starts, how it ends, and what it says when it cannot."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_config
+from ppfleetx.deploy.server import run
+from tests.deploy.server.conftest import ENDLESS, Server, command
+
+
+def test_ctrl_c_ends_it_in_a_bounded_time(served_checkpoint: Path, tmp_path: Path) -> None:
+    """A short answer is finished, an endless stream is ended with an error; exit code 0.
+
+    SIGTERM takes the same way; the servers of the other tests are ended by it.
+    """
+    server = Server(served_checkpoint, tmp_path / "log", "Serve.shutdown_timeout=1")
+    with (
+        server.http.stream(
+            "POST", "/v1/completions", json={"prompt": "a", "stream": True, **ENDLESS}
+        ) as endless,
+        server.http.stream(
+            "POST", "/v1/completions", json={"prompt": "a", "stream": True, "max_tokens": 20}
+        ) as short,
+    ):
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGINT)
+        *_, end = [line for line in short.iter_lines() if line]
+        *_, error, done = [line for line in endless.iter_lines() if line]
+    assert end == done == "data: [DONE]"
+    assert '"code":"shutting_down"' in error
+    assert server.process.wait(10) == 0
+    assert time.monotonic() - began < 10
+    server.http.close()
+    assert "stopped by SIGINT" in server.log
+    assert "Traceback" not in server.log
+
+
+def test_a_port_in_use_is_one_quick_message(served_checkpoint: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        done = subprocess.run(
+            command(served_checkpoint, f"Serve.port={port}"), capture_output=True, text=True, timeout=60
+        )
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: Serve.port = {port} (-o override 2): cannot listen on 127.0.0.1:{port}: "
+        "Address already in use\n"
+    )
+    assert done.stdout == "", "Paddle was loaded for nothing"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("Engine.save_load.ckpt_dir=/no/such/place",), "/no/such/place"),
+        (("Serve.port=70000",), "Serve.port = 70000"),
+        (("Serve.host=no.such.host.invalid",), "Serve.host = 'no.such.host.invalid'"),
+        (("Serve.api_key_env=NO_SUCH_KEY",), "Serve.api_key_env = 'NO_SUCH_KEY'"),
+        (("Distributed.mp_degree=2",), "the server is one process with the whole model"),
+        (("Serve.prot=1",), "Did you mean Serve.port"),
+    ],
+)
+def test_a_users_mistake_is_found_before_paddle_is_loaded(
+    served_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], message: str
+) -> None:
+    def loaded(*_: object) -> None:
+        raise AssertionError("the process was started")
+
+    monkeypatch.setattr(run, "start_process", loaded)
+    options = [f"Engine.save_load.ckpt_dir={served_checkpoint / 'run'}", "Serve.port=0"]
+    kept = [one for one in options if one.partition("=")[0] not in {o.partition("=")[0] for o in overrides}]
+    with pytest.raises(ValueError, match=message.replace(".", r"\.")):
+        run.run(str(served_checkpoint / "config.yaml"), [*kept, *overrides])
+
+
+def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_LIBRARIES", ("json", "no_such_library"))
+    with pytest.raises(ConfigError, match=r"needs no_such_library: pip install 'ppfleetx\[serve\]'"):
+        run.check_libraries()
+
+
+def test_the_key_is_read_from_the_environment(served_checkpoint: Path) -> None:
+    def key(variables: dict[str, str], *overrides: str) -> str | None:
+        return run.read_api_key(load_config(served_checkpoint / "config.yaml", overrides), variables)
+
+    assert key({}) is None
+    assert key({"PPFLEETX_API_KEY": " abc\n"}) == "abc"
+    assert key({"MINE": "xyz", "PPFLEETX_API_KEY": "abc"}, "Serve.api_key_env=MINE") == "xyz"
+    for variables in ({"PPFLEETX_API_KEY": ""}, {"PPFLEETX_API_KEY": "  "}, {"PPFLEETX_API_KEY": "\u00e9"}):
+        with pytest.raises(ConfigError, match="holds no key"):
+            key(variables)
+
+
+@pytest.mark.parametrize(
+    ("host", "has_key", "warns"),
+    [
+        ("127.0.0.1", False, False),
+        ("localhost", False, False),
+        ("::1", False, False),
+        ("0.0.0.0", False, True),
+        ("0.0.0.0", True, False),
+        ("example.org", False, True),
+    ],
+)
+def test_an_open_server_without_a_key_warns(
+    served_checkpoint: Path, caplog: pytest.LogCaptureFixture, host: str, has_key: bool, warns: bool
+) -> None:
+    cfg = load_config(served_checkpoint / "config.yaml", [f"Serve.host={host}"])
+    run._warn_if_open(cfg.Serve, has_key=has_key)
+    assert ("may use the model; set PPFLEETX_API_KEY" in caplog.text) == warns
+
+
+def test_usage_is_printed_without_loading_paddle(served_checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "paddle.py").write_text("raise SystemExit('Paddle was loaded')")
+    done = subprocess.run(
+        [*command(served_checkpoint)[:2], "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "OpenAI" in done.stdout

@@ -1,0 +1,145 @@
+"""Limits, each of which is narrow in this server."""
+
+import concurrent.futures
+import json
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from tests.deploy.server.conftest import ENDLESS, KEY, Server
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (None, "a key is needed"),
+        ("Bearer", "a key is needed"),
+        ("Bearer wrong", "the key is wrong"),
+        (f"Bearer {KEY}x", "the key is wrong"),
+        (f"Basic {KEY}", "the key is wrong"),
+        ("Bearer sch\u00f6n", "the key is wrong"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/metrics")]
+)
+def test_without_the_key(
+    strict_server: Server, given: str | None, message: str, method: str, path: str
+) -> None:
+    headers = {} if given is None else {"Authorization": given.encode("latin-1")}
+    answer = httpx.request(method, strict_server.url + path, headers=headers, content=b"x" * 5000)
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"] == "Bearer"
+    error = answer.json()["error"]
+    assert error["type"] == "authentication_error"
+    assert message in error["message"]
+
+
+def test_the_key_opens(strict_server: Server) -> None:
+    client = openai.OpenAI(base_url=f"{strict_server.url}/v1", api_key=KEY)
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.AuthenticationError, match="the key is wrong"):
+        client.with_options(api_key="another").models.list()
+    assert httpx.get(f"{strict_server.url}/health").status_code == 200, "a supervisor has no key"
+
+
+def in_chunks() -> Iterator[bytes]:
+    for _ in range(50):
+        yield b" " * 100
+
+
+@pytest.mark.parametrize(
+    "content", [b" " * 2001, b" " * (8 << 20), in_chunks], ids=["said", "huge", "chunks"]
+)
+def test_a_body_too_large(strict_server: Server, content) -> None:
+    answer = strict_server.http.post(
+        "/v1/completions",
+        content=content() if callable(content) else content,
+        headers={"Content-Type": "application/json"},
+    )
+    assert answer.status_code == 413
+    assert "may have 2000 bytes (Serve.max_body_bytes)" in answer.json()["error"]["message"]
+
+
+def test_a_body_that_is_not_said_to_be_json(strict_server: Server) -> None:
+    """A web page of another origin may send these without asking."""
+    for content_type in ("text/plain", "application/x-www-form-urlencoded", ""):
+        answer = strict_server.http.post(
+            "/v1/completions", content=b'{"prompt": "a"}', headers={"Content-Type": content_type}
+        )
+        assert answer.status_code == 415
+        assert "application/json" in answer.json()["error"]["message"]
+
+
+def test_other_methods(strict_server: Server) -> None:
+    answer = strict_server.http.get("/v1/completions")
+    assert answer.status_code == 405
+    assert "GET /v1/completions" in answer.json()["error"]["message"]
+
+
+def test_a_full_queue(strict_server: Server) -> None:
+    """Two sequences grow, one waits, the fourth is refused; when they have left there is room again."""
+    with httpx.stream(
+        "POST",
+        f"{strict_server.url}/v1/completions",
+        json={"prompt": ["a", "b", "c"], "stream": True, **ENDLESS},
+        headers={"Authorization": f"Bearer {KEY}"},
+    ) as stream:
+        assert stream.status_code == 200
+        assert strict_server.metric("ppfleetx_sequences_running") == 2
+        assert strict_server.metric("ppfleetx_sequences_waiting") == 1
+        answer = strict_server.complete()
+    assert answer.status_code == 429
+    assert answer.headers["retry-after"] == "1"
+    assert answer.json()["error"]["type"] == "rate_limit_error"
+    assert "3 sequences are waiting or under way, of at most 3" in answer.json()["error"]["message"]
+    strict_server.wait_for_metric("ppfleetx_sequences_running", 0)
+    assert strict_server.metric("ppfleetx_sequences_waiting") == 0
+    assert strict_server.complete().status_code == 200
+
+
+def test_the_clients_of_a_full_queue_try_again(strict_server: Server) -> None:
+    """The ``openai`` client honours Retry-After."""
+    client = openai.OpenAI(base_url=f"{strict_server.url}/v1", api_key=KEY, max_retries=3)
+    release = threading.Event()
+
+    def fill() -> None:
+        with strict_server.http.stream(
+            "POST", "/v1/completions", json={"prompt": ["a"] * 3, "stream": True, **ENDLESS}
+        ):
+            release.wait(10)
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        filling = pool.submit(fill)
+        strict_server.wait_for_metric("ppfleetx_sequences_waiting", 1)
+        refused = strict_server.metric('ppfleetx_requests_total{status="429"}')
+        answer = pool.submit(client.completions.create, model="tiny", prompt="the")
+        strict_server.wait_for_metric('ppfleetx_requests_total{status="429"}', refused + 1)
+        release.set()
+        assert answer.result(20).usage.completion_tokens == 16
+        filling.result()
+
+
+def test_an_answer_that_takes_too_long(strict_server: Server) -> None:
+    began = time.monotonic()
+    answer = strict_server.complete(**ENDLESS)
+    assert answer.status_code == 504
+    assert "not finished within 1.5 seconds (Serve.request_timeout)" in answer.json()["error"]["message"]
+    assert 1.4 < time.monotonic() - began < 10
+    strict_server.wait_for_metric("ppfleetx_sequences_running", 0)
+
+
+def test_a_stream_that_takes_too_long(strict_server: Server) -> None:
+    """What was made came; then the error, and the end of the stream."""
+    answer = strict_server.complete(stream=True, **ENDLESS)
+    assert answer.status_code == 200
+    *pieces, error, done = answer.text.removesuffix("\n\n").split("\n\n")
+    assert len(pieces) > 10
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "timeout"
+    assert done == "data: [DONE]"
+    assert strict_server.metric('ppfleetx_requests_total{status="504"}') >= 1
+    strict_server.wait_for_metric("ppfleetx_sequences_running", 0)
