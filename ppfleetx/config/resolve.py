@@ -8,7 +8,7 @@ from typing import Any
 from ppfleetx.config.batch import BatchPlan, resolve_batch
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fields import RuleError
-from ppfleetx.config.finetuning import finetuning_violations
+from ppfleetx.config.finetuning import FINETUNE_MODULE, finetuning_violations, glue_task, num_outputs
 from ppfleetx.config.plan import nearest_plan, violations
 from ppfleetx.config.sections import RunConfig, plan_of, workload_of
 from ppfleetx.config.validate import violation_error
@@ -83,6 +83,8 @@ def _with_derived(cfg: RunConfig, batch: BatchPlan) -> RunConfig:
         accumulate_steps=batch.accumulate_steps,
         test_iters=cfg.Engine.test_iters or 10 * cfg.Engine.eval_iters,
     )
+    if cfg.Model.module == FINETUNE_MODULE and glue_task(cfg) is not None:
+        cfg = _change(cfg, "Model", num_classes=num_outputs(cfg))
     if cfg.Engine.run_mode == "epoch":  # The length of an epoch is known only with the data.
         return cfg
     lr = cfg.Optimizer.lr

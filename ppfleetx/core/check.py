@@ -6,7 +6,7 @@ from ppfleetx.config.model import ModelConfig
 from ppfleetx.config.plan import AXES, ParallelPlan
 from ppfleetx.config.sections import RunConfig
 from ppfleetx.config.unsupported import not_supported_reasons, without_effect
-from ppfleetx.models.gpt.shape import flops_per_step, parameter_count
+from ppfleetx.models.gpt.shape import flops_per_step, parameter_count, trained_count
 
 _MAX_GROUPS_SHOWN = 2
 _MAX_RANKS_SHOWN = 8
@@ -103,7 +103,17 @@ def _model_lines(cfg: RunConfig) -> list[str]:
             f"({model.position_embedding_type})",
         ),
         _line("parameters", f"{human_count(count)} parameters ({count:,})"),
+        *_lora_lines(model),
     ]
+
+
+def _lora_lines(model: ModelConfig) -> list[str]:
+    if model.lora is None:
+        return []
+    count, lora = trained_count(model), model.lora
+    base = "" if lora.base is None else f"; the others come from {lora.base} and are not saved again"
+    text = f"rank {lora.rank}, alpha {lora.alpha:g}: {human_count(count)} parameters train ({count:,}){base}"
+    return [_line("adapters", text)]
 
 
 def _batch_lines(cfg: RunConfig) -> list[str]:

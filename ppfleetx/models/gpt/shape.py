@@ -16,16 +16,23 @@ Shape = tuple[int, ...]
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """Canonical name -> global shape of every parameter, in model order. Linear weights are [in, out]."""
+    """Canonical name -> global shape of every parameter, in model order. Linear weights are [in, out].
+
+    A classification head has `num_classes` outputs, which a loaded configuration knows.
+    """
     h, vocab = model.hidden_size, model.padded_vocab_size
     shapes: dict[str, Shape] = {"embedding.word_embeddings.weight": (vocab, h)}
     if model.position_embedding_type == "learned_absolute":
         shapes["embedding.position_embeddings.weight"] = (model.max_position_embeddings, h)
     layer = layer_parameter_shapes(model)
     for index in range(model.num_layers):
-        shapes |= {f"decoder.layers.{index}.{name}": shape for name, shape in layer.items()}
+        for name, shape in layer.items():
+            shapes[f"decoder.layers.{index}.{name}"] = shape
+            shapes |= dict(_adapter(f"decoder.layers.{index}.{name}", shape, model))
     shapes |= dict(_norm("decoder.final_norm", model))
-    if not model.tie_word_embeddings:
+    if model.module == "GPTFinetuneModule":
+        shapes["score.weight"] = (h, model.num_classes or 0)
+    elif not model.tie_word_embeddings:
         shapes["head.weight"] = (h, vocab)
         if model.has_head_bias:
             shapes["head.bias"] = (vocab,)
@@ -33,7 +40,7 @@ def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
 
 
 def layer_parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """Parameters of one layer; names without ``decoder.layers.{i}.``."""
+    """Parameters of one layer but for adapters; names without ``decoder.layers.{i}.``."""
     h = model.hidden_size
     q_width = model.num_attention_heads * model.head_size
     qkv_width = q_width + 2 * model.kv_heads * model.head_size
@@ -49,6 +56,22 @@ def layer_parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
     if model.sandwich_norm:
         shapes |= dict(_norm("mlp_post_norm", model))
     return shapes
+
+
+def _adapter(weight: str, shape: Shape, model: ModelConfig) -> Iterator[tuple[str, Shape]]:
+    """Parameters of the adapter beside a linear's weight, if it has one."""
+    linear = weight.removesuffix(".weight")
+    if model.lora is not None and linear != weight and model.lora.adapts(linear):
+        yield f"{linear}.lora.a", (shape[0], model.lora.rank)
+        yield f"{linear}.lora.b", (model.lora.rank, shape[1])
+
+
+def trained_count(model: ModelConfig) -> int:
+    """Number of parameters that train: all, or adapters and a classification head."""
+    shapes = parameter_shapes(model)
+    if model.lora is not None:
+        shapes = {name: s for name, s in shapes.items() if ".lora." in name or name.startswith("score.")}
+    return _count(shapes)
 
 
 def _norm(name: str, model: ModelConfig) -> Iterator[tuple[str, Shape]]:
@@ -69,9 +92,7 @@ def parameter_count(model: ModelConfig) -> int:
     With biases, LayerNorm, learned positions (P of them), MHA, f = 4h and a tied head this is
     12Lh^2 + 13Lh + (V + P)h + 2h (Narayanan et al. 2021, which leaves out the final norm's 2h).
     """
-    per_layer = _count(layer_parameter_shapes(model))
-    outside = {name: s for name, s in parameter_shapes(model).items() if ".layers." not in name}
-    return model.num_layers * per_layer + _count(outside)
+    return _count(parameter_shapes(model))
 
 
 def _count(shapes: dict[str, Shape]) -> int:
