@@ -44,6 +44,12 @@ def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig,
         logger.warning(warning)
     device = expected_device(cfg.Global.device)
     _refuse_unsupported(cfg, device)
+    if "Train" in reads and cfg.Model.module == "GPTEvalModule":
+        raise ConfigError(
+            "only evaluates (tools/eval.py); to train use GPTModule",
+            key="Model.module",
+            value="GPTEvalModule",
+        )
     if cfg.plan.world_size == 1:  # ranks of a job find out together, later
         _look_for_files(cfg, reads)
     said = prepare_process(device=device)

@@ -30,6 +30,8 @@ def token_loss(
     if true_vocab < vocab:
         logits = _HidePadding.apply(logits, true_vocab)
     per_token = F.cross_entropy(logits, labels.transpose([1, 0]).unsqueeze(-1), reduction="none").squeeze(-1)
+    if not paddle.is_grad_enabled():
+        per_token = per_token + _nothing_if_finite(logits)
     weights = loss_mask.astype("float32").transpose([1, 0])
     return (per_token * weights).sum(), weights.sum().detach()
 
@@ -42,6 +44,7 @@ def parallel_token_loss(
     ``logits`` is ``[s, b, V / n]``, rank r holding the columns from ``r V / n`` on. Both results are the
     same on all ranks.
     """
+    from paddle import distributed
     from paddle.distributed.fleet.meta_parallel import ParallelCrossEntropy
 
     width = logits.shape[-1]
@@ -49,9 +52,23 @@ def parallel_token_loss(
     true_here = min(max(true_vocab - group.rank * width, 0), width)
     if true_here < width:
         logits = _HidePadding.apply(logits, true_here)
-    per_token = ParallelCrossEntropy(mp_group=group)(logits, labels.transpose([1, 0]).unsqueeze(-1))
+    cross_entropy = ParallelCrossEntropy(mp_group=group)
+    per_token = cross_entropy(logits, labels.transpose([1, 0]).unsqueeze(-1)).squeeze(-1)
+    if not paddle.is_grad_enabled():
+        nothing = _nothing_if_finite(logits)
+        distributed.all_reduce(nothing, group=group)  # what is not finite may be another rank's column
+        per_token = per_token + nothing
     weights = loss_mask.astype("float32").transpose([1, 0])
-    return (per_token.squeeze(-1) * weights).sum(), weights.sum().detach()
+    return (per_token * weights).sum(), weights.sum().detach()
+
+
+def _nothing_if_finite(logits: paddle.Tensor) -> paddle.Tensor:
+    """0 for each position of ``logits [s, b, V]``, NaN where one of them is not finite.
+
+    Paddle's cross entropy on the CPU answers NaN logits with a finite number. In training their gradient
+    tells; an evaluation has none.
+    """
+    return logits.sum(axis=-1) * 0.0
 
 
 class _HidePadding(PyLayer):

@@ -1,7 +1,7 @@
 """What a model gives each token that came: its log probability, and whether it was the likeliest.
 
-Unlike the training loss this shows what is not finite: Paddle's cross entropy on the CPU answers NaN logits
-with a finite number, and stops at 64.
+Unlike the training loss this is not limited: Paddle's cross entropy on the CPU stops at 64, and answers NaN
+logits with a finite number.
 
 Shape letters: s positions, b rows, V columns of the logits, n scored positions.
 """

@@ -182,7 +182,8 @@ class PipelineLoss:
     def __call__(self, logits: paddle.Tensor, batch: dict[str, paddle.Tensor]) -> paddle.Tensor:
         loss, _ = self._loss_fn(lambda *_, **__: logits, batch)
         self._sums.append(loss.detach())
-        return loss * self._scale
+        # Paddle sends 16 or 32 bits of it to the other stages; an evaluation's is float64.
+        return loss.astype("float32") * self._scale
 
 
 def _feed(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[tuple[paddle.Tensor, ...], dict]]:

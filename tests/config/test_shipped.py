@@ -67,8 +67,7 @@ def test_6_7b_has_its_size():
 )
 def test_other_345m_files(name):
     cfg = load_config(GPT / f"{name}.yaml")
-    head = 2 * 1024 if "finetune" in name else 0  # two classes
-    assert parameter_count(cfg.Model) == 354_871_296 + head
+    assert parameter_count(cfg.Model) == 354_871_296
     if name.endswith("dp8"):
         assert load_config(GPT / f"{name}.yaml", world_size=8).plan.dp == 8
         assert load_config(GPT / f"{name}.yaml", world_size=1).plan.dp == 1

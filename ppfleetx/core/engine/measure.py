@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from ppfleetx.core.perplexity import perplexity
 from ppfleetx.data.glue_metrics import glue_metrics
 from ppfleetx.distributed.together import gather
 from ppfleetx.parallel.runner import MicroBatch, Runner
@@ -61,7 +62,7 @@ class TokenLoss:
         if self._count == 0:
             return None
         loss = self._loss_sum / self._count
-        return Measured(loss, self._count, ppl=math.exp(min(20.0, loss)))
+        return Measured(loss, self._count, ppl=perplexity(loss))
 
 
 class Classification:

@@ -65,8 +65,8 @@ class MetricsFile(Callback):
             {
                 "kind": "eval",
                 "step": record.step,
-                "loss": record.loss,
-                **({"metrics": dict(record.metrics)} if record.ppl is None else {"ppl": record.ppl}),
+                "loss": _number(record.loss),
+                **({"metrics": dict(record.metrics)} if record.ppl is None else {"ppl": _number(record.ppl)}),
                 "examples" if record.ppl is None else "tokens": record.num_valid_tokens,
                 "seconds": record.seconds,
             }
@@ -87,7 +87,7 @@ class MetricsFile(Callback):
 
 
 def _number(value: float) -> float | None:
-    """JSON knows no infinity: a step that overflowed has null."""
+    """JSON knows neither infinity nor NaN: they are null."""
     return value if math.isfinite(value) else None
 
 
