@@ -252,7 +252,8 @@ def _decide(options: SaveLoadConfig, output_dir: Path | None) -> Start:
         if found is not None:
             return _resume(found, options)
     if options.ckpt_dir is not None:
-        return _resume(open_resolved(resolve_checkpoint(options.ckpt_dir, verify=options.verify)), options)
+        checkpoint = open_resolved(resolve_checkpoint(options.ckpt_dir, verify=options.verify))
+        return _weights_of(checkpoint, options) if output_dir is None else _resume(checkpoint, options)
     if output_dir is not None:
         _warn_of_older_run(output_dir)
     if options.init_from is not None:
@@ -342,6 +343,14 @@ def _resume(checkpoint: Checkpoint, options: SaveLoadConfig) -> Start:
         return Start(options, checkpoint)
     start = _start_at(checkpoint, options)
     get_logger().info(f"resuming {checkpoint.path} (global step {start.state.step})")
+    return start
+
+
+def _weights_of(checkpoint: Checkpoint, options: SaveLoadConfig) -> Start:
+    """For a program that does not train: weights, and the steps they were trained for where that is known."""
+    start = _start_at(checkpoint, options) if "train" in checkpoint.state else Start(options, checkpoint)
+    step = f" (global step {start.state.step})" if start.resumes else ""
+    get_logger().info(f"with the weights of {checkpoint.path}{step}")
     return start
 
 
