@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ppfleetx.checkpoint.directory import newest_good
-from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.shared_save import save_from_all_ranks
 from ppfleetx.checkpoint.slices import TensorSlice
 from ppfleetx.checkpoint.writer import save_checkpoint
@@ -68,10 +66,3 @@ class CheckpointManager:
 
     def abandon(self) -> None:
         """End without the other ranks of the job, who may be gone."""
-
-    def newest_good(self, *, verify: bool = True) -> Checkpoint | None:
-        """The newest undamaged checkpoint or None; damaged ones are passed over with a warning."""
-        found = newest_good(self.output_dir, verify=verify)
-        if found is not None:
-            get_logger().info(f"newest good checkpoint: {found.path}")
-        return found

@@ -84,12 +84,7 @@ class Checkpoint:
         offset, shape = _wanted_box(entry, offset, shape)
         result = np.empty(shape, NUMPY_OF_DTYPE[entry.dtype]) if out is None else out
         assert (result.shape, result.dtype) == (shape, NUMPY_OF_DTYPE[entry.dtype]), "out does not fit"
-        piece = entry.slices[0]
-        if len(entry.slices) == 1 and piece.shape == shape and piece.flat is None:
-            content = memoryview(result.reshape(-1).view(np.uint8))
-            storage.read_range(self.path, piece, 0, piece.num_bytes, into=content)
-        else:
-            self._assemble(entry, offset, result)
+        self._fill(entry, offset, result)
         return result
 
     def verify(self) -> None:
@@ -107,6 +102,15 @@ class Checkpoint:
                     storage.check_piece(self.path, piece, scratch)
                 except CheckpointError as error:
                     yield f"{entry.kind} {entry.name} {entry.state}".rstrip() + f": {error}"
+
+    def _fill(self, entry: TensorEntry, offset: Index, result: np.ndarray) -> None:
+        """Read the box at `offset` of `result`'s shape into `result`."""
+        piece = entry.slices[0]
+        if len(entry.slices) == 1 and piece.shape == result.shape and piece.flat is None:
+            content = memoryview(result.reshape(-1).view(np.uint8))
+            storage.read_range(self.path, piece, 0, piece.num_bytes, into=content)
+        else:
+            self._assemble(entry, offset, result)
 
     def _assemble(self, entry: TensorEntry, offset: Index, result: np.ndarray) -> None:
         """Fill `result`, the box at `offset`, from all slices that reach into it."""

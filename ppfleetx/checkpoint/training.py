@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ppfleetx.checkpoint.lazy import cast
 from ppfleetx.checkpoint.manifest import TensorEntry
 from ppfleetx.checkpoint.reader import Checkpoint
-from ppfleetx.checkpoint.slices import DTYPE_OF_NAME, DTYPE_OF_NUMPY, MODEL, OPTIMIZER, Index, TensorSlice
+from ppfleetx.checkpoint.slices import DTYPE_OF_NAME, MODEL, OPTIMIZER, Index, TensorSlice
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.utils.log import get_logger
 
@@ -208,7 +209,7 @@ def _fill(checkpoint: Checkpoint, entry: TensorEntry, tensor: Tensor, place: Any
             checkpoint.read(*_key(entry), offset=offset, shape=shape, out=host_array(tensor))
         else:
             values = checkpoint.read(*_key(entry), offset=offset, shape=shape)
-            tensor.set_value(_convert(values, entry.dtype, _dtype(tensor)))
+            tensor.set_value(cast(values, entry.dtype, _dtype(tensor)))
         return
     dim = entry.vocab_dim
     rows = min(checkpoint.manifest.vocab_size - offset[dim], shape[dim])
@@ -216,27 +217,8 @@ def _fill(checkpoint: Checkpoint, entry: TensorEntry, tensor: Tensor, place: Any
     if rows > 0:
         part = tuple(rows if axis == dim else size for axis, size in enumerate(shape))
         values = checkpoint.read(*_key(entry), offset=offset, shape=part)
-        current[tuple(slice(size) for size in part)] = _convert(values, entry.dtype, _dtype(tensor))
+        current[tuple(slice(size) for size in part)] = cast(values, entry.dtype, _dtype(tensor))
     tensor.set_value(current)
-
-
-def _convert(values: np.ndarray, stored: str, wanted: str) -> np.ndarray:
-    """Elements in another element type; bfloat16 on either side as bits in uint16."""
-    if stored == wanted:
-        return values
-    if stored == "BF16":
-        values = (values.astype(np.uint32) << 16).view(np.float32)
-    if wanted == "BF16":
-        return _bfloat16_bits(values.astype(np.float32))
-    numpy_type = next(held for held, name in DTYPE_OF_NUMPY.items() if name == wanted)
-    return values.astype(numpy_type)
-
-
-def _bfloat16_bits(values: np.ndarray) -> np.ndarray:
-    """float32 to bfloat16 bits, rounding to nearest, ties to even; NaN stays NaN."""
-    bits = values.view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
 
 
 def _key(entry: TensorEntry) -> tuple[str, str, str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ppfleetx.config.errors import CheckpointError
 from ppfleetx.optims.gradients import drop_gradient, gradient_of
 
 if TYPE_CHECKING:
@@ -108,26 +107,6 @@ class Optimizer:
                 state[name, MASTER_WEIGHT] = master
         return state
 
-    def load_state(self, values: Mapping[StateKey, Any]) -> None:
-        """Copy `values` (arrays or tensors) into the state; raises CheckpointError on any difference in
-        names or shapes, before anything is changed."""
-        state = self.state()
-        missing, extra = sorted(state.keys() - values.keys()), sorted(values.keys() - state.keys())
-        if missing or extra:
-            raise CheckpointError(
-                "the optimizer state does not fit: "
-                + _listing("missing", missing)
-                + _listing("unknown", extra)
-            )
-        for key, tensor in state.items():
-            if list(values[key].shape) != list(tensor.shape):
-                raise CheckpointError(
-                    f"optimizer state {key[1]} of {key[0]} has shape {list(values[key].shape)}, "
-                    f"expected {list(tensor.shape)}"
-                )
-        for key, tensor in state.items():
-            tensor.set_value(values[key])
-
     def _create_state(self) -> None:
         import paddle
 
@@ -188,10 +167,3 @@ def _trainable(named_params: NamedParams) -> list[tuple[str, Tensor]]:
     """Parameters that train, each once (a tied one may be listed under one name from two places)."""
     unique = {id(param): (name, param) for name, param in reversed(list(named_params))}
     return [pair for pair in reversed(list(unique.values())) if not pair[1].stop_gradient]
-
-
-def _listing(word: str, keys: Sequence[StateKey]) -> str:
-    if not keys:
-        return ""
-    shown = ", ".join(f"{name}/{state}" for name, state in keys[:5])
-    return f"{len(keys)} {word} ({shown}{', ...' if len(keys) > 5 else ''}) "

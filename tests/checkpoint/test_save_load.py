@@ -155,7 +155,7 @@ def test_keep_max_deletes_complete_ones_only(tmp_path):
         manager.save(epoch=0, step=step, tensors=slices(), state={})
     names = sorted(path.name for path in tmp_path.glob("epoch_*"))
     assert names == ["epoch_0_step_1", "epoch_0_step_3", "epoch_0_step_4"]
-    assert manager.newest_good().manifest.plan == {"dp": 1}
+    assert newest_good(manager.output_dir).manifest.plan == {"dp": 1}
     with pytest.raises(ValueError, match="keep_max"):
         CheckpointManager(tmp_path, keep_max=0)
 

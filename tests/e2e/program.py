@@ -10,24 +10,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.plan import CONFIG_KEYS, ParallelPlan
 from tests.helpers.ranks import Pools
 
 ROOT = Path(__file__).resolve().parents[2]
 NANO = ROOT / "ppfleetx/configs/debug/gpt_nano.yaml"
 GLOBAL_BATCH, SEQ_LEN = 16, 16
 
-KEYS = {
-    "dp": "Distributed.dp_degree",
-    "mp": "Distributed.mp_degree",
-    "pp": "Distributed.pp_degree",
-    "sep": "Distributed.sep_degree",
-    "sharding": "Distributed.sharding.sharding_degree",
-    "sharding_stage": "Distributed.sharding.sharding_stage",
-    "sequence_parallel": "Model.sequence_parallel",
-    "virtual_pp_degree": "Model.virtual_pp_degree",
-    "pp_layers": "Distributed.pp_layers",
-}
 # Dropout is off: its masks belong to a replica. The vocabulary is padded, the embedding tied.
 SETTINGS = {
     "Global.global_batch_size": GLOBAL_BATCH,
@@ -53,7 +42,7 @@ def plan_overrides(plan: ParallelPlan, micro_batch_size: int | None = None) -> d
     values = {f.name: getattr(plan, f.name) for f in fields(plan) if getattr(plan, f.name) != f.default}
     local = GLOBAL_BATCH // plan.data_size
     micro = micro_batch_size or max(1, local // (2 if plan.pp == 1 else 4))
-    chosen = {KEYS[name]: value for name, value in values.items()}
+    chosen = {CONFIG_KEYS[name]: value for name, value in values.items()}
     return {"Distributed.dp_degree": plan.dp, **chosen, "Global.micro_batch_size": micro}
 
 

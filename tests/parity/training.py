@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from ppfleetx.config.plan import CONFIG_KEYS
+
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "ppfleetx/configs/debug/gpt_nano.yaml"
 SEQ_LEN, VOCAB, GLOBAL_BATCH, STEPS = 16, 125, 16, 5
@@ -63,23 +65,10 @@ def overrides(
         "Optimizer.grad_clip.clip_norm": 0.5,
         **{f"Optimizer.{key}": value for key, value in OPTIMIZERS[optimizer].items()},
         **{f"Model.{key}": value for key, value in {**SIZES, **MODELS[model]}.items()},
-        **{KEYS[key]: value for key, value in plan.items()},
+        **{CONFIG_KEYS[key]: value for key, value in plan.items()},
         **extra,
     }
     return [f"{key}={value}" for key, value in values.items()]
-
-
-KEYS = {
-    "dp": "Distributed.dp_degree",
-    "mp": "Distributed.mp_degree",
-    "pp": "Distributed.pp_degree",
-    "sep": "Distributed.sep_degree",
-    "sharding": "Distributed.sharding.sharding_degree",
-    "sharding_stage": "Distributed.sharding.sharding_stage",
-    "sequence_parallel": "Model.sequence_parallel",
-    "virtual_pp_degree": "Model.virtual_pp_degree",
-    "pp_layers": "Distributed.pp_layers",
-}
 
 
 def global_batch(step: int, documents: bool = False) -> dict[str, np.ndarray]:

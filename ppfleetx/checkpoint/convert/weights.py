@@ -113,29 +113,9 @@ class ForeignCheckpoint(Checkpoint):
         super().__init__(path, manifest, saved_at_ns=0)
         self._weights = weights
 
-    def read(
-        self,
-        name: str,
-        kind: str = MODEL,
-        state: str = "",
-        *,
-        offset: Index | None = None,
-        shape: Index | None = None,
-        out: np.ndarray | None = None,
-    ) -> np.ndarray:
-        entry = self.entry(name, kind, state)
-        start = (0,) * len(entry.shape) if offset is None else tuple(offset)
-        size = tuple(n - s for n, s in zip(entry.shape, start, strict=True)) if shape is None else shape
-        values = self._weights.tensors[name].read()
-        values = values[tuple(slice(s, s + n) for s, n in zip(start, size, strict=True))]
-        if values.shape != tuple(size):
-            raise CheckpointError(
-                f"{name} has shape {list(entry.shape)}: there is no {list(size)} at {start}"
-            )
-        if out is None:
-            return np.ascontiguousarray(values)
-        out[...] = values
-        return out
+    def _fill(self, entry: TensorEntry, offset: Index, result: np.ndarray) -> None:
+        box = tuple(slice(o, o + n) for o, n in zip(offset, result.shape, strict=True))
+        result[...] = self._weights.tensors[entry.name].read()[box]
 
     def damage(self) -> Iterator[str]:
         """Reads every tensor; the formats read here have no checksums of their own to compare."""

@@ -227,7 +227,7 @@ def test_ranks_read_their_own_part(tmp_path, source):
     name = "decoder.layers.1.attention.qkv.weight"
     whole = checkpoint.read(name)
     np.testing.assert_array_equal(checkpoint.read(name, offset=(0, 48), shape=(32, 48)), whole[:, 48:])
-    with pytest.raises(CheckpointError, match="there is no"):
+    with pytest.raises(CheckpointError, match="no part of shape"):
         checkpoint.read(name, offset=(0, 48), shape=(32, 49))
 
 
