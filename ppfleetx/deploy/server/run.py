@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import ipaddress
+import logging
 import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -131,8 +133,6 @@ def build_service(cfg: RunConfig, ctx: ParallelContext, api_key: str | None) -> 
     Raises:
         UserError: see :func:`ppfleetx.core.generate.load_generator`.
     """
-    import time
-
     from ppfleetx.core.generate import load_generator
     from ppfleetx.deploy.server.app import Service
     from ppfleetx.deploy.server.completions import PromptReader
@@ -140,11 +140,26 @@ def build_service(cfg: RunConfig, ctx: ParallelContext, api_key: str | None) -> 
     from ppfleetx.deploy.server.scheduler import Scheduler
 
     generator = load_generator(cfg, ctx)
-    generator.next_token_model.model.eval()
+    model = generator.next_token_model.model
+    model.eval()
+    item_size = next(iter(model.parameters())).element_size()
+    get_logger().info(
+        "keys and values of %d sequences of %d tokens: at most %.2f GiB (Serve.max_batch_size)",
+        cfg.Serve.max_batch_size,
+        generator.max_positions,
+        cfg.Serve.max_batch_size * cache_bytes(cfg, item_size) / 2**30,
+    )
     metrics = Metrics()
     scheduler = Scheduler(generator.next_token_model, generator.tokenizer, cfg.Serve, metrics)
     prompts = PromptReader(generator, cfg.Serve.max_batch_size)
     return Service(cfg.Serve, api_key, prompts, scheduler, metrics, int(time.time()))
+
+
+def cache_bytes(cfg: RunConfig, item_size: int) -> int:
+    """Bytes of the keys and values of one sequence as long as the model takes."""
+    model = cfg.Model
+    per_position = 2 * model.num_layers * model.kv_heads * model.head_size * item_size
+    return per_position * model.max_position_embeddings
 
 
 def serve(service: Service, listener: socket.socket) -> None:
@@ -185,8 +200,6 @@ def _warn_if_open(cfg: ServeConfig, *, has_key: bool) -> None:
 
 
 def _make_server(service: Service) -> uvicorn.Server:
-    import logging
-
     import uvicorn
 
     from ppfleetx.deploy.server.app import create_app
