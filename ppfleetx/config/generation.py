@@ -108,16 +108,44 @@ class TensorRTConfig(Section):
     shape_range_info_filename: Text | None = None
     """File of the recorded shapes."""
 
+    @model_validator(mode="after")
+    def _check(self) -> TensorRTConfig:
+        if self.collect_shape and self.shape_range_info_filename is None:
+            raise RuleError(
+                ("collect_shape", "shape_range_info_filename"), "name the file to record the shapes into"
+            )
+        return self
+
 
 class InferenceConfig(Section):
-    """Serving an exported model, which no program does yet."""
+    """How tools/inference.py runs an exported model. What the `Generation` section does not say is taken over
+    from the export."""
 
     model_dir: Text = "./output"
-    """Directory of the exported model."""
+    """What tools/export.py wrote: its output directory, or `rank_0` in it."""
     mp_degree: PositiveInt | None = None
-    """Tensor parallel ranks of the exported model; null: `Distributed.mp_degree`."""
+    """Tensor parallel ranks of the exported model: 1, because an export holds the whole model; null: 1."""
+    verify: Bool = True
+    """Compare the checksums of all files of the export before it is run; sizes are compared anyway."""
+    cpu_threads: PositiveInt | None = None
+    """Threads of the math library (CPU); null: those of the process, which are the CPUs it may run on shared
+    among the processes of the machine, or OMP_NUM_THREADS."""
+    ir_optim: Bool = True
+    """Let Paddle Inference fuse operators."""
+    onednn: Bool = False
+    """Run what oneDNN has kernels for in oneDNN (CPU). In float32 MKL, which runs the rest, is as fast."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Computation on the CPU. bf16 needs `onednn` and a CPU with avx512_bf16 or amx_bf16."""
     TensorRT: TensorRTConfig | None = None
-    """Use TensorRT; null: do not."""
+    """Use TensorRT (GPU); null: do not."""
+
+    @model_validator(mode="after")
+    def _check(self) -> InferenceConfig:
+        if self.precision == "bf16" and not self.onednn:
+            raise RuleError(
+                ("precision", "onednn"), "only oneDNN computes in bfloat16 on a CPU: set onednn to True"
+            )
+        return self
 
 
 class OfflineEvalConfig(Section):

@@ -53,10 +53,6 @@ def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
             "Compress.pretrained: compression cannot be run yet; to start from weights use "
             "Engine.save_load.init_from",
         ),
-        (
-            cfg.Inference.TensorRT is not None,
-            "Inference.TensorRT: exported models cannot be run with TensorRT yet",
-        ),
     ]
     return [reason for applies, reason in table if applies]
 
@@ -163,7 +159,6 @@ _SWITCHED_OFF = (
         lambda cfg: cfg.Model.module != "GPTFinetuneModule",
         "only tools/eval.py with GPTFinetuneModule reads the test set (tools/build_index.py prepares it)",
     ),
-    SwitchedOff(("Inference",), lambda cfg: True, "exported models cannot be run yet"),
     SwitchedOff(
         ("Offline_Eval",),
         lambda cfg: cfg.Model.module != "GPTEvalModule",

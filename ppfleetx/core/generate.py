@@ -53,9 +53,9 @@ def generate(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], outpu
     else:
         results = generator.generate(prompts, cfg.Generation, seed=cfg.Global.seed)
         for prompt, generations in zip(prompts, results, strict=True):
-            _print(prompt, generations)
+            print_generations(prompt, generations)
     if output is not None:
-        _write(Path(output), prompts, results)
+        write_generations(Path(output), prompts, results)
 
 
 def check_checkpoint(cfg: RunConfig) -> None:
@@ -179,7 +179,8 @@ def _prompt_of(line: str, place: str) -> str:
     return prompt
 
 
-def _print(prompt: str, generations: Sequence[Generation]) -> None:
+def print_generations(prompt: str, generations: Sequence[Generation]) -> None:
+    """The lines ``Prompt:`` and ``Generation:`` of one prompt."""
     print(f"Prompt: {prompt}")
     for generation in generations:
         print(f"Generation: {prompt}{generation.text}\n", flush=True)
@@ -196,7 +197,12 @@ def _print_as_it_comes(generator: Generator, prompt: str, cfg: RunConfig) -> lis
     return generations
 
 
-def _write(path: Path, prompts: Sequence[str], results: Sequence[Sequence[Generation]]) -> None:
+def write_generations(path: Path, prompts: Sequence[str], results: Sequence[Sequence[Generation]]) -> None:
+    """Write prompts and results to a jsonl file, one object for each prompt.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     try:
         with atomic_write(path, "w") as file:
             for prompt, generations in zip(prompts, results, strict=True):

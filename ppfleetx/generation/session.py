@@ -64,6 +64,21 @@ class NextTokenModel:
         return logits[-1][:, : self.vocab_size].astype("float32")
 
 
+def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts as one array ``[b, n]`` int64, and the columns of padding before each ``[b]`` int64.
+
+    A padding column holds the row's own first token: it is masked for the model, and harmless to whatever
+    asks which tokens occurred.
+    """
+    lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
+    padding = lengths.max() - lengths
+    rows = [
+        np.concatenate([np.full(columns, prompt[0], dtype=np.int64), np.asarray(prompt, np.int64)])
+        for prompt, columns in zip(prompts, padding, strict=True)
+    ]
+    return np.stack(rows), padding
+
+
 class DecodingSession:
     """A batch of rows that grow by one token a step.
 
@@ -79,18 +94,9 @@ class DecodingSession:
     def __init__(self, model: NextTokenModel, prompts: Sequence[Sequence[int]], *, use_cache: bool) -> None:
         assert prompts, "a session has rows"
         assert all(prompts), "a row starts from at least one token"
-        lengths = np.array([len(prompt) for prompt in prompts])
         self._model = model
         self._cache = ConcatCache() if use_cache else None
-        self._padding = lengths.max() - lengths
-        # A padding column holds the row's own first token: it is masked for the model, and harmless to
-        # whatever asks which tokens occurred.
-        self.history = np.stack(
-            [
-                np.concatenate([np.full(padding, prompt[0], dtype=np.int64), np.asarray(prompt, np.int64)])
-                for prompt, padding in zip(prompts, self._padding, strict=True)
-            ]
-        )
+        self.history, self._padding = pad_left(prompts)
 
     @property
     def num_rows(self) -> int:

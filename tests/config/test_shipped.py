@@ -171,7 +171,7 @@ def test_options_without_effect_are_said(small):
         (["Distributed.sharding.reduce_overlap=True"], "sharding.reduce_overlap"),
         (["Distributed.sharding.broadcast_overlap=True"], "sharding.broadcast_overlap"),
         (["Model.num_classes=2"], "Model.num_classes"),
-        (["Inference.mp_degree=1"], "Inference"),
+        (["Inference.mp_degree=1"], ""),
         (["Offline_Eval.batch_size=4"], "Offline_Eval"),
         (
             ["Model.module=GPTEvalModule", "Offline_Eval.max_seq_len=64", "Offline_Eval.cloze_strict=False"],

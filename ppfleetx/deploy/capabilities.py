@@ -1,0 +1,79 @@
+"""What an exported program can do, said before Paddle is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.generation import GenerationConfig
+from ppfleetx.config.sections import RunConfig
+
+_BF16_FLAGS = ("avx512_bf16", "amx_bf16")
+_INSTEAD = "generate from the checkpoint with tasks/gpt/generation.py"
+
+
+def check_generation(section: GenerationConfig, places: Mapping[str, str] | None = None) -> None:
+    """Whether an exported program decodes as the ``Generation`` section says.
+
+    Args:
+        places: where keys were written.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    key, rule = None, ""
+    if section.decode_strategy == "beam_search":
+        key, rule = "decode_strategy", "an exported program decodes by greedy_search or sampling"
+    elif not section.use_cache:
+        key, rule = "use_cache", "an exported program always keeps keys and values"
+    if key is not None:
+        name = f"Generation.{key}"
+        raise ConfigError(
+            f"{rule}; leave it out, or {_INSTEAD}",
+            key=name,
+            value=getattr(section, key),
+            place=(places or {}).get(name),
+        )
+
+
+def check_inference(cfg: RunConfig, device: str) -> None:
+    """Whether this machine can run an exported program as the ``Inference`` section says.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    options = cfg.Inference
+    if options.mp_degree not in (None, 1):
+        raise _refusal(
+            cfg,
+            "mp_degree",
+            "an export holds the whole model (Paddle's export leaves out communication without a word), so "
+            f"this is 1; for a model larger than one device, {_INSTEAD} under Distributed.mp_degree",
+        )
+    if device == "gpu":
+        for key, plain in (("onednn", False), ("precision", "fp32"), ("cpu_threads", None)):
+            if getattr(options, key) != plain:
+                raise _refusal(cfg, key, "is for the CPU, and Global.device is the GPU")
+        return
+    if options.TensorRT is not None:
+        raise _refusal(
+            cfg, "TensorRT", "TensorRT needs a GPU, and Global.device is the CPU; set Inference.TensorRT=null"
+        )
+    if options.precision == "bf16" and not has_bfloat16(Path("/proc/cpuinfo")):
+        raise _refusal(cfg, "precision", f"this CPU has none of {', '.join(_BF16_FLAGS)}; use fp32")
+
+
+def has_bfloat16(cpuinfo: Path) -> bool:
+    """Whether the CPU described by ``cpuinfo`` multiplies in bfloat16."""
+    if not cpuinfo.exists():
+        return False
+    flags = cpuinfo.read_text(errors="replace").partition("flags")[2].partition("\n")[0].split()
+    return any(flag in flags for flag in _BF16_FLAGS)
+
+
+def _refusal(cfg: RunConfig, key: str, rule: str) -> ConfigError:
+    name = f"Inference.{key}"
+    value = getattr(cfg.Inference, key)
+    shown = {} if key == "TensorRT" else {"value": value}
+    return ConfigError(rule, key=name, place=cfg.origins.get(name), **shown)

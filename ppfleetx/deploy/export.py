@@ -1,0 +1,162 @@
+"""The program ``tools/export.py``: from a checkpoint of any plan to a directory that generates by itself.
+
+What a user may have got wrong is looked at before Paddle is loaded, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ppfleetx.checkpoint.directory import publish, resolve_checkpoint
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_config
+from ppfleetx.config.sections import RunConfig
+from ppfleetx.core.generate import check_checkpoint, load_generator
+from ppfleetx.core.launch import start_with, world_size
+from ppfleetx.deploy.capabilities import check_generation
+from ppfleetx.deploy.export_dir import (
+    PROGRAM,
+    RANK_DIRECTORY,
+    TOKENIZER_DIRECTORY,
+    ExportManifest,
+    describe_files,
+    is_export,
+)
+from ppfleetx.deploy.one_process import as_one_process
+from ppfleetx.utils.files import exclusive_lock
+from ppfleetx.utils.log import get_logger
+
+if TYPE_CHECKING:
+    from ppfleetx.distributed.context import ParallelContext
+    from ppfleetx.generation.generator import Generator
+
+_KEY = "Engine.save_load.output_dir"
+_MODULES = ("GPTModule", "GPTGenerationModule", "GPTEvalModule")  # one and the same network
+_UNFINISHED = f".{RANK_DIRECTORY}.exporting"
+
+
+def run(path: str, overrides: Sequence[str]) -> None:
+    """Export the checkpoint ``Engine.save_load.ckpt_dir`` into ``Engine.save_load.output_dir``/rank_0.
+
+    Raises:
+        UserError: what cannot be exported, in words; most of it before Paddle is loaded.
+    """
+    check_one_process(world_size(os.environ))
+    cfg, notes = as_one_process(load_config(path, overrides))
+    check_exportable(cfg)
+    check_checkpoint(cfg)
+    check_target(cfg)
+    cfg, ctx = start_with(cfg)
+    for note in notes:
+        get_logger().info(f"NOTE: {note}")
+    export(cfg, ctx)
+
+
+def export(cfg: RunConfig, ctx: ParallelContext) -> Path:
+    """Write the directory, whole or not at all; an earlier export in its place is replaced.
+
+    Raises:
+        UserError: checkpoint and tokenizer do not fit the model, or the directory cannot be written.
+    """
+    generator = load_generator(cfg, ctx)
+    output_dir = Path(cfg.Engine.save_load.output_dir)
+    target, unfinished = output_dir / RANK_DIRECTORY, output_dir / _UNFINISHED
+    busy = ConfigError("another export into this directory is under way", key=_KEY, value=str(output_dir))
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        with exclusive_lock(output_dir / ".export.lock", busy):
+            shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
+            unfinished.mkdir()
+            try:
+                _write(unfinished, cfg, generator)
+                check_target(cfg)
+                publish(unfinished, target)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
+    except OSError as error:
+        raise _target_error(cfg, f"cannot be written: {error.strerror or error}") from error
+    saved = os.path.join(cfg.Engine.save_load.output_dir, RANK_DIRECTORY, PROGRAM)  # noqa: PTH118 as given
+    get_logger().info(f"export inference model saved in {saved}")
+    return target
+
+
+def check_one_process(processes: int) -> None:
+    """Whether this is the only process of the job.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if processes > 1:
+        raise ConfigError(
+            f"{processes} processes were started, but one makes an export (--nproc_per_node 1): Paddle's "
+            "export leaves out communication without a word, so that a part of a model would compute wrong "
+            "numbers. The parts of a checkpoint of any plan are merged into one program. A model that is too "
+            "large for one machine's memory cannot be exported: generate from its checkpoint with "
+            "tasks/gpt/generation.py under Distributed.mp_degree"
+        )
+
+
+def check_exportable(cfg: RunConfig) -> None:
+    """Whether there is a program for what ``cfg`` asks for.
+
+    Raises:
+        ConfigError: there is not.
+    """
+    module = cfg.Model.module
+    if module not in _MODULES:
+        raise ConfigError(
+            f"only models that continue text can be exported ({', '.join(_MODULES)})",
+            key="Model.module",
+            value=module,
+            place=cfg.origins.get("Model.module"),
+        )
+    check_generation(cfg.Generation, cfg.origins)
+
+
+def check_target(cfg: RunConfig) -> None:
+    """Whether ``output_dir``/rank_0 is free, or an export that may be replaced.
+
+    Raises:
+        ConfigError: something else is there.
+    """
+    output_dir = Path(cfg.Engine.save_load.output_dir)
+    target = output_dir / RANK_DIRECTORY
+    if output_dir.exists() and not output_dir.is_dir():
+        raise _target_error(cfg, "it is a file; name a directory")
+    is_used = any(target.iterdir()) if target.is_dir() else target.exists()
+    if is_used and not is_export(target):
+        raise _target_error(
+            cfg, f"{target} is there and is no export of this program; remove it or name another directory"
+        )
+
+
+def _target_error(cfg: RunConfig, rule: str) -> ConfigError:
+    return ConfigError(rule, key=_KEY, value=cfg.Engine.save_load.output_dir, place=cfg.origins.get(_KEY))
+
+
+def _write(directory: Path, cfg: RunConfig, generator: Generator) -> None:
+    import paddle
+
+    from ppfleetx.deploy.program import INPUTS, save_program
+
+    tokenizer = generator.tokenizer
+    save_program(generator.next_token_model, generator.max_positions, directory / PROGRAM)
+    tokenizer.save(directory / TOKENIZER_DIRECTORY)
+    settings = cfg.Generation.model_dump(mode="json", exclude_unset=True, exclude={"prompt", "prompt_file"})
+    ExportManifest(
+        vocab_size=tokenizer.vocab_size,
+        end_id=tokenizer.eod_id,
+        end_token=tokenizer.eod_token,
+        max_positions=generator.max_positions,
+        model=cfg.Model.model_dump(mode="json"),
+        generation=settings,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        checkpoint=resolve_checkpoint(cfg.Engine.save_load.ckpt_dir).name,
+        inputs={name: dtype for name, dtype, _ in INPUTS},
+        paddle_version=paddle.__version__,
+        files=describe_files(directory),
+    ).write(directory)

@@ -1,0 +1,145 @@
+"""The directory of an exported model: what is in it, and whether all of it is there. No Paddle.
+
+::
+
+    rank_0/
+      export.json        the manifest: what the program is, and size and SHA-256 of every other file
+      model.json         the program
+      model.pdiparams    its weights
+      tokenizer/         files that this package and Hugging Face transformers load
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ppfleetx.config.errors import ConfigError
+
+FORMAT, VERSION = "ppfleetx-export", 1
+RANK_DIRECTORY, MANIFEST_FILE, PROGRAM, TOKENIZER_DIRECTORY = "rank_0", "export.json", "model", "tokenizer"
+PROGRAM_FILE, WEIGHTS_FILE = f"{PROGRAM}.json", f"{PROGRAM}.pdiparams"
+_KEY = "Inference.model_dir"
+_AGAIN = "export the model again with tools/export.py"
+
+
+@dataclass(frozen=True)
+class ExportManifest:
+    """What a program needs to know of an exported model.
+
+    Attributes:
+        vocab_size: ids below this may be generated.
+        end_id: id of the end-of-text token.
+        end_token: that token.
+        max_positions: most tokens of a prompt and its continuation together.
+        model: the ``Model`` section it was exported with.
+        generation: keys of the ``Generation`` section that were set when it was exported.
+        tokenizer_fingerprint: see :attr:`ppfleetx.data.tokenizer.Tokenizer.fingerprint`.
+        checkpoint: name of the checkpoint the weights are of.
+        inputs: names and types of the program's inputs.
+        paddle_version: of the Paddle that wrote the program.
+        files: size in bytes and SHA-256 of each file, by its path in the directory.
+    """
+
+    vocab_size: int
+    end_id: int
+    end_token: str
+    max_positions: int
+    model: dict[str, Any]
+    generation: dict[str, Any]
+    tokenizer_fingerprint: str
+    checkpoint: str
+    inputs: dict[str, str]
+    paddle_version: str
+    files: dict[str, dict[str, Any]]
+
+    def write(self, directory: Path) -> None:
+        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        text = json.dumps(content, ensure_ascii=False, indent=1)
+        (directory / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def describe_files(directory: Path) -> dict[str, dict[str, Any]]:
+    """``ExportManifest.files`` of all files in ``directory``."""
+    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {
+        path.relative_to(directory).as_posix(): {"size": path.stat().st_size, "sha256": _sha256(path)}
+        for path in paths
+    }
+
+
+def open_export(model_dir: str | Path, *, verify: bool = True) -> tuple[Path, ExportManifest]:
+    """The directory of the exported model that ``model_dir`` means, and its manifest.
+
+    Args:
+        model_dir: the directory itself, or the ``output_dir`` it is in.
+        verify: compare the checksums of all files; their sizes are compared anyway.
+
+    Raises:
+        ConfigError: there is none, it is damaged, or another version wrote it.
+    """
+    directory = _find(Path(model_dir))
+    manifest = _read(directory / MANIFEST_FILE)
+    for name, entry in manifest.files.items():
+        _check_file(directory / name, entry, verify)
+    return directory, manifest
+
+
+def is_export(directory: Path) -> bool:
+    return (directory / MANIFEST_FILE).is_file()
+
+
+def _find(model_dir: Path) -> Path:
+    for directory in (model_dir, model_dir / RANK_DIRECTORY):
+        if is_export(directory):
+            return directory
+    if not model_dir.is_dir():
+        raise _error(model_dir, "there is no such directory; tools/export.py makes one from a checkpoint")
+    for directory in (model_dir, model_dir / RANK_DIRECTORY):
+        if any(directory.glob("*.pdmodel")):
+            raise _error(model_dir, f"holds a program of PaddleFleetX, which cannot be read here; {_AGAIN}")
+        if (directory / PROGRAM_FILE).exists() or (directory / WEIGHTS_FILE).exists():
+            raise _error(model_dir, f"is damaged: {directory / MANIFEST_FILE} is missing; {_AGAIN}")
+    raise _error(
+        model_dir,
+        f"holds no exported model (no {MANIFEST_FILE} in it or in {RANK_DIRECTORY}/); tools/export.py makes "
+        "one from a checkpoint",
+    )
+
+
+def _read(path: Path) -> ExportManifest:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        written_as, version = content.pop("format"), content.pop("version")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise _error(path, f"is damaged: it is no manifest of an export; {_AGAIN}") from error
+    if (written_as, version) != (FORMAT, VERSION):
+        raise _error(
+            path, f"is of format {written_as} {version}, this version reads {FORMAT} {VERSION}; {_AGAIN}"
+        )
+    try:
+        return ExportManifest(**content)
+    except TypeError as error:
+        raise _error(path, f"is damaged: fields are missing or too many; {_AGAIN}") from error
+
+
+def _check_file(path: Path, entry: dict[str, Any], verify: bool) -> None:
+    if not path.is_file():
+        raise _error(path, f"is missing; {_AGAIN}")
+    size = path.stat().st_size
+    if size != entry["size"]:
+        raise _error(path, f"is damaged: it has {size} bytes instead of {entry['size']}; {_AGAIN}")
+    if verify and _sha256(path) != entry["sha256"]:
+        raise _error(path, f"is damaged: its checksum is not that of the manifest; {_AGAIN}")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _error(path: Path, rule: str) -> ConfigError:
+    return ConfigError(rule, key=_KEY, value=str(path))

@@ -1,0 +1,95 @@
+"""The program ``tools/inference.py``: prompts answered by an exported model.
+
+What a user may have got wrong is looked at before Paddle is loaded, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_config
+from ppfleetx.config.sections import GenerationConfig, RunConfig
+from ppfleetx.core.generate import check_output, print_generations, read_prompts, write_generations
+from ppfleetx.core.launch import expected_device, rank, start_with, world_size
+from ppfleetx.deploy.capabilities import check_generation, check_inference
+from ppfleetx.deploy.export_dir import ExportManifest, open_export
+from ppfleetx.deploy.one_process import as_one_process
+from ppfleetx.utils.log import get_logger
+
+_SHAPE_KEYS = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads", "max_position_embeddings")
+
+
+def run(path: str, overrides: Sequence[str], output: str | None = None) -> None:
+    """Answer the prompts of the ``Generation`` section with the exported model ``Inference.model_dir``.
+
+    Of several processes each answers a part of the prompts; they do not talk to each other.
+
+    Args:
+        path, overrides: the configuration.
+        output: a jsonl file to write prompts and results to as well.
+
+    Raises:
+        UserError: export, prompts or options that cannot be used, in words; most before Paddle is loaded.
+    """
+    cfg, _ = as_one_process(load_config(path, overrides))
+    prompts = read_prompts(cfg)
+    check_inference(cfg, expected_device(cfg.Global.device))
+    directory, manifest = open_export(cfg.Inference.model_dir, verify=False)
+    settings = merge_settings(manifest.generation, cfg)
+    check_generation(settings, cfg.origins)
+    processes, number = world_size(os.environ), rank(os.environ)
+    if output is not None:
+        _check_output(output, processes)
+    cfg, ctx = start_with(cfg)
+    _say_what_differs(directory, manifest, cfg)
+    from ppfleetx.deploy.inference_engine import InferenceEngine
+
+    engine = InferenceEngine(cfg.Inference, device=ctx.device)
+    first = number * len(prompts) // processes
+    mine = prompts[first : (number + 1) * len(prompts) // processes]
+    results = engine.generate(mine, settings, seed=cfg.Global.seed, first_prompt=first)
+    for prompt, generations in zip(mine, results, strict=True):
+        print_generations(prompt, generations)
+    if output is not None:
+        write_generations(Path(output), mine, results)
+
+
+def merge_settings(exported: dict[str, Any], cfg: RunConfig) -> GenerationConfig:
+    """The ``Generation`` section, with the export's settings for keys that nobody wrote.
+
+    Raises:
+        ConfigError: together they make no sense.
+    """
+    written = cfg.Generation.model_dump(exclude_unset=True)
+    try:
+        return GenerationConfig(**{**exported, **written})
+    except ValidationError as error:
+        why = "; ".join(detail["msg"] for detail in error.errors())
+        raise ConfigError(
+            f"does not go together with the settings of the export ({exported}): {why}", key="Generation"
+        ) from error
+
+
+def _check_output(output: str, processes: int) -> None:
+    if processes > 1:
+        raise ConfigError(
+            f"{processes} processes answer a part of the prompts each, and cannot write one file; start one",
+            key="--output",
+            value=output,
+        )
+    check_output(Path(output))
+
+
+def _say_what_differs(directory: Path, manifest: ExportManifest, cfg: RunConfig) -> None:
+    """Warn when the configuration describes another model than the one that will answer."""
+    here = cfg.Model.model_dump(mode="json")
+    other = [name for name in _SHAPE_KEYS if manifest.model.get(name, here[name]) != here[name]]
+    if other:
+        keys = ", ".join(f"Model.{name}" for name in other)
+        get_logger().warning(f"the exported model in {directory} has its own {keys}, not the configuration's")

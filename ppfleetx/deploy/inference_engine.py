@@ -1,0 +1,139 @@
+"""Prompts in, continuations out, with an exported model run by Paddle Inference."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import paddle
+from paddle import inference
+
+from ppfleetx.config.generation import InferenceConfig, TensorRTConfig
+from ppfleetx.data.tokenizer import Tokenizer
+from ppfleetx.deploy.capabilities import check_generation
+from ppfleetx.deploy.export_dir import (
+    PROGRAM_FILE,
+    TOKENIZER_DIRECTORY,
+    WEIGHTS_FILE,
+    ExportManifest,
+    open_export,
+)
+from ppfleetx.generation.generator import Batch, TextGenerator
+from ppfleetx.generation.search import Row
+from ppfleetx.generation.session import pad_left
+from ppfleetx.generation.text import RowText
+from ppfleetx.utils.log import get_logger
+
+_GPU_POOL_MB = 256  # to begin with; it grows
+
+
+class InferenceEngine(TextGenerator):
+    """Continues prompts as :class:`~ppfleetx.generation.generator.Generator` does, token for token.
+
+    The whole loop runs inside the program, so text is known when a batch has ended: ``on_text`` is then
+    told all of it at once, and a stop string is looked for afterwards. One thread at a time may generate.
+
+    Args:
+        options: the ``Inference`` section; ``model_dir`` is what tools/export.py wrote.
+        device: ``cpu`` or ``gpu``, perhaps with a number (``gpu:1``).
+
+    Raises:
+        ConfigError: there is no exported model, or it is damaged, or it cannot be run as ``options`` say.
+    """
+
+    def __init__(self, options: InferenceConfig, *, device: str = "cpu") -> None:
+        directory, manifest = open_export(options.model_dir, verify=options.verify)
+        if manifest.paddle_version != paddle.__version__:
+            get_logger().warning(
+                f"{directory} was exported by Paddle {manifest.paddle_version}, this is {paddle.__version__}"
+            )
+        tokenizer = Tokenizer.load(directory / TOKENIZER_DIRECTORY, eod_token=manifest.end_token)
+        super().__init__(tokenizer, manifest.max_positions)
+        self.manifest: ExportManifest = manifest
+        self._predictor = inference.create_predictor(predictor_config(directory, options, device))
+
+    def _continue(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:
+        check_generation(batch.cfg)
+        inputs = self._inputs(prompts, batch)
+        for name in self._predictor.get_input_names():
+            self._predictor.get_input_handle(name).copy_from_cpu(inputs[name])
+        self._predictor.run()
+        # A copy: the output itself lies in a buffer that the next run writes to.
+        new_ids = self._predictor.get_output_handle(self._predictor.get_output_names()[0]).copy_to_cpu()
+        limits = inputs["max_new_tokens"].tolist()
+        return [
+            self._row(ids, limit, text)
+            for ids, limit, text in zip(new_ids.tolist(), limits, texts, strict=True)
+        ]
+
+    def _inputs(self, prompts: list[list[int]], batch: Batch) -> dict[str, np.ndarray]:
+        """The program's inputs; see :data:`ppfleetx.deploy.program.INPUTS`."""
+        cfg, rows = batch.cfg, [prompt for prompt, _ in batch.streams]
+        tokens, padding = pad_left(prompts)
+        greedy = cfg.decode_strategy == "greedy_search"
+        return {
+            "tokens": tokens[rows],
+            "padding": padding[rows],
+            "max_new_tokens": np.array(batch.max_new_tokens, dtype=np.int64)[rows],
+            "uniforms": np.zeros([len(rows), 1], np.float32) if greedy else batch.random_numbers(),
+            "end_id": np.array([self.tokenizer.eod_id], dtype=np.int64),
+            "min_new_tokens": np.array([cfg.min_dec_len], dtype=np.int64),
+            "repetition_penalty": np.array([cfg.repetition_penalty], dtype=np.float32),
+            "temperature": np.array([1.0 if greedy else cfg.temperature], dtype=np.float32),
+            "top_k": np.array([1 if greedy else cfg.top_k], dtype=np.int64),
+            "top_p": np.array([1.0 if greedy else cfg.top_p], dtype=np.float32),
+        }
+
+    def _row(self, ids: list[int], limit: int, text: RowText) -> Row:
+        """The row up to its end; the program went on until all rows had ended."""
+        row = Row(limit)
+        for token_id in ids:
+            told_to_stop = text.feed(token_id)
+            if not row.add(token_id, is_last=token_id == self.tokenizer.eod_id or told_to_stop):
+                return row
+        raise AssertionError("the program gives every row a token until it has ended")
+
+
+def predictor_config(directory: Path, options: InferenceConfig, device: str) -> inference.Config:
+    """Paddle Inference's configuration.
+
+    ``enable_memory_optim`` is left alone: with programs of Paddle 3.3.1 no predictor can be made with it.
+    """
+    config = inference.Config(str(directory / PROGRAM_FILE), str(directory / WEIGHTS_FILE))
+    config.disable_glog_info()
+    config.switch_ir_optim(options.ir_optim)
+    if device.startswith("gpu"):
+        config.enable_use_gpu(_GPU_POOL_MB, int(device.partition(":")[2] or 0))
+        if options.TensorRT is not None:
+            _enable_tensorrt(config, options.TensorRT)
+        return config
+    config.disable_gpu()
+    config.set_cpu_math_library_num_threads(options.cpu_threads or int(os.environ.get("OMP_NUM_THREADS", 1)))
+    if options.onednn:
+        config.enable_mkldnn()
+    else:
+        config.disable_mkldnn()
+    if options.precision == "bf16":
+        config.enable_mkldnn_bfloat16()
+    return config
+
+
+def _enable_tensorrt(config: inference.Config, options: TensorRTConfig) -> None:
+    precisions = {
+        "fp32": inference.PrecisionType.Float32,
+        "fp16": inference.PrecisionType.Half,
+        "int8": inference.PrecisionType.Int8,
+    }
+    config.enable_tensorrt_engine(
+        workspace_size=options.workspace_size,
+        max_batch_size=options.max_batch_size,
+        min_subgraph_size=options.min_subgraph_size,
+        precision_mode=precisions[options.precision],
+        use_static=options.use_static,
+        use_calib_mode=options.use_calib_mode,
+    )
+    if options.collect_shape:
+        config.collect_shape_range_info(options.shape_range_info_filename)
+    elif options.shape_range_info_filename is not None:
+        config.enable_tuned_tensorrt_dynamic_shape(options.shape_range_info_filename, True)

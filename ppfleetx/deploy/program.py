@@ -1,0 +1,218 @@
+"""The program that is exported: the whole decoding loop, with the model and its cache inside.
+
+It is the generator's own model and its own processors, written as one function of tensors. What a user may
+choose at run time is an input; the model and the vocabulary are part of the program.
+
+Shape letters: b rows, n positions of the longest prompt, t most new tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import paddle
+import paddle.nn.functional as F
+from paddle import nn
+from paddle.static import InputSpec
+
+from ppfleetx.generation.processors import (
+    draw,
+    forbid,
+    keep_from,
+    keep_top_p,
+    last_kept,
+    penalize_repetition,
+)
+from ppfleetx.generation.session import NextTokenModel
+
+# Of so many of the likeliest tokens, top-p without top-k first asks whether they are enough: sorting a whole
+# vocabulary on the CPU takes longer than a small model does.
+_HEAD_SIZE = 1024
+
+INPUTS: tuple[tuple[str, str, tuple[int | None, ...]], ...] = (
+    ("tokens", "int64", (None, None)),  # [b, n] prompts, padded on the left with a token of their own
+    ("padding", "int64", (None,)),  # [b] columns of padding
+    ("max_new_tokens", "int64", (None,)),  # [b] at least 1
+    ("uniforms", "float32", (None, None)),  # [b, t] random numbers in [0, 1); [b, 1] when top_k is 1
+    ("end_id", "int64", (1,)),  # the token that ends a row; -1: none
+    ("min_new_tokens", "int64", (1,)),
+    ("repetition_penalty", "float32", (1,)),
+    ("temperature", "float32", (1,)),
+    ("top_k", "int64", (1,)),  # 1: the likeliest token (greedy search); 0: all
+    ("top_p", "float32", (1,)),
+)
+"""Name, type and shape of each input of the program, in the order of its arguments."""
+
+
+def save_program(next_token: NextTokenModel, max_positions: int, path: Path) -> None:
+    """Write ``{path}.json`` and ``{path}.pdiparams``. The model is not to be trained any more afterwards.
+
+    Args:
+        next_token: the whole model, in this process, and its vocabulary.
+        max_positions: of the model.
+        path: without a suffix.
+    """
+    program = GenerationProgram(next_token, max_positions)
+    program.eval()
+    spec = [InputSpec(list(shape), dtype, name) for name, dtype, shape in INPUTS]
+    with warnings.catch_warnings():
+        # About branches whose inner variables are not used after them, and of the device of a tensor that
+        # has none yet.
+        warnings.simplefilter("ignore", UserWarning)
+        static = paddle.jit.to_static(program, input_spec=spec, full_graph=True)
+        paddle.jit.save(static, str(path))
+
+
+class GenerationProgram(nn.Layer):
+    """Continues a batch of prompts.
+
+    The loop ends when every row has: at its end token, or at its own limit. A row that ended stays in the
+    batch; what it gets after its end means nothing.
+    """
+
+    def __init__(self, next_token: NextTokenModel, max_positions: int) -> None:
+        super().__init__()
+        self.next_token, self.max_positions = next_token, max_positions
+        self.vocab_size = next_token.vocab_size
+        # What is saved: sub-layers and buffers.
+        self.model = next_token.model
+        if next_token.head_matrix is not None:
+            self.register_buffer("head_matrix", next_token.head_matrix)
+
+    def forward(
+        self,
+        tokens: paddle.Tensor,
+        padding: paddle.Tensor,
+        max_new_tokens: paddle.Tensor,
+        uniforms: paddle.Tensor,
+        end_id: paddle.Tensor,
+        min_new_tokens: paddle.Tensor,
+        repetition_penalty: paddle.Tensor,
+        temperature: paddle.Tensor,
+        top_k: paddle.Tensor,
+        top_p: paddle.Tensor,
+    ) -> paddle.Tensor:
+        """New tokens ``[b, up to t]`` int64. The arguments are those of :data:`INPUTS`."""
+        step = paddle.zeros([1], "int64")
+        length = tokens.shape[1]
+        padding = padding.unsqueeze(-1)
+        start = padding.astype("int32")
+        positions = paddle.maximum(paddle.arange(length).unsqueeze(0) - padding, paddle.zeros_like(padding))
+        logits, past = self._run_model(tokens, positions, start.expand_as(positions), [])
+        logits = self._process(logits, tokens, step, end_id, min_new_tokens, repetition_penalty)
+        token = self._choose(logits, step, uniforms, temperature, top_k, top_p)
+        history = paddle.concat([tokens, token.unsqueeze(-1)], axis=1)
+        finished = paddle.logical_or(token == end_id, max_new_tokens <= 1)
+        while paddle.logical_not(finished.all()):
+            step = step + 1
+            # A row that ended while others go on must not run out of positions.
+            last_position = paddle.full_like(padding, self.max_positions - 1)
+            position = paddle.minimum(length + step - 1 - padding, last_position)
+            logits, past = self._run_model(token.unsqueeze(-1), position, start, past)
+            logits = self._process(logits, history, step, end_id, min_new_tokens, repetition_penalty)
+            token = self._choose(logits, step, uniforms, temperature, top_k, top_p)
+            history = paddle.concat([history, token.unsqueeze(-1)], axis=1)
+            ends = paddle.logical_or(token == end_id, max_new_tokens <= step + 1)
+            finished = paddle.logical_or(finished, ends)
+        return history[:, length:]
+
+    def _run_model(
+        self,
+        tokens: paddle.Tensor,
+        positions: paddle.Tensor,
+        start: paddle.Tensor,
+        past: Sequence[paddle.Tensor],
+    ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
+        """Logits ``[b, V]`` after ``tokens [b, s]``, and keys and values with theirs appended."""
+        cache = _LoopCache(past)
+        logits = self.next_token.with_cache(tokens, positions, start, cache)
+        return logits, cache.extended
+
+    def _process(
+        self,
+        logits: paddle.Tensor,
+        history: paddle.Tensor,
+        step: paddle.Tensor,
+        end_id: paddle.Tensor,
+        min_new_tokens: paddle.Tensor,
+        repetition_penalty: paddle.Tensor,
+    ) -> paddle.Tensor:
+        """:func:`ppfleetx.generation.search.process`."""
+        if repetition_penalty != 1.0:
+            logits = penalize_repetition(logits, history, repetition_penalty)
+        if step < min_new_tokens:
+            logits = forbid(logits, end_id)
+        return logits
+
+    def _choose(
+        self,
+        logits: paddle.Tensor,
+        step: paddle.Tensor,
+        uniforms: paddle.Tensor,
+        temperature: paddle.Tensor,
+        top_k: paddle.Tensor,
+        top_p: paddle.Tensor,
+    ) -> paddle.Tensor:
+        """One token ``[b]`` per row."""
+        if top_k == 1:
+            token = logits.argmax(-1)
+        else:
+            token = self._sample(logits / temperature, _column(uniforms, step), top_k, top_p)
+        return token
+
+    def _sample(
+        self, logits: paddle.Tensor, uniform: paddle.Tensor, top_k: paddle.Tensor, top_p: paddle.Tensor
+    ) -> paddle.Tensor:
+        """:func:`~ppfleetx.generation.processors.candidates` and ``draw``."""
+        if paddle.logical_and(top_k > 0, top_k < self.vocab_size):
+            token = _draw_top_k(logits, uniform, top_k, top_p)
+        else:
+            token = _draw_top_p(F.softmax(logits, axis=-1), uniform, top_p, min(_HEAD_SIZE, self.vocab_size))
+        return token
+
+
+class _LoopCache:
+    """The key/value cache of one turn of the loop: past tensors in, extended ones out."""
+
+    def __init__(self, past: Sequence[paddle.Tensor]) -> None:
+        self.past, self.extended = past, []
+
+    def update(
+        self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor
+    ) -> tuple[paddle.Tensor, paddle.Tensor]:
+        """Append ``key, value [b, g, s, d]``; the layers ask in their order."""
+        if self.past:
+            key = paddle.concat([self.past[2 * layer_index], key], axis=2)
+            value = paddle.concat([self.past[2 * layer_index + 1], value], axis=2)
+        self.extended += [key, value]
+        return key, value
+
+
+def _column(values: paddle.Tensor, index: paddle.Tensor) -> paddle.Tensor:
+    return paddle.index_select(values, index, axis=1).squeeze(1)
+
+
+def _draw_top_k(
+    logits: paddle.Tensor, uniform: paddle.Tensor, top_k: paddle.Tensor, top_p: paddle.Tensor
+) -> paddle.Tensor:
+    values, ids = paddle.topk(logits, top_k, axis=-1)
+    weights = F.softmax(values, axis=-1)
+    if top_p < 1.0:
+        weights = keep_top_p(weights, top_p)
+    return draw(weights, ids, uniform)
+
+
+def _draw_top_p(
+    probabilities: paddle.Tensor, uniform: paddle.Tensor, top_p: paddle.Tensor, head_size: int
+) -> paddle.Tensor:
+    weights = probabilities
+    if top_p < 1.0:
+        falling, _ = paddle.topk(probabilities, head_size, axis=-1)
+        if (falling.sum(-1) >= top_p).all():
+            smallest, count = last_kept(falling, top_p)
+        else:
+            smallest, count = last_kept(paddle.sort(probabilities, axis=-1, descending=True), top_p)
+        weights = keep_from(probabilities, smallest, count)
+    return draw(weights, None, uniform)
