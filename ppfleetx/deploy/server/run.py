@@ -18,6 +18,7 @@ from ppfleetx.config.sections import RunConfig, ServeConfig
 from ppfleetx.config.serve import API_KEY_VARIABLE
 from ppfleetx.core.generate import check_checkpoint
 from ppfleetx.core.launch import start_process, world_size
+from ppfleetx.utils.cli import EXIT_INTERRUPTED
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
@@ -205,11 +206,20 @@ def _make_server(service: Service) -> uvicorn.Server:
     from ppfleetx.deploy.server.app import create_app
 
     class Server(uvicorn.Server):
-        """Tells the model's thread of the signal too: what is under way may finish, for a while."""
+        """Tells the model's thread of a signal: after the first one, what is under way may finish for a
+        while; after the second it ends with the next step; the third ends the process at once."""
+
+        num_signals = 0
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            super().handle_exit(sig, frame)
-            service.scheduler.close(service.cfg.shutdown_timeout)
+            self.num_signals += 1
+            if self.num_signals == 1:
+                super().handle_exit(sig, frame)
+                service.scheduler.close(service.cfg.shutdown_timeout)
+            elif self.num_signals == 2:
+                service.scheduler.close(0)
+            else:
+                os._exit(EXIT_INTERRUPTED)
 
     log = logging.getLogger("uvicorn")
     log.handlers, log.propagate = get_logger().handlers, False

@@ -103,10 +103,13 @@ class Scheduler:
             self._changed.notify()
 
     def close(self, seconds: float) -> None:
-        """Take nothing more, and end after ``seconds`` at the latest; what is not finished then fails."""
+        """Take nothing more, and end after ``seconds`` at the latest; what is not finished then fails.
+
+        A signal handler may call this: the lock lets a thread in that holds it already.
+        """
         with self._changed:
-            if self._closing_at is None:
-                self._closing_at = time.monotonic() + seconds
+            closing_at = time.monotonic() + seconds
+            self._closing_at = min(closing_at, self._closing_at or closing_at)
             self._changed.notify()
 
     def join(self, seconds: float) -> None:

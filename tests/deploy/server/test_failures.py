@@ -1,6 +1,7 @@
 """A model that fails, in a server inside this process."""
 
 import asyncio
+import signal
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from ppfleetx.deploy.server.app import Service, create_app
 from ppfleetx.deploy.server.completions import Answer, Answering, EventStream, PromptReader
 from ppfleetx.deploy.server.metrics import Metrics
 from ppfleetx.deploy.server.protocol import CompletionRequest
+from ppfleetx.deploy.server.run import _make_server
 from ppfleetx.deploy.server.scheduler import Scheduler
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.generation.session import NextTokenModel
@@ -125,6 +127,25 @@ def test_a_defect_of_ours_is_a_500_without_details(
         assert answer.json()["error"]["code"] == "internal"
         assert "secret" not in answer.text
         assert 'ppfleetx_requests_total{status="500"} 1.0' in (await client.get("/metrics")).text
+
+    in_server(use)
+
+
+def test_a_second_signal_ends_at_the_next_step_what_the_first_let_go_on(in_server) -> None:
+    async def use(client: httpx.AsyncClient, service: Service) -> None:
+        server = _make_server(service)
+        endless = asyncio.create_task(complete(client, prompt=[1], **ENDLESS))
+        await asyncio.sleep(0.2)
+        server.handle_exit(signal.SIGINT, None)
+        assert server.should_exit
+        refused = await complete(client, prompt=[1])
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "shutting_down"
+        assert (await client.get("/health")).json() == {"status": "stopping"}
+        assert not endless.done()
+        server.handle_exit(signal.SIGINT, None)
+        assert not server.force_exit, "uvicorn would break off its tasks, with their tracebacks"
+        assert (await asyncio.wait_for(endless, 5)).json()["error"]["code"] == "shutting_down"
 
     in_server(use)
 
