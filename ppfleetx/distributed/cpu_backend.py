@@ -2,8 +2,8 @@
 
 A backend for development and continuous integration: Paddle's Gloo groups lack half of the operations
 fleet uses and collide with each other. On a build with CUDA ``install()`` does nothing and NCCL does the
-work. ``docs/cpu_backend.md`` tells how it works and what it promises; ``cpu_transport.py`` carries the
-messages and ``cpu_patches.py`` lists every attribute of Paddle that is replaced.
+work. ``docs/cpu_backend.md`` tells how it works, what it promises and what is in which file;
+``cpu_patches.py`` lists every attribute of Paddle that is replaced.
 
 Reductions are done in rank order, 16-bit floats in float32, and every element by one rank or by all in
 the same way: all ranks get the same bits, in every run.
@@ -11,13 +11,11 @@ the same way: all ranks get the same bits, in every run.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
 import os
 import threading
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
@@ -25,44 +23,24 @@ from typing import Any
 import numpy as np
 import paddle
 
-from ppfleetx.distributed.cpu_transport import (
-    OPERATIONS,
-    POINT_TO_POINT,
-    BufferPool,
-    CommError,
-    Key,
-    Mesh,
-    Operation,
-    Receive,
-    Signature,
-    local_address,
-    time_limit,
+from ppfleetx.distributed.cpu_arrays import (
+    DTYPE_CODES,
+    SUM,
+    TensorMemory,
+    bounds,
+    byte_view,
+    reduce_in_order,
 )
+from ppfleetx.distributed.cpu_handshake import local_address
+from ppfleetx.distributed.cpu_inbox import BufferPool, Receive
+from ppfleetx.distributed.cpu_transport import Mesh, Operation, time_limit
+from ppfleetx.distributed.cpu_wire import OPERATIONS, POINT_TO_POINT, Key, Signature
 
-# Paddle's type -> NumPy's of the same layout; bfloat16 has none and travels as its bits.
-_DTYPES = {
-    paddle.float32: np.float32,
-    paddle.float64: np.float64,
-    paddle.float16: np.float16,
-    paddle.bfloat16: np.uint16,
-    paddle.int8: np.int8,
-    paddle.uint8: np.uint8,
-    paddle.int16: np.int16,
-    paddle.int32: np.int32,
-    paddle.int64: np.int64,
-    paddle.bool: np.bool_,
-    paddle.complex64: np.complex64,
-    paddle.complex128: np.complex128,
-}
-_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _CODE = {name: code for code, name in enumerate(OPERATIONS)}
 _BYTES = 255  # the dtype code of operations without one (barrier)
 TensorOrList = paddle.Tensor | list[paddle.Tensor]
 # Up to here every rank sends all it has to all: one message time instead of two.
 _SMALL_BYTES = 1 << 14
-
-_SUM, _MAX, _MIN, _PRODUCT, _AVG = range(5)  # paddle.base.core.ReduceOp
-_UFUNC = {_SUM: np.add, _MAX: np.maximum, _MIN: np.minimum, _PRODUCT: np.multiply, _AVG: np.add}
 
 _mesh: Mesh | None = None
 _creations: dict[int, int] = {}
@@ -148,136 +126,6 @@ def create_process_group(store: Any, rank: int, size: int, group_id: int) -> Cpu
     group = CpuProcessGroup(_mesh, rank, size, group_id, generation)
     _groups.append(group)
     return group
-
-
-# -- tensors as memory ------------------------------------------------------------------------
-
-
-def tensor_array(tensor: paddle.Tensor) -> np.ndarray:
-    """The tensor's own memory, flat; no copy."""
-    dtype = _DTYPES.get(tensor.dtype)
-    if dtype is None:
-        raise CommError(f"no communication of {tensor.dtype} tensors")
-    if not tensor.is_contiguous():
-        raise CommError(f"the memory of a tensor of shape {list(tensor.shape)} is not contiguous")
-    count = math.prod(tensor.shape)
-    if count == 0:
-        return np.empty(0, dtype)
-    nbytes = count * np.dtype(dtype).itemsize
-    return np.frombuffer((ctypes.c_char * nbytes).from_address(tensor.data_ptr()), dtype=dtype)
-
-
-class _Memory:
-    """The memory of one operation's tensors, kept alive until :meth:`finish`.
-
-    Strided tensors (transposed gradients, say) take part through a contiguous copy.
-    """
-
-    def __init__(self) -> None:
-        self._owners: list[paddle.Tensor] = []
-        self._strided: list[tuple[np.ndarray, np.ndarray]] = []
-
-    def read(self, tensor: paddle.Tensor) -> np.ndarray:
-        """The flat contents of ``tensor``."""
-        self._owners.append(tensor)
-        if tensor.is_contiguous():
-            return tensor_array(tensor)
-        # Not Tensor.contiguous(): it moves the tensor itself, away from what it is a view of.
-        return np.ascontiguousarray(_strided_array(tensor)).reshape(-1)
-
-    def write(self, tensor: paddle.Tensor) -> np.ndarray:
-        """Memory that is ``tensor``'s contents after :meth:`finish`, and before."""
-        array = self.read(tensor)
-        if not tensor.is_contiguous():
-            self._strided.append((_strided_array(tensor), array))
-        return array
-
-    def finish(self) -> None:
-        """Copy back what is strided, and let go."""
-        for strided, array in self._strided:
-            strided[...] = array.reshape(strided.shape)
-        self._owners, self._strided = [], []
-
-
-def _strided_array(tensor: paddle.Tensor) -> np.ndarray:
-    dtype = np.dtype(_DTYPES[tensor.dtype])
-    steps = [step * dtype.itemsize for step in tensor.strides]
-    reach = sum(step * (size - 1) for step, size in zip(steps, tensor.shape, strict=True)) + dtype.itemsize
-    memory = (ctypes.c_char * reach).from_address(tensor.data_ptr())
-    return np.ndarray(tuple(tensor.shape), dtype, memory, strides=steps)
-
-
-def _view(array: np.ndarray) -> memoryview:
-    return memoryview(array.view(np.uint8))
-
-
-def _from_bfloat16(bits: np.ndarray) -> np.ndarray:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def _to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """Round to nearest, ties to even; a NaN stays one."""
-    bits = values.view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype(np.uint16)
-
-
-def reduce_in_order(parts: Sequence[np.ndarray], out: np.ndarray, op: int, *, bfloat16: bool) -> None:
-    """Reduce ``parts`` (one a rank, in rank order) into ``out``, which may be one of them.
-
-    16-bit floats are accumulated in float32 and rounded once. An integer mean is rounded towards zero.
-    """
-    ufunc, narrow = _UFUNC[op], bfloat16 or out.dtype == np.float16
-    widen = _from_bfloat16 if bfloat16 else (lambda part: part.astype(np.float32))
-    if narrow:
-        total = widen(parts[0])
-        for part in parts[1:]:
-            ufunc(total, widen(part), out=total)
-    else:
-        # `out` holds a part that is still to be read unless it is one of the first two.
-        late = any(np.shares_memory(out, part, max_work=1) for part in parts[2:])
-        total = np.empty_like(out) if late else out
-        ufunc(parts[0], parts[1], out=total)
-        for part in parts[2:]:
-            ufunc(total, part, out=total)
-    if op == _AVG:
-        if total.dtype.kind in "fc":
-            total /= len(parts)
-        else:
-            total = np.trunc(total / len(parts)).astype(out.dtype)
-    if narrow:
-        out[:] = _to_bfloat16(total) if bfloat16 else total.astype(np.float16)
-    elif total is not out:
-        out[:] = total
-
-
-def _bounds(count: int, parts: int) -> list[int]:
-    """Boundaries of ``count`` elements cut into ``parts`` nearly equal ranges."""
-    return [count * i // parts for i in range(parts + 1)]
-
-
-@dataclass
-class Flat:
-    """Several arrays packed into one for a single reduction."""
-
-    array: np.ndarray
-    pool: BufferPool
-
-    @classmethod
-    def pack(cls, group: CpuProcessGroup, arrays: Sequence[np.ndarray]) -> Flat:
-        """Copy ``arrays`` (of one type) one behind the other."""
-        nbytes = sum(array.nbytes for array in arrays)
-        flat = group.pool.take(nbytes).view(arrays[0].dtype)
-        np.concatenate(arrays, out=flat)
-        return cls(flat, group.pool)
-
-    def unpack(self, arrays: Sequence[np.ndarray]) -> None:
-        """Copy the contents back; this object is used up."""
-        offset = 0
-        for array in arrays:
-            array[:] = self.array[offset : offset + array.size]
-            offset += array.size
-        self.pool.give(self.array)
 
 
 # -- the process group ------------------------------------------------------------------------
@@ -367,13 +215,13 @@ class CpuProcessGroup:
         """Send ``outgoing[member]`` to and fill ``incoming[member]`` from each member named, all at once."""
         me, size = self._rank, self._size
         wanted: list[tuple[Key, Signature, memoryview]] = [
-            ((self.ranks[member], self._key, phase, number), signature, _view(array))
+            ((self.ranks[member], self._key, phase, number), signature, byte_view(array))
             for member, array in incoming.items()
         ]
-        receives = self._mesh.post(wanted)
+        receives = self._mesh.inbox.post(wanted)
         order = sorted(outgoing, key=lambda member: (member - me) % size)  # not all to the same one first
         unread = [
-            self._mesh.send(self.ranks[m], self._key, phase, number, signature, _view(outgoing[m]))
+            self._mesh.send(self.ranks[m], self._key, phase, number, signature, byte_view(outgoing[m]))
             for m in order
         ]
         for wait_until_read in unread:
@@ -395,24 +243,24 @@ class CpuProcessGroup:
         self, mine: np.ndarray, theirs: dict[int, np.ndarray], out: np.ndarray, op: int, dtype: int
     ) -> None:
         parts = [mine if m == self._rank else theirs[m] for m in range(self._size)]
-        reduce_in_order(parts, out, op, bfloat16=dtype == _DTYPE_CODES[paddle.bfloat16])
+        reduce_in_order(parts, out, op, bfloat16=dtype == DTYPE_CODES[paddle.bfloat16])
 
     # -- collectives ----------------------------------------------------------------------
 
-    def all_reduce(self, tensor: paddle.Tensor, op: Any = _SUM, sync_op: bool = True) -> Operation:
-        memory = _Memory()
+    def all_reduce(self, tensor: paddle.Tensor, op: Any = SUM, sync_op: bool = True) -> Operation:
+        memory = TensorMemory()
         return self.all_reduce_array(memory.write(tensor), tensor.dtype, op, sync_op, memory.finish)
 
     def all_reduce_array(
         self,
         array: np.ndarray,
         dtype: Any,
-        op: Any = _SUM,
+        op: Any = SUM,
         sync_op: bool = True,
         finish: Callable[[], None] = lambda: None,
     ) -> Operation:
         """Reduce memory that may belong to no tensor; ``dtype`` is Paddle's name for its contents."""
-        code, kind = _DTYPE_CODES[dtype], int(op)
+        code, kind = DTYPE_CODES[dtype], int(op)
         self._count("all_reduce", array.nbytes, 2 * (self._size - 1) / self._size * array.nbytes)
         small = array.nbytes <= _SMALL_BYTES
 
@@ -422,8 +270,8 @@ class CpuProcessGroup:
                 yield from self._exchange(number, signature, 0, dict.fromkeys(theirs, array), theirs)
                 self._reduce_parts(array, theirs, array, kind, code)
             else:
-                bounds = _bounds(array.size, self._size)
-                pieces = [array[a:b] for a, b in itertools.pairwise(bounds)]
+                edges = bounds(array.size, self._size)
+                pieces = [array[a:b] for a, b in itertools.pairwise(edges)]
                 mine = pieces[self._rank]
                 others = {m: pieces[m] for m in self._others()}
                 theirs = self._scratch(mine, self._others())
@@ -436,7 +284,7 @@ class CpuProcessGroup:
         return self._run("all_reduce", steps, sync=sync_op, dtype=code, nbytes=array.nbytes)
 
     def _gather_all(
-        self, outs: Sequence[np.ndarray], mine: np.ndarray, code: int, sync: bool, memory: _Memory
+        self, outs: Sequence[np.ndarray], mine: np.ndarray, code: int, sync: bool, memory: TensorMemory
     ) -> Operation:
         total = sum(out.nbytes for out in outs)
         self._count("all_gather", total, total - mine.nbytes)
@@ -454,13 +302,13 @@ class CpuProcessGroup:
         """Also Paddle's older ``all_gather(tensor, out)``, told from this one by the missing ``sync_op``."""
         if sync_op is None:
             out, tensor, sync_op = tensor, out, True
-        memory = _Memory()
+        memory = TensorMemory()
         outs = (
             [memory.write(t) for t in out]
             if isinstance(out, list | tuple)
             else self._equal(memory.write(out))
         )
-        return self._gather_all(outs, memory.read(tensor), _DTYPE_CODES[tensor.dtype], sync_op, memory)
+        return self._gather_all(outs, memory.read(tensor), DTYPE_CODES[tensor.dtype], sync_op, memory)
 
     def all_gather_into_tensor(
         self, out: paddle.Tensor, tensor: paddle.Tensor, sync_op: bool = True
@@ -470,14 +318,14 @@ class CpuProcessGroup:
     def all_gather_partial(self, out: paddle.Tensor, tensor: paddle.Tensor, num: int, id: int) -> Operation:
         """Member i holds the i-th of ``num`` parts of ``tensor``; afterwards each has all of ``out``."""
         assert (num, id) == (self._size, self._rank), "one part a member"
-        memory = _Memory()
+        memory = TensorMemory()
         outs, mine = self._equal(memory.write(out)), self._equal(memory.read(tensor))[id]
-        return self._gather_all(outs, mine, _DTYPE_CODES[tensor.dtype], True, memory)
+        return self._gather_all(outs, mine, DTYPE_CODES[tensor.dtype], True, memory)
 
     def reduce_scatter(
-        self, out: paddle.Tensor, tensors: TensorOrList, op: Any = _SUM, sync_op: bool = True
+        self, out: paddle.Tensor, tensors: TensorOrList, op: Any = SUM, sync_op: bool = True
     ) -> Operation:
-        memory, code = _Memory(), _DTYPE_CODES[out.dtype]
+        memory, code = TensorMemory(), DTYPE_CODES[out.dtype]
         target = memory.write(out)
         parts = (
             [memory.read(t) for t in tensors]
@@ -498,12 +346,12 @@ class CpuProcessGroup:
         return self._run("reduce_scatter", steps, sync=sync_op, dtype=code, nbytes=target.nbytes)
 
     def reduce_scatter_tensor(
-        self, out: paddle.Tensor, tensor: paddle.Tensor, op: Any = _SUM, sync_op: bool = True
+        self, out: paddle.Tensor, tensor: paddle.Tensor, op: Any = SUM, sync_op: bool = True
     ) -> Operation:
         return self.reduce_scatter(out, tensor, op, sync_op)
 
     def broadcast(self, tensor: paddle.Tensor, src: int, sync_op: bool = True) -> Operation:
-        memory, code = _Memory(), _DTYPE_CODES[tensor.dtype]
+        memory, code = TensorMemory(), DTYPE_CODES[tensor.dtype]
         array = memory.write(tensor)
         self._count("broadcast", array.nbytes, (self._size - 1) / self._size * array.nbytes)
 
@@ -516,8 +364,8 @@ class CpuProcessGroup:
 
         return self._run("broadcast", steps, sync=sync_op, dtype=code, nbytes=array.nbytes, root=src)
 
-    def reduce(self, tensor: paddle.Tensor, dst: int, op: Any = _SUM, sync_op: bool = True) -> Operation:
-        memory, code = _Memory(), _DTYPE_CODES[tensor.dtype]
+    def reduce(self, tensor: paddle.Tensor, dst: int, op: Any = SUM, sync_op: bool = True) -> Operation:
+        memory, code = TensorMemory(), DTYPE_CODES[tensor.dtype]
         array = memory.write(tensor)
         self._count("reduce", array.nbytes, (self._size - 1) / self._size * array.nbytes)
 
@@ -539,7 +387,7 @@ class CpuProcessGroup:
         """Also Paddle's older ``scatter(tensor, out, src)``, told by the missing ``sync_op``."""
         if sync_op is None:
             out, tensors, sync_op = tensors, out, True
-        memory, code = _Memory(), _DTYPE_CODES[out.dtype]
+        memory, code = TensorMemory(), DTYPE_CODES[out.dtype]
         target, parts = memory.write(out), []
         if self._rank == src:
             several = isinstance(tensors, list | tuple)
@@ -570,7 +418,7 @@ class CpuProcessGroup:
         sync_op: bool = True,
         use_calc_stream: bool = False,
     ) -> Operation:
-        memory, code = _Memory(), _DTYPE_CODES[tensor.dtype]
+        memory, code = TensorMemory(), DTYPE_CODES[tensor.dtype]
         mine = memory.read(tensor)
         arrays = [memory.write(t) for t in outs] if self._rank == dst else []
         self._count("gather", mine.nbytes * self._size, 0 if self._rank == dst else mine.nbytes)
@@ -592,7 +440,7 @@ class CpuProcessGroup:
         parts: Sequence[np.ndarray],
         code: int,
         sync: bool,
-        memory: _Memory,
+        memory: TensorMemory,
     ) -> Operation:
         total = sum(part.nbytes for part in parts)
         self._count("all_to_all", total, total - parts[self._rank].nbytes)
@@ -610,7 +458,7 @@ class CpuProcessGroup:
     def all_to_all(
         self, outs: list[paddle.Tensor], tensors: list[paddle.Tensor], sync_op: bool = True
     ) -> Operation:
-        memory, code = _Memory(), _DTYPE_CODES[tensors[0].dtype]
+        memory, code = TensorMemory(), DTYPE_CODES[tensors[0].dtype]
         targets, parts = [memory.write(t) for t in outs], [memory.read(t) for t in tensors]
         return self._exchange_all(targets, parts, code, sync_op, memory)
 
@@ -625,10 +473,10 @@ class CpuProcessGroup:
         in_sizes: Sequence[int] | None,
         sync_op: bool = True,
     ) -> Operation:
-        memory, width = _Memory(), math.prod(tensor.shape[1:])
+        memory, width = TensorMemory(), math.prod(tensor.shape[1:])
         outs = self._rows(memory.write(out), out_sizes, width)
         parts = self._rows(memory.read(tensor), in_sizes, width)
-        return self._exchange_all(outs, parts, _DTYPE_CODES[tensor.dtype], sync_op, memory)
+        return self._exchange_all(outs, parts, DTYPE_CODES[tensor.dtype], sync_op, memory)
 
     def _equal(self, array: np.ndarray) -> list[np.ndarray]:
         return np.split(array, self._size)
@@ -651,7 +499,7 @@ class CpuProcessGroup:
     # -- point to point -------------------------------------------------------------------
 
     def _transfer(
-        self, array: np.ndarray, code: int, peer: int, *, incoming: bool, sync: bool, memory: _Memory
+        self, array: np.ndarray, code: int, peer: int, *, incoming: bool, sync: bool, memory: TensorMemory
     ) -> Operation:
         """One message of a pair of members; the n-th send meets the n-th receive."""
         counter = self._from if incoming else self._to
@@ -663,10 +511,12 @@ class CpuProcessGroup:
 
         def steps() -> Steps:
             if incoming:
-                yield self._mesh.post([((other, self._key, POINT_TO_POINT, number), signature, _view(array))])
+                yield self._mesh.inbox.post(
+                    [((other, self._key, POINT_TO_POINT, number), signature, byte_view(array))]
+                )
             else:
                 wait_until_read = self._mesh.send(
-                    other, self._key, POINT_TO_POINT, number, signature, _view(array)
+                    other, self._key, POINT_TO_POINT, number, signature, byte_view(array)
                 )
                 if wait_until_read is not None:
                     wait_until_read()
@@ -689,19 +539,19 @@ class CpuProcessGroup:
         self, tensor: paddle.Tensor, dst: int, num: int, id: int, sync_op: bool = True
     ) -> Operation:
         """Send the ``id``-th of ``num`` equal parts of ``tensor``."""
-        memory = _Memory()
+        memory = TensorMemory()
         array = np.split(memory.read(tensor), num)[id]
         self._count("send", array.nbytes, array.nbytes)
-        code = _DTYPE_CODES[tensor.dtype]
+        code = DTYPE_CODES[tensor.dtype]
         return self._transfer(array, code, dst, incoming=False, sync=sync_op, memory=memory)
 
     def recv_partial(
         self, tensor: paddle.Tensor, src: int, num: int, id: int, sync_op: bool = True
     ) -> Operation:
         """Fill the ``id``-th of ``num`` equal parts of ``tensor``."""
-        memory = _Memory()
+        memory = TensorMemory()
         array = np.split(memory.write(tensor), num)[id]
-        code = _DTYPE_CODES[tensor.dtype]
+        code = DTYPE_CODES[tensor.dtype]
         return self._transfer(array, code, src, incoming=True, sync=sync_op, memory=memory)
 
     def _start_coalescing(self) -> None:

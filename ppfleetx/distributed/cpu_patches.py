@@ -20,6 +20,7 @@ import paddle
 from paddle.autograd import PyLayer
 
 from ppfleetx.distributed import cpu_backend
+from ppfleetx.distributed.cpu_arrays import Flat, tensor_array
 
 _OperatorMaker = Callable[[Any], Any]
 
@@ -134,7 +135,7 @@ class Reducer:
         self._bucket_of = {i: b for b, bucket in enumerate(self._buckets) for i in bucket}
         self._expecting = False
         self._ready: set[int] = set()
-        self._started: list[tuple[Any, cpu_backend.Flat, list[int]]] = []
+        self._started: list[tuple[Any, Flat, list[int]]] = []
         for index, parameter in enumerate(self._parameters):
             parameter._register_backward_hook(lambda *_, index=index: self._on_gradient(index))
 
@@ -169,8 +170,8 @@ class Reducer:
             bucket = self._buckets[len(self._started)]
             if not self._ready.issuperset(bucket):
                 return
-            arrays = [cpu_backend.tensor_array(self._gradient(i)) for i in bucket]
-            flat = cpu_backend.Flat.pack(self._group, arrays)
+            arrays = [tensor_array(self._gradient(i)) for i in bucket]
+            flat = Flat.pack(self._group.pool, arrays)
             dtype = self._gradient(bucket[0]).dtype
             self._started.append((self._group.all_reduce_array(flat.array, dtype, 4, False), flat, bucket))
 
@@ -187,7 +188,7 @@ class Reducer:
     def _finish(self) -> None:
         for task, flat, bucket in self._started:
             task.wait()
-            flat.unpack([cpu_backend.tensor_array(self._gradient(i)) for i in bucket])
+            flat.unpack([tensor_array(self._gradient(i)) for i in bucket])
         self._expecting, self._ready, self._started = False, set(), []
 
     def _finish_with_unused(self) -> None:

@@ -10,6 +10,8 @@ import paddle
 import paddle.distributed as dist
 
 from ppfleetx.distributed import cpu_backend
+from ppfleetx.distributed.cpu_arrays import tensor_array
+from ppfleetx.distributed.cpu_wire import CommError
 
 _groups: dict[tuple, object] = {}
 
@@ -138,7 +140,7 @@ def bits_of_sum(count: int, dtype: str) -> list[int]:
         total += part
     dist.all_reduce(x)
     expected = paddle.to_tensor(total).astype(dtype)
-    got, want = (cpu_backend.tensor_array(t).view(np.uint8) for t in (x, expected))
+    got, want = (tensor_array(t).view(np.uint8) for t in (x, expected))
     return [
         int(np.array_equal(got, want)),
         int(np.frombuffer(got.tobytes(), np.uint8).astype(np.int64).sum()),
@@ -321,7 +323,7 @@ def die_in_transfer(rank: int, after: float) -> str:
     try:
         while time.perf_counter() - begin < 20:
             dist.all_reduce(x, op=dist.ReduceOp.MAX)
-    except cpu_backend.CommError as error:
+    except CommError as error:
         return f"{time.perf_counter() - begin:.2f} {type(error).__name__}: {error}"
     return "nothing"
 
@@ -368,7 +370,7 @@ def die(rank: int, how: str) -> str:
         # Not everybody waits for the dead one directly: 3 waits for 2, which waits for 1, ...
         me = dist.get_rank()
         dist.recv(x, src=(me - 1) % dist.get_world_size())
-    except cpu_backend.CommError as error:
+    except CommError as error:
         return f"{time.perf_counter() - begin:.2f} {type(error).__name__}: {error}"
     return "nothing"
 
@@ -390,7 +392,7 @@ def out_of_step(kind: str) -> str:
             if me == 1:
                 time.sleep(5)
             dist.all_reduce(x)
-    except cpu_backend.CommError as error:
+    except CommError as error:
         time.sleep(0.5)  # the other side reports what it sees, not that this one is gone
         return f"{time.perf_counter() - begin:.2f} {type(error).__name__}: {error}"
     return f"{time.perf_counter() - begin:.2f} fine"
@@ -400,8 +402,6 @@ def stranger() -> str:
     """Someone without the token at every rank's door does not disturb the job."""
     import socket
     import threading
-
-    import ppfleetx.distributed.cpu_transport as transport
 
     seen: list[bytes] = []
 
@@ -423,11 +423,11 @@ def stranger() -> str:
         time.sleep(0.1)
         return server
 
-    transport.socket.create_server = create_server
+    socket.create_server = create_server
     try:
         start()
     finally:
-        transport.socket.create_server = original
+        socket.create_server = original
     x = paddle.ones([1])
     dist.all_reduce(x)
     for knocker in knockers:

@@ -6,7 +6,10 @@ import threading
 import numpy as np
 import pytest
 
+from ppfleetx.distributed import cpu_handshake as handshake
 from ppfleetx.distributed import cpu_transport as transport
+from ppfleetx.distributed.cpu_inbox import BufferPool
+from ppfleetx.distributed.cpu_wire import CommError
 
 TOKEN = bytes(range(32))
 
@@ -29,21 +32,21 @@ def shake_hands(monkeypatch, token_of_dialer: bytes, addressed: int = 0):
     """Both ends of a handshake; returns (dialer's result, welcomer's result, bytes both sent)."""
     ours, theirs = socket.socketpair()
     ours, theirs = Recorder(ours), Recorder(theirs)
-    monkeypatch.setattr(transport.socket, "create_connection", lambda *_: ours)
+    monkeypatch.setattr(handshake.socket, "create_connection", lambda *_: ours)
     results: dict[str, object] = {}
 
     def welcome() -> None:
         try:
-            results["welcome"] = transport._welcome(0, theirs, TOKEN)
-        except (transport.CommError, EOFError, OSError) as error:
+            results["welcome"] = handshake._welcome(0, theirs, TOKEN)
+        except (CommError, EOFError, OSError) as error:
             results["welcome"] = error
             theirs.inner.close()
 
     thread = threading.Thread(target=welcome)
     thread.start()
     try:
-        results["dial"] = transport._dial(1, addressed, "host", 1, token_of_dialer)
-    except transport.CommError as error:
+        results["dial"] = handshake._dial(1, addressed, "host", 1, token_of_dialer)
+    except CommError as error:
         results["dial"] = error
     thread.join(10)
     return results["dial"], results["welcome"], bytes(ours.seen + theirs.seen)
@@ -61,12 +64,12 @@ def test_both_sides_know_each_other_and_the_token_is_not_sent(monkeypatch):
 @pytest.mark.parametrize(("token", "addressed"), [(bytes(32), 0), (TOKEN, 2)])
 def test_a_wrong_token_or_rank_is_refused(monkeypatch, token, addressed):
     dialer, welcomer, _ = shake_hands(monkeypatch, token, addressed)
-    assert isinstance(dialer, transport.CommError)
-    assert isinstance(welcomer, transport.CommError)
+    assert isinstance(dialer, CommError)
+    assert isinstance(welcomer, CommError)
 
 
 def test_memory_is_not_read_where_that_is_switched_off(monkeypatch):
-    monkeypatch.setenv(transport.DIRECT_VARIABLE, "0")
+    monkeypatch.setenv(handshake.DIRECT_VARIABLE, "0")
     dialer, welcomer, _ = shake_hands(monkeypatch, TOKEN)
     assert not dialer.direct
     assert not welcomer.direct
@@ -75,12 +78,12 @@ def test_memory_is_not_read_where_that_is_switched_off(monkeypatch):
 def test_address(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("PADDLE_CURRENT_ENDPOINT", "10.1.2.3:6170")
-    assert transport.local_address() == "10.1.2.3"
+    assert handshake.local_address() == "10.1.2.3"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert transport.local_address() == "127.0.0.1"
+    assert handshake.local_address() == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonesuch0")
-    with pytest.raises(transport.CommError, match="nonesuch0"):
-        transport.local_address()
+    with pytest.raises(CommError, match="nonesuch0"):
+        handshake.local_address()
 
 
 def test_time_limit(monkeypatch):
@@ -90,12 +93,12 @@ def test_time_limit(monkeypatch):
     assert transport.time_limit() == 0
     for wrong in ("-1", "soon", "inf", "nan"):
         monkeypatch.setenv(transport.TIMEOUT_VARIABLE, wrong)
-        with pytest.raises(transport.CommError, match=wrong):
+        with pytest.raises(CommError, match=wrong):
             transport.time_limit()
 
 
 def test_pool_reuses_buffers_up_to_its_limit():
-    pool = transport.BufferPool(10_000)
+    pool = BufferPool(10_000)
     first = pool.take(6000)
     pool.give(first)
     again = pool.take(5000)

@@ -1,0 +1,176 @@
+"""What passes between two ranks of a CPU job: frames on a TCP connection, and memory read directly.
+
+A frame is a header of fixed size and a payload. Between ranks on one host large payloads are read straight
+from the sender's memory (``process_vm_readv(2)``) where the kernel allows it. Everything here knows one
+connection only; nothing knows Paddle.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import struct
+import threading
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from ppfleetx.config.errors import PeerEndedError
+
+OPERATIONS = (
+    "send",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast",
+    "reduce",
+    "scatter",
+    "gather",
+    "all_to_all",
+    "barrier",
+)
+POINT_TO_POINT = 255  # the "phase" of messages that are not part of a collective
+
+DATA, DIRECT, ACK, QUERY, STATE, BYE = range(6)
+# kind, operation, dtype, phase, root, group, number, operation's bytes, payload bytes, address
+HEADER = struct.Struct("!BBBBiQQQQQ")
+
+
+class CommError(RuntimeError):
+    """A communication that cannot complete."""
+
+
+class PeerLostError(CommError, PeerEndedError):
+    """A rank this one depends on has ended."""
+
+
+class OutOfStepError(CommError):
+    """Two ranks run different operations where they must run the same."""
+
+
+class CommTimeoutError(CommError):
+    """Nothing came for as long as the limit allows."""
+
+
+class Signature(NamedTuple):
+    """What every participant of one operation must agree on."""
+
+    operation: int
+    dtype: int
+    nbytes: int
+    root: int
+
+    def __str__(self) -> str:
+        root = f", root {self.root}" if self.root >= 0 else ""
+        return f"{OPERATIONS[self.operation]} ({self.nbytes} bytes{root})"
+
+
+Key = tuple[int, int, int, int]
+"""Whose message it is: source rank, group, phase, number."""
+
+
+def make_header(
+    kind: int,
+    signature: Signature | None = None,
+    phase: int = 0,
+    group: int = 0,
+    number: int = 0,
+    length: int = 0,
+    address: int = 0,
+) -> bytes:
+    """A frame's header; ``length`` is that of the payload, ``address`` where the sender holds it."""
+    operation, dtype, nbytes, root = signature or (0, 0, 0, -1)
+    return HEADER.pack(kind, operation, dtype, phase, root, group, number, nbytes, length, address)
+
+
+class Peer:
+    """The connection to one rank."""
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self.rank, self.connection = rank, connection
+        self.sending = threading.Lock()
+        self.control: deque[bytes] = deque()
+        self.pid = 0  # of the peer, where its memory can be read
+        self.direct = False  # whether the peer reads ours
+        self.direct_sent = self.direct_acknowledged = 0
+        self.frames_sent = self.frames_received = 0
+        self.wire_bytes = 0
+
+    def receive(self, view: memoryview) -> None:
+        """Fill ``view``.
+
+        Raises:
+            EOFError: the connection is closed.
+        """
+        while view.nbytes:
+            count = self.connection.recv_into(view, view.nbytes, socket.MSG_WAITALL)
+            if count == 0:
+                raise EOFError("connection closed")
+            view = view[count:]
+
+    def send(self, header: bytes, payload: memoryview | None = None) -> None:
+        """Send one frame; blocks only while the peer's reader thread is busy."""
+        with self.sending:
+            self._write(header, payload)
+        self._flush_control()
+
+    def send_control(self, frame: bytes) -> None:
+        """Send a small frame from a reader thread, which must never wait for a sender of its own side."""
+        self.control.append(frame)
+        self._flush_control()
+
+    def _flush_control(self) -> None:
+        while self.control and self.sending.acquire(blocking=False):
+            try:
+                while self.control:
+                    self._write(self.control.popleft(), None)
+            finally:
+                self.sending.release()
+
+    def _write(self, header: bytes, payload: memoryview | None) -> None:
+        parts = [memoryview(header)] if payload is None else [memoryview(header), payload]
+        while parts:
+            sent = self.connection.sendmsg(parts)
+            self.wire_bytes += sent
+            while parts and sent >= parts[0].nbytes:
+                sent -= parts.pop(0).nbytes
+            if parts and sent:
+                parts[0] = parts[0][sent:]
+
+
+# -- memory of another process ----------------------------------------------------------------
+
+
+class _IoVec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def read_memory(pid: int, address: int, view: memoryview) -> None:
+    """Copy ``view.nbytes`` bytes at ``address`` of process ``pid`` to ``view`` (process_vm_readv(2))."""
+    target, done = address_of(view), 0
+    while done < view.nbytes:
+        left = view.nbytes - done
+        count = _LIBC.process_vm_readv(
+            pid,
+            ctypes.byref(_IoVec(target + done, left)),
+            ctypes.c_ulong(1),
+            ctypes.byref(_IoVec(address + done, left)),
+            ctypes.c_ulong(1),
+            ctypes.c_ulong(0),
+        )
+        if count <= 0:
+            code = ctypes.get_errno()
+            raise OSError(code, f"process_vm_readv: {os.strerror(code)}")
+        done += count
+
+
+_LIBC.process_vm_readv.restype = ctypes.c_ssize_t
+
+
+def address_of(view: memoryview) -> int:
+    return np.frombuffer(view, np.uint8).ctypes.data
