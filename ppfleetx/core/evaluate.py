@@ -19,7 +19,7 @@ from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections import RunConfig
 from ppfleetx.core.generate import check_checkpoint, find_tokenizer
-from ppfleetx.core.launch import start_process, world_size
+from ppfleetx.core.launch import start_with, world_size
 from ppfleetx.core.perplexity import perplexity
 from ppfleetx.data.evaluation import (
     LastWords,
@@ -95,21 +95,21 @@ def run(path: str, overrides: Sequence[str]) -> None:
     """
     cfg = load_config(path, overrides, world_size=world_size(os.environ))
     if cfg.Model.module == MODULE:
-        _run_offline(cfg, path, overrides)
+        _run_offline(cfg)
         return
-    cfg, ctx = start_process(path, overrides, reads=("Eval", "Test"))
+    cfg, ctx = start_with(cfg, reads=("Eval", "Test"))
     from ppfleetx.core.engine.build import evaluate as evaluate_on_corpus
 
     evaluate_on_corpus(cfg, ctx)
 
 
-def _run_offline(cfg: RunConfig, path: str, overrides: Sequence[str]) -> None:
+def _run_offline(cfg: RunConfig) -> None:
     check_plan(cfg)
     read_text(cfg.Offline_Eval)
     check_checkpoint(cfg)
     windows = read_windows(cfg)
     directory = make_result_dir(cfg)
-    cfg, ctx = start_process(path, overrides)
+    cfg, ctx = start_with(cfg)
     result, about = evaluate(cfg, ctx, windows)
     if ctx.is_main:
         print(table(result), flush=True)

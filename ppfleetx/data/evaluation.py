@@ -82,10 +82,15 @@ class SlidingWindows(EvaluationSet):
 
 
 class LastWords(EvaluationSet):
-    """Texts whose end is to be told from what comes before it, the longest first."""
+    """Texts whose end is to be told from what comes before it, the longest first: little padding.
+
+    Attributes:
+        order: number among the given windows of each one here.
+    """
 
     def __init__(self, windows: Sequence[Window]) -> None:
-        self._windows = sorted(windows, key=lambda window: -window.ids.size)
+        self.order = sorted(range(len(windows)), key=lambda number: -windows[number].ids.size)
+        self._windows = [windows[number] for number in self.order]
 
     def __len__(self) -> int:
         return len(self._windows)
