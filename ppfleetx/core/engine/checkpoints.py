@@ -287,9 +287,9 @@ class CheckpointSaver:
         runner = engine.runner
         runner.before_update = self._manager.wait_for_copy
         parameters = [(n, p) for n, p in runner.named_parameters() if runner.writes(p)]
-        held = {name for name, _ in parameters}
         if self._trained_alone:
             parameters = [(name, p) for name, p in parameters if not p.stop_gradient]
+        held = {name for name, _ in parameters}
         states = {key: tensor for key, tensor in runner.optimizer_state().items() if key[0] in held}
         return self._manager.save(
             epoch=engine.state.epoch,

@@ -1,0 +1,67 @@
+"""Rules of finetuning: each mistake is named before anything is loaded."""
+
+import pytest
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_config
+from ppfleetx.config.unsupported import not_supported_reasons, without_effect
+from ppfleetx.core.check import check_report
+from tests.config.test_shipped import GPT
+
+GLUE = GPT / "finetune_gpt_345M_single_card_glue.yaml"
+SFT = GPT / "finetune_gpt_345M_single_card_sft.yaml"
+ON_CPU = ["Global.device=cpu", "Engine.mix_precision.enable=False"]
+
+
+@pytest.mark.parametrize("path", [GLUE, SFT], ids=lambda path: path.stem)
+def test_shipped_recipes_can_run(path):
+    cfg = load_config(path, ON_CPU)
+    assert not_supported_reasons(cfg, "cpu") == []
+    assert without_effect(cfg) == []
+
+
+def test_the_head_has_the_tasks_classes():
+    assert load_config(GLUE).Model.num_classes == 2
+    names = ["Data.Train.dataset.name=MNLI", "Data.Eval.dataset.name=MNLI"]
+    assert load_config(GLUE, [*names, "Data.Eval.dataset.split=dev_matched"]).Model.num_classes == 3
+
+
+def test_the_report_tells_what_trains():
+    report = check_report(load_config(GLUE, ["Model.lora.rank=8"]))
+    # 24 layers x rank 8 x (1024 + 3072 + 2 x 1024 + 2 x (1024 + 4096)), and 2 x 1024 for the head
+    assert f"{24 * 8 * (1024 + 3072 + 2 * 1024 + 2 * 5120) + 2048:,}" in report
+
+
+@pytest.mark.parametrize(
+    ("path", "overrides", "words"),
+    [
+        (GLUE, ["Distributed.pp_degree=2"], "Distributed.pp_degree = 2 .* pp must be 1"),
+        (GLUE, ["Distributed.sep_degree=2"], "Distributed.sep_degree = 2 .* sep must be 1"),
+        (GLUE, ["Model.num_classes=3"], "Model.num_classes = 3 .* SST2 has 2 classes"),
+        (
+            GLUE,
+            ["Data.Train.dataset.name=RTE"],
+            "Data.Eval.dataset.name .* the same task everywhere",
+        ),
+        (GLUE, ["Data.Train.dataset.split=dev_matched"], "SST2 wants one of train, dev, test"),
+        (GLUE, ["Data.Eval.dataset.split=test"], "Data.Eval.dataset.split = 'test' .* hold no labels"),
+        (GLUE, ["Data.tokenizer=null"], "Data.tokenizer must name a tokenizer"),
+        (GLUE, ["Model.module=GPTModule"], "is learnt by Model.module = GPTFinetuneModule, not by GPTModule"),
+        (GLUE, ["Engine.eval_freq=0"], "the best is found by evaluating"),
+        (GLUE, ["Data.Train.dataset.eod_mask_loss=True"], "SST2 has no such option; only GPTDataset has"),
+        (GLUE, ["Data.Train.dataset.input_dir=[a, b]"], "SST2 reads one directory"),
+        (SFT, ["Engine.save_load.keep_best=metric"], "only GPTFinetuneModule has a metric"),
+        (SFT, ["Data.Train.dataset.split=[1, 2]"], "PromptResponseDataset wants a file's name"),
+        (
+            SFT,
+            ["Model.lora.targets=['*.attention.qvk']"],
+            r"Model.lora.targets .* fits no linear of the model; the nearest are \*\.attention\.qkv",
+        ),
+        (SFT, ["Model.lora.targets=['decoder.layers.24.*']"], "fits no linear of the model"),
+        (SFT, ["Model.lora.targets=[]"], "for none at all set Model.lora to null"),
+        (SFT, ["Model.lora.rank=0"], "Model.lora.rank = 0 .* must be an integer of at least 1"),
+    ],
+)
+def test_mistakes(path, overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        load_config(path, overrides)
