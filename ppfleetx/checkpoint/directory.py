@@ -128,14 +128,15 @@ def write_latest(output_dir: Path, name: str) -> None:
     _write_pointer(output_dir / LATEST_FILE, name)
 
 
-def write_best(checkpoint: Path) -> None:
-    """Let `best` beside a complete checkpoint name it; `keep_newest` then spares it.
+def write_best(checkpoint: Path, keep_max: int | None = None) -> None:
+    """Let `best` beside a complete checkpoint name it: `keep_newest` spares it, and the former best no more.
 
     Raises CheckpointError when the file cannot be written.
     """
     try:
         with output_lock(checkpoint.parent):
             _write_pointer(checkpoint.parent / BEST_FILE, checkpoint.name)
+            keep_newest(checkpoint.parent, keep_max)
     except OSError as error:
         raise CheckpointError(
             f"{checkpoint.parent / BEST_FILE} could not be written: {describe_os_error(error)}"

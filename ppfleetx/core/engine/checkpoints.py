@@ -308,7 +308,7 @@ class CheckpointSaver:
         path = self._manager.output_dir / step_directory(engine.state.epoch, engine.state.step)
         with joint_errors(self._ctx, name_ranks=False):
             if self._ctx.is_main and path.is_dir():  # a run that resumed may have its first elsewhere
-                write_best(path)
+                write_best(path, self._manager.keep_max)
 
     def poll(self) -> None:
         """Carry on with a save in the background."""
