@@ -12,7 +12,7 @@ import numpy as np
 import paddle
 
 from ppfleetx.generation.processors import candidates, draw, forbid, penalize_repetition
-from ppfleetx.generation.session import NextTokenModel
+from ppfleetx.generation.session import NextTokenModel, pad_left
 
 
 class JoinableCache:
@@ -136,12 +136,7 @@ class ContinuousBatch:
     def _prefill(self) -> paddle.Tensor:
         """Run the newcomers' prompts together and put their keys and values below the others'."""
         prompts, copies = [prompt for prompt, _ in self._newcomers], [n for _, n in self._newcomers]
-        lengths = np.array([len(prompt) for prompt in prompts])
-        padding = lengths.max() - lengths
-        tokens = np.array(
-            [[prompt[0]] * gap + prompt for prompt, gap in zip(prompts, padding.tolist(), strict=True)],
-            dtype=np.int64,
-        )
+        tokens, padding = pad_left(prompts)
         cache = JoinableCache()
         logits = _run(self._model, tokens, padding, cache)
         if max(copies) > 1:
@@ -209,8 +204,8 @@ def choose_tokens(logits: paddle.Tensor, choices: Sequence[RowChoice]) -> list[i
     for (options, forbidden), rows in groups.items():
         part = logits if len(groups) == 1 else logits.index_select(paddle.to_tensor(rows), axis=0)
         if options.repetition_penalty != 1.0:
-            history = paddle.to_tensor(_as_array([choices[row].history for row in rows]))
-            part = penalize_repetition(part, history, options.repetition_penalty)
+            history, _ = pad_left([choices[row].history for row in rows])
+            part = penalize_repetition(part, paddle.to_tensor(history), options.repetition_penalty)
         if forbidden is not None:
             part = forbid(part, forbidden)
         chosen = _choose(part, options, [choices[row].uniform for row in rows])
@@ -226,9 +221,3 @@ def _choose(logits: paddle.Tensor, options: RowOptions, uniform: Sequence[float]
         logits, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p
     )
     return draw(weights, ids, paddle.to_tensor(np.array(uniform, dtype=np.float32)))
-
-
-def _as_array(histories: Sequence[Sequence[int]]) -> np.ndarray:
-    """``[b, n]`` int64, filled up with the row's own first token: which tokens occurred stays the same."""
-    longest = max(map(len, histories))
-    return np.array([[row[0]] * (longest - len(row)) + list(row) for row in histories], dtype=np.int64)
