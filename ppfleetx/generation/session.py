@@ -13,6 +13,7 @@ import paddle
 from ppfleetx.generation.cache import ConcatCache
 from ppfleetx.models.gpt.layers import TiedHead
 from ppfleetx.models.staged import StagedModel
+from ppfleetx.nn.panels import PanelMatrix, use_huge_pages
 
 
 class NextTokenModel:
@@ -36,6 +37,10 @@ class NextTokenModel:
             with paddle.no_grad():
                 weight = model.stages[-1].word_embeddings.weight[:vocab_size]
                 self.head_matrix = weight.transpose([1, 0]).contiguous()
+            use_huge_pages(self.head_matrix)
+            self._head = PanelMatrix(self.head_matrix)
+        for parameter in model.parameters():
+            use_huge_pages(parameter)
 
     def with_cache(
         self,
@@ -53,7 +58,7 @@ class NextTokenModel:
             state = stage(state, cache)
         last = state[0][-1]
         if self.head_matrix is not None:
-            return paddle.matmul(last, self.head_matrix).astype("float32")
+            return self._head.matmul(last).astype("float32")
         return head((last.unsqueeze(0),)).squeeze(0)[:, : self.vocab_size].astype("float32")
 
     def without_cache(

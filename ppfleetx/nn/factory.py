@@ -21,6 +21,7 @@ from ppfleetx.nn.linear import Linear
 from ppfleetx.nn.lora import LoraBranch
 from ppfleetx.nn.loss import parallel_token_loss, token_loss
 from ppfleetx.nn.norm import LayerNorm, RMSNorm
+from ppfleetx.nn.panels import InferenceLinear
 from ppfleetx.nn.scores import parallel_token_scores, token_scores
 from ppfleetx.nn.stage import ParamInfo
 
@@ -40,12 +41,19 @@ def lora_init(linear: nn.Layer) -> Init:
     return Normal(1.0 / math.sqrt(linear.weight.info.global_shape[0]))
 
 
-def layer_factory(ctx: ParallelContext) -> LocalFactory:
-    """The factory of a plan."""
+def layer_factory(ctx: ParallelContext, *, train: bool = True) -> LocalFactory:
+    """The factory of a plan; without ``train`` for a model whose weights do not change once it is used."""
     split = SequenceSplit(ctx.group_of("sep")) if ctx.size_of("sep") > 1 else None
     if ctx.size_of("mp") == 1:
-        return LocalFactory(split)
+        return LocalFactory(split) if train else InferenceFactory(split)
     return TensorParallelFactory(ctx.group_of("mp"), ctx.plan.sequence_parallel, split)
+
+
+class Dropout(nn.Dropout):
+    """Dropout that costs nothing where it drops nothing."""
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return super().forward(x) if self.training and self.p else x
 
 
 class SequenceSplit:
@@ -69,6 +77,8 @@ class LocalFactory:
     Args:
         sequence_split: how positions are shared between ranks; None: each rank holds whole sequences.
     """
+
+    linear_cls: type[Linear] = Linear
 
     def __init__(self, sequence_split: SequenceSplit | None = None) -> None:
         self.sequence_split = sequence_split
@@ -96,7 +106,7 @@ class LocalFactory:
         return self._linear(in_features, out_features, init, bias, "matrix")
 
     def _linear(self, in_features: int, out_features: int, init: Init, bias: bool, kind: str) -> nn.Layer:
-        layer = Linear(in_features, out_features, bias=bias)
+        layer = self.linear_cls(in_features, out_features, bias=bias)
         describe(layer.weight, init, kind)
         if bias:
             describe(layer.bias, Constant(0.0), "bias")
@@ -123,7 +133,7 @@ class LocalFactory:
         return layer
 
     def dropout(self, probability: float, *, inside_heads: bool = False) -> nn.Layer:
-        return nn.Dropout(probability)
+        return Dropout(probability)
 
     def enter_trunk(self, hidden: paddle.Tensor) -> paddle.Tensor:
         return hidden
@@ -168,7 +178,13 @@ def describe_slice(parameter: paddle.Tensor, dim: int, group: Any, init: Init, k
     parameter.info = ParamInfo("", whole, offset, local, init, kind)
 
 
-class SlicedDropout(nn.Dropout):
+class InferenceFactory(LocalFactory):
+    """Layers of a model that is evaluated or generated with, and never trained."""
+
+    linear_cls = InferenceLinear
+
+
+class SlicedDropout(Dropout):
     """Dropout of activations that tensor-parallel ranks hold different parts of: their masks differ."""
 
     stream = staticmethod(sliced_stream)
@@ -299,7 +315,7 @@ class TensorParallelFactory(LocalFactory):
 
     def dropout(self, probability: float, *, inside_heads: bool = False) -> nn.Layer:
         sliced = inside_heads or self.sequence_parallel
-        return SlicedDropout(probability) if sliced else nn.Dropout(probability)
+        return SlicedDropout(probability) if sliced else Dropout(probability)
 
     def enter_trunk(self, hidden: paddle.Tensor) -> paddle.Tensor:
         from paddle.distributed.fleet.utils.sequence_parallel_utils import ScatterOp

@@ -97,10 +97,14 @@ def reference_attention(
         scores = scores.astype("float32")
     if guard != 1.0:
         scores = scores * guard
-    scores = scores.reshape([0, groups * per_group, -1, num_keys])
-    scores = mask_scores(scores, num_queries, num_keys, document_start)
-    weights = dropout(F.softmax(scores).astype(value.dtype))
-    context = paddle.matmul(weights.reshape([0, groups, -1, num_keys]), value)
+    if num_queries != 1 or document_start is not None:  # a single query sees all keys
+        scores = scores.reshape([0, groups * per_group, -1, num_keys])
+        scores = mask_scores(scores, num_queries, num_keys, document_start)
+        scores = scores.reshape([0, groups, -1, num_keys])
+    weights = F.softmax(scores)
+    if half:
+        weights = weights.astype(value.dtype)
+    context = paddle.matmul(dropout(weights), value)
     return context.reshape([0, groups, per_group, -1, head_dim])
 
 

@@ -45,7 +45,7 @@ def parallelize(task: Task, cfg: RunConfig, ctx: ParallelContext, *, train: bool
     runner. Without ``train`` there are no initial weights and no optimizer: the weights have to be restored
     before anything is run.
     """
-    factory = layer_factory(ctx)
+    factory = layer_factory(ctx, train=train)
     stages = task.stages(factory)
     loss_fn = partial(task.loss, token_loss=factory.token_loss)
     precision = Precision(cfg.Engine.mix_precision)

@@ -1,0 +1,189 @@
+#!/usr/bin/env python3
+"""Decoding speed on a CPU, in pairs against Hugging Face transformers (PyTorch, float32).
+
+    python benchmarks/decode.py [--threads 1] [--pairs 5] [--batches 1 8] [--modes dynamic sampling hf]
+
+A GPT-2 of 12 layers with hidden size 768, 12 heads and 50304 tokens continues prompts of 64 tokens by 64
+greedy ones; nothing ends a row early. Both programs do all of ``generate``: the prompt's pass, the cache,
+choosing the token, the loop. Compared are tokens per CPU second (time of the process on all its threads,
+which other jobs on the machine disturb less than the clock on the wall). Each mode keeps a process of its
+own that idles while the others run, and in every round the modes run one after the other on the same cores.
+
+dynamic: this project, greedy. sampling: this project, top-p 0.9 (to be compared with dynamic).
+hf: ``transformers.generate`` as it is set up by default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+LAYERS, HIDDEN, HEADS, VOCAB, POSITIONS = 12, 768, 12, 50304, 1024
+PROMPT, NEW = 64, 64
+
+Generate = Callable[[list[list[int]]], list[list[int]]]
+"""Prompts to the new tokens of each."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--pairs", type=int, default=5, help="rounds in which every mode runs once")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--worker", choices=list(MODES), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        serve(MODES[args.worker](args.threads))
+        return
+    workers = {mode: Worker(mode, args.threads) for mode in args.modes}
+    try:
+        for batch in args.batches:
+            report(batch, measure(workers, batch, args.pairs))
+    finally:
+        for worker in workers.values():
+            worker.close()
+
+
+def measure(workers: dict[str, Worker], batch: int, pairs: int) -> dict[str, list[dict[str, float]]]:
+    """One untimed round, then ``pairs`` timed ones: what each mode measured, round by round."""
+    results: dict[str, list[dict[str, float]]] = {mode: [] for mode in workers}
+    for number in range(pairs + 1):
+        for mode, worker in workers.items():
+            result = worker.run(batch)
+            if number:
+                results[mode].append(result)
+    return results
+
+
+def report(batch: int, results: dict[str, list[dict[str, float]]]) -> None:
+    """Print every mode, and its ratio to Hugging Face's (or to our greedy search) round by round."""
+    for mode, runs in results.items():
+        cpu = [run["tokens_per_cpu_s"] for run in runs]
+        wall = statistics.median(run["tokens_per_s"] for run in runs)
+        print(
+            f"batch {batch}  {mode:9} {statistics.median(cpu):7.2f} tokens per CPU second "
+            f"({min(cpu):.2f} to {max(cpu):.2f}), {wall:.2f} per second"
+        )
+    for mode, reference in (("dynamic", "hf"), ("sampling", "dynamic")):
+        if mode in results and reference in results:
+            pairs = zip(results[mode], results[reference], strict=True)
+            ratios = [ours["tokens_per_cpu_s"] / theirs["tokens_per_cpu_s"] for ours, theirs in pairs]
+            text = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+            print(f"batch {batch}  {mode} / {reference}: {text}; median {statistics.median(ratios):.2f}")
+    sys.stdout.flush()
+
+
+class Worker:
+    """A process that has one mode's model and generates when it is asked to."""
+
+    def __init__(self, mode: str, threads: int) -> None:
+        environ = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        command = [sys.executable, __file__, "--worker", mode, "--threads", str(threads)]
+        self._process = subprocess.Popen(
+            command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def run(self, batch: int) -> dict[str, float]:
+        self._process.stdin.write(f"{batch}\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise SystemExit(f"a worker ended with code {self._process.wait()}")
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def serve(generate: Generate) -> None:
+    """In a worker: for each batch size read, generate and print what it took."""
+    import numpy as np
+
+    for line in sys.stdin:
+        prompts = np.random.default_rng(0).integers(0, VOCAB, (int(line), PROMPT)).tolist()
+        cpu, wall = time.process_time(), time.perf_counter()
+        rows = generate(prompts)
+        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+        tokens = sum(map(len, rows))
+        assert tokens == len(prompts) * NEW
+        print(json.dumps({"tokens_per_cpu_s": tokens / cpu, "tokens_per_s": tokens / wall}), flush=True)
+
+
+def ours(threads: int, **sampling: float) -> Generate:
+    """The decoding loop that the generation program runs, on random weights."""
+    from ppfleetx.utils.process_env import import_paddle, prepare_process
+
+    prepare_process()
+    import_paddle()
+    import paddle
+
+    from ppfleetx.config.sections import ModelConfig
+    from ppfleetx.generation.search import Rules, Sampler, decode, greedy
+    from ppfleetx.generation.session import DecodingSession, NextTokenModel
+    from ppfleetx.models.gpt.stages import gpt_stages
+    from ppfleetx.models.staged import StagedModel
+    from ppfleetx.nn.factory import InferenceFactory
+
+    cfg = ModelConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        num_layers=LAYERS,
+        num_attention_heads=HEADS,
+        max_position_embeddings=POSITIONS,
+    )
+    model = StagedModel(gpt_stages(cfg, InferenceFactory()), seed=0)
+    model.eval()
+    next_token = NextTokenModel(model, VOCAB)
+
+    def generate(prompts: list[list[int]]) -> list[list[int]]:
+        streams = [(row, 0) for row in range(len(prompts))]
+        choose = Sampler(0, streams, NEW, **sampling) if sampling else greedy
+        with paddle.no_grad():
+            session = DecodingSession(next_token, prompts, use_cache=True)
+            rows = decode(session, choose, Rules(), [NEW] * len(prompts))
+        return [row.ids for row in rows]
+
+    return generate
+
+
+def hugging_face(threads: int) -> Generate:
+    """``generate`` of transformers on a GPT-2 of the same shape with its own random weights."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    shape = GPT2Config(vocab_size=VOCAB, n_positions=POSITIONS, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS)
+    shape.bos_token_id = shape.eos_token_id = None
+    model = GPT2LMHeadModel(shape).eval()
+
+    def generate(prompts: list[list[int]]) -> list[list[int]]:
+        ids = torch.tensor(prompts)
+        mask = torch.ones_like(ids)
+        out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=NEW, pad_token_id=0)
+        return out[:, PROMPT:].tolist()
+
+    return generate
+
+
+MODES: dict[str, Callable[[int], Generate]] = {
+    "dynamic": ours,
+    "sampling": lambda threads: ours(threads, top_p=0.9),
+    "hf": hugging_face,
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Memory of the machine."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+
+_MEMINFO = Path("/proc/meminfo")
+_HUGE_PAGE = 2 << 20
+_MADV_COLLAPSE = 25  # madvise(2), Linux 6.1: make huge pages of what is there, whatever the system's default
+
+
+def available_fraction() -> float:
+    """Share of the machine's memory that programs can still get; 1 where the system does not tell."""
+    try:
+        lines = _MEMINFO.read_text().splitlines()
+    except OSError:
+        return 1.0
+    kibibytes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    return kibibytes.get("MemAvailable", 1) / kibibytes.get("MemTotal", 1)
+
+
+def back_by_huge_pages(address: int, num_bytes: int) -> None:
+    """Ask Linux to keep a block of memory that is read again and again in pages of 2 MiB.
+
+    A core reads matrices up to a fifth faster then. The pages at the block's ends are taken along where
+    they belong to the process. Nothing happens where the system cannot or will not do it.
+    """
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    if madvise is None or not sys.platform.startswith("linux") or num_bytes < _HUGE_PAGE:
+        return
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    first, end = address // _HUGE_PAGE, -(-(address + num_bytes) // _HUGE_PAGE)
+    for low, high in ((first, end), (first + 1, end - 1)):
+        if madvise(low * _HUGE_PAGE, (high - low) * _HUGE_PAGE, _MADV_COLLAPSE) == 0:
+            return
