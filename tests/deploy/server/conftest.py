@@ -153,7 +153,7 @@ def server(served_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def strict_server(served_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with a key and narrow limits."""
     log = tmp_path_factory.mktemp("log") / "strict.log"
-    limits = {"max_batch_size": 2, "max_waiting": 1, "max_body_bytes": 2000, "request_timeout": 3}
+    limits = {"max_batch_size": 2, "max_waiting": 1, "max_body_bytes": 2000, "request_timeout": 4}
     overrides = [f"Serve.{name}={value}" for name, value in limits.items()]
     running = Server(served_checkpoint, log, "Serve.model_name=tiny", *overrides, key=KEY)
     yield running
