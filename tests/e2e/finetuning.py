@@ -78,7 +78,7 @@ def settings(files: Path, output_dir: Path, **more: Any) -> dict[str, Any]:
 
 def run(pools: Pools, plan: Any, values: Mapping[str, Any], config: str = GLUE) -> list[dict[str, Any]]:
     """Train under ``plan``; the records of metrics.jsonl."""
-    values = {**values, **plan_overrides(plan, 4 if plan.pp > 1 else 8)}
+    values = {**values, **plan_overrides(plan, 4 if plan.pp > 1 else 16 // plan.data_size)}
     pools(plan.world_size).run(
         "tests.e2e.finetuning:train", timeout=120.0, values=values, world=plan.world_size, config=config
     )

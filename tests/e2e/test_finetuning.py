@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -23,6 +25,14 @@ LLAMA = {
     "Model__add_bias_linear": False,
 }
 ONE_CARD = Plan()
+TRAIN = ["tools/train.py", "-c", finetuning.CONFIGS / f"{GLUE}.yaml"]
+for override in (
+    "Global.device=cpu",
+    "Engine.mix_precision.enable=False",
+    "Data.tokenizer.dir={files}/tokenizer",
+    "Data.Train.dataset.input_dir={files}/missing",
+):
+    TRAIN += ["-o", override]
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +131,10 @@ def test_plans_equal_one_card(pools, files, tmp_path, plan, more):
 def test_a_run_goes_on_exactly(pools, files, tmp_path):
     """Dropout is on, in the adapters too."""
     more = {**LORA, "Model__lora__dropout": 0.1, "Model__hidden_dropout_prob": 0.1}
-    more |= {"Engine__num_train_epochs": 2, "Global__micro_batch_size": 8}
+    more |= {"Engine__max_steps": 14, "Engine__num_train_epochs": 2}
     expected = run(pools, ONE_CARD, settings(files, tmp_path / "whole", **more))
     values = settings(files, tmp_path / "parts", **more, Engine__save_load__resume="auto")
-    values |= finetuning.plan_overrides(ONE_CARD, 8)
+    values |= finetuning.plan_overrides(ONE_CARD, 16)
     (stopped,) = pools(1).run("tests.e2e.finetuning:train", values=values, world=1, config=GLUE, stop_after=5)
     assert stopped is None
     assert (tmp_path / "parts/epoch_0_step_5").is_dir()
@@ -218,3 +228,29 @@ def test_adapters_refuse_what_they_were_not_trained_on(
     values["Engine.save_load.ckpt_dir"] = str(adapters[0])
     (message,) = pools(1).run("tests.e2e.finetuning:refused", values=values, world=1, config=SFT)
     assert re.search(words, message), message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            TRAIN,
+            "/missing/train.tsv; SST-2 is read from GLUE's own TSV files",
+        ),
+        (
+            ["tools/merge_lora.py", "--input", "{full}", "--output", "{full}/merged"],
+            "not trained with adapters",
+        ),
+        (
+            ["tools/merge_lora.py", "--input", "{adapters}", "--output", "{full}/new", "--base", "{full}"],
+            "holds no model tensor head.weight",
+        ),
+    ],
+)
+def test_tools_refuse_in_words(files, full, adapters, arguments, words):
+    places = {"files": files, "full": full[0], "adapters": adapters[0]}
+    command = [sys.executable, *(str(argument).format(**places) for argument in arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=finetuning.ROOT)
+    assert done.returncode == 2, done.stderr
+    assert words.format(**places) in done.stderr
+    assert "Traceback" not in done.stderr
