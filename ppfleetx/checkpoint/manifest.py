@@ -64,6 +64,11 @@ class TensorEntry:
         return self.kind, self.name, self.state
 
     @property
+    def label(self) -> str:
+        """For messages."""
+        return f"{self.kind} {self.name} {self.state}".rstrip()
+
+    @property
     def num_bytes(self) -> int:
         return prod(self.shape) * NUMPY_OF_DTYPE[self.dtype].itemsize
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ import numpy as np
 
 from ppfleetx.checkpoint import storage
 from ppfleetx.checkpoint.manifest import (
-    CHUNK_BYTES,
     FORMAT,
     MANIFEST_FILE,
     MARKER_FILE,
@@ -95,13 +94,7 @@ class Checkpoint:
 
     def damage(self) -> Iterator[str]:
         """One sentence for each damaged tensor piece."""
-        scratch = memoryview(np.empty(CHUNK_BYTES, np.uint8))
-        for entry in self.manifest.tensors.values():
-            for piece in entry.slices:
-                try:
-                    storage.check_piece(self.path, piece, scratch)
-                except CheckpointError as error:
-                    yield f"{entry.kind} {entry.name} {entry.state}".rstrip() + f": {error}"
+        yield from damage_of(self.path, self.manifest.tensors.values())
 
     def _fill(self, entry: TensorEntry, offset: Index, result: np.ndarray) -> None:
         """Read the box at `offset` of `result`'s shape into `result`."""
@@ -152,6 +145,11 @@ class Checkpoint:
             block = np.frombuffer(content, held).reshape(count, *box_shape[1:])
             target_row = row - result_offset[0]
             result[(slice(target_row, target_row + count), *inner_target)] = block[(slice(None), *inner)]
+
+
+def damage_of(directory: Path, tensors: Iterable[TensorEntry]) -> Iterator[str]:
+    """One sentence for each damaged piece of these tensors in the files of `directory`."""
+    return storage.damage(directory, ((entry.label, piece) for entry in tensors for piece in entry.slices))
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:

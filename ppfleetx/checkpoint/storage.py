@@ -9,8 +9,10 @@ import ctypes
 import errno
 import json
 import os
+import threading
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,6 +25,7 @@ from ppfleetx.utils.files import fsync_dir
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_CHECKERS = 2  # threads that compare checksums
 
 
 def write_safetensors(
@@ -125,6 +128,26 @@ def read_range(
     chunks = (buffer[at : at + CHUNK_BYTES] for at in range(0, len(buffer), CHUNK_BYTES))
     _read_chunks(directory / piece.file, piece, first, chunks)
     return buffer[start - begin : end - begin]
+
+
+def damage(directory: Path, pieces: Iterable[tuple[str, SliceEntry]]) -> Iterator[str]:
+    """Read named pieces for their checksums; one sentence for each that is not what was written."""
+    own = threading.local()
+
+    def make_scratch() -> None:
+        own.scratch = memoryview(np.empty(CHUNK_BYTES, np.uint8))
+
+    def problem(named: tuple[str, SliceEntry]) -> str | None:
+        name, piece = named
+        try:
+            check_piece(directory, piece, own.scratch)
+        except CheckpointError as error:
+            return f"{name}: {error}"
+        return None
+
+    # Reading and zlib's checksum leave Python to the other threads.
+    with ThreadPoolExecutor(_CHECKERS, "checksum", initializer=make_scratch) as pool:
+        yield from filter(None, pool.map(problem, pieces))
 
 
 def check_piece(directory: Path, piece: SliceEntry, scratch: memoryview) -> None:

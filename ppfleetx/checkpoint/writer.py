@@ -23,7 +23,7 @@ from ppfleetx.checkpoint.manifest import (
     rank_directory,
     step_directory,
 )
-from ppfleetx.checkpoint.reader import open_checkpoint
+from ppfleetx.checkpoint.reader import damage_of, open_checkpoint
 from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE, OPTIMIZER, TensorSlice
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.plan import AXES
@@ -75,7 +75,7 @@ def save_checkpoint(
     output_dir = Path(output_dir)
     try:
         with saving(output_dir, epoch, step) as staged:
-            index = write_rank(staged, rank_dir, tensors, max_file_bytes=max_file_bytes)
+            index = write_rank(staged, rank_dir, tensors, max_file_bytes=max_file_bytes, verify=verify)
             manifest = Manifest(
                 step=step,
                 epoch=epoch,
@@ -88,7 +88,7 @@ def save_checkpoint(
                 config=config,
                 fingerprints=fingerprints or {},
             )
-            return commit(staged, manifest, [index], keep_max=keep_max, verify=verify)
+            return commit(staged, manifest, [index], keep_max=keep_max)
     except OSError as error:
         name = step_directory(epoch, step)
         raise CheckpointError(
@@ -128,9 +128,18 @@ class saving:  # noqa: N801  (a context manager reads as a verb)
 
 
 def write_rank(
-    staged: Path, rank_dir: str, tensors: Iterable[TensorSlice], *, max_file_bytes: int = MAX_FILE_BYTES
+    staged: Path,
+    rank_dir: str,
+    tensors: Iterable[TensorSlice],
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    verify: bool = True,
 ) -> RankIndex:
-    """Write one rank's slices under `staged / rank_dir` and flush them to disk."""
+    """Write one rank's slices under `staged / rank_dir`, flush them to disk, read them back and compare.
+
+    Raises:
+        CheckpointError: what is read back is not what was written.
+    """
     target = staged / rank_dir
     target.mkdir()
     files: dict[str, FileEntry] = {}
@@ -151,6 +160,9 @@ def write_rank(
                 piece.vocab_dim,
             )
     fsync_dir(target)
+    problems = list(damage_of(staged, entries.values())) if verify else []
+    if problems:
+        raise CheckpointError("\n".join(problems))
     return RankIndex(files, list(entries.values()))
 
 
@@ -160,12 +172,11 @@ def commit(
     indices: Sequence[RankIndex],
     *,
     keep_max: int | None = None,
-    verify: bool = True,
 ) -> Path:
-    """Turn what all ranks wrote into a checkpoint: manifest, check, marker, name, `latest`, retention.
+    """Turn what all ranks wrote and checked into a checkpoint: manifest, marker, name, `latest`, retention.
 
-    Raises CheckpointError when the ranks' slices do not make up whole tensors, or what is read back
-    is not what was written.
+    Raises CheckpointError when the ranks' slices do not make up whole tensors, or the manifest, a file's
+    size or its header are not what was written.
     """
     files = {path: entry for index in indices for path, entry in index.files.items()}
     manifest = replace(manifest, files=files, tensors=_merged(indices))
@@ -175,9 +186,7 @@ def commit(
     storage.write_small(staged / MARKER_FILE, marker_of(content, time.time_ns()))
     fsync_dir(staged)
     # Under its hidden name nobody takes the directory for a checkpoint, marker or not.
-    written = open_checkpoint(staged)
-    if verify:
-        written.verify()
+    open_checkpoint(staged)
     output_dir = staged.parent
     target = output_dir / step_directory(manifest.epoch, manifest.step)
     directory.publish(staged, target)
