@@ -22,6 +22,7 @@ from ppfleetx.deploy.server.metrics import Metrics
 from ppfleetx.deploy.server.page import page_response
 from ppfleetx.deploy.server.protocol import CompletionRequest, model_body, read_request
 from ppfleetx.deploy.server.scheduler import Scheduler
+from ppfleetx.utils.log import get_logger
 
 COMPLETIONS = "/v1/completions"
 _THREAD_END_SECONDS = 5.0
@@ -134,7 +135,8 @@ def _lifespan(service: Service) -> contextlib.AbstractContextManager:
             yield
         finally:
             service.scheduler.close(0)
-            await asyncio.to_thread(service.scheduler.join, _THREAD_END_SECONDS)
+            if not await asyncio.to_thread(service.scheduler.join, _THREAD_END_SECONDS):
+                get_logger().warning("the model's thread is still in a step; it ends with the process")
 
     return lifespan
 

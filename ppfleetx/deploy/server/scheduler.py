@@ -61,7 +61,8 @@ class Scheduler:
 
     @property
     def is_healthy(self) -> bool:
-        return self._thread.is_alive() and not self._died
+        """Whether the thread works, or has ended because it was told to."""
+        return not self._died
 
     @property
     def is_closing(self) -> bool:
@@ -79,10 +80,10 @@ class Scheduler:
             ApiError: 429 the queue is full; 503 nothing is taken any more.
         """
         with self._changed:
-            if self._closing_at is not None:
-                raise _closing()
             if self._died:
                 raise ApiError(503, "the model has failed; see the server's log", code="unhealthy")
+            if self._closing_at is not None:
+                raise _closing()
             if self._num_rows + work.num_rows > self.capacity:
                 raise ApiError(
                     429,
@@ -112,10 +113,10 @@ class Scheduler:
             self._closing_at = min(closing_at, self._closing_at or closing_at)
             self._changed.notify()
 
-    def join(self, seconds: float) -> None:
-        """Wait for the end of the thread, at most so long."""
-        if self._thread.is_alive():
-            self._thread.join(seconds)
+    def join(self, seconds: float) -> bool:
+        """Wait for the end of the thread, at most so long; whether it has come."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     # ---- the thread
 
@@ -145,8 +146,8 @@ class Scheduler:
     def _step(self) -> None:
         self._drop_cancelled()
         joining = self._admit()
-        self._batch.join([one.job.ids for one in joining], [one.job.copies for one in joining])
         self._rows += [_Running(one, copy, self._tokenizer) for one in joining for copy in range(one.copies)]
+        self._batch.join([one.job.ids for one in joining], [one.copies for one in joining])
         if not self._rows:
             return
         try:

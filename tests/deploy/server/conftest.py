@@ -21,8 +21,6 @@ from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import LocalFactory
 
-pytest.importorskip("fastapi", reason="the server needs ppfleetx[serve]")
-
 ROOT = Path(__file__).resolve().parents[3]
 # Positions enough that an answer can take longer than any test.
 MODEL = {

@@ -68,7 +68,7 @@ def in_server(served_checkpoint: Path, generator) -> Callable[[Use], Fragile]:
                 httpx.AsyncClient(transport=transport, base_url="http://server") as client,
             ):
                 await use(client, service)
-            assert not scheduler.is_healthy, "its thread has ended with the server"
+            assert scheduler.join(0), "its thread has ended with the server"
 
         asyncio.run(main())
 
@@ -107,7 +107,9 @@ def test_a_thread_that_dies_makes_the_server_unhealthy(in_server, caplog: pytest
         health = await client.get("/health")
         assert health.status_code == 503
         assert health.json() == {"status": "unhealthy"}
-        assert (await complete(client, prompt=[1])).status_code == 503
+        refused = await complete(client, prompt=[1])
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "unhealthy"
 
     in_server(use, error=SystemExit("the interpreter is going down"))
     assert "the model's thread has ended" in caplog.text
