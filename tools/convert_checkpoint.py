@@ -80,7 +80,7 @@ def parse_plan(text: str) -> dict[str, int]:
     for part in text.split(","):
         axis, _, degree = part.strip().partition("=")
         if axis not in ("mp", "pp") or not degree.isdigit() or int(degree) < 1:
-            raise ConfigError(f"--plan {text}: give mp=N, pp=M or both; other axes do not divide weights")
+            raise ConfigError(f"--plan {text}: give mp=N, pp=M or both; the other axes cut no tensor")
         degrees[axis] = int(degree)
     return degrees
 
