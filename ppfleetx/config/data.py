@@ -114,6 +114,14 @@ class DatasetConfig(Section):
         return self.name in GLUE_OUTPUTS
 
     @model_validator(mode="after")
+    def _check_fields(self) -> DatasetConfig:
+        for key in ("prompt_field", "response_field"):
+            default = type(self).model_fields[key].default
+            if self.name != "PromptResponseDataset" and getattr(self, key) != default:
+                raise RuleError((key, "name"), f"{self.name} has no such option; PromptResponseDataset has")
+        return self
+
+    @model_validator(mode="after")
     def _check_records(self) -> DatasetConfig:
         if self.is_corpus:
             return self
@@ -161,7 +169,8 @@ class SamplerConfig(Section):
     """Shuffle again on top of the dataset's own order. Train of a GLUE task or PromptResponseDataset is
     always shuffled, anew in each pass; Eval and Test of these are read as the file is."""
     drop_last: Bool = True
-    """Leave out the last incomplete global batch."""
+    """Leave out the last incomplete global batch. Eval and Test of a GLUE task or PromptResponseDataset are
+    always read whole."""
 
 
 class LoaderConfig(Section):

@@ -49,6 +49,7 @@ def test_the_report_tells_what_trains():
         (GLUE, ["Model.module=GPTModule"], "is learnt by Model.module = GPTFinetuneModule, not by GPTModule"),
         (GLUE, ["Engine.eval_freq=0"], "the best is found by evaluating"),
         (GLUE, ["Data.Train.dataset.eod_mask_loss=True"], "SST2 has no such option; only GPTDataset has"),
+        (GLUE, ["Data.Train.dataset.prompt_field=q"], "SST2 has no such option; PromptResponseDataset has"),
         (GLUE, ["Data.Train.dataset.input_dir=[a, b]"], "SST2 reads one directory"),
         (SFT, ["Engine.save_load.keep_best=metric"], "only GPTFinetuneModule has a metric"),
         (SFT, ["Data.Train.dataset.split=[1, 2]"], "PromptResponseDataset wants a file's name"),
