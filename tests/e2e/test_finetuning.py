@@ -172,10 +172,15 @@ def test_adapters_are_saved_alone_and_read_under_any_plan(pools, files, adapters
 
 
 def test_merged_and_unmerged_give_equal_logits(pools, files, adapters, base, tmp_path):
+    from ppfleetx.checkpoint.convert.layout import reshard
     from ppfleetx.checkpoint.convert.lora import merge_lora
+    from ppfleetx.checkpoint.directory import resolve_checkpoint
 
     output_dir, _ = adapters
-    merged = merge_lora(output_dir, tmp_path / "merged")
+    moved = reshard(
+        resolve_checkpoint(base), tmp_path / "moved", Plan(mp=2)
+    )  # the same weights in other files
+    merged = merge_lora(output_dir, tmp_path / "merged", moved)
     values = settings(files, tmp_path, **LLAMA, **LORA, Model__lora__base=base)
     values |= {"Engine.save_load.ckpt_dir": str(output_dir)}
     plain = settings(files, tmp_path, **LLAMA, Model__lora="null", Engine__save_load__ckpt_dir=merged)
