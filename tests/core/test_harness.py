@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +50,7 @@ def test_options_of_tasks_in_words_of_ours() -> None:
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """Our model and the harness's, of the same weights: 48 positions, so that texts have to be cut."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the import that reads it: nothing is looked up
     reason = "needs lm-evaluation-harness (pip install 'ppfleetx[lm_eval]') with torch and transformers"
     huggingface = pytest.importorskip("lm_eval.models.huggingface", reason=reason)
     torch = pytest.importorskip("torch", reason=reason)
