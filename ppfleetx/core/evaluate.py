@@ -233,6 +233,8 @@ def sum_over_windows(
                 f"speed: {speed:.2f} batch/s"
             )
             since = now
+    if isinstance(windows, SlidingWindows):
+        assert scored == windows.num_scored, "each token but the first counts once"
     return total
 
 
