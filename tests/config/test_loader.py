@@ -226,13 +226,15 @@ def test_recomputed_layers():
 
 
 def test_fast_and_without_paddle():
-    """Half a second of processor time, imports included, whatever else the machine is doing."""
+    """A configuration is read in little more processor time than its libraries take to be imported."""
     code = (
         "import sys, time\n"
+        "import numpy, pydantic, yaml\n"
+        "libraries = time.process_time()\n"
         "from ppfleetx.config.loader import load_config\n"
         "from ppfleetx.core.check import check_report\n"
         "text = check_report(load_config(sys.argv[1])); assert 'paddle' not in sys.modules; print(text)\n"
-        "print(time.process_time())"
+        "print(time.process_time() / libraries)"
     )
     path = CONFIGS / "nlp/gpt/pretrain_gpt_175B_mp8_pp16.yaml"
     command = [sys.executable, "-c", code, str(path)]
@@ -241,4 +243,4 @@ def test_fast_and_without_paddle():
         for _ in range(3)
     ]
     assert "174.6 B parameters" in runs[0]
-    assert min(float(run.splitlines()[-1]) for run in runs) < 0.5
+    assert min(float(run.splitlines()[-1]) for run in runs) < 3  # measured: 1.8
