@@ -17,6 +17,8 @@ import paddle.nn.functional as F
 from paddle import nn
 from paddle.static import InputSpec
 
+from ppfleetx.deploy.program_linear import Matrix, matrices_of, use_panels
+from ppfleetx.deploy.tracing import quick_conversion
 from ppfleetx.generation.processors import (
     draw,
     forbid,
@@ -46,23 +48,27 @@ INPUTS: tuple[tuple[str, str, tuple[int | None, ...]], ...] = (
 """Name, type and shape of each input of the program, in the order of its arguments."""
 
 
-def save_program(next_token: NextTokenModel, max_positions: int, path: Path) -> None:
+def save_program(
+    next_token: NextTokenModel, max_positions: int, path: Path, *, use_panels: bool = True
+) -> None:
     """Write ``{path}.json`` and ``{path}.pdiparams``. The model is not to be trained any more afterwards.
 
     Args:
         next_token: the whole model, in this process, and its vocabulary.
         max_positions: of the model.
         path: without a suffix.
+        use_panels: see :class:`GenerationProgram`.
     """
-    program = GenerationProgram(next_token, max_positions)
+    program = GenerationProgram(next_token, max_positions, use_panels=use_panels)
     program.eval()
     spec = [InputSpec(list(shape), dtype, name) for name, dtype, shape in INPUTS]
     with warnings.catch_warnings():
         # About branches whose inner variables are not used after them, and of the device of a tensor that
         # has none yet.
         warnings.simplefilter("ignore", UserWarning)
-        static = paddle.jit.to_static(program, input_spec=spec, full_graph=True)
-        paddle.jit.save(static, str(path))
+        with quick_conversion():
+            static = paddle.jit.to_static(program, input_spec=spec, full_graph=True)
+            paddle.jit.save(static, str(path))
 
 
 class GenerationProgram(nn.Layer):
@@ -70,16 +76,25 @@ class GenerationProgram(nn.Layer):
 
     The loop ends when every row has: at its end token, or at its own limit. A row that ended stays in the
     batch; what it gets after its end means nothing.
+
+    Args:
+        next_token: the model, whose linears are replaced, and its vocabulary.
+        max_positions: of the model.
+        use_panels: decode batches of several rows with a second copy of the matrices, made when the program
+            is loaded (not in the file), that CPUs multiply with faster.
     """
 
-    def __init__(self, next_token: NextTokenModel, max_positions: int) -> None:
+    def __init__(self, next_token: NextTokenModel, max_positions: int, *, use_panels: bool) -> None:
         super().__init__()
-        self.next_token, self.max_positions = next_token, max_positions
-        self.vocab_size = next_token.vocab_size
+        self.vocab_size, self.max_positions = next_token.vocab_size, max_positions
         # What is saved: sub-layers and buffers.
         self.model = next_token.model
+        self.matrices, self.use_panels = matrices_of(self.model), use_panels
+        self.head: Matrix | None = None
         if next_token.head_matrix is not None:
             self.register_buffer("head_matrix", next_token.head_matrix)
+            self.head = Matrix(self.head_matrix)
+            self.matrices.append(self.head)
 
     def forward(
         self,
@@ -97,14 +112,56 @@ class GenerationProgram(nn.Layer):
         """New tokens ``[b, up to t]`` int64. The arguments are those of :data:`INPUTS`."""
         step = paddle.zeros([1], "int64")
         length = tokens.shape[1]
+        limits = max_new_tokens
         padding = padding.unsqueeze(-1)
         start = padding.astype("int32")
         positions = paddle.maximum(paddle.arange(length).unsqueeze(0) - padding, paddle.zeros_like(padding))
         logits, past = self._run_model(tokens, positions, start.expand_as(positions), [])
         logits = self._process(logits, tokens, step, end_id, min_new_tokens, repetition_penalty)
         token = self._choose(logits, step, uniforms, temperature, top_k, top_p)
+        rules = (end_id, min_new_tokens, repetition_penalty)
+        sampling = (uniforms, temperature, top_k, top_p)
+        if self.use_panels:
+            # Outside the branch, where they are made once, when the program is loaded.
+            panels = [matrix.make_panels() for matrix in self.matrices]
+            if tokens.shape[0] > 1:
+                history = self._decode(tokens, token, past, padding, limits, rules, sampling, panels)
+            else:
+                history = self._decode(tokens, token, past, padding, limits, rules, sampling, [])
+        else:
+            history = self._decode(tokens, token, past, padding, limits, rules, sampling, [])
+        return history[:, length:]
+
+    def _decode(
+        self,
+        tokens: paddle.Tensor,
+        token: paddle.Tensor,
+        past: list[paddle.Tensor],
+        padding: paddle.Tensor,
+        limits: paddle.Tensor,
+        rules: tuple[paddle.Tensor, ...],
+        sampling: tuple[paddle.Tensor, ...],
+        panels: Sequence[paddle.Tensor],
+    ) -> paddle.Tensor:
+        """The loop after the first ``token [b]``: ``[b, n + up to t]``, prompts and new tokens.
+
+        Args:
+            tokens: prompts ``[b, n]``.
+            token: the first new token ``[b]``.
+            past: keys and values of the prompts.
+            padding: ``[b, 1]``.
+            limits: ``[b]`` most new tokens.
+            rules: end_id, min_new_tokens, repetition_penalty.
+            sampling: uniforms, temperature, top_k, top_p.
+            panels: of each of ``self.matrices``; none: use the matrices themselves.
+        """
+        use_panels(self.matrices, panels)
+        end_id, min_new_tokens, repetition_penalty = rules
+        uniforms, temperature, top_k, top_p = sampling
+        start, length = padding.astype("int32"), tokens.shape[1]
+        step = paddle.zeros([1], "int64")
         history = paddle.concat([tokens, token.unsqueeze(-1)], axis=1)
-        finished = paddle.logical_or(token == end_id, max_new_tokens <= 1)
+        finished = paddle.logical_or(token == end_id, limits <= 1)
         while paddle.logical_not(finished.all()):
             step = step + 1
             # A row that ended while others go on must not run out of positions.
@@ -114,9 +171,8 @@ class GenerationProgram(nn.Layer):
             logits = self._process(logits, history, step, end_id, min_new_tokens, repetition_penalty)
             token = self._choose(logits, step, uniforms, temperature, top_k, top_p)
             history = paddle.concat([history, token.unsqueeze(-1)], axis=1)
-            ends = paddle.logical_or(token == end_id, max_new_tokens <= step + 1)
-            finished = paddle.logical_or(finished, ends)
-        return history[:, length:]
+            finished = paddle.logical_or(finished, paddle.logical_or(token == end_id, limits <= step + 1))
+        return history
 
     def _run_model(
         self,
@@ -127,7 +183,12 @@ class GenerationProgram(nn.Layer):
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
         """Logits ``[b, V]`` after ``tokens [b, s]``, and keys and values with theirs appended."""
         cache = _LoopCache(past)
-        logits = self.next_token.with_cache(tokens, positions, start, cache)
+        state = (tokens, positions, start)
+        *trunk, head = self.model.stages
+        for stage in trunk:
+            state = stage(state, cache)
+        last = state[0][-1]
+        logits = head((last,))[:, : self.vocab_size] if self.head is None else self.head.matmul(last)
         return logits, cache.extended
 
     def _process(

@@ -1,0 +1,88 @@
+"""Matrix products of an exported program.
+
+On a CPU, MKL packs a matrix anew in every product, which for a few rows costs as much as reading it once
+more. Cut into panels as narrow as one tile of its kernels, it is used where it lies: the same result, about
+one and a half times faster for 2 to 16 rows. A single row is faster with the matrix as it is.
+
+Shape letters: m rows, k input features, n output features, p panels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import paddle
+import paddle.nn.functional as F
+from paddle import nn
+
+from ppfleetx.nn.linear import Linear
+
+_WIDTH = 48  # columns of a panel: three AVX-512 registers of float32
+
+
+class Matrix:
+    """A constant matrix ``weight [k, n]`` of a program.
+
+    Attributes:
+        panels: what :meth:`make_panels` gave, for products to use it; None: they use the matrix.
+    """
+
+    def __init__(self, weight: paddle.Tensor) -> None:
+        self.weight = weight
+        self.panels: paddle.Tensor | None = None
+
+    def make_panels(self) -> paddle.Tensor:
+        """The matrix as ``[p, k, 48]``, filled up with zeros. Made of a constant, it is one."""
+        rows, columns = self.weight.shape
+        weight, missing = self.weight, -columns % _WIDTH
+        if missing:
+            weight = paddle.concat([weight, paddle.zeros([rows, missing], dtype=weight.dtype)], axis=1)
+        return weight.reshape([rows, -1, _WIDTH]).transpose([1, 0, 2])
+
+    def matmul(self, x: paddle.Tensor) -> paddle.Tensor:
+        """``x [m, k] @ weight``."""
+        if self.panels is None:
+            return paddle.matmul(x, self.weight)
+        columns = self.weight.shape[1]
+        product = paddle.matmul(x, self.panels).transpose([1, 0, 2]).flatten(1)
+        return product if columns % _WIDTH == 0 else product[:, :columns]
+
+
+class ProgramLinear(nn.Layer):
+    """Takes the place of a :class:`~ppfleetx.nn.linear.Linear` and has its parameters."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.matrix = Matrix(linear.weight)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        """``x [..., k]``; with panels ``[1, m, k]``, one position of each row, or ``[m, k]``."""
+        if self.matrix.panels is None:
+            return F.linear(x, self.weight, self.bias)
+        rows = x.squeeze(0) if x.ndim == 3 else x
+        product = self.matrix.matmul(rows)
+        if self.bias is not None:
+            product = product + self.bias
+        return product.unsqueeze(0) if x.ndim == 3 else product
+
+
+@paddle.jit.not_to_static
+def use_panels(matrices: Sequence[Matrix], panels: Sequence[paddle.Tensor]) -> None:
+    """From here on, products use ``panels``, in the order of ``matrices``; none: the matrices themselves."""
+    for matrix, own in zip(matrices, panels or [None] * len(matrices), strict=True):
+        matrix.panels = own
+
+
+def matrices_of(model: nn.Layer) -> list[Matrix]:
+    """Those of the plain linears of ``model``, which are replaced by ones that can use panels."""
+    matrices = []
+    for parent in model.sublayers(include_self=True):
+        for name, child in parent.named_children():
+            # What carries more than a weight and a bias (adapters, hooks) stays as it is.
+            is_plain = isinstance(child, Linear) and not child.sublayers() and not child._forward_post_hooks
+            if is_plain:
+                replacement = ProgramLinear(child)
+                setattr(parent, name, replacement)
+                matrices.append(replacement.matrix)
+    return matrices
