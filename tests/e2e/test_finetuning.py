@@ -133,19 +133,21 @@ def test_plans_equal_one_card(pools, files, tmp_path, plan, more):
     assert metrics(found) == metrics(expected)
 
 
-def test_a_run_goes_on_exactly(pools, files, tmp_path):
-    """Dropout is on, in the adapters too."""
-    more = {**LORA, "Model__lora__dropout": 0.1, "Model__hidden_dropout_prob": 0.1}
-    more |= {"Engine__max_steps": 14, "Engine__num_train_epochs": 2}
-    expected = run(pools, ONE_CARD, settings(files, tmp_path / "whole", **more))
+@pytest.mark.parametrize("config", [GLUE, SFT])
+def test_a_run_goes_on_exactly(pools, files, base, tmp_path, config):
+    """Dropout is on, in the adapters too; on responses adapters are saved alone."""
+    more = {**LORA, "Model__lora__dropout": 0.1, "Model__hidden_dropout_prob": 0.1, "Engine__max_steps": 14}
+    more |= {**LLAMA, "Model__lora__base": base} if config == SFT else {"Engine__num_train_epochs": 2}
+    expected = run(pools, ONE_CARD, settings(files, tmp_path / "whole", **more), config)
     values = settings(files, tmp_path / "parts", **more, Engine__save_load__resume="auto")
     values |= finetuning.plan_overrides(ONE_CARD, 16)
-    (stopped,) = pools(1).run("tests.e2e.finetuning:train", values=values, world=1, config=GLUE, stop_after=5)
-    assert stopped is None
+    arguments = {"values": values, "world": 1, "config": config}
+    pools(1).run("tests.e2e.finetuning:train", **arguments, stop_after=5)
     assert (tmp_path / "parts/epoch_0_step_5").is_dir()
-    found = run(pools, ONE_CARD, values)
+    found = run(pools, ONE_CARD, values, config)
     numbers = [(r["step"], r["loss"], r.get("grad_norm")) for r in found]
     assert numbers == [(r["step"], r["loss"], r.get("grad_norm")) for r in expected]
+    assert numbers[-1][0] == 14
 
 
 def test_responses_are_learnt_under_any_plan(pools, files, tmp_path):

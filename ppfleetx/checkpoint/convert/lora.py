@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from ppfleetx.checkpoint.convert.ours import model_section, read_ppfleetx, write
 from ppfleetx.checkpoint.convert.weights import fitted, with_vocabulary
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.lazy import LazyTensor, cast
+from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.lora import LoraConfig
 from ppfleetx.config.model import ModelConfig
@@ -70,12 +72,14 @@ def _frozen(path: str | Path, model: ModelConfig, base: str | Path | None) -> di
     return {name: _lazy(source, name) for name in names}
 
 
-def _lazy(source, name: str) -> LazyTensor:
+def _lazy(source: Checkpoint, name: str) -> LazyTensor:
     entry = source.entry(name)
     return LazyTensor(entry.dtype, tuple(entry.shape), lambda: source.read(name))
 
 
-def _with_adapters(tensors, names):
+def _with_adapters(
+    tensors: Mapping[str, LazyTensor], names: Iterable[str]
+) -> Iterator[tuple[str, LazyTensor, tuple[LazyTensor, LazyTensor] | None]]:
     """(name, tensor, its A and B or None) of each of ``names`` that there is."""
     for name in names:
         if name in tensors:

@@ -212,7 +212,8 @@ def check_same_function(checkpoint: Checkpoint, model: ModelConfig) -> None:
     if trained.lora is not None and model.lora is not None and trained.lora.scale != model.lora.scale:
         raise CheckpointError(
             f"checkpoint {checkpoint.path} was trained with Model.lora.alpha / rank = "
-            f"{trained.lora.scale:g}, this configuration has {model.lora.scale:g}: the adapters would weigh otherwise"
+            f"{trained.lora.scale:g}, this configuration has {model.lora.scale:g}: "
+            "the adapters would weigh otherwise"
         )
 
 
