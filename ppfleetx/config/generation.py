@@ -10,6 +10,7 @@ from ppfleetx.config.fields import (
     Bool,
     CountInt,
     Float,
+    NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     RuleError,
@@ -41,10 +42,20 @@ class GenerationConfig(Section):
     """Divides the (positive) logits of tokens already present; 1: none."""
     num_beams: PositiveInt = 1
     """Beam search: beams."""
+    num_beam_groups: PositiveInt = 1
+    """Beam search: groups the beams are split into, which are kept apart by `diversity_rate`."""
+    diversity_rate: NonNegativeFloat = 0.0
+    """Beam search in groups: what a token's log-probability loses for each beam of an earlier group that
+    took it in the same step (Hugging Face's diversity_penalty)."""
     length_penalty: Float = 0.0
     """Beam search: exponent of the length by which scores are divided."""
-    early_stopping: Bool = False
-    """Beam search: stop when `num_beams` sequences are finished."""
+    early_stopping: Bool | Literal["never"] = False
+    """Beam search: stop when `num_beams` sequences are finished; false: when the best beam, ended now, would
+    not be one of the results; never: when it cannot become one at any length."""
+    forced_bos_token_id: CountInt | None = None
+    """The first new token; null: it is chosen."""
+    forced_eos_token_id: CountInt | None = None
+    """The token in the last place of a continuation that gets to `max_dec_len`; null: it is chosen."""
     use_cache: Bool = True
     """Keep keys and values of past tokens; false recomputes them, for comparison."""
     seed: Seed | None = None
@@ -81,6 +92,15 @@ class GenerationConfig(Section):
             raise RuleError(
                 ("num_return_sequences", "num_beams"),
                 f"{self.num_beams} beams cannot give {results} results",
+            )
+        if self.num_beams % self.num_beam_groups:
+            raise RuleError(
+                ("num_beam_groups", "num_beams"),
+                f"{self.num_beams} beams do not divide into {self.num_beam_groups} groups",
+            )
+        if self.num_beam_groups > 1 and self.diversity_rate == 0:
+            raise RuleError(
+                ("diversity_rate", "num_beam_groups"), "must be above 0: without it all groups find the same"
             )
         if strategy == "beam_search" and self.stop is not None:
             raise RuleError(

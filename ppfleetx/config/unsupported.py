@@ -120,9 +120,14 @@ _SWITCHED_OFF = (
         "Generation.decode_strategy is not sampling",
     ),
     SwitchedOff(
-        _keys("Generation", "num_beams length_penalty early_stopping"),
+        _keys("Generation", "num_beams num_beam_groups diversity_rate length_penalty early_stopping"),
         lambda cfg: cfg.Generation.decode_strategy != "beam_search",
         "Generation.decode_strategy is not beam_search",
+    ),
+    SwitchedOff(
+        ("Generation.diversity_rate",),
+        lambda cfg: cfg.Generation.decode_strategy == "beam_search" and cfg.Generation.num_beam_groups == 1,
+        "Generation.num_beam_groups is 1",
     ),
     SwitchedOff(
         _keys("Model", "attn_post_norm_scale ffn_post_norm_scale"),

@@ -27,6 +27,10 @@ def check_generation(section: GenerationConfig, places: Mapping[str, str] | None
         key, rule = "decode_strategy", "an exported program decodes by greedy_search or sampling"
     elif not section.use_cache:
         key, rule = "use_cache", "an exported program always keeps keys and values"
+    elif section.forced_bos_token_id is not None:
+        key, rule = "forced_bos_token_id", "an exported program chooses every token"
+    elif section.forced_eos_token_id is not None:
+        key, rule = "forced_eos_token_id", "an exported program chooses every token"
     if key is not None:
         name = f"Generation.{key}"
         raise ConfigError(

@@ -1,16 +1,24 @@
-"""Beam search.
+"""Beam search, plain and diverse.
 
 The rules are those of Hugging Face transformers 5: of each prompt's continuations the 2N likeliest are
 looked at (N beams); those that end and are among the first N are results, the first N that do not end go
 on. Results are ranked by log-probability / length ** length_penalty.
 
-Shape letters: b prompts, N beams of each, V vocabulary.
+Diverse beam search (Vijayakumar et al., 2018) splits the beams of a prompt into groups of N beams. Each
+group searches by these rules; in every step the groups take their turn, and a token's score is lowered by
+``diversity_rate`` for each beam of the groups before that has just taken it. The lowered scores are those
+that add up. The results of all groups are ranked together. This is what ``num_beam_groups`` and
+``diversity_penalty`` meant in Hugging Face transformers 4, but for a group that has come to its end: there
+it went on to count as N beams that take the padding token.
+
+Shape letters: b prompts, N beams of a group, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import paddle
@@ -19,7 +27,7 @@ from ppfleetx.generation.processors import largest, log_probabilities
 from ppfleetx.generation.search import Row, Rules, process
 from ppfleetx.generation.session import DecodingSession
 
-# Where a prompt's beams are still copies of each other, only the first one counts.
+# Where a group's beams are still copies of each other, only the first one counts.
 _COPY = -1e9
 
 
@@ -28,16 +36,26 @@ class BeamOptions:
     """How beams compete.
 
     Attributes:
-        num_beams: N.
+        num_beams: beams of a prompt, in all its groups.
         length_penalty: exponent of the length by which log-probabilities are divided; above 0 favours
             long results.
-        early_stopping: stop as soon as there are N results. Otherwise, when the best beam, were it to end
-            now, would not be among them.
+        early_stopping: True stops a group as soon as it has N results. False stops it when its best beam,
+            were it to end now, would not be among them; "never" when the best beam cannot come to be among
+            them at whatever length it ends.
+        num_groups: groups of beams; divides ``num_beams``.
+        diversity_rate: what a group's tokens lose for each beam of an earlier group that took them.
     """
 
     num_beams: int
     length_penalty: float = 0.0
-    early_stopping: bool = False
+    early_stopping: bool | Literal["never"] = False
+    num_groups: int = 1
+    diversity_rate: float = 0.0
+
+    @property
+    def group_size(self) -> int:
+        """N."""
+        return self.num_beams // self.num_groups
 
 
 def beam_search(
@@ -54,48 +72,91 @@ def beam_search(
         rules: see :class:`~ppfleetx.generation.search.Rules`; applied to log-probabilities.
         max_new_tokens: of each prompt, at least 1.
         options: see :class:`BeamOptions`.
-        num_results: at most N.
+        num_results: at most the number of beams.
     """
     assert 1 <= num_results <= options.num_beams
+    assert options.num_beams % options.num_groups == 0
     logits = session.next_logits()
     copied = np.repeat(np.arange(session.num_rows), options.num_beams)
     session.select(copied)
     logits = logits.index_select(paddle.to_tensor(copied), axis=0)
-    prompts = [_Prompt(limit, options, rules.end_id) for limit in max_new_tokens]
-    active, step = prompts, 0
+    groups = [
+        _Group(prompt, number, limit, options, rules.end_id)
+        for prompt, limit in enumerate(max_new_tokens)
+        for number in range(options.num_groups)
+    ]
+    active, step = groups, 0
     while True:
-        scores = process(log_probabilities(logits), session.history, step, rules)
-        going_on, sources, tokens = [], [], []
-        for place, (prompt, best) in enumerate(zip(active, _best(scores, active), strict=True)):
-            beams, ids = prompt.advance(best)
-            if prompt.is_open:
-                going_on.append(prompt)
-                sources += [place * options.num_beams + beam for beam in beams]
-                tokens += ids
+        moves = _take_step(active, log_probabilities(logits), session.history, step, rules)
+        going_on = [place for place, group in enumerate(active) if group.is_open]
         if not going_on:
-            return [row for prompt in prompts for row in prompt.results(num_results)]
+            return _results(groups, num_results)
+        sources = [place * options.group_size + beam for place in going_on for beam in moves[place][0]]
         session.select(np.array(sources))
-        session.append(np.array(tokens))
-        active, step = going_on, step + 1
+        session.append(np.array([token for place in going_on for token in moves[place][1]]))
+        active, step = [active[place] for place in going_on], step + 1
         logits = session.next_logits()
+
+
+_Move = tuple[list[int], list[int]]
+"""The beams of a group that go on (or would, were it not the last step), and the new token of each."""
+
+
+def _take_step(
+    active: Sequence[_Group], log_probs: paddle.Tensor, history: np.ndarray, step: int, rules: Rules
+) -> list[_Move]:
+    """Advance all groups, the first ones of all prompts together, then the second ones, and so on.
+
+    Args:
+        active: groups that are open, those of a prompt in their order.
+        log_probs: ``[groups * N, V]`` of the next token after each beam.
+        history: ``[groups * N, n]`` tokens so far.
+        step: new tokens so far.
+        rules: see :func:`beam_search`.
+    """
+    options = active[0].options
+    moves: list[_Move] = [([], [])] * len(active)
+    taken: dict[int, list[int]] = {group.prompt: [] for group in active}
+    for number in range(options.num_groups):
+        places = [place for place, group in enumerate(active) if group.number == number]
+        if not places:
+            continue
+        members = [active[place] for place in places]
+        rows = (np.array(places)[:, None] * options.group_size + np.arange(options.group_size)).reshape(-1)
+        scores = log_probs if len(rows) == len(history) else log_probs.index_select(paddle.to_tensor(rows))
+        if number:
+            scores = scores - _penalty([taken[group.prompt] for group in members], scores.shape[-1], options)
+        limits = np.repeat([group.max_new_tokens for group in members], options.group_size)
+        scores = process(scores, history[rows], step, limits, rules)
+        for place, group, best in zip(places, members, _best(scores, members), strict=True):
+            moves[place] = group.advance(best)
+            taken[group.prompt] += moves[place][1]
+    return moves
+
+
+def _penalty(taken: Sequence[Sequence[int]], vocab: int, options: BeamOptions) -> paddle.Tensor:
+    """What each token loses, ``[b * N, V]``, because beams of other groups have ``taken`` it."""
+    counts = np.stack([np.bincount(tokens, minlength=vocab) for tokens in taken])
+    penalty = (options.diversity_rate * counts).astype(np.float32)
+    return paddle.to_tensor(np.repeat(penalty, options.group_size, axis=0))
 
 
 @dataclass(frozen=True)
 class _Candidates:
-    """The 2N likeliest continuations of a prompt, best first."""
+    """The 2N likeliest continuations of a group, best first."""
 
     scores: list[float]
     beams: list[int]
     tokens: list[int]
 
 
-def _best(scores: paddle.Tensor, active: Sequence[_Prompt]) -> list[_Candidates]:
-    """Of log-probabilities ``[b * N, V]`` of the next token, added to those of the beams."""
+def _best(scores: paddle.Tensor, groups: Sequence[_Group]) -> list[_Candidates]:
+    """Of log-probabilities ``[groups * N, V]`` of the next token, added to those of the beams."""
     vocab = scores.shape[-1]
-    num_beams = active[0].options.num_beams
-    so_far = paddle.to_tensor(np.concatenate([prompt.scores for prompt in active]))
-    total = (scores + so_far.unsqueeze(-1)).reshape([len(active), -1])
-    values, places = largest(total, min(2 * num_beams, num_beams * vocab))
+    size = groups[0].options.group_size
+    so_far = paddle.to_tensor(np.concatenate([group.scores for group in groups]))
+    total = (scores + so_far.unsqueeze(-1)).reshape([len(groups), -1])
+    values, places = largest(total, min(2 * size, size * vocab))
     beams, tokens = np.divmod(places.numpy(), vocab)
     return [
         _Candidates(*columns)
@@ -103,10 +164,21 @@ def _best(scores: paddle.Tensor, active: Sequence[_Prompt]) -> list[_Candidates]
     ]
 
 
-@dataclass
-class _Prompt:
-    """Beams of one prompt: those under way (``scores [N]``, ``ids``) and the results so far."""
+def _results(groups: Sequence[_Group], count: int) -> list[Row]:
+    """The best ``count`` of each prompt, whichever group found them."""
+    found: dict[int, list[tuple[float, Row]]] = {}
+    for group in groups:
+        found.setdefault(group.prompt, []).extend(group.finished)
+    ranked = [sorted(results, key=lambda result: -result[0]) for results in found.values()]
+    return [row for results in ranked for _, row in results[:count]]
 
+
+@dataclass
+class _Group:
+    """A group of beams of one prompt: those under way (``scores [N]``, ``ids``) and the results so far."""
+
+    prompt: int
+    number: int
     max_new_tokens: int
     options: BeamOptions
     end_id: int | None
@@ -116,29 +188,26 @@ class _Prompt:
     is_open: bool = True
 
     def __post_init__(self) -> None:
-        self.scores = np.full(self.options.num_beams, _COPY, dtype=np.float32)
+        self.scores = np.full(self.options.group_size, _COPY, dtype=np.float32)
         self.scores[0] = 0.0
-        self.ids = [[] for _ in range(self.options.num_beams)]
+        self.ids = [[] for _ in range(self.options.group_size)]
 
-    def advance(self, best: _Candidates) -> tuple[list[int], list[int]]:
-        """Take one step; the beams that go on, as (beam they continue, its new token)."""
-        length = len(self.ids[0]) + 1
+    def advance(self, best: _Candidates) -> _Move:
+        """Take one step; the beams that go on, as (beams they continue, their new tokens)."""
+        size, length = self.options.group_size, len(self.ids[0]) + 1
+        is_last = length == self.max_new_tokens
         kept: list[tuple[float, int, int]] = []
         for rank, (score, beam, token) in enumerate(zip(best.scores, best.beams, best.tokens, strict=True)):
-            if token == self.end_id or length == self.max_new_tokens:
-                if rank < self.options.num_beams:
-                    self._finish(score, [*self.ids[beam], token])
-            elif len(kept) < self.options.num_beams:
+            if (is_last or token == self.end_id) and rank < size:
+                self._finish(score, [*self.ids[beam], token])
+            if token != self.end_id and len(kept) < size:
                 kept.append((score, beam, token))
         self.ids = [[*self.ids[beam], token] for _, beam, token in kept]
         self.scores = np.array([score for score, _, _ in kept], dtype=np.float32)
         self.finished.sort(key=lambda result: -result[0])
-        del self.finished[self.options.num_beams :]
-        self.is_open = bool(kept) and self._can_improve(length)
+        del self.finished[size:]
+        self.is_open = bool(kept) and not is_last and self._can_improve(length)
         return [beam for _, beam, _ in kept], [token for _, _, token in kept]
-
-    def results(self, count: int) -> list[Row]:
-        return [row for _, row in self.finished[:count]]
 
     def _finish(self, score: float, ids: list[int]) -> None:
         reason = "stop" if ids[-1] == self.end_id else "length"
@@ -147,8 +216,11 @@ class _Prompt:
 
     def _can_improve(self, length: int) -> bool:
         """Whether a beam might still become one of the results."""
-        if len(self.finished) < self.options.num_beams:
+        options = self.options
+        if len(self.finished) < options.group_size:
             return True
-        if self.options.early_stopping:
+        if options.early_stopping is True:
             return False
-        return self.scores[0] / length**self.options.length_penalty > self.finished[-1][0]
+        if options.early_stopping == "never" and options.length_penalty > 0:
+            length = self.max_new_tokens  # where log-probabilities, which are negative, are divided by most
+        return self.scores[0] / length**options.length_penalty > self.finished[-1][0]

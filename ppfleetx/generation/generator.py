@@ -182,7 +182,9 @@ class Generator(TextGenerator):
     def _search(self, session: DecodingSession, batch: Batch, texts: list[RowText]) -> list[Row]:
         """Beam search: which tokens stay is known at the end only, so all text comes then."""
         cfg = batch.cfg
-        options = BeamOptions(cfg.num_beams, cfg.length_penalty, cfg.early_stopping)
+        options = BeamOptions(
+            cfg.num_beams, cfg.length_penalty, cfg.early_stopping, cfg.num_beam_groups, cfg.diversity_rate
+        )
         rows = beam_search(session, self._rules(cfg), batch.max_new_tokens, options, cfg.num_return_sequences)
         for row, text in zip(rows, texts, strict=True):
             for token_id in row.ids:
@@ -190,7 +192,24 @@ class Generator(TextGenerator):
         return rows
 
     def _rules(self, cfg: GenerationConfig) -> Rules:
-        return Rules(self._tokenizer.eod_id, cfg.min_dec_len, cfg.repetition_penalty)
+        return Rules(
+            self._tokenizer.eod_id,
+            cfg.min_dec_len,
+            cfg.repetition_penalty,
+            self._known_id(cfg, "forced_bos_token_id"),
+            self._known_id(cfg, "forced_eos_token_id"),
+        )
+
+    def _known_id(self, cfg: GenerationConfig, name: str) -> int | None:
+        """A token id of the section, which must be one of the tokenizer's."""
+        token_id = getattr(cfg, name)
+        if token_id is not None and token_id >= self._tokenizer.vocab_size:
+            raise ConfigError(
+                f"{self._tokenizer.place} has ids 0 to {self._tokenizer.vocab_size - 1}",
+                key=f"Generation.{name}",
+                value=token_id,
+            )
+        return token_id
 
 
 def check_vocabulary(tokenizer: Tokenizer, model_cfg: ModelConfig) -> None:

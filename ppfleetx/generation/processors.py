@@ -33,6 +33,15 @@ def forbid(logits: paddle.Tensor, token_id: int) -> paddle.Tensor:
     return paddle.where(column, paddle.full([], -np.inf, dtype=logits.dtype), logits)
 
 
+def force(logits: paddle.Tensor, token_id: int, rows: paddle.Tensor) -> paddle.Tensor:
+    """``logits [b, V]`` with all probability on one token, in the rows where ``rows [b]`` is true."""
+    column = paddle.arange(logits.shape[-1]) == token_id
+    forced = paddle.where(
+        column, paddle.zeros([], dtype=logits.dtype), paddle.full([], -np.inf, dtype=logits.dtype)
+    )
+    return paddle.where(rows.unsqueeze(-1), forced.unsqueeze(0), logits)
+
+
 def candidates(
     logits: paddle.Tensor, *, temperature: float, top_k: int, top_p: float
 ) -> tuple[paddle.Tensor, paddle.Tensor | None]:

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 import paddle
 
-from ppfleetx.generation.processors import candidates, draw, forbid, penalize_repetition
+from ppfleetx.generation.processors import candidates, draw, forbid, force, penalize_repetition
 from ppfleetx.generation.session import DecodingSession
 
 FinishReason = Literal["stop", "length"]
@@ -31,11 +31,15 @@ class Rules:
         end_id: the end token; None when nothing ends a row but its length.
         min_new_tokens: the end token cannot come before so many others.
         repetition_penalty: see :func:`~ppfleetx.generation.processors.penalize_repetition`.
+        forced_bos_id: the first new token; None: it is chosen like the others.
+        forced_eos_id: the token that takes a row's last place when the row gets that far; None: chosen.
     """
 
     end_id: int | None = None
     min_new_tokens: int = 0
     repetition_penalty: float = 1.0
+    forced_bos_id: int | None = None
+    forced_eos_id: int | None = None
 
 
 @dataclass
@@ -82,9 +86,11 @@ def decode(
         session.select(repeated)
         logits = logits.index_select(paddle.to_tensor(repeated), axis=0)
     rows = [Row(limit) for limit in max_new_tokens for _ in range(copies)]
+    limits = np.array([row.max_new_tokens for row in rows])
     active = np.arange(len(rows))
     for step in itertools.count():
-        tokens = choose(process(logits, session.history, step, rules), active, step).numpy()
+        scores = process(logits, session.history, step, limits[active], rules)
+        tokens = choose(scores, active, step).numpy()
         going_on = []
         for place, (row, token) in enumerate(zip(active.tolist(), tokens.tolist(), strict=True)):
             told_to_stop = on_token is not None and on_token(row, token)
@@ -100,12 +106,28 @@ def decode(
     raise AssertionError("unreachable: every row has a limit")
 
 
-def process(logits: paddle.Tensor, history: np.ndarray, num_new: int, rules: Rules) -> paddle.Tensor:
-    """Repetition penalty, then minimum length, on ``logits [b, V]`` after ``num_new`` new tokens."""
+def process(
+    logits: paddle.Tensor, history: np.ndarray, num_new: int, limits: np.ndarray, rules: Rules
+) -> paddle.Tensor:
+    """Repetition penalty, then minimum length, then forced tokens.
+
+    Args:
+        logits: ``[b, V]``; beam search gives log-probabilities.
+        history: ``[b, n]`` ids of prompts and new tokens.
+        num_new: new tokens so far.
+        limits: ``[b]`` most new tokens of each row.
+        rules: see :class:`Rules`.
+    """
     if rules.repetition_penalty != 1.0:
         logits = penalize_repetition(logits, paddle.to_tensor(history), rules.repetition_penalty)
     if rules.end_id is not None and num_new < rules.min_new_tokens:
         logits = forbid(logits, rules.end_id)
+    if rules.forced_bos_id is not None and num_new == 0:
+        logits = force(logits, rules.forced_bos_id, paddle.ones([logits.shape[0]], dtype="bool"))
+    if rules.forced_eos_id is not None:
+        is_last = limits == num_new + 1
+        if is_last.any():
+            logits = force(logits, rules.forced_eos_id, paddle.to_tensor(is_last))
     return logits
 
 

@@ -118,6 +118,19 @@ def test_beam_search_through_the_generator(generator: Generator) -> None:
     )
 
 
+def test_forced_tokens_through_the_generator(generator: Generator, tokenizer: Tokenizer) -> None:
+    cfg = config(forced_bos_token_id=65, forced_eos_token_id=tokenizer.eod_id, min_dec_len=12)
+    for [one] in generator.generate(PROMPTS, cfg):
+        assert (one.ids[0], one.ids[-1], len(one.ids), one.finish_reason) == (
+            65,
+            tokenizer.eod_id,
+            12,
+            "stop",
+        )
+    with pytest.raises(ConfigError, match=r"Generation.forced_bos_token_id = 310: .* has ids 0 to"):
+        generator.generate(PROMPTS, config(forced_bos_token_id=310))
+
+
 def test_strategies_say_what_they_cannot_do() -> None:
     for keys, words in (
         ({"decode_strategy": "greedy_search", "num_return_sequences": 2}, "one result per prompt"),
@@ -126,6 +139,8 @@ def test_strategies_say_what_they_cannot_do() -> None:
             "2 beams cannot give 3",
         ),
         ({"decode_strategy": "beam_search", "stop": "."}, "takes no stop texts"),
+        ({"num_beams": 4, "num_beam_groups": 3, "diversity_rate": 1.0}, "4 beams do not divide into 3"),
+        ({"num_beams": 4, "num_beam_groups": 2}, "without it all groups find the same"),
     ):
         with pytest.raises(ValueError, match=words):
             config(**keys)

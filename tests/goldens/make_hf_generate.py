@@ -37,6 +37,12 @@ CASES: dict[str, dict[str, Any]] = {
     "beam_long": {"num_beams": 4, "eos": True, "length_penalty": 2.0},
     "beam_early": {"num_beams": 4, "eos": True, "early_stopping": True},
     "beam_return": {"num_beams": 4, "eos": True, "num_return_sequences": 3},
+    "beam_never": {"num_beams": 4, "eos": True, "early_stopping": "never", "length_penalty": 0.4},
+    "forced_eos": {"repetition_penalty": 1.3, "forced_eos_token_id": 8},
+    "beam_forced_eos": {"num_beams": 3, "eos": True, "min_new_tokens": 63, "forced_eos_token_id": 8},
+    # Hugging Face forces a first token only after prompts of one token (an encoder-decoder's start token).
+    "forced_bos": {"repetition_penalty": 1.3, "forced_bos_token_id": 5},
+    "beam_forced_bos": {"num_beams": 3, "eos": True, "forced_bos_token_id": 5},
 }
 
 
