@@ -1,0 +1,106 @@
+"""Tiny models as checkpoints and exported, for the tests of export and inference."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ppfleetx.checkpoint.slices import TensorSlice
+from ppfleetx.checkpoint.training import model_slices
+from ppfleetx.checkpoint.writer import save_checkpoint
+from ppfleetx.config.loader import load_config
+from ppfleetx.config.sections import InferenceConfig, ModelConfig, RunConfig
+from ppfleetx.core.generate import load_generator
+from ppfleetx.data.tokenizer_training import train_tokenizer
+from ppfleetx.deploy.export import export
+from ppfleetx.deploy.inference_engine import InferenceEngine
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.generation.generator import Generator
+from ppfleetx.models.gpt.stages import gpt_stages
+from ppfleetx.models.staged import StagedModel
+from ppfleetx.nn.factory import LocalFactory
+
+GPT2_STYLE = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 128,
+    "max_position_embeddings": 64,
+}
+LLAMA_STYLE = {
+    **GPT2_STYLE,
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "num_query_groups": 2,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "hidden_act": "swiglu",
+    "tie_word_embeddings": False,
+    "add_bias_linear": False,
+}
+STYLES = {"gpt2_style": GPT2_STYLE, "llama_style": LLAMA_STYLE}
+
+
+def write_run(directory: Path, model: dict[str, Any]) -> Path:
+    """An output directory of training: one checkpoint, cut up as two tensor-parallel ranks save it, and a
+    tokenizer of fewer ids than the model. Weights are large, so that the likeliest token changes often."""
+    cfg = ModelConfig(**model, initializer_range=0.3)
+    network = StagedModel(gpt_stages(cfg, LocalFactory()), seed=5)
+    tokenizer = train_tokenizer(["the cat and the hat and the other cat"] * 3, 300)
+    named = [(parameter.info.name, parameter) for parameter in network.parameters()]
+    save_checkpoint(
+        directory,
+        epoch=0,
+        step=4,
+        tensors=_halves(model_slices(named)),
+        state={"train": {"step": 4, "epoch": 0, "consumed_samples": 32}},
+        vocab_size=cfg.vocab_size,
+        fingerprints={"tokenizer": tokenizer.fingerprint},
+    )
+    tokenizer.save(directory / "tokenizer")
+    return directory
+
+
+def _halves(slices: Iterator[TensorSlice]) -> Iterator[TensorSlice]:
+    for whole in slices:
+        if len(whole.shape) < 2 or whole.shape[-1] % 2:
+            yield whole
+            continue
+        width = whole.shape[-1] // 2
+        for start in (0, width):
+            offset = (*whole.offset[:-1], start)
+            part = whole.array()[..., start : start + width]
+            yield replace(whole, offset=offset, shape=part.shape, data=part)
+
+
+def configuration(run: Path, model: dict[str, Any], *overrides: str) -> RunConfig:
+    sections = {
+        "Global": {"device": "cpu", "local_batch_size": 2},
+        "Model": model,
+        "Engine": {"save_load": {"ckpt_dir": str(run), "output_dir": str(run.parent / "out")}},
+    }
+    path = run.parent / "pretrain.yaml"
+    path.write_text(json.dumps(sections))
+    return load_config(path, overrides)
+
+
+@dataclass
+class Exported:
+    """A checkpoint's generator and the engine of its export, made for the first time they are asked for."""
+
+    run: Path
+    directory: Path
+    generator: Generator
+    engine: InferenceEngine
+
+
+def make_export(tmp_path: Path, model: dict[str, Any]) -> Exported:
+    run = write_run(tmp_path / "run", model)
+    cfg, ctx = configuration(run, model), ParallelContext.single()
+    directory = export(cfg, ctx)
+    engine = InferenceEngine(InferenceConfig(model_dir=str(directory), cpu_threads=1))
+    return Exported(run, directory, load_generator(cfg, ctx), engine)

@@ -1,0 +1,131 @@
+"""An exported model gives what the checkpoint gives, token for token."""
+
+import shutil
+from pathlib import Path
+
+import paddle
+import pytest
+
+from ppfleetx.config.errors import ConfigError, DataError
+from ppfleetx.config.sections import GenerationConfig, InferenceConfig
+from ppfleetx.deploy.inference_engine import InferenceEngine
+from tests.deploy.exports import Exported
+
+PROMPTS = ["the cat", "and", "the other hat and the ca", "", "é😀"]
+SETTINGS = {
+    "greedy": {"decode_strategy": "greedy_search"},
+    "greedy_with_rules": {
+        "decode_strategy": "greedy_search",
+        "repetition_penalty": 1.3,
+        "min_dec_len": 6,
+    },
+    "all_of_it": {
+        "top_k": 9,
+        "top_p": 0.8,
+        "temperature": 1.4,
+        "repetition_penalty": 1.2,
+        "num_return_sequences": 3,
+    },
+    "top_k": {"top_k": 5, "temperature": 0.8},
+    "top_k_of_more_than_there_are": {"top_k": 1000, "top_p": 0.9},
+    "top_p": {"top_p": 0.7, "temperature": 1.5},
+    "plain": {"temperature": 2.0},
+}
+
+
+def config(**keys: object) -> GenerationConfig:
+    return GenerationConfig(**{"max_dec_len": 24, "seed": 7, **keys})
+
+
+def engine_at(directory: Path, **options: object) -> InferenceEngine:
+    return InferenceEngine(InferenceConfig(model_dir=str(directory), cpu_threads=1, **options))
+
+
+@pytest.mark.parametrize("keys", SETTINGS.values(), ids=SETTINGS.keys())
+def test_exported_and_dynamic_texts_are_equal(either: Exported, keys: dict[str, object]) -> None:
+    cfg = config(**keys)
+    expected = either.generator.generate(PROMPTS, cfg)
+    assert either.engine.generate(PROMPTS, cfg) == expected
+    # Row by row, which takes the program's other way through its products.
+    assert either.engine.generate(PROMPTS[:2], cfg, batch_rows=1) == expected[:2]
+    assert len({one.ids for generations in expected for one in generations}) > 3
+
+
+def test_rows_end_at_the_end_token(exported: Exported) -> None:
+    eod = exported.engine.tokenizer.eod_id
+    cfg = config(temperature=3.0, num_return_sequences=16, max_dec_len=40)
+    found = exported.engine.generate(PROMPTS, cfg)
+    assert found == exported.generator.generate(PROMPTS, cfg)
+    rows = [one for generations in found for one in generations]
+    stopped = [one for one in rows if one.finish_reason == "stop"]
+    assert stopped
+    assert len(stopped) < len(rows)
+    assert all(one.ids[-1] == eod and eod not in one.ids[:-1] for one in stopped)
+    assert all(len(one.ids) == 40 for one in rows if one.finish_reason == "length")
+    # The model has 300 ids and rows of padding behind them; the tokenizer has fewer.
+    assert max(max(one.ids) for one in rows) < exported.engine.tokenizer.vocab_size < 300
+
+
+def test_a_row_at_its_last_position_does_not_disturb_the_others(either: Exported) -> None:
+    """The long prompt leaves 6 of the 64 positions; the others go on after it has ended."""
+    prompts, cfg = [*PROMPTS, "é" * 29], GenerationConfig(seed=7, decode_strategy="greedy_search")
+    found = either.engine.generate(prompts, cfg)
+    assert found == either.generator.generate(prompts, cfg)
+    assert len(found[-1][0].ids) == 6
+    assert max(len(one.ids) for [one] in found) == 20
+
+
+def test_a_second_run_does_not_touch_the_first_ones_results(exported: Exported) -> None:
+    first = exported.engine.generate(PROMPTS, config())
+    again = exported.engine.generate(PROMPTS, config(seed=8))
+    assert again != first
+    assert exported.engine.generate(PROMPTS, config()) == first
+
+
+def test_stop_texts_and_pieces(exported: Exported) -> None:
+    greedy = {"decode_strategy": "greedy_search"}
+    [[free]] = exported.engine.generate(["the cat"], config(**greedy))
+    cfg = config(**greedy, stop=free.text[4:7])
+    pieces: list[tuple[int, int, str]] = []
+    found = exported.engine.generate(
+        PROMPTS, cfg, first_prompt=3, on_text=lambda *piece: pieces.append(piece)
+    )
+    assert found == exported.generator.generate(PROMPTS, cfg, first_prompt=3)
+    assert found[0][0].finish_reason == "stop"
+    assert found[0][0].text == free.text[: free.text.index(free.text[4:7])]
+    for number, [one] in enumerate(found, 3):
+        assert "".join(text for prompt, copy, text in pieces if (prompt, copy) == (number, 0)) == one.text
+
+
+def test_mistakes_in_prompts_and_settings(exported: Exported) -> None:
+    with pytest.raises(ConfigError, match=r"58 tokens, which leaves room for 6 more in the model's 64"):
+        exported.engine.generate(["é" * 29], config(max_dec_len=7))
+    with pytest.raises(DataError, match="token id 299"):
+        exported.engine.generate([[3, 299]], config())
+    with pytest.raises(ConfigError, match=r"decode_strategy = 'beam_search'.*greedy_search or sampling"):
+        exported.engine.generate(PROMPTS, config(decode_strategy="beam_search"))
+    with pytest.raises(ConfigError, match=r"Generation.use_cache = False"):
+        exported.engine.generate(PROMPTS, config(use_cache=False))
+
+
+def test_the_directory_needs_nothing_else(exported: Exported, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(exported.directory, moved)
+    cfg = config(decode_strategy="greedy_search")
+    expected = exported.generator.generate(PROMPTS, cfg)
+    names = sorted(path.relative_to(moved).as_posix() for path in moved.rglob("*") if path.is_file())
+    assert names[:3] == ["export.json", "model.json", "model.pdiparams"]
+    assert all(name.startswith("tokenizer/") for name in names[3:])
+    assert str(exported.run.parent) not in (moved / "export.json").read_text()
+    for options in ({"onednn": True}, {"ir_optim": False}):
+        assert engine_at(moved, **options).generate(PROMPTS, cfg) == expected, options
+
+
+def test_another_paddle_is_named(
+    exported: Exported, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(paddle, "__version__", "9.9.9")
+    monkeypatch.setattr("logging.Logger.propagate", True, raising=False)
+    with caplog.at_level("WARNING", logger="ppfleetx"):
+        engine_at(exported.directory)
+    assert any("this is 9.9.9" in message for message in caplog.messages)
