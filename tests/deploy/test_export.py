@@ -1,0 +1,241 @@
+"""``tools/export.py`` and ``tools/inference.py``: the documented commands, and what they refuse."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import paddle
+import pytest
+
+from ppfleetx.checkpoint.directory import resolve_checkpoint
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_config
+from ppfleetx.deploy import capabilities
+from ppfleetx.deploy.capabilities import check_inference, has_bfloat16
+from ppfleetx.deploy.export import run as run_export
+from ppfleetx.deploy.inference import merge_settings
+from ppfleetx.deploy.inference import run as run_inference
+from ppfleetx.deploy.one_process import as_one_process
+from ppfleetx.deploy.program_linear import Matrix, use_panels
+from ppfleetx.deploy.tracing import quick_conversion
+from tests.deploy.exports import GPT2_STYLE, Exported, configuration, write_run
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "ppfleetx" / "configs" / "nlp" / "gpt"
+SHRUNK = [f"Model.{key}={value}" for key, value in GPT2_STYLE.items()]
+SHORT_DATA = ["Data.Train.dataset.max_seq_len=64", "Data.Eval.dataset.max_seq_len=64"]
+LAUNCH = ("-m", "paddle.distributed.launch", "--devices", "0")
+
+
+def command(
+    directory: Path, tool: str, config: str, *overrides: str, launcher: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess:
+    words = [word for override in overrides for word in ("-o", override)]
+    return subprocess.run(
+        [sys.executable, *launcher, str(ROOT / tool), "-c", str(CONFIGS / config), *words],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=directory,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "0"},
+    )
+
+
+def texts(done: subprocess.CompletedProcess) -> str:
+    assert done.returncode == 0, done.stdout + done.stderr
+    return "Prompt:" + done.stdout.partition("Prompt:")[2].partition("\n\nLAUNCH")[0].rstrip()
+
+
+def test_the_documented_commands(tmp_path: Path, exported: Exported) -> None:
+    """From the pretraining YAML with the launcher, into the output directory of training itself."""
+    run = write_run(tmp_path / "output", GPT2_STYLE)
+    rank_dir = "Engine.save_load.ckpt_dir=./output/epoch_0_step_4/mp_00_sharding_00_pp_00"
+    pretrain = "pretrain_gpt_345M_single_card.yaml"
+    done = command(tmp_path, "tools/export.py", pretrain, rank_dir, *SHRUNK, *SHORT_DATA, launcher=LAUNCH)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "NOTE: Engine.mix_precision is disabled" in done.stdout
+    assert "[    INFO] - export inference model saved in ./output/rank_0/model" in done.stdout
+    assert resolve_checkpoint(run).name == "epoch_0_step_4"
+    for path in run.glob("epoch_*/**/*"):
+        path.unlink() if path.is_file() else None  # from here on, nothing is left of the checkpoint
+    options = ["Generation.decode_strategy=greedy_search", "Generation.max_dec_len=9"]
+    prompts = 'Generation.prompt=["the cat", "and"]'
+    inference = "inference_gpt_345M_single_card.yaml"
+    answered = command(tmp_path, "tools/inference.py", inference, *options, prompts, launcher=LAUNCH)
+    cfg = configuration(exported.run, GPT2_STYLE, *options).Generation
+    expected = ""
+    for prompt, [one] in zip(
+        ["the cat", "and"], exported.generator.generate(["the cat", "and"], cfg), strict=True
+    ):
+        expected += f"Prompt: {prompt}\nGeneration: {prompt}{one.text}\n\n"
+    assert texts(answered) == expected.rstrip()
+
+
+def test_from_the_generation_yaml(tmp_path: Path, exported: Exported) -> None:
+    """Its settings go with the export, and are used where the configuration has none of its own."""
+    overrides = [
+        f"Engine.save_load.ckpt_dir={exported.run}",
+        f"Engine.save_load.output_dir={tmp_path / 'out'}",
+        f"Data.tokenizer.dir={exported.run / 'tokenizer'}",
+        "Generation.max_dec_len=7",
+        "Generation.repetition_penalty=1.5",
+    ]
+    done = command(tmp_path, "tools/export.py", "generation_gpt_345M_dp8.yaml", *SHRUNK, *overrides)
+    assert done.returncode == 0, done.stdout + done.stderr
+    manifest = json.loads((tmp_path / "out" / "rank_0" / "export.json").read_text())
+    assert manifest["generation"]["repetition_penalty"] == 1.5
+    answered = command(
+        tmp_path,
+        "tools/inference.py",
+        "inference_gpt_345M_dp8.yaml",
+        f"Inference.model_dir={tmp_path / 'out' / 'rank_0'}",
+        "Generation.max_dec_len=7",
+        "Generation.prompt=the",
+    )
+    options = ["Generation.max_dec_len=7", "Generation.prompt=the", "Generation.repetition_penalty=1.5"]
+    cfg = load_config(CONFIGS / "generation_gpt_345M_single_card.yaml", options)
+    [[one]] = exported.generator.generate(["the"], cfg.Generation, seed=cfg.Global.seed)
+    assert texts(answered) == f"Prompt: the\nGeneration: the{one.text}".rstrip()
+    assert "has its own Model.vocab_size, Model.hidden_size" in answered.stdout
+
+
+def test_a_users_mistake_is_one_quick_message(tmp_path: Path) -> None:
+    done = command(tmp_path, "tools/inference.py", "inference_gpt_345M_single_card.yaml")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "Inference.model_dir" in done.stderr
+    assert "CPU settings" not in done.stdout, "Paddle was loaded for nothing"
+
+
+@pytest.fixture
+def small(exported: Exported) -> list[str]:
+    """A pretraining configuration and the checkpoint it is of."""
+    configuration(exported.run, GPT2_STYLE)
+    return [str(exported.run.parent / "pretrain.yaml"), f"Engine.save_load.ckpt_dir={exported.run}"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["Generation.decode_strategy=beam_search"], r"decode_strategy = 'beam_search' \(-o .*tasks/gpt"),
+        (["Generation.use_cache=False"], "always keeps keys and values"),
+        (["Engine.save_load.ckpt_dir=/no/such/place"], "/no/such/place"),
+        (["Model.module=GPTFinetuneModule", "Model.num_classes=2"], "only models that continue text"),
+    ],
+)
+def test_what_cannot_be_exported(small: list[str], overrides: list[str], words: str) -> None:
+    path, checkpoint = small
+    given = {override.partition("=")[0] for override in overrides}
+    kept = [] if checkpoint.partition("=")[0] in given else [checkpoint]
+    with (
+        pytest.raises(ConfigError, match=words)
+        if "such" not in words
+        else pytest.raises(ValueError, match=words)
+    ):
+        run_export(path, [*kept, *overrides])
+
+
+def test_an_export_is_made_by_one_process(small: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
+    with pytest.raises(ConfigError, match=r"2 processes .* leaves out communication .* merged into one"):
+        run_export(small[0], small[1:])
+
+
+def test_what_is_in_the_way_stays(small: list[str], tmp_path: Path) -> None:
+    path, checkpoint = small
+    (tmp_path / "rank_0").mkdir()
+    (tmp_path / "rank_0" / "precious").touch()
+    with pytest.raises(ConfigError, match=r"rank_0 is there and is no export of this program"):
+        run_export(path, [checkpoint, f"Engine.save_load.output_dir={tmp_path}"])
+    with pytest.raises(ConfigError, match="it is a file"):
+        run_export(path, [checkpoint, f"Engine.save_load.output_dir={tmp_path / 'rank_0' / 'precious'}"])
+    assert (tmp_path / "rank_0" / "precious").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("Inference.mp_degree=2", r"mp_degree = 2 \(-o .* holds the whole model"),
+        ("Inference.TensorRT.precision=fp16", "TensorRT needs a GPU"),
+        ("Inference.TensorRT.collect_shape=True", "name the file"),
+        ("Inference.precision=bf16", "set onednn to True"),
+        ("Inference.model_dir=/no/such/place", "there is no such directory"),
+        ("Generation.decode_strategy=beam_search", "greedy_search or sampling"),
+        ("Generation.prompt_file=/no/such/file", "cannot be read"),
+    ],
+)
+def test_what_cannot_be_answered(exported: Exported, override: str, words: str) -> None:
+    given = [] if "model_dir" in override else [f"Inference.model_dir={exported.directory}"]
+    with pytest.raises(ConfigError, match=words):
+        run_inference(str(CONFIGS / "inference_gpt_345M_single_card.yaml"), [*given, override])
+
+
+def test_one_file_is_not_written_by_several_processes(
+    exported: Exported, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
+    overrides = [f"Inference.model_dir={exported.directory}"]
+    with pytest.raises(ConfigError, match="cannot write one file"):
+        run_inference(str(CONFIGS / "inference_gpt_345M_dp8.yaml"), overrides, "out.jsonl")
+
+
+def test_options_of_another_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def inference(*overrides: str) -> None:
+        path = CONFIGS / "inference_gpt_345M_single_card.yaml"
+        check_inference(load_config(path, [f"Inference.{override}" for override in overrides]), device)
+
+    device = "gpu"
+    inference("TensorRT.precision=fp32")
+    for override in ("onednn=True", "cpu_threads=2"):
+        with pytest.raises(ConfigError, match="is for the CPU"):
+            inference(override)
+    device = "cpu"
+    monkeypatch.setattr(capabilities, "has_bfloat16", lambda cpuinfo: False)
+    with pytest.raises(ConfigError, match=r"precision = 'bf16'.*none of avx512_bf16, amx_bf16; use fp32"):
+        inference("precision=bf16", "onednn=True")
+    for flags, expected in (("fpu avx512f", False), ("fpu avx512_bf16", True), ("amx_bf16 sse", True)):
+        (tmp_path / "cpuinfo").write_text(f"vendor_id : x\nflags\t\t: {flags}\nbugs : avx512_bf16\n")
+        assert has_bfloat16(tmp_path / "cpuinfo") is expected
+    assert not has_bfloat16(tmp_path / "nothing")
+
+
+def test_a_parallel_configuration_is_run_by_one_process() -> None:
+    cfg, notes = as_one_process(load_config(CONFIGS / "pretrain_gpt_175B_mp8_pp16.yaml"))
+    assert cfg.plan.world_size == 1
+    assert not cfg.Engine.mix_precision.enable
+    assert ["mp 8, pp 16" in notes[0], "mix_precision" in notes[1]] == [True, True]
+    assert cfg.origins  # messages still name places
+
+
+def test_settings_of_the_export_and_the_configuration() -> None:
+    def merged(exported: dict[str, object], *overrides: str) -> dict[str, object]:
+        cfg = load_config(CONFIGS / "pretrain_gpt_345M_single_card.yaml", overrides)
+        return merge_settings(exported, cfg).model_dump(exclude_unset=True)
+
+    assert merged({"top_k": 3, "max_dec_len": 5}, "Generation.top_k=4") == {"top_k": 4, "max_dec_len": 5}
+    with pytest.raises(ConfigError, match=r"Generation: does not go together.*cannot both hold"):
+        merged({"max_dec_len": 5}, "Generation.min_dec_len=6")
+
+
+@pytest.mark.parametrize("columns", [96, 50, 30])
+def test_panels_multiply_like_the_matrix(columns: int) -> None:
+    matrix, x = Matrix(paddle.randn([7, columns])), paddle.randn([3, 7])
+    expected = matrix.matmul(x).numpy()
+    use_panels([matrix], [matrix.make_panels()])
+    assert tuple(matrix.panels.shape) == (-(-columns // 48), 7, 48)
+    assert abs(matrix.matmul(x).numpy() - expected).max() < 1e-5
+    use_panels([matrix], [])
+    assert matrix.panels is None
+
+
+def test_paddles_conversion_is_left_as_it_was() -> None:
+    from paddle.jit.dy2static import convert_call_func, program_translator
+
+    cache = program_translator._FUNCTION_CACHE
+    before = (convert_call_func.is_unsupported, cache.convert_with_cache)
+    with quick_conversion():
+        assert convert_call_func.is_unsupported is not before[0]
+        assert convert_call_func.is_unsupported(len)
+        assert not convert_call_func.is_unsupported(texts)
+    assert (convert_call_func.is_unsupported, cache.convert_with_cache) == before
