@@ -72,7 +72,8 @@ def export(cfg: RunConfig, ctx: ParallelContext) -> Path:
             shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
             unfinished.mkdir()
             try:
-                _write(unfinished, cfg, generator)
+                use_panels = cfg.Inference.panels and ctx.device.startswith("cpu")
+                _write(unfinished, cfg, generator, use_panels)
                 check_target(cfg)
                 publish(unfinished, target)
             finally:
@@ -138,13 +139,14 @@ def _target_error(cfg: RunConfig, rule: str) -> ConfigError:
     return ConfigError(rule, key=_KEY, value=cfg.Engine.save_load.output_dir, place=cfg.origins.get(_KEY))
 
 
-def _write(directory: Path, cfg: RunConfig, generator: Generator) -> None:
+def _write(directory: Path, cfg: RunConfig, generator: Generator, use_panels: bool) -> None:
     import paddle
 
     from ppfleetx.deploy.program import INPUTS, save_program
 
     tokenizer = generator.tokenizer
-    save_program(generator.next_token_model, generator.max_positions, directory / PROGRAM)
+    next_token, program = generator.next_token_model, directory / PROGRAM
+    save_program(next_token, generator.max_positions, program, use_panels=use_panels)
     tokenizer.save(directory / TOKENIZER_DIRECTORY)
     settings = cfg.Generation.model_dump(mode="json", exclude_unset=True, exclude={"prompt", "prompt_file"})
     ExportManifest(
