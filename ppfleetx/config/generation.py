@@ -196,7 +196,7 @@ class OfflineEvalConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> OfflineEvalConfig:
-        if self.overlapping_eval > self.max_seq_len:
+        if not self.cloze_eval and self.overlapping_eval > self.max_seq_len:
             raise RuleError(
                 ("overlapping_eval", "max_seq_len"),
                 f"windows of {self.max_seq_len} tokens that move by {self.overlapping_eval} leave gaps",

@@ -105,7 +105,7 @@ def run(path: str, overrides: Sequence[str]) -> None:
 
 def _run_offline(cfg: RunConfig) -> None:
     check_plan(cfg)
-    read_text(cfg.Offline_Eval)
+    read_text(cfg.Offline_Eval, cfg.origins.get("Offline_Eval.eval_path"))
     check_checkpoint(cfg)
     windows = read_windows(cfg)
     directory = make_result_dir(cfg)

@@ -148,8 +148,8 @@ def read_evaluation_set(cfg: OfflineEvalConfig, tokenizer: Tokenizer) -> Sliding
     return _read_cloze(cfg, text, tokenizer) if cfg.cloze_eval else _read_perplexity(cfg, text, tokenizer)
 
 
-def read_text(cfg: OfflineEvalConfig) -> str:
-    """The file ``Offline_Eval.eval_path``.
+def read_text(cfg: OfflineEvalConfig, place: str | None = None) -> str:
+    """The file ``Offline_Eval.eval_path``, without a byte order mark; ``place``: where the key was given.
 
     Raises:
         ConfigError: it is not given, cannot be read, or holds nothing but white space.
@@ -157,15 +157,15 @@ def read_text(cfg: OfflineEvalConfig) -> str:
     name = cfg.eval_path
     if name is None:
         what = "jsonl file (cloze_eval: True)" if cfg.cloze_eval else "text file"
-        raise ConfigError(f"names no file; give -o {_KEY}=FILE, a {what}", key=_KEY)
+        raise ConfigError(f"names no file; give -o {_KEY}=FILE, a {what}", key=_KEY, place=place)
     try:
         # Not read_text(): line ends are part of the text.
-        text = Path(name).read_bytes().decode("utf-8")
+        text = Path(name).read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise ConfigError(f"cannot be read: {why}", key=_KEY, value=name) from error
+        raise ConfigError(f"cannot be read: {why}", key=_KEY, value=name, place=place) from error
     if not text.strip():
-        raise ConfigError("is empty", key=_KEY, value=name)
+        raise ConfigError("is empty", key=_KEY, value=name, place=place)
     return text
 
 
@@ -197,11 +197,13 @@ def _read_cloze(cfg: OfflineEvalConfig, text: str, tokenizer: Tokenizer) -> Last
 def _text_of(line: str, place: str) -> str:
     try:
         value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{place}: is not JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place}: is not JSON: {error}") from error
     text = value.get("text") if isinstance(value, dict) else None
     if not isinstance(text, str):
         raise DataError(f'{place}: needs an object with a text under "text"')
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise DataError(f"{place}: holds a lone surrogate, which is not text")
     return text
 
 

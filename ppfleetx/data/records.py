@@ -220,7 +220,7 @@ def read_pairs(path: Path, prompt_field: str, response_field: str) -> tuple[list
 def _pair(line: bytes, place: str, *fields: str) -> tuple[str, str]:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{place}: this is not a line of JSON: {error}") from error
     if not isinstance(record, dict):
         raise DataError(f"{place}: must be an object with {' and '.join(fields)}")

@@ -99,6 +99,13 @@ def test_a_text_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert tokenizer.decode(plain.ids) == " the @-@ cat \r\n the  hat \n"
 
 
+def test_a_byte_order_mark_is_not_text(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(b"\xef\xbb\xbfthe cat")
+    windows = read_evaluation_set(OfflineEvalConfig(eval_path=str(path)), tokenizer)
+    assert windows.ids.tolist() == tokenizer.encode("the cat")
+
+
 def test_words_are_what_single_spaces_separate() -> None:
     assert count_words(" = Title = \n \n a b \n") == 7
     assert count_words("one") == 1
@@ -134,12 +141,15 @@ GOOD = json.dumps({"text": "a b"})
         (b"\xff\xfe", {}, ["is not UTF-8 text"]),
         (b"a", {}, ["1 token leaves nothing to predict"]),
         (f"{GOOD}\nnope".encode(), {"cloze_eval": True}, ["file:2: is not JSON"]),
+        (f"{GOOD}\n{'[' * 100_000}".encode(), {"cloze_eval": True}, ["file:2: is not JSON"]),
+        (f'{GOOD}\n{{"text": {"1" * 5000}}}'.encode(), {"cloze_eval": True}, ["file:2: is not JSON"]),
+        (b'{"text": "a \\ud800 b"}', {"cloze_eval": True}, ["file:1: holds a lone surrogate"]),
         (f"{GOOD}\n\n[1]".encode(), {"cloze_eval": True}, ["file:3: needs an object", '"text"']),
         (f'{GOOD}\n{{"text": 3}}'.encode(), {"cloze_eval": True}, ["file:2: needs an object"]),
         (b'{"text": " alone "}', {"cloze_eval": True}, ["file:1: needs a context"]),
         (
             b'{"text": "a zzzzzzzz"}',
-            {"cloze_eval": True, "max_seq_len": 4, "overlapping_eval": 1},
+            {"cloze_eval": True, "max_seq_len": 4},
             ["file:1: the last word has 9 tokens, a window 4", "Offline_Eval.max_seq_len"],
         ),
     ],
