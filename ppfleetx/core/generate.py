@@ -17,8 +17,9 @@ from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections import RunConfig
-from ppfleetx.core.launch import start_process
+from ppfleetx.core.launch import start_process, world_size
 from ppfleetx.data.tokenizer import Tokenizer
+from ppfleetx.distributed.together import gather, joint_errors
 from ppfleetx.utils.files import atomic_write
 from ppfleetx.utils.log import get_logger
 
@@ -32,7 +33,8 @@ DEFAULT_PROMPT = "The first thing she saw when she opened the window was"
 
 def run(path: str, overrides: Sequence[str], output: str | None = None) -> None:
     """The program ``tasks/gpt/generation.py``; arguments as of :func:`generate` and ``start_process``."""
-    cfg = load_config(path, overrides)
+    cfg = load_config(path, overrides, world_size=world_size(os.environ))
+    check_plan(cfg)
     prompts = read_prompts(cfg)
     check_checkpoint(cfg)
     if output is not None:
@@ -44,18 +46,89 @@ def run(path: str, overrides: Sequence[str], output: str | None = None) -> None:
 def generate(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output: str | None = None) -> None:
     """Continue prompts and print them; ``output`` is a jsonl file to write them to as well.
 
+    Data-parallel ranks continue different prompts, which the main rank prints and writes, in order.
+
     Raises:
         UserError: checkpoint, tokenizer, prompts or options that cannot be generated with, in words.
     """
     generator = load_generator(cfg, ctx)
-    if sys.stdout.isatty() and len(prompts) == 1 and cfg.Generation.num_return_sequences == 1:
+    if _is_followed(cfg, ctx, prompts):
         results = [_print_as_it_comes(generator, prompts[0], cfg)]
     else:
-        results = generator.generate(prompts, cfg.Generation, seed=cfg.Global.seed)
-        for prompt, generations in zip(prompts, results, strict=True):
+        results = continue_together(generator, cfg, ctx, prompts)
+        for prompt, generations in zip(prompts, results, strict=True) if ctx.is_main else ():
             print_generations(prompt, generations)
     if output is not None:
-        write_generations(Path(output), prompts, results)
+        with joint_errors(ctx, name_ranks=False):
+            if ctx.is_main:
+                write_generations(Path(output), prompts, results)
+
+
+def continue_together(
+    generator: Generator, cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str]
+) -> list[list[Generation]]:
+    """Each data-parallel rank continues its part of the prompts; all get all results, in order.
+
+    What a prompt gets does not depend on the number of ranks.
+
+    Raises:
+        UserError: on every rank when there is one on any.
+    """
+    from ppfleetx.generation.generator import Generation
+
+    start, end = (len(prompts) * rank // ctx.data_size for rank in (ctx.data_rank, ctx.data_rank + 1))
+    results: list[list[Generation]] = []
+    # Within, tensor-parallel ranks communicate: they have the same prompts and find the same mistakes.
+    with joint_errors(ctx, name_ranks=False):
+        results = generator.generate(
+            prompts[start:end], cfg.Generation, seed=cfg.Global.seed, first_prompt=start
+        )
+    speaks = ctx.rank_on("mp") == 0
+    parts = gather(ctx, [[asdict(one) for one in each] for each in results] if speaks else [])
+    everything = [each for part in parts for each in part]
+    return [[Generation(**{**one, "ids": tuple(one["ids"])}) for one in each] for each in everything]
+
+
+def check_plan(cfg: RunConfig) -> None:
+    """Whether the program can generate under the plan of the run, which need not be that of the checkpoint.
+
+    Raises:
+        ConfigError: it cannot; the message names the nearest plan that works.
+    """
+    plan, sharding = cfg.plan, cfg.Distributed.sharding
+    dp = plan.dp * plan.pp * plan.sep
+    other = f"-o Distributed.dp_degree={dp}: a checkpoint of any plan can be loaded"
+    if plan.pp > 1:
+        raise ConfigError(
+            f"generation does not run in pipelines; run the same {plan.world_size} processes with "
+            f"-o Distributed.pp_degree=1 {other}",
+            key="Distributed.pp_degree",
+            value=plan.pp,
+            place=cfg.origins.get("Distributed.pp_degree"),
+        )
+    if plan.sep > 1:
+        raise ConfigError(
+            f"generation does not split sequences; run the same {plan.world_size} processes with "
+            f"-o Distributed.sep_degree=1 {other}",
+            key="Distributed.sep_degree",
+            value=plan.sep,
+            place=cfg.origins.get("Distributed.sep_degree"),
+        )
+    if plan.sequence_parallel:
+        raise ConfigError(
+            "generation does not split sequences; give -o Model.sequence_parallel=False (results are equal)",
+            key="Model.sequence_parallel",
+            value=True,
+            place=cfg.origins.get("Model.sequence_parallel"),
+        )
+    if plan.sharding > 1 and plan.sharding_stage == 3:
+        raise ConfigError(
+            "generation needs the whole model in each data-parallel rank; give "
+            "-o Distributed.sharding.sharding_stage=1, or split the model with Distributed.mp_degree",
+            key="Distributed.sharding.sharding_stage",
+            value=sharding.sharding_stage,
+            place=cfg.origins.get("Distributed.sharding.sharding_stage"),
+        )
 
 
 def check_checkpoint(cfg: RunConfig) -> None:
@@ -97,13 +170,14 @@ def load_generator(cfg: RunConfig, ctx: ParallelContext) -> Generator:
         UserError: there is no such checkpoint or tokenizer, or they do not fit the model.
     """
     from ppfleetx.core.engine.build import build_runner, find_weights
-    from ppfleetx.generation.generator import Generator
+    from ppfleetx.generation.generator import Generator, check_vocabulary
 
     start = find_weights(cfg, ctx)
     tokenizer = find_tokenizer(cfg, start.checkpoint)
+    check_vocabulary(tokenizer, cfg.Model)
     runner = build_runner(cfg, ctx, train=False)
     start.restore_weights(runner, cfg.Model)
-    return Generator(runner.model, cfg.Model, tokenizer)
+    return Generator(runner.model, cfg.Model, tokenizer, ctx.groups.get("mp"))
 
 
 def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
@@ -141,15 +215,33 @@ def read_prompts(cfg: RunConfig) -> list[str]:
     and ``-`` (standard input), one prompt per line. Empty lines are skipped.
 
     Raises:
-        ConfigError: the file cannot be read or holds no prompt.
+        ConfigError: the file cannot be read or holds no prompt; a prompt is blank.
     """
-    section = cfg.Generation
-    if section.prompt_file is None:
-        if section.prompt is None:
-            return [DEFAULT_PROMPT]
-        return [section.prompt] if isinstance(section.prompt, str) else list(section.prompt)
-    key, name = "Generation.prompt_file", section.prompt_file
+    if cfg.Generation.prompt_file is not None:
+        return _prompts_of_file(cfg, cfg.Generation.prompt_file)
+    prompt = DEFAULT_PROMPT if cfg.Generation.prompt is None else cfg.Generation.prompt
+    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    for number, one in enumerate(prompts):
+        key = "Generation.prompt" if isinstance(prompt, str) else f"Generation.prompt.{number}"
+        _refuse_blank(one, key, cfg.origins.get(key) or cfg.origins.get("Generation.prompt"))
+    return prompts
+
+
+def _refuse_blank(prompt: str, key: str, place: str | None) -> None:
+    if not prompt.strip():
+        raise ConfigError("is blank; a prompt needs text to go on from", key=key, value=prompt, place=place)
+
+
+def _prompts_of_file(cfg: RunConfig, name: str) -> list[str]:
+    key = "Generation.prompt_file"
     place = cfg.origins.get(key)
+    if name == "-" and cfg.plan.world_size > 1:
+        raise ConfigError(
+            f"the {cfg.plan.world_size} processes of a job have no standard input; give a file",
+            key=key,
+            value=name,
+            place=place,
+        )
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -176,6 +268,7 @@ def _prompt_of(line: str, place: str) -> str:
             key="Generation.prompt_file",
             place=place,
         )
+    _refuse_blank(prompt, "Generation.prompt_file", place)
     return prompt
 
 
@@ -184,6 +277,16 @@ def print_generations(prompt: str, generations: Sequence[Generation]) -> None:
     print(f"Prompt: {prompt}")
     for generation in generations:
         print(f"Generation: {prompt}{generation.text}\n", flush=True)
+
+
+def _is_followed(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str]) -> bool:
+    """Whether somebody watches one text as it grows."""
+    return (
+        ctx.world_size == 1
+        and sys.stdout.isatty()
+        and len(prompts) == 1
+        and cfg.Generation.num_return_sequences == 1
+    )
 
 
 def _print_as_it_comes(generator: Generator, prompt: str, cfg: RunConfig) -> list[Generation]:

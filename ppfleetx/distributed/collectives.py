@@ -69,6 +69,13 @@ def exchange(tensor: paddle.Tensor, group: Any, *, split_dim: int, concat_dim: i
     return _Exchange.apply(tensor, group, split_dim, concat_dim)
 
 
+def all_gather_columns(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
+    """``[..., n]`` of each member of ``group``, side by side in their order; carries no gradient."""
+    parts: list[paddle.Tensor] = []
+    distributed.all_gather(parts, tensor, group=group)
+    return paddle.concat(parts, axis=-1)
+
+
 class _Exchange(PyLayer):
     @staticmethod
     def forward(

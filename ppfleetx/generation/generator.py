@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import paddle
@@ -133,20 +134,24 @@ class Generator(TextGenerator):
     """Continues prompts with a model. Weights are taken as they are when the generator is made.
 
     Args:
-        model: the whole model, in this process.
+        model: the model: all its stages, in this process.
         model_cfg: its ``Model`` section: vocabulary and number of positions.
         tokenizer: the one it was trained with.
+        vocab_group: see :class:`~ppfleetx.generation.session.NextTokenModel`. The ranks of this group
+            generate from the same prompts at the same time; what they get is the same.
 
     Raises:
         DataError: the tokenizer has ids that the model has not.
     """
 
-    def __init__(self, model: StagedModel, model_cfg: ModelConfig, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, model: StagedModel, model_cfg: ModelConfig, tokenizer: Tokenizer, vocab_group: Any = None
+    ) -> None:
         check_vocabulary(tokenizer, model_cfg)
         super().__init__(tokenizer, model_cfg.max_position_embeddings)
         self._model = model
         # A model may have more ids than its tokenizer; what cannot be written is not generated.
-        self._next_token = NextTokenModel(model, tokenizer.vocab_size)
+        self._next_token = NextTokenModel(model, tokenizer.vocab_size, vocab_group)
 
     @property
     def next_token_model(self) -> NextTokenModel:

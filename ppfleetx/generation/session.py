@@ -6,10 +6,12 @@ Shape letters: b rows, n positions so far, h hidden, V true vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import paddle
 
+from ppfleetx.distributed.collectives import all_gather_columns
 from ppfleetx.generation.cache import ConcatCache
 from ppfleetx.models.gpt.layers import TiedHead
 from ppfleetx.models.staged import StagedModel
@@ -24,18 +26,22 @@ class NextTokenModel:
     Args:
         model: the model. A tied head's matrix is copied here, so weights changed later are not seen.
         vocab_size: ids below this may be generated.
+        vocab_group: tensor-parallel ranks, each of which has its columns of the head. All of them call
+            everything here together, and all get the same logits.
 
     Attributes:
         head_matrix: that copy ``[h, V]``; None where the model has a head of its own.
     """
 
-    def __init__(self, model: StagedModel, vocab_size: int) -> None:
-        self.model, self.vocab_size = model, vocab_size
+    def __init__(self, model: StagedModel, vocab_size: int, vocab_group: Any = None) -> None:
+        self.model, self.vocab_size, self._vocab_group = model, vocab_size, vocab_group
         self.head_matrix: paddle.Tensor | None = None
         if isinstance(model.stages[-1], TiedHead):
             # [h, V] in memory: on CPU the product with [V, h] transposed takes more than twice as long.
             with paddle.no_grad():
-                weight = model.stages[-1].word_embeddings.weight[:vocab_size]
+                weight = model.stages[-1].word_embeddings.weight
+                if vocab_group is None:
+                    weight = weight[:vocab_size]
                 self.head_matrix = weight.transpose([1, 0]).contiguous()
             use_huge_pages(self.head_matrix)
             self._head = PanelMatrix(self.head_matrix)
@@ -58,15 +64,23 @@ class NextTokenModel:
             state = stage(state, cache)
         last = state[0][-1]
         if self.head_matrix is not None:
-            return self._head.matmul(last).astype("float32")
-        return head((last.unsqueeze(0),)).squeeze(0)[:, : self.vocab_size].astype("float32")
+            return self._all_columns(self._head.matmul(last))
+        return self._all_columns(head((last.unsqueeze(0),)).squeeze(0))
 
     def without_cache(
         self, tokens: paddle.Tensor, position_ids: paddle.Tensor, document_start: paddle.Tensor | None
     ) -> paddle.Tensor:
         """The same from the plain forward pass over all ``tokens [b, n]``; it defines the result."""
         logits = self.model(tokens, position_ids, document_start)
-        return logits[-1][:, : self.vocab_size].astype("float32")
+        return self._all_columns(logits[-1])
+
+    def _all_columns(self, logits: paddle.Tensor) -> paddle.Tensor:
+        """What the head gives ``[b, its columns]`` as ``[b, V]`` float32."""
+        if self._vocab_group is not None:
+            logits = all_gather_columns(logits, self._vocab_group)
+        if logits.shape[-1] != self.vocab_size:
+            logits = logits[:, : self.vocab_size]
+        return logits.astype("float32")
 
 
 def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
