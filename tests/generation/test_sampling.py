@@ -89,6 +89,16 @@ def test_top_p_keeps_no_more_of_equal_tokens_than_it_needs() -> None:
     assert [np.flatnonzero(row).tolist() for row in weights.numpy()] == [list(range(8)), [0, 1]]
 
 
+@pytest.mark.parametrize(
+    "options", [{"temperature": 1e-300}, {"top_p": 1e-300}, {"top_p": 1e-300, "top_k": 3}]
+)
+def test_options_beyond_float32_leave_the_likeliest_token(options: dict) -> None:
+    logits = paddle.to_tensor([[0.5, 3.0, -1.0, 2.9999], [-300.0, -700.0, 250.0, 249.0]])
+    weights, ids = candidates(logits, **{"temperature": 1.0, "top_k": 0, "top_p": 1.0} | options)
+    for uniform in (2**-24, 1 - 2**-24):
+        assert draw(weights, ids, paddle.full([2], uniform)).tolist() == [1, 2]
+
+
 def test_extreme_uniform_numbers_stay_inside_the_support() -> None:
     largest = np.nextafter(np.float32(1), np.float32(0))
     for scale in np.linspace(0.1, 4.0, 500):

@@ -20,7 +20,7 @@ from ppfleetx.deploy.server.errors import ApiError, JsonResponse
 from ppfleetx.deploy.server.limits import Accounting, check_key, read_json_body
 from ppfleetx.deploy.server.metrics import Metrics
 from ppfleetx.deploy.server.page import page_response
-from ppfleetx.deploy.server.protocol import CompletionRequest, model_body, read_request
+from ppfleetx.deploy.server.protocol import CompletionRequest, model_body, quoted, read_request
 from ppfleetx.deploy.server.scheduler import Scheduler
 from ppfleetx.utils.log import get_logger
 
@@ -69,11 +69,11 @@ def create_app(service: Service) -> FastAPI:
     async def metrics() -> Response:
         return Response(service.metrics.text(), headers={"Content-Type": service.metrics.content_type})
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         return _health(service.scheduler)
 
-    @app.get("/")
+    @app.api_route("/", methods=["GET", "HEAD"])
     async def page() -> Response:
         return page_response()
 
@@ -85,14 +85,6 @@ async def _complete(service: Service, request: Request, wanted: CompletionReques
         _check_model(service, wanted.model)
     # Tokenizing takes its time and must not hold up the other clients' streams.
     jobs = await asyncio.to_thread(service.prompts.jobs, wanted)
-    num_rows = sum(job.copies for job in jobs)
-    if num_rows > service.scheduler.capacity:
-        raise ApiError(
-            400,
-            f"prompt: {len(jobs)} prompts x n = {wanted.n} are more than the {service.scheduler.capacity} "
-            "sequences that can be waiting and under way",
-            param="prompt",
-        )
     answer = Answer(
         wanted,
         jobs,
@@ -113,7 +105,8 @@ def _check_model(service: Service, name: str) -> None:
     if name != service.cfg.model_name:
         raise ApiError(
             404,
-            f"model: there is no {name!r}; this server has {service.cfg.model_name!r} (Serve.model_name)",
+            f"model: there is no {quoted(name)}; this server has {service.cfg.model_name!r} "
+            "(Serve.model_name)",
             param="model",
             code="model_not_found",
         )

@@ -39,11 +39,12 @@ class PromptReader:
     Args:
         generator: its tokenizer and number of positions.
         max_batch_size: most continuations of one prompt.
+        capacity: most continuations of one request.
     """
 
-    def __init__(self, generator: Generator, max_batch_size: int) -> None:
+    def __init__(self, generator: Generator, max_batch_size: int, capacity: int) -> None:
         self._tokenizer, self._max_positions = generator.tokenizer, generator.max_positions
-        self._max_batch_size = max_batch_size
+        self._max_batch_size, self._capacity = max_batch_size, capacity
         vocabulary = range(self._tokenizer.vocab_size)
         self._longest_token = max(len(self._tokenizer.token_bytes(token)) for token in vocabulary)
 
@@ -58,6 +59,12 @@ class PromptReader:
                 f"n: {request.n} is more than the {self._max_batch_size} sequences that grow together "
                 "(Serve.max_batch_size)",
                 "n",
+            )
+        if len(request.prompt) * request.n > self._capacity:  # said before any of them is tokenized
+            raise bad_request(
+                f"prompt: {len(request.prompt)} prompts x n = {request.n} are more than the {self._capacity} "
+                "sequences that can be waiting and under way",
+                "prompt",
             )
         options = RowOptions(request.temperature, request.top_k, request.top_p, request.repetition_penalty)
         seed = secrets.randbits(63) if request.seed is None else request.seed

@@ -13,6 +13,7 @@ from ppfleetx.generation.search import FinishReason
 DEFAULT_MAX_TOKENS = 16
 _MAX_STOPS = 4
 _MAX_STOP_LENGTH = 256
+_MAX_QUOTED = 64
 
 Prompt = str | list[int]
 
@@ -80,7 +81,7 @@ class CompletionRequest(BaseModel):
     temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
     top_k: int = Field(0, ge=0)
-    repetition_penalty: float = Field(1.0, gt=0, le=100, allow_inf_nan=False)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100, allow_inf_nan=False)
     n: int = Field(1, ge=1)
     stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
@@ -130,10 +131,10 @@ def _explain(error: ValidationError) -> ApiError:
     details = error.errors(include_url=False, include_input=False, include_context=False)
     unknown = sorted(str(one["loc"][-1]) for one in details if one["type"] == "extra_forbidden")
     if unknown:
-        names, known = ", ".join(map(repr, unknown[:8])), ", ".join(CompletionRequest.model_fields)
+        names, known = ", ".join(map(quoted, unknown[:8])), ", ".join(CompletionRequest.model_fields)
         return bad_request(
             f"unknown parameter{'s' * (len(unknown) > 1)} {names}; known: {known}",
-            param=unknown[0],
+            param=unknown[0][:_MAX_QUOTED],
             code="unknown_parameter",
         )
     first = details[0]
@@ -144,6 +145,11 @@ def _explain(error: ValidationError) -> ApiError:
         return bad_request(message, param=message.partition(":")[0] if ": " in message else None)
     param = ".".join(map(str, first["loc"]))
     return bad_request(f"{param}: {message[:1].lower()}{message[1:]}", param=param)
+
+
+def quoted(text: str) -> str:
+    """A client's text as a message quotes it; it may be as long as the body."""
+    return repr(text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}...")
 
 
 def completion_body(

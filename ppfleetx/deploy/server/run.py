@@ -152,7 +152,7 @@ def build_service(cfg: RunConfig, ctx: ParallelContext, api_key: str | None) -> 
     )
     metrics = Metrics()
     scheduler = Scheduler(generator.next_token_model, generator.tokenizer, cfg.Serve, metrics)
-    prompts = PromptReader(generator, cfg.Serve.max_batch_size)
+    prompts = PromptReader(generator, cfg.Serve.max_batch_size, scheduler.capacity)
     return Service(cfg.Serve, api_key, prompts, scheduler, metrics, int(time.time()))
 
 
@@ -229,6 +229,7 @@ def _make_server(service: Service) -> uvicorn.Server:
         log_level="warning",
         access_log=False,
         server_header=False,
+        http="h11",  # bounds a request's headers; the other one, taken where it is installed, does not
         ws="none",
         limit_concurrency=service.scheduler.capacity + _MORE_CONNECTIONS,
         timeout_graceful_shutdown=int(service.cfg.shutdown_timeout + _MORE_SECONDS),

@@ -84,6 +84,15 @@ def test_without_a_seed_answers_differ(client: openai.OpenAI) -> None:
     assert len(answers) == 3
 
 
+def test_options_beyond_float32_leave_the_likeliest_token(client: openai.OpenAI) -> None:
+    """Rather than nothing to choose from, which would end the answers of everybody in the batch."""
+    likeliest = client.completions.create(model="gpt", prompt="the cat", temperature=0).choices[0].text
+    for options in ({"temperature": 1e-300}, {"top_p": 1e-300}):
+        for others in ({}, {"extra_body": {"top_k": 7}}, {"top_p": 0.5, **options}):
+            answer = client.completions.create(model="gpt", prompt="the cat", **{**options, **others})
+            assert answer.choices[0].text == likeliest, (options, others)
+
+
 def test_token_ids_echo_and_usage(client: openai.OpenAI, offline: Generator) -> None:
     ids = offline.tokenizer.encode("the cat")
     by_ids = client.completions.create(model="gpt", prompt=[ids, ids[:1]], temperature=0, echo=True)
@@ -156,6 +165,9 @@ def test_models(client: openai.OpenAI) -> None:
     assert client.models.retrieve("gpt").owned_by == "ppfleetx"
     with pytest.raises(openai.NotFoundError, match="there is no 'gpt-4'; this server has 'gpt'"):
         client.completions.create(model="gpt-4", prompt="x")
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.completions.create(model="m" * 100_000, prompt="x")
+    assert len(str(caught.value)) < 500, "a message does not say back all that was sent"
     with pytest.raises(openai.NotFoundError, match="there is no POST /v1/chat/completions"):
         client.chat.completions.create(model="gpt", messages=[])
 
@@ -172,6 +184,7 @@ def test_models(client: openai.OpenAI) -> None:
         ({"temperature": 2.5}, "temperature", "less than or equal to 2"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),
         ({"top_p": 0}, "top_p", "greater than 0"),
+        ({"repetition_penalty": 0.001}, "repetition_penalty", "greater than or equal to 0.01"),
         ({"n": 9}, "n", "more than the 8 sequences that grow together"),
         ({"seed": 2**63}, "seed", "less than"),
         ({"stop": ["a"] * 5}, "stop", "may be 4 texts"),
@@ -186,6 +199,7 @@ def test_models(client: openai.OpenAI) -> None:
         ({"prompt": [-1]}, "prompt", "-1 is no token id"),
         ({"prompt": {"text": "a"}}, "prompt", "must be a text, a list of texts"),
         ({"prompt": ["a"] * 265}, "prompt", "265 prompts x n = 1 are more than the 264"),
+        ({"prompt": [[10**6]] * 265}, "prompt", "265 prompts x n = 1 are more than the 264"),
         ({"prompt": [5] * 8192}, "prompt", "has 8192 tokens"),
         ({"prompt": "x" * 500_000}, "prompt", "tokens; with at least one new token, the model's 8192"),
         ({"logprobs": 1}, "logprobs", "is not supported; leave it out"),
@@ -289,7 +303,8 @@ def test_a_client_that_leaves_frees_its_place(server: Server, is_stream: bool) -
     with httpx.Client(base_url=server.url) as client:
         if is_stream:
             with client.stream("POST", "/v1/completions", json=body) as answer:
-                assert next(answer.iter_lines()).startswith("data: ")
+                lines = answer.iter_lines()  # kept: letting go of it closes the connection
+                assert next(lines).startswith("data: ")
                 assert server.metric("ppfleetx_sequences_running") == 2
         else:
             with pytest.raises(httpx.ReadTimeout):
@@ -303,3 +318,4 @@ def test_a_client_that_leaves_frees_its_place(server: Server, is_stream: bool) -
 
 def test_health(server: Server) -> None:
     assert server.http.get("/health").json() == {"status": "ok"}
+    assert server.http.head("/health").status_code == 200, "some supervisors ask so"

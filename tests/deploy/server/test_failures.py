@@ -58,7 +58,7 @@ def in_server(served_checkpoint: Path, generator) -> Callable[[Use], Fragile]:
         model, metrics = Fragile(generator.next_token_model, POISON), Metrics()
         vars(model).update(attributes)
         scheduler = Scheduler(model, generator.tokenizer, cfg, metrics)
-        service = Service(cfg, None, PromptReader(generator, 4), scheduler, metrics, 0)
+        service = Service(cfg, None, PromptReader(generator, 4, scheduler.capacity), scheduler, metrics, 0)
 
         async def main() -> None:
             app = create_app(service)
