@@ -26,7 +26,7 @@ from ppfleetx.utils.log import get_logger
 if TYPE_CHECKING:
     from ppfleetx.checkpoint.reader import Checkpoint
     from ppfleetx.distributed.context import ParallelContext
-    from ppfleetx.generation.generator import Generation, Generator
+    from ppfleetx.generation.generator import Generation, Generator, TextGenerator
 
 DEFAULT_PROMPT = "The first thing she saw when she opened the window was"
 
@@ -65,7 +65,7 @@ def generate(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], outpu
 
 
 def continue_together(
-    generator: Generator, cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str]
+    generator: TextGenerator, cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str]
 ) -> list[list[Generation]]:
     """Each data-parallel rank continues its part of the prompts; all get all results, in order.
 
@@ -219,11 +219,16 @@ def read_prompts(cfg: RunConfig) -> list[str]:
     """
     if cfg.Generation.prompt_file is not None:
         return _prompts_of_file(cfg, cfg.Generation.prompt_file)
-    prompt = DEFAULT_PROMPT if cfg.Generation.prompt is None else cfg.Generation.prompt
+    prompt, place = cfg.Generation.prompt, cfg.origins.get("Generation.prompt")
+    if prompt is None:
+        if place is not None and place.startswith("-o "):  # -o Generation.prompt= (or "", to a shell)
+            rule = "is empty; give a prompt, or leave the option out for the one built in"
+            raise ConfigError(rule, key="Generation.prompt", place=place)
+        prompt = DEFAULT_PROMPT
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     for number, one in enumerate(prompts):
         key = "Generation.prompt" if isinstance(prompt, str) else f"Generation.prompt.{number}"
-        _refuse_blank(one, key, cfg.origins.get(key) or cfg.origins.get("Generation.prompt"))
+        _refuse_blank(one, key, cfg.origins.get(key) or place)
     return prompts
 
 

@@ -1,9 +1,13 @@
 """Small models and a tokenizer the generation tests share."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from ppfleetx.checkpoint.training import model_slices
+from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.config.sections import ModelConfig
 from ppfleetx.data.tokenizer import Tokenizer
 from ppfleetx.data.tokenizer_training import train_tokenizer
@@ -24,6 +28,31 @@ LLAMA_STYLE = {
     "add_bias_linear": False,
 }
 MakeModel = Callable[..., tuple[StagedModel, ModelConfig]]
+
+
+RUN_MODEL = {**GPT2_STYLE, "vocab_size": 300, "max_position_embeddings": 64}
+
+
+def write_run(directory: Path, tokenizer: Tokenizer, **keys: object) -> None:
+    """An output directory ``run`` with one checkpoint, a pretraining and a generation YAML, a tokenizer."""
+    model_keys = {**RUN_MODEL, **keys}
+    cfg = ModelConfig(**model_keys, initializer_range=0.3)
+    model = StagedModel(gpt_stages(cfg, LocalFactory()), seed=5)
+    named = [(parameter.info.name, parameter) for parameter in model.parameters()]
+    save_checkpoint(
+        directory / "run",
+        epoch=0,
+        step=4,
+        tensors=model_slices(named),
+        state={"train": {"step": 4, "epoch": 0, "consumed_samples": 32}},
+        vocab_size=300,
+        fingerprints={"tokenizer": tokenizer.fingerprint},
+    )
+    tokenizer.save(directory / "run" / "tokenizer")
+    sections = {"Global": {"device": "cpu", "local_batch_size": 2}, "Model": model_keys}
+    (directory / "pretrain.yaml").write_text(json.dumps(sections))
+    module = {"Model": {**model_keys, "module": "GPTGenerationModule"}, "Generation": {"max_dec_len": 8}}
+    (directory / "generation.yaml").write_text(json.dumps({**sections, **module}))
 
 
 @pytest.fixture(params=["gpt2_style", "llama_style"])

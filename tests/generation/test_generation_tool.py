@@ -2,50 +2,27 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from ppfleetx.checkpoint.training import model_slices
-from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.core.generate import DEFAULT_PROMPT, generate, read_prompts
 from ppfleetx.data.tokenizer import Tokenizer
 from ppfleetx.distributed.context import ParallelContext
+from tests.generation.conftest import RUN_MODEL, write_run
 
 ROOT = Path(__file__).resolve().parents[2]
-MODEL = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "num_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path, make_model, tokenizer: Tokenizer) -> Path:
+def run_dir(tmp_path: Path, tokenizer: Tokenizer) -> Path:
     """An output directory with one checkpoint, a pretraining and a generation YAML, and a tokenizer."""
-    model, _ = make_model(**MODEL)
-    named = [(parameter.info.name, parameter) for parameter in model.parameters()]
-    train = {"step": 4, "epoch": 0, "consumed_samples": 32}
-    save_checkpoint(
-        tmp_path / "run",
-        epoch=0,
-        step=4,
-        tensors=model_slices(named),
-        state={"train": train},
-        vocab_size=300,
-        fingerprints={"tokenizer": tokenizer.fingerprint},
-    )
-    tokenizer.save(tmp_path / "run" / "tokenizer")
-    sections = {"Global": {"device": "cpu", "local_batch_size": 2}, "Model": MODEL}
-    (tmp_path / "pretrain.yaml").write_text(json.dumps(sections))
-    generation = {"Model": {**MODEL, "module": "GPTGenerationModule"}, "Generation": {"max_dec_len": 8}}
-    (tmp_path / "generation.yaml").write_text(json.dumps({**sections, **generation}))
+    write_run(tmp_path, tokenizer)
     return tmp_path
 
 
@@ -58,7 +35,7 @@ def in_process(
 
 
 def command(
-    run_dir: Path, *overrides: str, config: str = "generation.yaml", options: tuple[str, ...] = ()
+    run_dir: Path, *overrides: str, config: str | Path = "generation.yaml", options: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess:
     words = [*options, *(word for override in overrides for word in ("-o", override))]
     return subprocess.run(
@@ -71,13 +48,24 @@ def command(
 
 
 def test_the_documented_command(run_dir: Path) -> None:
-    """The rank directory of a checkpoint, as the original documentation gives it; no tokenizer named."""
+    """The file named dp8 in one process, and a rank directory, as the original documentation gives them."""
     rank_dir = run_dir / "run" / "epoch_0_step_4" / "mp_00_sharding_00_pp_00"
     assert rank_dir.is_dir()
-    done = command(run_dir, f"Engine.save_load.ckpt_dir={rank_dir}", "Generation.max_dec_len=5")
+    options = ["Generation.max_dec_len=5", "Global.seed=1024", "Generation.top_k=50", "Generation.top_p=0.75"]
+    shrunk = [f"Model.{key}={value}" for key, value in RUN_MODEL.items()] + ["Model.ffn_hidden_size=null"]
+    done = command(
+        run_dir,
+        f"Engine.save_load.ckpt_dir={rank_dir}",
+        f"Data.tokenizer.dir={run_dir / 'run' / 'tokenizer'}",
+        *shrunk,
+        *options,
+        config=ROOT / "ppfleetx/configs/nlp/gpt/generation_gpt_345M_dp8.yaml",
+    )
     assert done.returncode == 0, done.stderr
     assert f"\nPrompt: {DEFAULT_PROMPT}\nGeneration: {DEFAULT_PROMPT}" in done.stdout
-    again = command(run_dir, f"Engine.save_load.ckpt_dir={run_dir / 'run'}", "Generation.max_dec_len=5")
+    again = command(
+        run_dir, f"Engine.save_load.ckpt_dir={run_dir / 'run'}", *options, "Generation.min_dec_len=1"
+    )
     assert again.stdout.partition("Generation: ")[2] == done.stdout.partition("Generation: ")[2]
 
 
@@ -89,6 +77,8 @@ def test_the_documented_command(run_dir: Path) -> None:
         (("Generation.decode_strategy=best",), "Generation.decode_strategy"),
         (("Generation.prompt_file=/no/such/file",), "Generation.prompt_file"),
         (("Generation.prompt=[]",), "Generation.prompt = []"),
+        (("Generation.prompt=",), "(-o override 1): is empty; give a prompt"),
+        (('Generation.prompt=["the", " "]',), "Generation.prompt.1 = ' ' (-o override 1): is blank"),
     ],
 )
 def test_a_users_mistake_is_one_quick_message(
@@ -110,6 +100,29 @@ def test_an_output_that_cannot_be_written_is_found_at_once(run_dir: Path, name: 
     assert done.returncode == 2
     assert "Prompt" not in done.stdout and "CPU settings" not in done.stdout
     assert f"--output = {str(run_dir / name)!r}: cannot be written: {reason}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("Generation.prompt=the cat and the hat and", "Generation.max_dec_len=60"),
+            r"error: Generation\.max_dec_len = 60.*: prompt 0 has \d+ tokens, which leaves room for \d+ more",
+        ),
+        (
+            ("Model.vocab_size=200", "Generation.prompt=the"),
+            r"error: .* has \d+ token ids, the model has 200 \(Model.vocab_size\): it was trained with",
+        ),
+    ],
+)
+def test_what_only_the_checkpoint_shows_is_one_message_too(
+    run_dir: Path, overrides: tuple[str, ...], message: str
+) -> None:
+    done = command(run_dir, f"Engine.save_load.ckpt_dir={run_dir / 'run'}", *overrides)
+    assert done.returncode == 2, done.stderr
+    assert re.search(message, done.stderr), done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Prompt" not in done.stdout
 
 
 def test_several_prompts_and_sequences(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,6 +179,8 @@ def test_prompts_from_files(run_dir: Path) -> None:
         read("a.jsonl", '{"text": "x"}\n')
     with pytest.raises(ConfigError, match="holds no prompt"):
         read("empty.txt", "\n\n")
+    with pytest.raises(ConfigError, match=r"is blank.*\[b\.jsonl:2|b\.jsonl:2.*is blank"):
+        read("b.jsonl", '"one"\n{"prompt": " "}\n')
     with pytest.raises(ConfigError, match="No such file"):
         read_prompts(load_config(run_dir / "pretrain.yaml", ["Generation.prompt_file=/no/file"]))
 
