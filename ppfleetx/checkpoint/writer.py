@@ -89,11 +89,12 @@ def save_checkpoint(
                 fingerprints=fingerprints or {},
             )
             return commit(staged, manifest, [index], keep_max=keep_max)
-    except OSError as error:
+    except (OSError, CheckpointError) as error:
         name = step_directory(epoch, step)
+        why = directory.describe_os_error(error) if isinstance(error, OSError) else str(error)
         raise CheckpointError(
-            f"checkpoint {name} could not be written to {output_dir}: "
-            f"{directory.describe_os_error(error)}. Earlier checkpoints are as they were."
+            f"checkpoint {name} could not be written to {output_dir}: {why}. "
+            "Earlier checkpoints are as they were."
         ) from error
 
 
@@ -162,7 +163,8 @@ def write_rank(
     fsync_dir(target)
     problems = list(damage_of(staged, entries.values())) if verify else []
     if problems:
-        raise CheckpointError("\n".join(problems))
+        more = f", and {len(problems) - 1} more pieces" if len(problems) > 1 else ""
+        raise CheckpointError(f"what is read back is not what was written: {problems[0]}{more}")
     return RankIndex(files, list(entries.values()))
 
 

@@ -41,6 +41,32 @@ def train_on_a_failing_disk(
         storage.write_safetensors = write
 
 
+def train_with_bytes_that_do_not_arrive(
+    values: Mapping[str, Any], world: int, failing_steps: list[int], rank: int
+) -> None:
+    """Train; what ``rank`` writes of the checkpoints of these steps arrives with a bit flipped."""
+    from ppfleetx.checkpoint import storage
+
+    write = storage.write_safetensors
+
+    def write_and_flip(path: Path, relative: str, pieces: Any) -> Any:
+        written = write(path, relative, pieces)
+        step = int(path.parent.parent.name.rsplit("_", 1)[1])
+        if step in failing_steps and int(os.environ["PADDLE_TRAINER_ID"]) == rank:
+            with path.open("r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                last = file.read(1)[0]
+                file.seek(-1, os.SEEK_END)
+                file.write(bytes([last ^ 1]))
+        return written
+
+    storage.write_safetensors = write_and_flip
+    try:
+        program.train(values, world)
+    finally:
+        storage.write_safetensors = write
+
+
 def train_with_little_room(values: Mapping[str, Any], world: int, num_bytes: int) -> None:
     """Train where no file can grow beyond this size: the system refuses, not a double."""
     import resource

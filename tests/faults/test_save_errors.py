@@ -102,6 +102,17 @@ def test_one_rank_that_cannot_write_is_named_by_all(pools, corpus, tmp_path, in_
 
 
 @BOTH_WAYS
+def test_one_rank_that_reads_back_something_else_is_named_by_all(pools, corpus, tmp_path, in_background):
+    program = Program(pools, corpus, tmp_path, Plan(mp=2), async_save=in_background)
+    target = "tests.faults.program:train_with_bytes_that_do_not_arrive"
+    for outcome in program.call(target, failing_steps=[2], rank=1):
+        assert outcome.error.startswith("CheckpointError: the checkpoint could not be saved; rank 1: what is")
+        assert "wrong checksum" in outcome.error and "rank 0" not in outcome.error
+    assert program.steps() == [1] and not list(tmp_path.glob(".saving-*"))
+    assert resolve_checkpoint(tmp_path, verify=True).name == "epoch_0_step_1"
+
+
+@BOTH_WAYS
 @pytest.mark.parametrize("plan", [Plan(mp=2), Plan(dp=2), Plan(pp=2)], ids=str)
 def test_several_ranks_go_on_together(pools, corpus, tmp_path, undisturbed, in_background, plan):
     program = Program(pools, corpus, tmp_path, plan, async_save=in_background, on_save_error="continue")
