@@ -285,7 +285,7 @@ def _check_names(
         )
     for what, found in (("keep their initial values", missing), ("are left out", extra)):
         if found:
-            get_logger().warning(f"parameters that {what}: {', '.join(found)}")
+            get_logger().warning(f"{len(found)} parameters that {what}: {_first(found)}")
 
 
 def _check_shape(checkpoint: Checkpoint, entry: TensorEntry, place: Any) -> None:
@@ -318,4 +318,8 @@ def _way_around(entry: TensorEntry) -> str:
 def _listed(word: str, names: list[str]) -> str:
     if not names:
         return ""
-    return f"; {word} {len(names)}: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+    return f"; {word} {len(names)}: {_first(names)}"
+
+
+def _first(names: list[str]) -> str:
+    return f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"

@@ -115,7 +115,8 @@ def _optimizer_and_sync(
         from ppfleetx.parallel.sharding import ParameterSharding, Sharding
 
         group, stage = ctx.group_of("sharding"), ctx.plan.sharding_stage
-        sharding = Sharding(trainable, group, stage, tied_names)
+        frozen = [parameter for parameter in parameters if parameter.stop_gradient]
+        sharding = Sharding(trainable, group, stage, tied_names, frozen)
         if optimizer is not None:
             sharding.wrap(optimizer)
         if stage == 3:

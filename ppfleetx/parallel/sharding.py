@@ -71,21 +71,28 @@ class Sharding:
         group: the sharding ranks.
         stage: 1, 2 or 3.
         tied: canonical names of parameters with copies on other pipeline ranks.
+        frozen: the others, which have no gradients and states, but values to hold (stage 3) and to save.
     """
 
     def __init__(
-        self, parameters: Sequence[paddle.Tensor], group: Any, stage: int, tied: Iterable[str] = ()
+        self,
+        parameters: Sequence[paddle.Tensor],
+        group: Any,
+        stage: int,
+        tied: Iterable[str] = (),
+        frozen: Sequence[paddle.Tensor] = (),
     ) -> None:
         self._parameters, self._group, self._stage = list(parameters), group, stage
-        self.owners = deal_out(self._parameters, group.nranks, tied)
+        # Apart, so that both states and values are shared evenly.
+        self.owners = {**deal_out(frozen, group.nranks, tied), **deal_out(parameters, group.nranks, tied)}
         self._pending: dict[int, dict[str, paddle.Tensor]] = {rank: {} for rank in range(group.nranks)}
         if stage > 1:
             for parameter in self._parameters:
                 parameter._register_backward_hook(lambda *_, p=parameter: self._on_gradient(p))
 
     def owner_of(self, parameter: paddle.Tensor) -> int:
-        """Rank of the parameter's owner; of a frozen one, which is not dealt out, rank 0."""
-        return self.owners.get(parameter.info.name, 0)
+        """Rank of the parameter's owner in the sharding group."""
+        return self.owners[parameter.info.name]
 
     def owns(self, parameter: paddle.Tensor) -> bool:
         """Whether this rank is the parameter's owner."""

@@ -24,8 +24,16 @@ case "$task" in
 esac
 shift
 
-exec python tools/train.py -c ppfleetx/configs/nlp/gpt/finetune_gpt_345M_single_card_glue.yaml \
-    -o "Engine.num_train_epochs=$epochs" \
-    -o "Data.Train.dataset.name=$task" -o "Data.Train.dataset.input_dir=./dataset/$directory" \
-    -o "Data.Eval.dataset.name=$task" -o "Data.Eval.dataset.input_dir=./dataset/$directory" \
-    -o "Data.Eval.dataset.split=$dev" "$@"
+# What belongs to the task, where the command line does not set it.
+given=" $* " overrides=()
+default() {
+    [[ "$given" == *" $1="* ]] || overrides+=(-o "$1=$2")
+}
+default Engine.num_train_epochs "$epochs"
+for part in Train Eval; do
+    default "Data.$part.dataset.name" "$task"
+    default "Data.$part.dataset.input_dir" "./dataset/$directory"
+done
+default Data.Eval.dataset.split "$dev"
+
+exec python tools/train.py -c ppfleetx/configs/nlp/gpt/finetune_gpt_345M_single_card_glue.yaml "${overrides[@]}" "$@"

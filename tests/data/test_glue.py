@@ -118,6 +118,13 @@ def test_mistakes_are_named_with_file_and_line(tmp_path, task, content, words):
         read_glue(TASKS[task], tmp_path, "dev")
 
 
+def test_no_row_of_a_test_file_is_left_out(tmp_path):
+    """Answers are numbered by its lines."""
+    (tmp_path / "test.tsv").write_text("id\tquestion1\tquestion2\n0\ta\n1\ta\tb\n")
+    with pytest.raises(DataError, match=r"test\.tsv:2: 2 fields"):
+        read_glue(TASKS["QQP"], tmp_path, "test")
+
+
 def test_the_configuration_knows_the_same_tasks():
     assert {name: len(task.labels) or 1 for name, task in TASKS.items()} == GLUE_OUTPUTS
 

@@ -27,10 +27,10 @@ SETTINGS = {
     "Global.micro_batch_size": 8,
     "Engine.mix_precision.enable": False,
     "Model.vocab_size": 400,
-    "Model.hidden_size": 32,
+    "Model.hidden_size": 64,
     "Model.num_layers": 2,
     "Model.num_attention_heads": 4,
-    "Model.ffn_hidden_size": 64,
+    "Model.ffn_hidden_size": 128,
     "Model.max_position_embeddings": 40,
     "Model.initializer_range": 0.1,
     "Model.hidden_dropout_prob": 0.0,
@@ -58,7 +58,7 @@ def write_files(directory: Path) -> Path:
 
 def _sentence(generator: random.Random) -> tuple[str, int]:
     label = generator.randrange(2)
-    words = [generator.choice(NEUTRAL) for _ in range(generator.randrange(2, 9))]
+    words = [generator.choice(NEUTRAL) for _ in range(generator.randrange(4))]
     words.insert(generator.randrange(len(words) + 1), generator.choice(GOOD if label else BAD))
     return " ".join(words), label
 

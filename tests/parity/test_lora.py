@@ -6,15 +6,9 @@ import pytest
 from ppfleetx.config.plan import ParallelPlan as Plan
 from tests.parity.comparison import TOLERANCE
 
-LORA = {"Model.lora.rank": 4, "Model.lora.alpha": 16.0, "Model.num_layers": 4}
-# Data parallelism and the other stages of sharding: tests/e2e/test_finetuning.py.
-PLANS = [
-    Plan(mp=2),
-    Plan(mp=2, sequence_parallel=True),
-    Plan(sep=2),
-    Plan(pp=2),
-    Plan(sharding=2, sharding_stage=3),
-]
+LORA = {"Model.lora.rank": 4, "Model.lora.alpha": 16.0, "Model.num_layers": 2}
+# Data and sequence parallelism and the other stages of sharding: tests/e2e/test_finetuning.py; stage 3 below.
+PLANS = [Plan(mp=2), Plan(sep=2), Plan(pp=2)]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
@@ -40,5 +34,5 @@ def test_only_adapters_change(comparison):
         changed = {name for name in first.files if (first[name] != last[name]).any()}
         adapters = {name for name in first.files if ".lora." in name}
     assert changed == adapters
-    assert len(adapters) == 4 * 4 * 2
+    assert len(adapters) == 2 * 4 * 2
     assert result["loss"][-1] < result["loss"][0]

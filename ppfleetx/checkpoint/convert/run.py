@@ -17,6 +17,7 @@ from ppfleetx.checkpoint.convert.reference import hf_logits
 from ppfleetx.checkpoint.convert.weights import ForeignCheckpoint, Weights, fitted
 from ppfleetx.checkpoint.lazy import FLOAT_DTYPES
 from ppfleetx.config.errors import CheckpointError, DataError
+from ppfleetx.config.finetuning import FINETUNE_MODULE
 from ppfleetx.config.fleetx_compat import modernize
 from ppfleetx.config.loader import read_with_bases
 from ppfleetx.config.model import ModelConfig
@@ -71,6 +72,7 @@ def convert(job: Conversion) -> Path:
     model = model_of(weights, job.model)
     if job.target == "ppfleetx":
         return write_ppfleetx(weights, fitted(weights, model), model, job.output)
+    _refuse_finetuned(job, weights, model)
     tokenizer = None if weights.tokenizer_dir is None else load_tokenizer(weights.tokenizer_dir)
     write_hf(
         fitted(weights, model),
@@ -213,6 +215,19 @@ def _check(job: Conversion) -> None:
         raise CheckpointError("--output must be another directory than --input")
     if job.output.is_dir() and any(job.output.iterdir()):
         raise CheckpointError(f"--output {job.output} is not empty")
+
+
+def _refuse_finetuned(job: Conversion, weights: Weights, model: ModelConfig) -> None:
+    """Raise CheckpointError for what is no plain language model, which alone other formats hold."""
+    if model.lora is not None:
+        raise CheckpointError(
+            f"{weights.place} holds adapters (Model.lora) for frozen weights; make one model of both first: "
+            f"tools/merge_lora.py --input {job.input} --output DIR"
+        )
+    if model.module == FINETUNE_MODULE:
+        raise CheckpointError(
+            f"{weights.place} is a classifier; only language models are written in Hugging Face's format"
+        )
 
 
 def _eos_id(tokenizer: Any) -> int | None:

@@ -209,7 +209,15 @@ def check_same_function(checkpoint: Checkpoint, model: ModelConfig) -> None:
                 f"this configuration has {now!r}: the same weights would compute something else; "
                 f"set {name} to {then!r}"
             )
-    if trained.lora is not None and model.lora is not None and trained.lora.scale != model.lora.scale:
+    if trained.lora is None:
+        return
+    if model.lora is None:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} was trained with adapters: give the Model.lora section of that "
+            f"run (Model.lora.rank={trained.lora.rank}, Model.lora.alpha={trained.lora.alpha:g}, ...), or "
+            "merge them with the weights by tools/merge_lora.py"
+        )
+    if trained.lora.scale != model.lora.scale:
         raise CheckpointError(
             f"checkpoint {checkpoint.path} was trained with Model.lora.alpha / rank = "
             f"{trained.lora.scale:g}, this configuration has {model.lora.scale:g}: "

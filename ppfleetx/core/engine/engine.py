@@ -86,6 +86,8 @@ class Engine:
             with StopRequest() as stop, self._saver.completing():
                 self._tell("on_fit_start")
                 self._watch.at_rest(self.runner)
+                if self.state.best_step == self.state.step:
+                    self._saver.mark_best(self)  # a run killed between saving its best and naming it
                 self._evaluate_if_missing(eval_loader, stop)
                 self._train(iter(train_loader), eval_loader, stop)
                 self._save_once()
