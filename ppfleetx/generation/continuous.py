@@ -14,6 +14,10 @@ import paddle
 from ppfleetx.generation.processors import candidates, draw, forbid, penalize_repetition
 from ppfleetx.generation.session import NextTokenModel, pad_left
 
+# Of a prompt's columns so many are run at a time: attention's scores, and the masks kept for them, would
+# otherwise grow with the square of its length, most of it for keys that are masked.
+_PREFILL_COLUMNS = 512
+
 
 class JoinableCache:
     """The :class:`~ppfleetx.nn.attention.KeyValueCache` of rows that end at the same column.
@@ -138,7 +142,8 @@ class ContinuousBatch:
         prompts, copies = [prompt for prompt, _ in self._newcomers], [n for _, n in self._newcomers]
         tokens, padding = pad_left(prompts)
         cache = JoinableCache()
-        logits = _run(self._model, tokens, padding, cache)
+        for start in range(0, tokens.shape[1], _PREFILL_COLUMNS):
+            logits = _run(self._model, tokens[:, start : start + _PREFILL_COLUMNS], padding, cache)
         if max(copies) > 1:
             repeated = np.repeat(np.arange(len(prompts)), copies)
             cache.select(repeated)

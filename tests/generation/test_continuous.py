@@ -5,6 +5,7 @@ import paddle
 import pytest
 
 from ppfleetx.config.sections import GenerationConfig
+from ppfleetx.generation import continuous
 from ppfleetx.generation.continuous import ContinuousBatch, RowChoice, RowOptions, choose_tokens
 from ppfleetx.generation.generator import Generator
 from ppfleetx.generation.search import uniforms
@@ -24,8 +25,12 @@ def alone(model: NextTokenModel, prompt: list[int], steps: int) -> tuple[list[in
     return tokens, logits
 
 
-def test_rows_that_come_and_go_have_the_logits_they_have_alone(make_model, style: dict) -> None:
+@pytest.mark.parametrize("columns", [continuous._PREFILL_COLUMNS, 3], ids=["whole", "pieces"])
+def test_rows_that_come_and_go_have_the_logits_they_have_alone(
+    make_model, style: dict, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Longer and shorter rows join a running batch, the longest leaves it, and all of them leave."""
+    monkeypatch.setattr(continuous, "_PREFILL_COLUMNS", columns)
     staged, _ = make_model(**style)
     staged.eval()
     model = NextTokenModel(staged, 61)
