@@ -38,7 +38,7 @@ for override in (
 
 @pytest.fixture(scope="module")
 def pools():
-    pools = Pools()
+    pools = Pools(preload=["sklearn.metrics", "ppfleetx.core.engine.build"])
     yield pools
     pools.close()
 

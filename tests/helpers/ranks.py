@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,15 +63,15 @@ def _die_with_parent() -> None:
 
 
 class Nursery:
-    """The process that forks ranks; one per test session is enough."""
+    """The process that forks ranks; one per test session is enough. It imports ``preload`` for them all."""
 
-    def __init__(self) -> None:
+    def __init__(self, preload: Sequence[str] = ()) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         for name in [n for n in environment if n.startswith("PADDLE_")]:
             del environment[name]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.ranks", str(theirs.fileno())],
+            [sys.executable, "-m", "tests.helpers.ranks", str(theirs.fileno()), *preload],
             cwd=ROOT,
             env=environment,
             pass_fds=[theirs.fileno()],
@@ -209,15 +210,20 @@ class RankPool:
 
 
 class Pools:
-    """Pools by size and environment, made when first asked for and again after a failure."""
+    """Pools by size and environment, made when first asked for and again after a failure.
 
-    def __init__(self) -> None:
+    Args:
+        preload: slow modules that all ranks will need.
+    """
+
+    def __init__(self, preload: Sequence[str] = ()) -> None:
+        self._preload = preload
         self._nursery: Nursery | None = None
         self._pools: dict[tuple, RankPool] = {}
 
     def __call__(self, size: int, **environment: str) -> RankPool:
         if self._nursery is None:
-            self._nursery = Nursery()
+            self._nursery = Nursery(self._preload)
         key = (size, *sorted(environment.items()))
         pool = self._pools.get(key)
         if pool is None or not pool.usable:
@@ -236,10 +242,10 @@ class Pools:
 # -- in the nursery and the ranks ---------------------------------------------------------------
 
 
-def _serve_forks(control: socket.socket) -> None:
+def _serve_forks(control: socket.socket, preload: Sequence[str]) -> None:
     _die_with_parent()
-    import paddle  # noqa: F401  (the point of this process)
-
+    for module in ("paddle", *preload):  # the point of this process
+        importlib.import_module(module)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks for the exit codes of ranks
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1 << 16, 1)
@@ -277,4 +283,4 @@ def _become_rank(connection: socket.socket, settings: dict[str, str], log: str) 
 
 
 if __name__ == "__main__":
-    _serve_forks(socket.socket(fileno=int(sys.argv[1])))
+    _serve_forks(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
