@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections import RunConfig
 from ppfleetx.core.generate import check_checkpoint, check_output, load_generator
-from ppfleetx.core.launch import start_process
+from ppfleetx.core.launch import start_with, world_size
 from ppfleetx.utils.files import atomic_write
 
 if TYPE_CHECKING:
@@ -44,21 +46,30 @@ def run(
         output: a JSON file for the results.
 
     Raises:
-        UserError: ``lm_eval`` is not installed, a task is unknown, or what ``load_generator`` refuses.
+        UserError: ``lm_eval`` is not installed, a number is too small, a task is unknown, or what
+            ``load_generator`` refuses.
     """
     require_lm_eval()
+    for key, value, least in (
+        ("--batch-size", batch_size, 1),
+        ("--num-fewshot", num_fewshot, 0),
+        ("--limit", limit, 1),
+    ):
+        if value is not None and value < least:
+            raise ConfigError(f"must be at least {least}", key=key, value=value)
     if output is not None:
         check_output(Path(output))
     if include_path is not None and not Path(include_path).is_dir():
         raise ConfigError("there is no such directory", key="--include-path", value=include_path)
-    cfg, ctx = start_process(path, overrides)
+    cfg = load_config(path, overrides, world_size=world_size(os.environ))
     check_checkpoint(cfg)
-    if ctx.world_size > 1:
+    if cfg.plan.world_size > 1:
         raise ConfigError(
             "the harness runs in one process; start it without a launcher and with all degrees 1 (a "
             "checkpoint of any plan loads)",
             key="Distributed",
         )
+    cfg, ctx = start_with(cfg)
     manager = find_tasks(tasks, include_path)
     model = load_model(cfg, ctx, batch_size)
     results = measure(model, tasks, manager, num_fewshot=num_fewshot, limit=limit)

@@ -16,6 +16,7 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.core.harness import find_tasks, generation_options, load_model, measure, run
 from ppfleetx.data.tokenizer_training import train_tokenizer
 from ppfleetx.distributed.context import ParallelContext
+from tests.e2e.program import NANO
 
 WORDS = "the cat sat on a mat and then it ran to a house of dogs where cats are not liked"
 TASK = """
@@ -138,6 +139,24 @@ def test_a_task_of_ones_own(both: tuple[Any, Any], tmp_path: Path) -> None:
     for metric in ("acc,none", "perplexity,none"):
         value = expected["tiny_last_word"][metric]
         assert found["tiny_last_word"][metric] == pytest.approx(value, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"batch_size": 0}, "--batch-size = 0: must be at least 1"),
+        ({"num_fewshot": -1}, "--num-fewshot = -1: must be at least 0"),
+        ({"limit": 0}, "--limit = 0: must be at least 1"),
+        ({}, "Engine.save_load.ckpt_dir: names no checkpoint"),
+    ],
+)
+def test_mistakes_are_found_before_paddle_is_loaded(
+    options: dict[str, int], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ppfleetx.core.harness.find_spec", lambda name: True)
+    monkeypatch.setattr("ppfleetx.core.harness.start_with", lambda cfg: pytest.fail("a process was started"))
+    with pytest.raises(ConfigError, match=words):
+        run(str(NANO), [], ["a task"], **options)
 
 
 def test_a_missing_harness_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
