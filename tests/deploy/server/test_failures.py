@@ -1,9 +1,10 @@
 """A model that fails, in a server inside this process."""
 
 import asyncio
+import json
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import httpx
@@ -53,8 +54,8 @@ def generator(served_checkpoint: Path):
 def in_server(served_checkpoint: Path, generator) -> Callable[[Use], Fragile]:
     """``in_server(use)`` runs a coroutine against a server with a fragile model."""
 
-    def run(use: Use, **attributes: object) -> None:
-        cfg = load_config(served_checkpoint / "config.yaml").Serve
+    def run(use: Use, overrides: Sequence[str] = (), **attributes: object) -> None:
+        cfg = load_config(served_checkpoint / "config.yaml", overrides).Serve
         model, metrics = Fragile(generator.next_token_model, POISON), Metrics()
         vars(model).update(attributes)
         scheduler = Scheduler(model, generator.tokenizer, cfg, metrics)
@@ -147,7 +148,7 @@ def test_a_second_signal_ends_at_the_next_step_what_the_first_let_go_on(in_serve
         assert not endless.done()
         server.handle_exit(signal.SIGINT, None)
         assert not server.force_exit, "uvicorn would break off its tasks, with their tracebacks"
-        assert (await asyncio.wait_for(endless, 5)).json()["error"]["code"] == "shutting_down"
+        assert (await asyncio.wait_for(endless, 30)).json()["error"]["code"] == "shutting_down"
 
     in_server(use)
 
@@ -181,12 +182,35 @@ def test_a_client_that_does_not_read_is_given_up(in_server, monkeypatch: pytest.
         answering = Answering(service.scheduler, jobs, receive, 0.3, service.metrics)
         answer = Answer(wanted, jobs, "gpt", (), "cmpl-1", 0)
         scope: dict = {}
-        await asyncio.wait_for(EventStream(answer, answering, 0.3)(scope, receive, send), 5)
+        await asyncio.wait_for(EventStream(answer, answering, 0.3)(scope, receive, send), 30)
         assert scope["state"]["ended_as"] == 504
-        for _ in range(100):
+        for _ in range(1500):
             if "ppfleetx_sequences_running 0.0" in service.metrics.text().decode():
                 return
             await asyncio.sleep(0.02)
         raise AssertionError("its sequence still grows")
 
     in_server(use)
+
+
+def test_answers_that_take_too_long(in_server) -> None:
+    """One is waited for, the other streamed: what was made came, then the error, and the end."""
+
+    async def use(client: httpx.AsyncClient, service: Service) -> None:
+        await complete(client, prompt=[1], max_tokens=1)
+        began = time.monotonic()
+        whole, stream = await asyncio.gather(
+            complete(client, prompt=[1], **ENDLESS), complete(client, prompt=[1], stream=True, **ENDLESS)
+        )
+        assert 0.9 < time.monotonic() - began < 30
+        assert whole.status_code == 504
+        assert "not finished within 1 seconds (Serve.request_timeout)" in whole.json()["error"]["message"]
+        assert stream.status_code == 200
+        *pieces, error, done = stream.text.removesuffix("\n\n").split("\n\n")
+        assert pieces
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "timeout"
+        assert done == "data: [DONE]"
+        metrics = (await client.get("/metrics")).text
+        assert 'ppfleetx_requests_total{status="504"} 2.0' in metrics
+
+    in_server(use, ["Serve.request_timeout=1"])

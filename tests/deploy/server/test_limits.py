@@ -1,9 +1,7 @@
 """Limits, each of which is narrow in this server."""
 
 import concurrent.futures
-import json
 import threading
-import time
 from collections.abc import Iterator
 
 import httpx
@@ -127,7 +125,7 @@ def test_the_clients_of_a_full_queue_try_again(strict_server: Server) -> None:
         with strict_server.http.stream(
             "POST", "/v1/completions", json={"prompt": ["a"] * 3, "stream": True, **ENDLESS}
         ):
-            release.wait(10)
+            release.wait(30)
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         filling = pool.submit(fill)
@@ -136,24 +134,5 @@ def test_the_clients_of_a_full_queue_try_again(strict_server: Server) -> None:
         answer = pool.submit(client.completions.create, model="tiny", prompt="the", temperature=0)
         strict_server.wait_for_metric('ppfleetx_requests_total{status="429"}', refused + 1, or_more=True)
         release.set()
-        assert answer.result(20).usage.completion_tokens == 16
+        assert answer.result(60).usage.completion_tokens == 16
         filling.result()
-
-
-def test_answers_that_take_too_long(strict_server: Server) -> None:
-    """One is waited for, the other streamed: what was made came, then the error, and the end."""
-    began = time.monotonic()
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        waiting = pool.submit(strict_server.complete, **ENDLESS)
-        stream = strict_server.complete(stream=True, **ENDLESS)
-        whole = waiting.result()
-    assert 3.9 < time.monotonic() - began < 20
-    assert whole.status_code == 504
-    assert "not finished within 4 seconds (Serve.request_timeout)" in whole.json()["error"]["message"]
-    assert stream.status_code == 200
-    *pieces, error, done = stream.text.removesuffix("\n\n").split("\n\n")
-    assert len(pieces) > 10
-    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "timeout"
-    assert done == "data: [DONE]"
-    strict_server.wait_for_metric('ppfleetx_requests_total{status="504"}', 2, or_more=True)
-    strict_server.wait_for_metric("ppfleetx_sequences_running", 0)
