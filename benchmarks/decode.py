@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Decoding speed on a CPU, in pairs against Hugging Face transformers (PyTorch, float32).
 
-    python benchmarks/decode.py [--threads 1] [--pairs 5] [--batches 1 8] [--modes dynamic sampling hf]
+    python benchmarks/decode.py [--threads 1] [--pairs 5] [--batches 1 8] [--modes dynamic exported hf]
 
 A GPT-2 of 12 layers with hidden size 768, 12 heads and 50304 tokens continues prompts of 64 tokens by 64
 greedy ones; nothing ends a row early. Both programs do all of ``generate``: the prompt's pass, the cache,
@@ -10,6 +10,7 @@ which other jobs on the machine disturb less than the clock on the wall). Each m
 own that idles while the others run, and in every round the modes run one after the other on the same cores.
 
 dynamic: this project, greedy. sampling: this project, top-p 0.9 (to be compared with dynamic).
+exported, exported_sampling: the same with the program that tools/export.py makes, run by Paddle Inference.
 hf: ``transformers.generate`` as it is set up by default.
 """
 
@@ -21,9 +22,14 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ppfleetx.generation.session import NextTokenModel
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -72,10 +78,10 @@ def report(batch: int, results: dict[str, list[dict[str, float]]]) -> None:
         cpu = [run["tokens_per_cpu_s"] for run in runs]
         wall = statistics.median(run["tokens_per_s"] for run in runs)
         print(
-            f"batch {batch}  {mode:9} {statistics.median(cpu):7.2f} tokens per CPU second "
+            f"batch {batch}  {mode:17} {statistics.median(cpu):7.2f} tokens per CPU second "
             f"({min(cpu):.2f} to {max(cpu):.2f}), {wall:.2f} per second"
         )
-    for mode, reference in (("dynamic", "hf"), ("sampling", "dynamic")):
+    for mode, reference in COMPARED:
         if mode in results and reference in results:
             pairs = zip(results[mode], results[reference], strict=True)
             ratios = [ours["tokens_per_cpu_s"] / theirs["tokens_per_cpu_s"] for ours, theirs in pairs]
@@ -123,15 +129,66 @@ def serve(generate: Generate) -> None:
 
 def ours(threads: int, **sampling: float) -> Generate:
     """The decoding loop that the generation program runs, on random weights."""
+    next_token = our_model()
+    import paddle
+
+    from ppfleetx.generation.search import Rules, Sampler, decode, greedy
+    from ppfleetx.generation.session import DecodingSession
+
+    def generate(prompts: list[list[int]]) -> list[list[int]]:
+        streams = [(row, 0) for row in range(len(prompts))]
+        choose = Sampler(0, streams, NEW, **sampling) if sampling else greedy
+        with paddle.no_grad():
+            session = DecodingSession(next_token, prompts, use_cache=True)
+            rows = decode(session, choose, Rules(), [NEW] * len(prompts))
+        return [row.ids for row in rows]
+
+    return generate
+
+
+def exported(threads: int, top_k: int = 1, top_p: float = 1.0) -> Generate:
+    """The same model as an exported program. Exporting takes a minute before the first round."""
+    next_token = our_model()
+    import numpy as np
+
+    from ppfleetx.config.sections import InferenceConfig
+    from ppfleetx.deploy.export_dir import PROGRAM
+    from ppfleetx.deploy.inference_engine import Program
+    from ppfleetx.deploy.program import save_program
+    from ppfleetx.generation.search import uniforms
+
+    with tempfile.TemporaryDirectory() as directory:
+        save_program(next_token, POSITIONS, Path(directory) / PROGRAM)
+        program = Program(Path(directory), InferenceConfig(cpu_threads=threads), "cpu")
+
+    def generate(prompts: list[list[int]]) -> list[list[int]]:
+        rows = len(prompts)
+        return program.run(
+            {
+                "tokens": np.array(prompts),
+                "padding": np.zeros(rows, np.int64),
+                "max_new_tokens": np.full(rows, NEW),
+                "uniforms": np.stack([uniforms(0, row, 0, NEW) for row in range(rows)]),
+                "end_id": np.array([-1]),
+                "min_new_tokens": np.array([0]),
+                "repetition_penalty": np.array([1.0], np.float32),
+                "temperature": np.array([1.0], np.float32),
+                "top_k": np.array([top_k]),
+                "top_p": np.array([top_p], np.float32),
+            }
+        ).tolist()
+
+    return generate
+
+
+def our_model() -> NextTokenModel:
+    """This project's model with random weights, in a process that has its CPU settings."""
     from ppfleetx.utils.process_env import import_paddle, prepare_process
 
     prepare_process()
     import_paddle()
-    import paddle
-
     from ppfleetx.config.sections import ModelConfig
-    from ppfleetx.generation.search import Rules, Sampler, decode, greedy
-    from ppfleetx.generation.session import DecodingSession, NextTokenModel
+    from ppfleetx.generation.session import NextTokenModel
     from ppfleetx.models.gpt.stages import gpt_stages
     from ppfleetx.models.staged import StagedModel
     from ppfleetx.nn.factory import InferenceFactory
@@ -145,17 +202,7 @@ def ours(threads: int, **sampling: float) -> Generate:
     )
     model = StagedModel(gpt_stages(cfg, InferenceFactory()), seed=0)
     model.eval()
-    next_token = NextTokenModel(model, VOCAB)
-
-    def generate(prompts: list[list[int]]) -> list[list[int]]:
-        streams = [(row, 0) for row in range(len(prompts))]
-        choose = Sampler(0, streams, NEW, **sampling) if sampling else greedy
-        with paddle.no_grad():
-            session = DecodingSession(next_token, prompts, use_cache=True)
-            rows = decode(session, choose, Rules(), [NEW] * len(prompts))
-        return [row.ids for row in rows]
-
-    return generate
+    return NextTokenModel(model, VOCAB)
 
 
 def hugging_face(threads: int) -> Generate:
@@ -181,8 +228,17 @@ def hugging_face(threads: int) -> Generate:
 MODES: dict[str, Callable[[int], Generate]] = {
     "dynamic": ours,
     "sampling": lambda threads: ours(threads, top_p=0.9),
+    "exported": exported,
+    "exported_sampling": lambda threads: exported(threads, top_k=0, top_p=0.9),
     "hf": hugging_face,
 }
+COMPARED = (
+    ("dynamic", "hf"),
+    ("sampling", "dynamic"),
+    ("exported", "hf"),
+    ("exported", "dynamic"),
+    ("exported_sampling", "exported"),
+)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from ppfleetx.deploy.export_dir import (
     describe_files,
     is_export,
 )
-from ppfleetx.deploy.one_process import as_one_process
+from ppfleetx.deploy.replicas import as_replicas
 from ppfleetx.utils.files import exclusive_lock
 from ppfleetx.utils.log import get_logger
 
@@ -46,7 +46,7 @@ def run(path: str, overrides: Sequence[str]) -> None:
         UserError: what cannot be exported, in words; most of it before Paddle is loaded.
     """
     check_one_process(world_size(os.environ))
-    cfg, notes = as_one_process(load_config(path, overrides))
+    cfg, notes = as_replicas(load_config(path, overrides), 1)
     check_exportable(cfg)
     check_checkpoint(cfg)
     check_target(cfg)

@@ -8,19 +8,29 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections import GenerationConfig, RunConfig
-from ppfleetx.core.generate import check_output, print_generations, read_prompts, write_generations
-from ppfleetx.core.launch import expected_device, rank, start_with, world_size
+from ppfleetx.core.generate import (
+    check_output,
+    continue_together,
+    print_generations,
+    read_prompts,
+    write_generations,
+)
+from ppfleetx.core.launch import expected_device, start_with, world_size
 from ppfleetx.deploy.capabilities import check_generation, check_inference
 from ppfleetx.deploy.export_dir import ExportManifest, open_export
-from ppfleetx.deploy.one_process import as_one_process
+from ppfleetx.deploy.replicas import as_replicas
+from ppfleetx.distributed.together import joint_errors
 from ppfleetx.utils.log import get_logger
+
+if TYPE_CHECKING:
+    from ppfleetx.distributed.context import ParallelContext
 
 _SHAPE_KEYS = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads", "max_position_embeddings")
 
@@ -28,7 +38,7 @@ _SHAPE_KEYS = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads",
 def run(path: str, overrides: Sequence[str], output: str | None = None) -> None:
     """Answer the prompts of the ``Generation`` section with the exported model ``Inference.model_dir``.
 
-    Of several processes each answers a part of the prompts; they do not talk to each other.
+    Of several processes each answers a part of the prompts, which the main one prints and writes, in order.
 
     Args:
         path, overrides: the configuration.
@@ -37,27 +47,36 @@ def run(path: str, overrides: Sequence[str], output: str | None = None) -> None:
     Raises:
         UserError: export, prompts or options that cannot be used, in words; most before Paddle is loaded.
     """
-    cfg, _ = as_one_process(load_config(path, overrides))
+    cfg, _ = as_replicas(load_config(path, overrides), world_size(os.environ))
     prompts = read_prompts(cfg)
     check_inference(cfg, expected_device(cfg.Global.device))
     directory, manifest = open_export(cfg.Inference.model_dir, verify=False)
-    settings = merge_settings(manifest.generation, cfg)
-    check_generation(settings, cfg.origins)
-    processes, number = world_size(os.environ), rank(os.environ)
+    cfg = cfg.model_copy(update={"Generation": merge_settings(manifest.generation, cfg)})
+    check_generation(cfg.Generation, cfg.origins)
     if output is not None:
-        _check_output(output, processes)
+        check_output(Path(output))
     cfg, ctx = start_with(cfg)
     _say_what_differs(directory, manifest, cfg)
+    answer(cfg, ctx, prompts, output)
+
+
+def answer(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output: str | None) -> None:
+    """Continue prompts and print them; ``output`` is a jsonl file to write them to as well.
+
+    Raises:
+        UserError: on every rank when there is one on any.
+    """
     from ppfleetx.deploy.inference_engine import InferenceEngine
 
-    engine = InferenceEngine(cfg.Inference, device=ctx.device)
-    first = number * len(prompts) // processes
-    mine = prompts[first : (number + 1) * len(prompts) // processes]
-    results = engine.generate(mine, settings, seed=cfg.Global.seed, first_prompt=first)
-    for prompt, generations in zip(mine, results, strict=True):
+    with joint_errors(ctx, name_ranks=False):
+        engine = InferenceEngine(cfg.Inference, device=ctx.device)
+    results = continue_together(engine, cfg, ctx, prompts)
+    for prompt, generations in zip(prompts, results, strict=True) if ctx.is_main else ():
         print_generations(prompt, generations)
     if output is not None:
-        write_generations(Path(output), mine, results)
+        with joint_errors(ctx, name_ranks=False):
+            if ctx.is_main:
+                write_generations(Path(output), prompts, results)
 
 
 def merge_settings(exported: dict[str, Any], cfg: RunConfig) -> GenerationConfig:
@@ -74,16 +93,6 @@ def merge_settings(exported: dict[str, Any], cfg: RunConfig) -> GenerationConfig
         raise ConfigError(
             f"does not go together with the settings of the export ({exported}): {why}", key="Generation"
         ) from error
-
-
-def _check_output(output: str, processes: int) -> None:
-    if processes > 1:
-        raise ConfigError(
-            f"{processes} processes answer a part of the prompts each, and cannot write one file; start one",
-            key="--output",
-            value=output,
-        )
-    check_output(Path(output))
 
 
 def _say_what_differs(directory: Path, manifest: ExportManifest, cfg: RunConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from ppfleetx.generation.search import Row
 from ppfleetx.generation.session import pad_left
 from ppfleetx.generation.text import RowText
 from ppfleetx.utils.log import get_logger
+from ppfleetx.utils.memory import back_process_by_huge_pages
 
 _GPU_POOL_MB = 256  # to begin with; it grows
 
@@ -51,16 +53,12 @@ class InferenceEngine(TextGenerator):
         tokenizer = Tokenizer.load(directory / TOKENIZER_DIRECTORY, eod_token=manifest.end_token)
         super().__init__(tokenizer, manifest.max_positions)
         self.manifest: ExportManifest = manifest
-        self._predictor = inference.create_predictor(predictor_config(directory, options, device))
+        self._program = Program(directory, options, device)
 
     def _continue(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:
         check_generation(batch.cfg)
         inputs = self._inputs(prompts, batch)
-        for name in self._predictor.get_input_names():
-            self._predictor.get_input_handle(name).copy_from_cpu(inputs[name])
-        self._predictor.run()
-        # A copy: the output itself lies in a buffer that the next run writes to.
-        new_ids = self._predictor.get_output_handle(self._predictor.get_output_names()[0]).copy_to_cpu()
+        new_ids = self._program.run(inputs)
         limits = inputs["max_new_tokens"].tolist()
         return [
             self._row(ids, limit, text)
@@ -95,7 +93,29 @@ class InferenceEngine(TextGenerator):
         raise AssertionError("the program gives every row a token until it has ended")
 
 
-def predictor_config(directory: Path, options: InferenceConfig, device: str) -> inference.Config:
+class Program:
+    """The program of an export, ready to run.
+
+    Args:
+        directory: holds the program and its weights.
+        options, device: as of :class:`InferenceEngine`.
+    """
+
+    def __init__(self, directory: Path, options: InferenceConfig, device: str) -> None:
+        self._predictor = inference.create_predictor(_configuration(directory, options, device))
+        if not device.startswith("gpu"):
+            back_process_by_huge_pages()  # the weights, of which Paddle does not say where they are
+
+    def run(self, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
+        """New tokens of :data:`ppfleetx.deploy.program.INPUTS`; ``[b, up to t]`` int64."""
+        for name in self._predictor.get_input_names():
+            self._predictor.get_input_handle(name).copy_from_cpu(inputs[name])
+        self._predictor.run()
+        # A copy: the output itself lies in a buffer that the next run writes to.
+        return self._predictor.get_output_handle(self._predictor.get_output_names()[0]).copy_to_cpu()
+
+
+def _configuration(directory: Path, options: InferenceConfig, device: str) -> inference.Config:
     """Paddle Inference's configuration.
 
     ``enable_memory_optim`` is left alone: with programs of Paddle 3.3.1 no predictor can be made with it.

@@ -16,8 +16,7 @@ import paddle.nn.functional as F
 from paddle import nn
 
 from ppfleetx.nn.linear import Linear
-
-_WIDTH = 48  # columns of a panel: three AVX-512 registers of float32
+from ppfleetx.nn.panels import WIDTH
 
 
 class Matrix:
@@ -34,10 +33,10 @@ class Matrix:
     def make_panels(self) -> paddle.Tensor:
         """The matrix as ``[p, k, 48]``, filled up with zeros. Made of a constant, it is one."""
         rows, columns = self.weight.shape
-        weight, missing = self.weight, -columns % _WIDTH
+        weight, missing = self.weight, -columns % WIDTH
         if missing:
             weight = paddle.concat([weight, paddle.zeros([rows, missing], dtype=weight.dtype)], axis=1)
-        return weight.reshape([rows, -1, _WIDTH]).transpose([1, 0, 2])
+        return weight.reshape([rows, -1, WIDTH]).transpose([1, 0, 2])
 
     def matmul(self, x: paddle.Tensor) -> paddle.Tensor:
         """``x [m, k] @ weight``."""
@@ -45,7 +44,7 @@ class Matrix:
             return paddle.matmul(x, self.weight)
         columns = self.weight.shape[1]
         product = paddle.matmul(x, self.panels).transpose([1, 0, 2]).flatten(1)
-        return product if columns % _WIDTH == 0 else product[:, :columns]
+        return product if columns % WIDTH == 0 else product[:, :columns]
 
 
 class ProgramLinear(nn.Layer):

@@ -6,7 +6,7 @@ import ctypes
 import sys
 from pathlib import Path
 
-_MEMINFO = Path("/proc/meminfo")
+_MEMINFO, _MAPS = Path("/proc/meminfo"), Path("/proc/self/maps")
 _HUGE_PAGE = 2 << 20
 _MADV_COLLAPSE = 25  # madvise(2), Linux 6.1: make huge pages of what is there, whatever the system's default
 
@@ -35,3 +35,15 @@ def back_by_huge_pages(address: int, num_bytes: int) -> None:
     for low, high in ((first, end), (first + 1, end - 1)):
         if madvise(low * _HUGE_PAGE, (high - low) * _HUGE_PAGE, _MADV_COLLAPSE) == 0:
             return
+
+
+def back_process_by_huge_pages() -> None:
+    """The same for all large blocks this process has allocated, whoever holds them by now."""
+    try:
+        lines = _MAPS.read_text().splitlines()
+    except OSError:
+        return
+    for addresses, permissions, _, _, inode, *name in map(str.split, lines):
+        if permissions == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
+            start, end = (int(address, 16) for address in addresses.split("-"))
+            back_by_huge_pages(start, end - start)

@@ -1,7 +1,9 @@
 """``tools/export.py`` and ``tools/inference.py``: the documented commands, and what they refuse."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +19,8 @@ from ppfleetx.deploy.capabilities import check_inference, has_bfloat16
 from ppfleetx.deploy.export import run as run_export
 from ppfleetx.deploy.inference import merge_settings
 from ppfleetx.deploy.inference import run as run_inference
-from ppfleetx.deploy.one_process import as_one_process
 from ppfleetx.deploy.program_linear import Matrix, use_panels
+from ppfleetx.deploy.replicas import as_replicas
 from ppfleetx.deploy.tracing import quick_conversion
 from tests.deploy.exports import GPT2_STYLE, Exported, configuration, write_run
 
@@ -27,20 +29,34 @@ CONFIGS = ROOT / "ppfleetx" / "configs" / "nlp" / "gpt"
 SHRUNK = [f"Model.{key}={value}" for key, value in GPT2_STYLE.items()]
 SHORT_DATA = ["Data.Train.dataset.max_seq_len=64", "Data.Eval.dataset.max_seq_len=64"]
 LAUNCH = ("-m", "paddle.distributed.launch", "--devices", "0")
+ONE_DEVICE = {"CUDA_VISIBLE_DEVICES": "0"}  # Paddle's launcher asks for it by that name, GPU or not
 
 
 def command(
-    directory: Path, tool: str, config: str, *overrides: str, launcher: tuple[str, ...] = ()
+    directory: Path,
+    tool: str,
+    config: str,
+    *overrides: str,
+    launcher: tuple[str, ...] = (),
+    options: tuple[str, ...] = (),
 ) -> subprocess.CompletedProcess:
     words = [word for override in overrides for word in ("-o", override)]
-    return subprocess.run(
-        [sys.executable, *launcher, str(ROOT / tool), "-c", str(CONFIGS / config), *words],
-        capture_output=True,
+    program = [sys.executable, *launcher, str(ROOT / tool), "-c", str(CONFIGS / config), *words, *options]
+    process = subprocess.Popen(
+        program,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=240,
         cwd=directory,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "0"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(ONE_DEVICE if launcher == LAUNCH else {})},
+        start_new_session=True,
     )
+    try:
+        output, errors = process.communicate(timeout=240)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # a launcher that was killed leaves its ranks
+    return subprocess.CompletedProcess(program, process.returncode, output, errors)
 
 
 def texts(done: subprocess.CompletedProcess) -> str:
@@ -74,7 +90,8 @@ def test_the_documented_commands(tmp_path: Path, exported: Exported) -> None:
 
 
 def test_from_the_generation_yaml(tmp_path: Path, exported: Exported) -> None:
-    """Its settings go with the export, and are used where the configuration has none of its own."""
+    """Its settings go with the export, and are used where the configuration has none of its own; replicas
+    share the prompts and give what one process gives."""
     overrides = [
         f"Engine.save_load.ckpt_dir={exported.run}",
         f"Engine.save_load.output_dir={tmp_path / 'out'}",
@@ -86,18 +103,27 @@ def test_from_the_generation_yaml(tmp_path: Path, exported: Exported) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     manifest = json.loads((tmp_path / "out" / "rank_0" / "export.json").read_text())
     assert manifest["generation"]["repetition_penalty"] == 1.5
+    prompts = ["the", "and the other", "hat"]
+    written = [f"Generation.prompt={json.dumps(prompts)}", "Generation.max_dec_len=7"]
     answered = command(
         tmp_path,
         "tools/inference.py",
         "inference_gpt_345M_dp8.yaml",
         f"Inference.model_dir={tmp_path / 'out' / 'rank_0'}",
-        "Generation.max_dec_len=7",
-        "Generation.prompt=the",
+        *written,
+        launcher=("-m", "paddle.distributed.launch", "--nproc_per_node", "2"),
+        options=("--output", "answers.jsonl"),
     )
-    options = ["Generation.max_dec_len=7", "Generation.prompt=the", "Generation.repetition_penalty=1.5"]
-    cfg = load_config(CONFIGS / "generation_gpt_345M_single_card.yaml", options)
-    [[one]] = exported.generator.generate(["the"], cfg.Generation, seed=cfg.Global.seed)
-    assert texts(answered) == f"Prompt: the\nGeneration: the{one.text}".rstrip()
+    path = CONFIGS / "generation_gpt_345M_single_card.yaml"
+    cfg = load_config(path, [*written, "Generation.repetition_penalty=1.5"])
+    expected = exported.generator.generate(prompts, cfg.Generation, seed=cfg.Global.seed)
+    lines = [
+        f"Prompt: {prompt}\nGeneration: {prompt}{one.text}\n\n"
+        for prompt, [one] in zip(prompts, expected, strict=True)
+    ]
+    assert texts(answered) == "".join(lines).rstrip()
+    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [tuple(answer["generations"][0]["ids"]) for answer in answers] == [one.ids for [one] in expected]
     assert "has its own Model.vocab_size, Model.hidden_size" in answered.stdout
 
 
@@ -171,15 +197,6 @@ def test_what_cannot_be_answered(exported: Exported, override: str, words: str) 
         run_inference(str(CONFIGS / "inference_gpt_345M_single_card.yaml"), [*given, override])
 
 
-def test_one_file_is_not_written_by_several_processes(
-    exported: Exported, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
-    overrides = [f"Inference.model_dir={exported.directory}"]
-    with pytest.raises(ConfigError, match="cannot write one file"):
-        run_inference(str(CONFIGS / "inference_gpt_345M_dp8.yaml"), overrides, "out.jsonl")
-
-
 def test_options_of_another_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def inference(*overrides: str) -> None:
         path = CONFIGS / "inference_gpt_345M_single_card.yaml"
@@ -201,7 +218,7 @@ def test_options_of_another_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_a_parallel_configuration_is_run_by_one_process() -> None:
-    cfg, notes = as_one_process(load_config(CONFIGS / "pretrain_gpt_175B_mp8_pp16.yaml"))
+    cfg, notes = as_replicas(load_config(CONFIGS / "pretrain_gpt_175B_mp8_pp16.yaml"), 1)
     assert cfg.plan.world_size == 1
     assert not cfg.Engine.mix_precision.enable
     assert ["mp 8, pp 16" in notes[0], "mix_precision" in notes[1]] == [True, True]
