@@ -125,11 +125,11 @@ class GenerationProgram(nn.Layer):
             # Outside the branch, where they are made once, when the program is loaded.
             panels = [matrix.make_panels() for matrix in self.matrices]
             if tokens.shape[0] > 1:
-                history = self._decode(tokens, token, past, padding, limits, rules, sampling, panels)
-            else:
-                history = self._decode(tokens, token, past, padding, limits, rules, sampling, [])
+                history = self._decode(tokens, token, past, padding, start, limits, rules, sampling, panels)
+            else:  # a single row has no padding
+                history = self._decode(tokens, token, past, padding, None, limits, rules, sampling, [])
         else:
-            history = self._decode(tokens, token, past, padding, limits, rules, sampling, [])
+            history = self._decode(tokens, token, past, padding, start, limits, rules, sampling, [])
         return history[:, length:]
 
     def _decode(
@@ -138,6 +138,7 @@ class GenerationProgram(nn.Layer):
         token: paddle.Tensor,
         past: list[paddle.Tensor],
         padding: paddle.Tensor,
+        start: paddle.Tensor | None,
         limits: paddle.Tensor,
         rules: tuple[paddle.Tensor, ...],
         sampling: tuple[paddle.Tensor, ...],
@@ -150,6 +151,7 @@ class GenerationProgram(nn.Layer):
             token: the first new token ``[b]``.
             past: keys and values of the prompts.
             padding: ``[b, 1]``.
+            start: the same as int32; None where there is no padding.
             limits: ``[b]`` most new tokens.
             rules: end_id, min_new_tokens, repetition_penalty.
             sampling: uniforms, temperature, top_k, top_p.
@@ -158,7 +160,7 @@ class GenerationProgram(nn.Layer):
         use_panels(self.matrices, panels)
         end_id, min_new_tokens, repetition_penalty = rules
         uniforms, temperature, top_k, top_p = sampling
-        start, length = padding.astype("int32"), tokens.shape[1]
+        length = tokens.shape[1]
         step = paddle.zeros([1], "int64")
         history = paddle.concat([tokens, token.unsqueeze(-1)], axis=1)
         finished = paddle.logical_or(token == end_id, limits <= 1)
@@ -178,12 +180,12 @@ class GenerationProgram(nn.Layer):
         self,
         tokens: paddle.Tensor,
         positions: paddle.Tensor,
-        start: paddle.Tensor,
+        start: paddle.Tensor | None,
         past: Sequence[paddle.Tensor],
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
         """Logits ``[b, V]`` after ``tokens [b, s]``, and keys and values with theirs appended."""
         cache = _LoopCache(past)
-        state = (tokens, positions, start)
+        state = (tokens, positions) if start is None else (tokens, positions, start)
         *trunk, head = self.model.stages
         for stage in trunk:
             state = stage(state, cache)
