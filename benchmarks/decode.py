@@ -9,7 +9,10 @@ choosing the token, the loop. Compared are tokens per CPU second (time of the pr
 which other jobs on the machine disturb less than the clock on the wall). Each mode keeps a process of its
 own that idles while the others run, and in every round the modes run one after the other on the same cores.
 
-dynamic: this project, greedy. sampling: this project, top-p 0.9 (to be compared with dynamic).
+dynamic: this project, greedy, a pass for each token. sampling: the same with top-p 0.9.
+lookup: what the generation program does for a single greedy prompt: tokens are guessed from earlier text and
+checked several in a pass. The gain depends on how much the text repeats itself, and random weights repeat
+themselves more than trained ones; hf_lookup is transformers with its own option for it. One row only.
 exported, exported_sampling: the same with the program that tools/export.py makes, run by Paddle Inference.
 hf: ``transformers.generate`` as it is set up by default.
 """
@@ -36,6 +39,7 @@ sys.path.insert(0, str(ROOT))
 
 LAYERS, HIDDEN, HEADS, VOCAB, POSITIONS = 12, 768, 12, 50304, 1024
 PROMPT, NEW = 64, 64
+GUESSES = 16  # the default of Generation.prompt_lookup_num_tokens
 
 Generate = Callable[[list[list[int]]], list[list[int]]]
 """Prompts to the new tokens of each."""
@@ -55,7 +59,8 @@ def main() -> None:
     workers = {mode: Worker(mode, args.threads) for mode in args.modes}
     try:
         for batch in args.batches:
-            report(batch, measure(workers, batch, args.pairs))
+            fitting = {m: worker for m, worker in workers.items() if batch == 1 or m not in ONE_ROW}
+            report(batch, measure(fitting, batch, args.pairs))
     finally:
         for worker in workers.values():
             worker.close()
@@ -127,11 +132,12 @@ def serve(generate: Generate) -> None:
         print(json.dumps({"tokens_per_cpu_s": tokens / cpu, "tokens_per_s": tokens / wall}), flush=True)
 
 
-def ours(threads: int, **sampling: float) -> Generate:
-    """The decoding loop that the generation program runs, on random weights."""
+def ours(threads: int, *, most_guesses: int = 0, **sampling: float) -> Generate:
+    """The decoding loops that the generation program runs, on random weights."""
     next_token = our_model()
     import paddle
 
+    from ppfleetx.generation.lookup import decode_with_lookup
     from ppfleetx.generation.search import Rules, Sampler, decode, greedy
     from ppfleetx.generation.session import DecodingSession
 
@@ -140,6 +146,8 @@ def ours(threads: int, **sampling: float) -> Generate:
         choose = Sampler(0, streams, NEW, **sampling) if sampling else greedy
         with paddle.no_grad():
             session = DecodingSession(next_token, prompts, use_cache=True)
+            if most_guesses:
+                return [decode_with_lookup(session, choose, Rules(), NEW, most_guesses).ids]
             rows = decode(session, choose, Rules(), [NEW] * len(prompts))
         return [row.ids for row in rows]
 
@@ -205,7 +213,7 @@ def our_model() -> NextTokenModel:
     return NextTokenModel(model, VOCAB)
 
 
-def hugging_face(threads: int) -> Generate:
+def hugging_face(threads: int, **options: int) -> Generate:
     """``generate`` of transformers on a GPT-2 of the same shape with its own random weights."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -219,7 +227,8 @@ def hugging_face(threads: int) -> Generate:
     def generate(prompts: list[list[int]]) -> list[list[int]]:
         ids = torch.tensor(prompts)
         mask = torch.ones_like(ids)
-        out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=NEW, pad_token_id=0)
+        rules = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, **options}
+        out = model.generate(ids, attention_mask=mask, **rules)
         return out[:, PROMPT:].tolist()
 
     return generate
@@ -227,13 +236,19 @@ def hugging_face(threads: int) -> Generate:
 
 MODES: dict[str, Callable[[int], Generate]] = {
     "dynamic": ours,
+    "lookup": lambda threads: ours(threads, most_guesses=GUESSES),
     "sampling": lambda threads: ours(threads, top_p=0.9),
     "exported": exported,
     "exported_sampling": lambda threads: exported(threads, top_k=0, top_p=0.9),
     "hf": hugging_face,
+    "hf_lookup": lambda threads: hugging_face(threads, prompt_lookup_num_tokens=GUESSES),
 }
+ONE_ROW = ("lookup", "hf_lookup")
 COMPARED = (
     ("dynamic", "hf"),
+    ("lookup", "hf"),
+    ("lookup", "hf_lookup"),
+    ("lookup", "dynamic"),
     ("sampling", "dynamic"),
     ("exported", "hf"),
     ("exported", "dynamic"),

@@ -120,6 +120,11 @@ _SWITCHED_OFF = (
         "Generation.decode_strategy is not sampling",
     ),
     SwitchedOff(
+        ("Generation.prompt_lookup_num_tokens",),
+        lambda cfg: cfg.Generation.decode_strategy != "greedy_search" or not cfg.Generation.use_cache,
+        "tokens are guessed in greedy search with a cache only",
+    ),
+    SwitchedOff(
         _keys("Generation", "num_beams num_beam_groups diversity_rate length_penalty early_stopping"),
         lambda cfg: cfg.Generation.decode_strategy != "beam_search",
         "Generation.decode_strategy is not beam_search",

@@ -30,6 +30,12 @@ class ConcatCache:
         self._layers[layer_index] = (key, value)
         return key, value
 
+    def shorten(self, length: int) -> None:
+        """Forget what comes after the first ``length`` positions."""
+        if self.length > length:
+            for index, (key, value) in self._layers.items():
+                self._layers[index] = (key[:, :, :length], value[:, :, :length])
+
     def select(self, rows: paddle.Tensor) -> None:
         """Keep, repeat or reorder batch rows: row ``i`` becomes what row ``rows[i]`` was (``rows`` int64)."""
         for index, (key, value) in self._layers.items():

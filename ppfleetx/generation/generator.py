@@ -14,6 +14,7 @@ from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections import GenerationConfig, ModelConfig
 from ppfleetx.data.tokenizer import Tokenizer
 from ppfleetx.generation.beam import BeamOptions, beam_search
+from ppfleetx.generation.lookup import decode_with_lookup
 from ppfleetx.generation.search import Choose, FinishReason, Row, Rules, Sampler, decode, greedy, uniforms
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
 from ppfleetx.generation.text import RowText
@@ -175,14 +176,12 @@ class Generator(TextGenerator):
         def on_token(row: int, token_id: int) -> bool:
             return texts[row].feed(token_id)
 
-        return decode(
-            session,
-            batch.choose(),
-            self._rules(batch.cfg),
-            batch.max_new_tokens,
-            copies=batch.cfg.num_return_sequences,
-            on_token=on_token,
-        )
+        choose, rules, limits = batch.choose(), self._rules(batch.cfg), batch.max_new_tokens
+        if batch.uses_lookup:
+            most = batch.cfg.prompt_lookup_num_tokens
+            return [decode_with_lookup(session, choose, rules, limits[0], most, on_token=on_token)]
+        copies = batch.cfg.num_return_sequences
+        return decode(session, choose, rules, limits, copies=copies, on_token=on_token)
 
     def _search(self, session: DecodingSession, batch: Batch, texts: list[RowText]) -> list[Row]:
         """Beam search: which tokens stay is known at the end only, so all text comes then."""
@@ -249,6 +248,13 @@ class Batch:
         """(prompt of the batch, copy) of each row."""
         copies = self.cfg.num_return_sequences
         return [(i, copy) for i in range(len(self.max_new_tokens)) for copy in range(copies)]
+
+    @property
+    def uses_lookup(self) -> bool:
+        """Whether tokens are guessed: for one row, and where the likeliest is taken, which repeats itself."""
+        cfg = self.cfg
+        is_greedy = cfg.decode_strategy == "greedy_search"
+        return is_greedy and len(self.streams) == 1 and cfg.use_cache and cfg.prompt_lookup_num_tokens > 0
 
     @property
     def seed(self) -> int:

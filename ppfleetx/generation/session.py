@@ -54,15 +54,21 @@ class NextTokenModel:
         position_ids: paddle.Tensor,
         document_start: paddle.Tensor | None,
         cache: ConcatCache,
+        num_last: int = 1,
     ) -> paddle.Tensor:
-        """Logits ``[b, V]`` float32 after new ``tokens [b, s]``, which ``cache`` is extended by."""
+        """Logits after new ``tokens [b, s]``, which ``cache`` is extended by.
+
+        Returns:
+            ``[b, V]`` float32 after the last token; with ``num_last`` L ``[L * b, V]``, those of the last L
+            positions below each other.
+        """
         state = (tokens, position_ids)
         if document_start is not None:
             state = (*state, document_start)
         *trunk, head = self.model.stages
         for stage in trunk:
             state = stage(state, cache)
-        last = state[0][-1]
+        last = state[0][-num_last:].flatten(0, 1)
         if self.head_matrix is not None:
             return self._all_columns(self._head.matmul(last))
         return self._all_columns(head((last.unsqueeze(0),)).squeeze(0))
@@ -135,6 +141,21 @@ class DecodingSession:
         if self._cache is None:
             return self._model.without_cache(tokens, position_ids, document_start)
         return self._model.with_cache(tokens, position_ids, document_start, self._cache)
+
+    def logits_with_guesses(self, guesses: np.ndarray) -> paddle.Tensor:
+        """Logits ``[1 + g, V]`` float32 of a single row: after its last token, and after each of ``guesses``.
+
+        Guesses ``[g]`` do not become part of the row: what :meth:`append` adds next decides what was right.
+        """
+        assert self.num_rows == 1, "rows would be right about different numbers of guesses"
+        assert self._cache is not None, "without a cache there is nothing to save"
+        length = self.history.shape[1]
+        self._cache.shorten(length - 1)
+        tokens = np.concatenate([self.history[0, -1:], guesses])[None]
+        positions = np.arange(length - 1, length + len(guesses), dtype=np.int64)[None]
+        return self._model.with_cache(
+            paddle.to_tensor(tokens), paddle.to_tensor(positions), None, self._cache, 1 + len(guesses)
+        )
 
     def append(self, tokens: np.ndarray) -> None:
         """Add one token ``[b]`` to each row."""
