@@ -18,20 +18,16 @@ from paddle import nn
 from paddle.static import InputSpec
 
 from ppfleetx.deploy.program_linear import Matrix, matrices_of, use_panels
+from ppfleetx.deploy.program_top_p import last_kept_of_all
 from ppfleetx.deploy.tracing import quick_conversion
 from ppfleetx.generation.processors import (
     draw,
     forbid,
     keep_from,
     keep_top_p,
-    last_kept,
     penalize_repetition,
 )
 from ppfleetx.generation.session import NextTokenModel
-
-# Of so many of the likeliest tokens, top-p without top-k first asks whether they are enough: sorting a whole
-# vocabulary on the CPU takes longer than a small model does.
-_HEAD_SIZE = 1024
 
 INPUTS: tuple[tuple[str, str, tuple[int | None, ...]], ...] = (
     ("tokens", "int64", (None, None)),  # [b, n] prompts, padded on the left with a token of their own
@@ -232,7 +228,7 @@ class GenerationProgram(nn.Layer):
         if paddle.logical_and(top_k > 0, top_k < self.vocab_size):
             token = _draw_top_k(logits, uniform, top_k, top_p)
         else:
-            token = _draw_top_p(F.softmax(logits, axis=-1), uniform, top_p, min(_HEAD_SIZE, self.vocab_size))
+            token = _draw_top_p(F.softmax(logits, axis=-1), uniform, top_p)
         return token
 
 
@@ -267,15 +263,9 @@ def _draw_top_k(
     return draw(weights, ids, uniform)
 
 
-def _draw_top_p(
-    probabilities: paddle.Tensor, uniform: paddle.Tensor, top_p: paddle.Tensor, head_size: int
-) -> paddle.Tensor:
+def _draw_top_p(probabilities: paddle.Tensor, uniform: paddle.Tensor, top_p: paddle.Tensor) -> paddle.Tensor:
     weights = probabilities
     if top_p < 1.0:
-        falling, _ = paddle.topk(probabilities, head_size, axis=-1)
-        if (falling.sum(-1) >= top_p).all():
-            smallest, count = last_kept(falling, top_p)
-        else:
-            smallest, count = last_kept(paddle.sort(probabilities, axis=-1, descending=True), top_p)
+        smallest, count = last_kept_of_all(probabilities, top_p)
         weights = keep_from(probabilities, smallest, count)
     return draw(weights, None, uniform)
