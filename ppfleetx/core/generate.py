@@ -5,6 +5,7 @@ What a user may have got wrong is looked at before Paddle is loaded, which takes
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -177,7 +178,10 @@ def load_generator(cfg: RunConfig, ctx: ParallelContext) -> Generator:
     check_vocabulary(tokenizer, cfg.Model)
     runner = build_runner(cfg, ctx, train=False)
     start.restore_weights(runner, cfg.Model)
-    return Generator(runner.model, cfg.Model, tokenizer, ctx.groups.get("mp"))
+    generator = Generator(runner.model, cfg.Model, tokenizer, ctx.groups.get("mp"))
+    gc.collect()
+    gc.freeze()  # what lives for the whole process need not be searched for garbage at every step
+    return generator
 
 
 def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:

@@ -78,7 +78,7 @@ def candidates(
 
 def largest(values: paddle.Tensor, count: int) -> tuple[paddle.Tensor, paddle.Tensor]:
     """The ``count`` largest of each row of ``values [b, m]``, falling, and their columns."""
-    if not (paddle.in_dynamic_mode() and values.place.is_cpu_place()):
+    if not _is_on_host(values):
         return paddle.topk(values, count, axis=-1)
     # Paddle's CPU kernel sorts whole rows; NumPy selects first, which is several times faster.
     array = values.numpy()
@@ -107,8 +107,23 @@ def nucleus(probabilities: paddle.Tensor, top_p: float) -> paddle.Tensor:
 
     Only values are sorted, to find the smallest one that stays: with their ids it would take far longer.
     """
-    smallest, count = last_kept(_sort_falling(probabilities), top_p)
+    if _is_on_host(probabilities):
+        # Paddle's CPU kernel takes longer to sort two rows than a small model for its step.
+        rows = probabilities.numpy()
+        return paddle.to_tensor(np.stack([_nucleus_of_row(row, top_p) for row in rows]))
+    smallest, count = last_kept(paddle.sort(probabilities, axis=-1, descending=True), top_p)
     return keep_from(probabilities, smallest, count)
+
+
+def _nucleus_of_row(probabilities: np.ndarray, top_p: float) -> np.ndarray:
+    """:func:`nucleus` of ``[V]``."""
+    falling = np.sort(probabilities)[::-1]
+    count = int(np.searchsorted(falling.cumsum()[:-1], np.float32(top_p))) + 1
+    kept = probabilities >= falling[count - 1]
+    too_many = np.count_nonzero(kept) - count
+    if too_many:
+        kept[np.flatnonzero(probabilities == falling[count - 1])[-too_many:]] = False
+    return np.where(kept, probabilities, np.float32(0))
 
 
 def last_kept(falling: paddle.Tensor, top_p: float) -> tuple[paddle.Tensor, paddle.Tensor]:
@@ -137,11 +152,9 @@ def _before(falling: paddle.Tensor) -> paddle.Tensor:
     return paddle.concat([paddle.zeros_like(cumulative[:, :1]), cumulative[:, :-1]], axis=-1)
 
 
-def _sort_falling(values: paddle.Tensor) -> paddle.Tensor:
-    if paddle.in_dynamic_mode() and values.place.is_cpu_place():
-        # Paddle's CPU kernel takes longer for two rows than a small model for its step.
-        return paddle.to_tensor(-np.sort(-values.numpy(), axis=-1))
-    return paddle.sort(values, axis=-1, descending=True)
+def _is_on_host(tensor: paddle.Tensor) -> bool:
+    """Whether NumPy can work on ``tensor`` as well, and a program is not being exported."""
+    return paddle.in_dynamic_mode() and tensor.place.is_cpu_place()
 
 
 def draw(weights: paddle.Tensor, ids: paddle.Tensor | None, uniform: paddle.Tensor) -> paddle.Tensor:
@@ -157,5 +170,9 @@ def draw(weights: paddle.Tensor, ids: paddle.Tensor | None, uniform: paddle.Tens
     """
     cumulative = weights.cumsum(-1)
     threshold = cumulative[:, -1] * uniform
-    column = (cumulative <= threshold.unsqueeze(-1)).astype("int64").sum(-1)
+    if _is_on_host(cumulative):
+        rows = zip(cumulative.numpy(), threshold.numpy(), strict=True)
+        column = paddle.to_tensor([np.searchsorted(row, at, side="right") for row, at in rows])
+    else:
+        column = (cumulative <= threshold.unsqueeze(-1)).astype("int64").sum(-1)
     return column if ids is None else paddle.take_along_axis(ids, column.unsqueeze(-1), axis=1).squeeze(-1)

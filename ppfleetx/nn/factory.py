@@ -56,6 +56,15 @@ class Dropout(nn.Dropout):
         return super().forward(x) if self.training and self.p else x
 
 
+class NoDropout:
+    """What is called in the place of dropout where nothing is ever dropped."""
+
+    p, training = 0.0, False
+
+    def __call__(self, x: paddle.Tensor) -> paddle.Tensor:
+        return x
+
+
 class SequenceSplit:
     """Each rank of ``group`` holds consecutive positions of every sequence (context parallelism).
 
@@ -182,6 +191,9 @@ class InferenceFactory(LocalFactory):
     """Layers of a model that is evaluated or generated with, and never trained."""
 
     linear_cls = InferenceLinear
+
+    def dropout(self, probability: float, *, inside_heads: bool = False) -> NoDropout:
+        return NoDropout()
 
 
 class SlicedDropout(Dropout):

@@ -35,10 +35,13 @@ class Panels:
         self.values = weight.reshape([size, -1, WIDTH]).transpose([1, 0, 2]).contiguous()
         use_huge_pages(self.values)
 
-    def matmul(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """``rows [m, k] @ weight``."""
-        product = paddle.matmul(rows, self.values).transpose([1, 0, 2]).reshape([rows.shape[0], -1])
-        return product if product.shape[1] == self.width else product[:, : self.width]
+    def matmul(self, x: paddle.Tensor) -> paddle.Tensor:
+        """``x [..., k] @ weight``."""
+        *leading, size = x.shape
+        # One position of each row, [1, b, k], goes with all panels as it is.
+        rows = x if x.ndim == 3 and leading[0] == 1 else x.reshape([-1, size])
+        product = paddle.matmul(rows, self.values).transpose([1, 0, 2]).reshape([*leading, -1])
+        return product if product.shape[-1] == self.width else product[..., : self.width]
 
 
 def use_huge_pages(tensor: paddle.Tensor) -> None:
@@ -56,11 +59,10 @@ class PanelMatrix:
 
     def matmul(self, x: paddle.Tensor) -> paddle.Tensor:
         """``x [..., k] @ weight``."""
-        *leading, size = x.shape
-        num_rows = math.prod(leading)
-        if not (1 < num_rows <= MOST_ROWS and self._can_have_panels(x)):
-            return paddle.matmul(x, self.weight)
-        return self._panels.matmul(x.reshape([num_rows, size])).reshape([*leading, -1])
+        num_rows = math.prod(x.shape[:-1])
+        if 1 < num_rows <= MOST_ROWS and self._can_have_panels(x):
+            return self._panels.matmul(x)
+        return paddle.matmul(x, self.weight)
 
     def _can_have_panels(self, x: paddle.Tensor) -> bool:
         if x.dtype != paddle.float32 or not paddle.in_dynamic_mode():
