@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import paddle
 
-from ppfleetx.generation.processors import last_kept
+from ppfleetx.generation.processors import last_kept, nucleus
 
-_BUCKETS = 1 << 16
-_FEW = 128
+_BUCKETS = 1 << 13
+_FEW = 512
 
 
-def last_kept_of_all(
-    probabilities: paddle.Tensor, top_p: paddle.Tensor
-) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """:func:`~ppfleetx.generation.processors.last_kept` of probabilities ``[b, V]`` in any order."""
+def nucleus_by_buckets(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> paddle.Tensor:
+    """:func:`~ppfleetx.generation.processors.nucleus` of ``probabilities [b, V]`` and ``top_p [1]``."""
     # The fourth root spreads what models give, from 1 down to 1e-10, over the buckets.
     bucket = (probabilities.sqrt().sqrt() * (_BUCKETS - 1)).astype("int64")
     up_to = _bucket_mass(probabilities, bucket).cumsum(-1)
@@ -25,19 +23,20 @@ def last_kept_of_all(
     # Where all that there is does not sum to p, which only rounding brings about, the smallest is the last.
     boundary = (above >= top_p).astype("int64").sum(-1, keepdim=True)
     boundary = paddle.maximum(boundary, bucket.min(-1, keepdim=True))
-    in_it = bucket == boundary
-    size = in_it.astype("int64").sum(-1, keepdim=True)
-    few = min(_FEW, probabilities.shape[-1])
-    if (size > few).any():  # nearly equal probabilities
-        smallest, count = last_kept(paddle.sort(probabilities, axis=-1, descending=True), top_p)
+    zero = paddle.zeros([], dtype=probabilities.dtype)
+    inside = paddle.where(bucket == boundary, probabilities, zero)
+    falling, _ = paddle.topk(inside, min(_FEW, probabilities.shape[-1]), axis=-1)
+    _, count = last_kept(falling, top_p - paddle.take_along_axis(above, boundary, axis=1))
+    size = (falling > 0).astype("int64").sum(-1, keepdim=True)
+    count = paddle.maximum(paddle.minimum(count, size), paddle.ones_like(count))
+    smallest = paddle.take_along_axis(falling, count - 1, axis=1)
+    is_cut = (falling[:, -1:] > 0).any()  # there may be more in the bucket than were put in order
+    has_equals = ((falling == smallest).astype("int64").sum(-1) > 1).any()
+    if paddle.logical_or(is_cut, has_equals):
+        kept = nucleus(probabilities, top_p)
     else:
-        inside = paddle.where(in_it, probabilities, paddle.zeros([], dtype=probabilities.dtype))
-        falling, _ = paddle.topk(inside, few, axis=-1)
-        _, reached = last_kept(falling, top_p - paddle.take_along_axis(above, boundary, axis=1))
-        kept = paddle.minimum(reached, size)
-        smallest = paddle.take_along_axis(falling, kept - 1, axis=1)
-        count = kept + (bucket > boundary).astype("int64").sum(-1, keepdim=True)
-    return smallest, count
+        kept = paddle.where(probabilities >= smallest, probabilities, zero)
+    return kept
 
 
 def _bucket_mass(probabilities: paddle.Tensor, bucket: paddle.Tensor) -> paddle.Tensor:
