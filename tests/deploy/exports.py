@@ -90,7 +90,7 @@ def configuration(run: Path, model: dict[str, Any], *overrides: str) -> RunConfi
 
 @dataclass
 class Exported:
-    """A checkpoint's generator and the engine of its export, made for the first time they are asked for."""
+    """A checkpoint's generator and the engine of its export."""
 
     run: Path
     directory: Path
@@ -98,9 +98,9 @@ class Exported:
     engine: InferenceEngine
 
 
-def make_export(tmp_path: Path, model: dict[str, Any]) -> Exported:
+def make_export(tmp_path: Path, model: dict[str, Any], *overrides: str) -> Exported:
     run = write_run(tmp_path / "run", model)
-    cfg, ctx = configuration(run, model), ParallelContext.single()
+    cfg, ctx = configuration(run, model, *overrides), ParallelContext.single()
     directory = export(cfg, ctx)
     engine = InferenceEngine(InferenceConfig(model_dir=str(directory), cpu_threads=1))
     return Exported(run, directory, load_generator(cfg, ctx), engine)

@@ -9,7 +9,7 @@ import pytest
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections import GenerationConfig, InferenceConfig
 from ppfleetx.deploy.inference_engine import InferenceEngine
-from tests.deploy.exports import Exported
+from tests.deploy.exports import GPT2_STYLE, Exported, make_export
 
 PROMPTS = ["the cat", "and", "the other hat and the ca", "", "é😀"]
 SETTINGS = {
@@ -119,6 +119,12 @@ def test_the_directory_needs_nothing_else(exported: Exported, tmp_path: Path) ->
     assert str(exported.run.parent) not in (moved / "export.json").read_text()
     for options in ({"onednn": True}, {"ir_optim": False}):
         assert engine_at(moved, **options).generate(PROMPTS, cfg) == expected, options
+
+
+def test_without_the_second_copy_of_the_matrices(tmp_path: Path) -> None:
+    plain = make_export(tmp_path, {**GPT2_STYLE, "num_layers": 1}, "Inference.panels=False")
+    cfg = config(decode_strategy="greedy_search")
+    assert plain.engine.generate(PROMPTS, cfg) == plain.generator.generate(PROMPTS, cfg)
 
 
 def test_another_paddle_is_named(
