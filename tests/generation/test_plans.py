@@ -19,6 +19,11 @@ RUNS = {
     "sampling": ["Generation.num_return_sequences=2", "Generation.temperature=1.5", "Generation.top_p=0.9"],
     "beam": ["Generation.decode_strategy=beam_search", "Generation.num_beams=3", "Generation.seed=null"],
     "one_prompt": ["Generation.prompt=the hat"],
+    "guesses": [
+        "Generation.prompt=the hat the cat the hat the",
+        "Generation.decode_strategy=greedy_search",
+        "Generation.max_dec_len=40",
+    ],
 }
 STYLES = {"gpt2": {}, "llama": LLAMA_STYLE}
 PLANS = {
