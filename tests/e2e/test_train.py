@@ -50,8 +50,9 @@ def test_the_resolved_configuration_loads_equal(uninterrupted: Path) -> None:
     assert cfg.Engine.save_load.output_dir == str(uninterrupted)
 
 
-@pytest.mark.parametrize("num_steps", [1, 3, 6])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "num_steps"), [(signal.SIGKILL, 1), (signal.SIGTERM, 3), (signal.SIGKILL, 6)]
+)
 def test_resume_repeats_the_uninterrupted_run_bit_for_bit(
     tool: Tool, tmp_path: Path, uninterrupted: Path, number: signal.Signals, num_steps: int
 ) -> None:
