@@ -59,10 +59,7 @@ def generate(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], outpu
         results = continue_together(generator, cfg, ctx, prompts)
         for prompt, generations in zip(prompts, results, strict=True) if ctx.is_main else ():
             print_generations(prompt, generations)
-    if output is not None:
-        with joint_errors(ctx, name_ranks=False):
-            if ctx.is_main:
-                write_generations(Path(output), prompts, results)
+    write_generations(ctx, output, prompts, results)
 
 
 def continue_together(
@@ -309,12 +306,25 @@ def _print_as_it_comes(generator: Generator, prompt: str, cfg: RunConfig) -> lis
     return generations
 
 
-def write_generations(path: Path, prompts: Sequence[str], results: Sequence[Sequence[Generation]]) -> None:
-    """Write prompts and results to a jsonl file, one object for each prompt.
+def write_generations(
+    ctx: ParallelContext,
+    output: str | None,
+    prompts: Sequence[str],
+    results: Sequence[Sequence[Generation]],
+) -> None:
+    """Let the main rank write prompts and results to a jsonl file; ``output`` None: there is none.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: it cannot be written, on every rank.
     """
+    if output is None:
+        return
+    with joint_errors(ctx, name_ranks=False):
+        if ctx.is_main:
+            _write(Path(output), prompts, results)
+
+
+def _write(path: Path, prompts: Sequence[str], results: Sequence[Sequence[Generation]]) -> None:
     try:
         with atomic_write(path, "w") as file:
             for prompt, generations in zip(prompts, results, strict=True):

@@ -73,10 +73,7 @@ def answer(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output:
     results = continue_together(engine, cfg, ctx, prompts)
     for prompt, generations in zip(prompts, results, strict=True) if ctx.is_main else ():
         print_generations(prompt, generations)
-    if output is not None:
-        with joint_errors(ctx, name_ranks=False):
-            if ctx.is_main:
-                write_generations(Path(output), prompts, results)
+    write_generations(ctx, output, prompts, results)
 
 
 def merge_settings(exported: dict[str, Any], cfg: RunConfig) -> GenerationConfig:

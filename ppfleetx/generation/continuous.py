@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import paddle
 
+from ppfleetx.generation.cache import ConcatCache
 from ppfleetx.generation.processors import candidates, draw, forbid, penalize_repetition
 from ppfleetx.generation.session import NextTokenModel, pad_left
 
@@ -19,36 +20,17 @@ from ppfleetx.generation.session import NextTokenModel, pad_left
 _PREFILL_COLUMNS = 512
 
 
-class JoinableCache:
-    """The :class:`~ppfleetx.nn.attention.KeyValueCache` of rows that end at the same column.
+class JoinableCache(ConcatCache):
+    """The cache of rows that end at the same column.
 
     A shorter row has columns on its left that hold nothing; whoever asks the model masks them.
     """
 
-    def __init__(self) -> None:
-        self._layers: dict[int, tuple[paddle.Tensor, paddle.Tensor]] = {}
-
-    @property
-    def length(self) -> int:
-        """Columns held; the same for all layers between two calls of the model."""
-        return next(iter(self._layers.values()))[0].shape[2] if self._layers else 0
-
-    def update(
-        self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor
-    ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Append ``key, value [b, g, s, d]``; give those of all columns ``[b, g, length + s, d]``."""
-        if layer_index in self._layers:
-            past_key, past_value = self._layers[layer_index]
-            key, value = paddle.concat([past_key, key], axis=2), paddle.concat([past_value, value], axis=2)
-        self._layers[layer_index] = (key, value)
-        return key, value
-
-    def select(self, rows: np.ndarray, first_column: int = 0) -> None:
-        """Row ``i`` becomes what row ``rows[i]`` was, without the columns before ``first_column``."""
-        index = paddle.to_tensor(rows.astype(np.int64))
-        for layer, pair in self._layers.items():
-            key, value = (tensor[:, :, first_column:].index_select(index, axis=0) for tensor in pair)
-            self._layers[layer] = (key, value)
+    def forget_first(self, columns: int) -> None:
+        """Forget what is in the first ``columns``, of all rows."""
+        if columns:
+            for layer, (key, value) in self._layers.items():
+                self._layers[layer] = (key[:, :, columns:], value[:, :, columns:])
 
     def add_rows(self, other: JoinableCache) -> None:
         """Put the rows of ``other`` below these."""
@@ -129,7 +111,8 @@ class ContinuousBatch:
             return
         padding = self._padding[list(rows)]
         unused = int(padding.min())
-        self._cache.select(np.array(rows), unused)
+        self._cache.forget_first(unused)
+        self._cache.select(paddle.to_tensor(rows))
         self._padding = padding - unused
 
     def _clear(self) -> None:
@@ -146,9 +129,10 @@ class ContinuousBatch:
             logits = _run(self._model, tokens[:, start : start + _PREFILL_COLUMNS], padding, cache)
         if max(copies) > 1:
             repeated = np.repeat(np.arange(len(prompts)), copies)
-            cache.select(repeated)
+            index = paddle.to_tensor(repeated)
+            cache.select(index)
             padding = padding[repeated]
-            logits = logits.index_select(paddle.to_tensor(repeated), axis=0)
+            logits = logits.index_select(index, axis=0)
         before, after = self._cache.length, cache.length
         self._cache.add_rows(cache)
         columns = self._cache.length
