@@ -209,7 +209,7 @@ def _fill(checkpoint: Checkpoint, entry: TensorEntry, tensor: Tensor, place: Any
             checkpoint.read(*_key(entry), offset=offset, shape=shape, out=host_array(tensor))
         else:
             values = checkpoint.read(*_key(entry), offset=offset, shape=shape)
-            tensor.set_value(cast(values, entry.dtype, _dtype(tensor)))
+            _set(tensor, cast(values, entry.dtype, _dtype(tensor)))
         return
     dim = entry.vocab_dim
     rows = min(checkpoint.manifest.vocab_size - offset[dim], shape[dim])
@@ -218,7 +218,17 @@ def _fill(checkpoint: Checkpoint, entry: TensorEntry, tensor: Tensor, place: Any
         part = tuple(rows if axis == dim else size for axis, size in enumerate(shape))
         values = checkpoint.read(*_key(entry), offset=offset, shape=part)
         current[tuple(slice(size) for size in part)] = cast(values, entry.dtype, _dtype(tensor))
-    tensor.set_value(current)
+    _set(tensor, current)
+
+
+def _set(tensor: Tensor, values: np.ndarray) -> None:
+    """Write into a tensor where it is: Paddle's `set_value` would move one in host memory to the device."""
+    if tensor.place.is_cpu_place():
+        import paddle
+
+        tensor.get_tensor().set(values, paddle.CPUPlace())
+    else:
+        tensor.set_value(values)
 
 
 def _key(entry: TensorEntry) -> tuple[str, str, str]:

@@ -18,7 +18,7 @@ class ShardingConfig(Section):
     sharding_stage: Annotated[Literal[1, 2, 3], NumberChoice] = 1
     """1 divides optimizer states, 2 also gradients, 3 also parameters."""
     sharding_offload: Bool = False
-    """Keep the divided states in host memory (stages 2 and 3)."""
+    """Keep optimizer states and master weights in host memory and update there (stages 2 and 3)."""
     reduce_overlap: Bool = False
     """Reduce gradients while the backward pass still runs (no effect yet: it waits for each sum)."""
     broadcast_overlap: Bool = False

@@ -6,7 +6,7 @@ Loading, the planner, the documentation and the test matrix all use this table.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -225,9 +225,14 @@ def enumerate_plans(world_size: int, work: Workload | None = None) -> list[Paral
     """All legal plans of ``world_size`` processes (for ``work``, where given).
 
     Each factorisation into degrees, with every sharding stage, with and without sequence parallelism, and
-    with one or two virtual stages. Offload and explicit ``pp_layers`` are left out.
+    with one or two virtual stages. Offload, which changes nothing that ranks exchange, comes with stages 2
+    and 3 of some factorisations (:func:`_offloads`) only; explicit ``pp_layers`` are left out.
     """
-    return [plan for plan in _candidates(world_size) if not violations(plan, work)]
+    return _legal(_candidates(world_size), work)
+
+
+def _legal(plans: Iterable[ParallelPlan], work: Workload | None) -> list[ParallelPlan]:
+    return [plan for plan in plans if not violations(plan, work)]
 
 
 def _candidates(world_size: int) -> Iterator[ParallelPlan]:
@@ -238,9 +243,23 @@ def _candidates(world_size: int) -> Iterator[ParallelPlan]:
         plan = ParallelPlan(world_size // (mp * pp * sharding * sep), mp, pp, sharding, sep)
         stages = (1, 2, 3) if sharding > 1 else (1,)
         for stage, split_sequence, chunks in product(stages, (False, True), (1, 2)):
-            yield replace(
+            full = replace(
                 plan, sharding_stage=stage, sequence_parallel=split_sequence, virtual_pp_degree=chunks
             )
+            yield full
+            if _offloads(full):
+                yield replace(full, sharding_offload=True)
+
+
+def _offloads(plan: ParallelPlan) -> bool:
+    """Whether the plan is one of those enumerated with offload too: no replicas, sequence parallelism
+    wherever there is mp, virtual stages wherever there is pp."""
+    return (
+        plan.sharding_stage > 1
+        and plan.dp == plan.sep == 1
+        and plan.sequence_parallel == (plan.mp > 1)
+        and (plan.virtual_pp_degree > 1) == (plan.pp > 1)
+    )
 
 
 def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = None) -> ParallelPlan | None:
@@ -249,11 +268,16 @@ def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = No
     Changing the data-parallel degree costs least, because it does not cut the model differently.
     """
     options = ("sharding_stage", "sequence_parallel", "virtual_pp_degree", "sep")
-    alike = (p for p in _candidates(world_size) if all(getattr(p, o) == getattr(plan, o) for o in options))
-    legal = [other for other in alike if not violations(other, work)] or enumerate_plans(world_size, work)
+    every = [p for p in _candidates(world_size) if not p.sharding_offload]
+    alike = [p for p in every if all(getattr(p, option) == getattr(plan, option) for option in options)]
+    legal = _legal(alike, work) or _legal(every, work)
 
     def distance(other: ParallelPlan) -> float:
         cost = {"dp": 1.0, "sharding": 2.0, "mp": 4.0, "pp": 4.0, "sep": 8.0}
         return sum(c * abs(math.log2(getattr(plan, a) / getattr(other, a))) for a, c in cost.items())
 
-    return min(legal, key=distance, default=None)
+    nearest = min(legal, key=distance, default=None)
+    if nearest is None or not plan.sharding_offload:
+        return nearest
+    offloading = replace(nearest, sharding_offload=True, sharding_stage=max(2, nearest.sharding_stage))
+    return nearest if violations(offloading, work) else offloading

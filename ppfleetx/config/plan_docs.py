@@ -68,10 +68,12 @@ def legal_combinations() -> str:
             else:
                 cells.append("yes")
         lines.append(_row([f"**{one}**", *cells]))
-    numbers = ", ".join(f"{len(enumerate_plans(size))} of {size}" for size in (2, 4, 8))
+    counts = {n: sum(not plan.sharding_offload for plan in enumerate_plans(n)) for n in (2, 4, 8)}
+    numbers = ", ".join(f"{count} of {size}" for size, count in counts.items())
     lines += [
         "",
-        f"Of all plans, whatever the model, {numbers} processes are legal, with three and more axes too.",
+        f"Of all plans, whatever the model, {numbers} processes are legal, with three and more axes too; "
+        "those with sharding 2 or 3 also with offload.",
     ]
     return "\n".join([*lines, *(f"- {text}" for text in dict.fromkeys(refused))])
 

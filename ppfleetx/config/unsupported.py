@@ -23,14 +23,8 @@ def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
         cfg: a loaded configuration.
         device: the device the run has resolved to, ``cpu`` or ``gpu`` (or another name of Global.device).
     """
-    sharding = cfg.Distributed.sharding
     compress, precision = cfg.Compress, cfg.Engine.mix_precision
     table: list[tuple[bool, str]] = [
-        (
-            sharding.sharding_offload,
-            "Distributed.sharding.sharding_offload = True: states cannot be kept in host memory yet; more "
-            "sharding ranks or Model.use_recompute save memory too",
-        ),
         (
             device == "cpu" and precision.enable,
             f"Engine.mix_precision.enable = True: Paddle has no {precision.dtype} kernels for the CPU; "

@@ -10,6 +10,7 @@ from ppfleetx.models.gpt.shape import flops_per_step, parameter_count, trained_c
 
 _MAX_GROUPS_SHOWN = 2
 _MAX_RANKS_SHOWN = 8
+_RANKS_PER_NODE = 8
 
 
 def check_report(cfg: RunConfig) -> str:
@@ -19,6 +20,7 @@ def check_report(cfg: RunConfig) -> str:
         *_model_lines(cfg),
         *_batch_lines(cfg),
         _line("precision", _precision(cfg)),
+        *_offload_lines(cfg),
         _line("recompute", _recompute(cfg.Model)),
         _line("learning rate", _schedule(cfg)),
         _line("run", _run(cfg)),
@@ -150,6 +152,35 @@ def _precision(cfg: RunConfig) -> str:
         kind = "dynamic, starting at" if precision.use_dynamic_loss_scaling else "constant"
         text += f", loss scale {kind} {precision.scale_loss:g}"
     return text + (", gradients summed in float32" if precision.main_grad_fp32 else "")
+
+
+def _offload_lines(cfg: RunConfig) -> list[str]:
+    """What the host has to hold, as if mp and pp divided all parameters evenly."""
+    plan, precision = cfg.plan, cfg.Engine.mix_precision
+    if not plan.sharding_offload:
+        return []
+    moments = 8 if cfg.Optimizer.name == "AdamW" else 0
+    masters = 4 if precision.enable and precision.level == "O2" else 0
+    size = moments + masters
+    if size == 0:
+        return [
+            _line(
+                "offload",
+                f"{cfg.Optimizer.name} without master weights has no states: the host holds nothing",
+            )
+        ]
+    rank_bytes = trained_count(cfg.Model) * size // (plan.mp * plan.pp * plan.sharding)
+    ranks = min(plan.world_size, _RANKS_PER_NODE)
+    text = f"optimizer states in host memory, {size} bytes a parameter: about {_binary(rank_bytes)} a rank"
+    return [_line("offload", f"{text}, {_binary(rank_bytes * ranks)} on a node with {ranks} ranks")]
+
+
+def _binary(num_bytes: int) -> str:
+    """``2_000_000_000`` -> ``1.9 GiB``."""
+    unit, name = next(
+        (u for u in ((1 << 30, "GiB"), (1 << 20, "MiB")) if num_bytes >= u[0]), (1 << 10, "KiB")
+    )
+    return f"{num_bytes / unit:.1f} {name}"
 
 
 def _recompute(model: ModelConfig) -> str:

@@ -69,7 +69,8 @@ class Optimizer:
             drop_gradient(param)
 
     def keep_masters(self, masters: Mapping[str, Tensor]) -> None:
-        """Take these float32 tensors, by canonical name, as the master weights of 16-bit parameters.
+        """Take these float32 tensors, by canonical name, as the master weights of 16-bit parameters; they
+        are where the states are.
 
         Without it Paddle makes them from the rounded parameters at the first step.
         """
@@ -125,17 +126,21 @@ def adamw(
     epsilon: float = 1e-8,
     weight_decay: float = 0.01,
     multi_precision: bool = False,
+    on_host: bool = False,
 ) -> Optimizer:
     """AdamW with decoupled weight decay (Loshchilov & Hutter 2019): p -= lr * wd * p, then Adam's step.
 
     `decayed(canonical name)` says where decay applies. `multi_precision` keeps float32 master weights
-    of 16-bit parameters (Paddle has that kernel on GPUs only).
+    of 16-bit parameters (Paddle has that kernel on GPUs only). `on_host` keeps all state in host memory and
+    updates on the CPU.
     """
     import paddle
 
+    from ppfleetx.optims.on_host import HostAdamW
+
     named_params = _trainable(named_params)
     decay_by_paddle_name = {param.name: decayed(name) for name, param in named_params}
-    inner = paddle.optimizer.AdamW(
+    inner = (HostAdamW if on_host else paddle.optimizer.AdamW)(
         learning_rate=0.0,
         beta1=beta1,
         beta2=beta2,
@@ -143,22 +148,25 @@ def adamw(
         parameters=[param for _, param in named_params],
         weight_decay=weight_decay,
         apply_decay_param_fun=decay_by_paddle_name.__getitem__,
-        multi_precision=multi_precision,
+        multi_precision=multi_precision and not on_host,
     )
     return Optimizer(inner, named_params, ADAMW_ACCUMULATORS)
 
 
-def sgd(named_params: NamedParams, *, multi_precision: bool = False) -> Optimizer:
-    """Plain stochastic gradient descent, p -= lr * g, without decay or momentum: it has no state."""
+def sgd(named_params: NamedParams, *, multi_precision: bool = False, on_host: bool = False) -> Optimizer:
+    """Plain stochastic gradient descent, p -= lr * g, without decay or momentum: it has no state but the
+    master weights of 16-bit parameters (`multi_precision`; `on_host` keeps those in host memory)."""
     import paddle
 
     from ppfleetx.optims.master_sgd import MasterSGD
+    from ppfleetx.optims.on_host import HostSGD
 
     named_params = _trainable(named_params)
-    inner = (MasterSGD if multi_precision else paddle.optimizer.SGD)(
+    kind = HostSGD if on_host else MasterSGD if multi_precision else paddle.optimizer.SGD
+    inner = kind(
         learning_rate=0.0,
         parameters=[param for _, param in named_params],
-        multi_precision=multi_precision,
+        multi_precision=multi_precision and not on_host,
     )
     return Optimizer(inner, named_params, {})
 

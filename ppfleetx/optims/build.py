@@ -12,7 +12,11 @@ from ppfleetx.optims.schedules import Schedule
 
 
 def build_optimizer(
-    cfg_optimizer: OptimizerConfig, named_params: NamedParams, *, multi_precision: bool = False
+    cfg_optimizer: OptimizerConfig,
+    named_params: NamedParams,
+    *,
+    multi_precision: bool = False,
+    on_host: bool = False,
 ) -> Optimizer:
     """Optimizer of section `Optimizer` over (canonical name, parameter) pairs.
 
@@ -20,12 +24,13 @@ def build_optimizer(
         cfg_optimizer: the section.
         named_params: parameters; frozen ones (`stop_gradient`) are left out.
         multi_precision: keep float32 master weights of 16-bit parameters (GPU).
+        on_host: keep all state in host memory and update there.
 
     Raises:
         ConfigError: the optimizer is not known.
     """
     if cfg_optimizer.name == "SGD":
-        return sgd(named_params, multi_precision=multi_precision)
+        return sgd(named_params, multi_precision=multi_precision, on_host=on_host)
     if cfg_optimizer.name != "AdamW":
         raise ConfigError("must be AdamW or SGD", key="Optimizer.name", value=cfg_optimizer.name)
     shapes = {name: _global_shape(param) for name, param in named_params}
@@ -37,6 +42,7 @@ def build_optimizer(
         epsilon=cfg_optimizer.epsilon,
         weight_decay=cfg_optimizer.weight_decay,
         multi_precision=multi_precision,
+        on_host=on_host,
     )
 
 

@@ -107,10 +107,11 @@ def _optimizer_and_sync(
     parameters = model.parameters()
     trainable = [parameter for parameter in parameters if not parameter.stop_gradient]
     named = [(parameter.info.name, parameter) for parameter in parameters]
-    masters = precision.lower(parameters, train=train)
-    low = precision.lowers_parameters
-    optimizer = build_optimizer(cfg.Optimizer, named, multi_precision=low) if train else None
-    sharding = None
+    low, on_host = precision.lowers_parameters, ctx.plan.sharding_offload
+    masters = precision.lower(parameters, train=train, masters_on_host=on_host)
+    optimizer = sharding = None
+    if train:
+        optimizer = build_optimizer(cfg.Optimizer, named, multi_precision=low, on_host=on_host)
     if ctx.size_of("sharding") > 1:
         from ppfleetx.parallel.sharding import ParameterSharding, Sharding
 

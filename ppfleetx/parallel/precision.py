@@ -20,6 +20,7 @@ import paddle
 from ppfleetx.config.engine import MixedPrecisionConfig
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.optims.gradients import add_to_main_gradient, gradient_of
+from ppfleetx.optims.on_host import copy_to_host
 
 MIN_SCALE, GROWTH, BACKOFF = 1.0, 2.0, 0.5
 # What auto_cast asks of a GPU.
@@ -138,22 +139,26 @@ class Precision:
             dtype=self._cfg.dtype,
         )
 
-    def lower(self, parameters: Iterable[paddle.Tensor], *, train: bool) -> dict[str, paddle.Tensor]:
+    def lower(
+        self, parameters: Iterable[paddle.Tensor], *, train: bool, masters_on_host: bool = False
+    ) -> dict[str, paddle.Tensor]:
         """At O2: make the parameters 16-bit, in place.
 
         To be done before anything else hangs on them: with ``main_grad_fp32`` the hook that moves gradients
         to float32 must be the first.
 
         Returns:
-            Their exact float32 values by canonical name, for master weights; nothing unless ``train``.
+            Their exact float32 values by canonical name, for master weights, on the device or in host
+            memory; nothing unless ``train``.
         """
         masters: dict[str, paddle.Tensor] = {}
+        keep = copy_to_host if masters_on_host else lambda value: value.detach().clone()
         if not self.lowers_parameters:
             return masters
         for parameter in {id(parameter): parameter for parameter in parameters}.values():
             trains = train and not parameter.stop_gradient
             if trains:
-                masters[parameter.info.name] = parameter.detach().clone()
+                masters[parameter.info.name] = keep(parameter)
             low = parameter.detach().astype(self._cfg.dtype)
             parameter.value().get_tensor()._share_data_with(low.value().get_tensor())
             if trains and self._cfg.main_grad_fp32:

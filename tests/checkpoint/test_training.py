@@ -107,6 +107,17 @@ def test_vocabulary_padded_otherwise(tmp_path, padded):
     assert not moment[:, VOCAB:].any()
 
 
+def test_states_in_host_memory_stay_there(tmp_path, monkeypatch):
+    """Paddle's ``set_value`` writes to the current device, wherever the tensor was."""
+    params, other = model(), model(padded=14, seed=1)
+    optimizer, fresh = trained(params), build_optimizer(OptimizerConfig(), other, on_host=True)
+    checkpoint, states = saved(tmp_path, params, optimizer), fresh.state()
+    monkeypatch.setattr(paddle.Tensor, "set_value", lambda *_: pytest.fail("moved to the device"))
+    load_optimizer(states, other, checkpoint)
+    expected = optimizer.state()[WORD, "moment1"].numpy()[:VOCAB]
+    assert np.array_equal(states[WORD, "moment1"].numpy()[:VOCAB], expected) and expected.any()
+
+
 def test_a_rank_reads_its_part_also_of_another_padding(tmp_path):
     params = model()
     checkpoint = saved(tmp_path, params)

@@ -58,7 +58,7 @@ IMPOSSIBLE = [
         8,
         f"{D}.dp_degree=4 {D}.sharding.sharding_degree=2 {D}.sharding.sharding_offload=True",
         "offload",
-        "dp 4",
+        "dp 4, mp 1, pp 1, sharding 2 (stage 2, offload)",
     ),
     (
         8,

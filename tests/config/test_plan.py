@@ -1,6 +1,7 @@
 """The table of legal plans, enumeration, rank groups and batch arithmetic."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -17,8 +18,19 @@ def test_enumeration_is_legal_complete_and_without_repeats():
         assert len(set(plans)) == len(plans)
         assert all(plan.world_size == world and not violations(plan) for plan in plans)
     assert enumerate_plans(1) == [ParallelPlan()]
-    # dp, mp with and without SP, pp with and without virtual stages, three stages of sharding, sep
-    assert len(enumerate_plans(2)) == 1 + 2 + 2 + 3 + 1
+    # dp, mp with and without SP, pp with and without virtual stages, three stages of sharding, two of them
+    # with offload, sep
+    assert len(enumerate_plans(2)) == 1 + 2 + 2 + 3 + 2 + 1
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_offload_is_enumerated_without_doubling_the_plans(world):
+    plans = enumerate_plans(world)
+    offloading = [plan for plan in plans if plan.sharding_offload]
+    assert {plan.sharding_stage for plan in offloading} == {2, 3}
+    assert len(offloading) <= len(plans) / 4
+    if world == 8:
+        assert any(plan.mp > 1 and plan.pp > 1 for plan in offloading)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +105,17 @@ def test_nearest_plan_changes_data_parallelism_first():
     assert nearest_plan(ParallelPlan(dp=2, mp=2, pp=2), 16, WORK) == ParallelPlan(dp=4, mp=2, pp=2)
     assert nearest_plan(ParallelPlan(mp=3), 8, WORK).world_size == 8
     assert nearest_plan(ParallelPlan(dp=8), 1, WORK) == ParallelPlan()
+
+
+def test_nearest_plan_offloads_only_where_the_plan_did():
+    given = ParallelPlan(mp=2, sharding=2, sharding_stage=2)
+    for offload in (False, True):
+        near = nearest_plan(replace(given, sharding_offload=offload), 8, WORK)
+        expected = ParallelPlan(dp=2, mp=2, sharding=2, sharding_stage=2, sharding_offload=offload)
+        assert near == expected
+    first_stage = ParallelPlan(dp=4, sharding=2, sharding_offload=True)
+    assert nearest_plan(first_stage, 8, WORK) == replace(first_stage, sharding_stage=2)
+    assert nearest_plan(ParallelPlan(dp=8, sharding_offload=True), 8, WORK) == ParallelPlan(dp=8)
 
 
 def test_groups_follow_the_order_of_axes():

@@ -100,6 +100,22 @@ def test_check_report_of_175b():
         assert piece in report
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        # 6,654,402,560 parameters on 16 ranks; two float32 moments and a master weight for each.
+        ([], "12 bytes a parameter: about 4.6 GiB a rank, 37.2 GiB on a node with 8 ranks"),
+        (["Engine.mix_precision.enable=False"], "8 bytes a parameter: about 3.1 GiB a rank"),
+        (["Optimizer.name=SGD", "Engine.mix_precision.enable=False"], "the host holds nothing"),
+    ],
+)
+def test_offload_names_what_the_host_has_to_hold(overrides, words):
+    path = GPT / "pretrain_gpt_6.7B_sharding16.yaml"
+    offload = ["Distributed.sharding.sharding_offload=True"]
+    assert words in check_report(load_config(path, [*offload, *overrides]))
+    assert words not in check_report(load_config(path, overrides))
+
+
 def test_bubble():
     plan = load_config(GPT / "pretrain_gpt_13B_dp8.yaml").plan
     assert bubble_share(plan, 64) == pytest.approx(7 / 71)
@@ -108,15 +124,6 @@ def test_bubble():
 @pytest.mark.parametrize(
     ("overrides", "device", "word"),
     [
-        (
-            [
-                "Distributed.sharding.sharding_degree=2",
-                "Distributed.sharding.sharding_stage=3",
-                "Distributed.sharding.sharding_offload=True",
-            ],
-            "cpu",
-            "Distributed.sharding.sharding_offload",
-        ),
         (["Engine.mix_precision.enable=True"], "cpu", "Engine.mix_precision.enable"),
         (["Compress.Quantization.enable=True"], "cpu", "Compress.Quantization.enable"),
         (["Compress.Prune.enable=True"], "cpu", "Compress.Prune.enable"),

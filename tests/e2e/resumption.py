@@ -54,6 +54,8 @@ ALL: list[tuple[Plan, Plan]] = [
     (Plan(sharding=2, mp=2), Plan(dp=2, mp=2, pp=2)),
     (Plan(sharding=2, sharding_stage=3, pp=2), Plan(mp=2, sequence_parallel=True, pp=2)),
     (Plan(dp=4), Plan(dp=2)),
+    (Plan(sharding=2, sharding_stage=2, sharding_offload=True), Plan(sharding=2, sharding_stage=3)),
+    (Plan(pp=2), Plan(sharding=2, sharding_stage=3, sharding_offload=True, mp=2)),
 ]
 
 

@@ -119,6 +119,25 @@ def test_under_another_plan_the_scale_goes_on(whole, train):
         assert mine["loss"] == pytest.approx(expected["loss"], rel=1e-3)
 
 
+def test_offload_comes_and_goes_at_a_checkpoint(train):
+    """Masters and moments saved from host memory, in the background, go on where they are on the device, and
+    the other way round: bit for bit."""
+    plans = [Plan(sharding=2, sharding_stage=stage, sharding_offload=stage == 2) for stage in (2, 3)]
+    saving = {
+        "Engine__save_load__save_steps": 5,
+        "Engine__save_load__async_save": True,
+        "Engine__max_steps": 8,
+    }
+    wholes = [train(f"whole{number}", HALF, plan, **saving) for number, plan in enumerate(plans)]
+    assert progress(wholes[0]) == progress(wholes[1])
+    assert [record["found_inf"] for record in records(wholes[0])][-1] == 0
+    for number, plan in enumerate(plans):
+        ckpt_dir = str(wholes[1 - number] / "epoch_0_step_5")
+        again = train(f"again{number}", HALF, plan, Engine__save_load__ckpt_dir=ckpt_dir, Engine__max_steps=8)
+        assert progress(again) == progress(wholes[number])[5:]
+        assert_same_weights(wholes[number] / "epoch_0_step_8", again / "epoch_0_step_8")
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_weights_go_between_precisions_without_loss(train, pools, dtype):
     """From float32 to 16 bits the masters are the float32 weights, and back the weights are the masters."""
@@ -133,10 +152,7 @@ def test_weights_go_between_precisions_without_loss(train, pools, dtype):
     assert types[f"optimizer/{name}/master_weight"] == types[f"optimizer/{name}/moment1"] == "F32"
     start["Engine__save_load__init_from"] = str(low / "epoch_0_step_2")
     back = train("back", {"enable": False}, **start, **still)
-    before, after = weights(exact / "epoch_0_step_2"), weights(back / "epoch_0_step_2")
-    assert before.keys() == after.keys()
-    for key, values in before.items():
-        np.testing.assert_array_equal(values, after[key], err_msg=key)
+    assert_same_weights(exact / "epoch_0_step_2", back / "epoch_0_step_2")
 
 
 def test_the_log_line():
@@ -168,6 +184,13 @@ def test_at_the_smallest_scale_an_overflow_ends_the_run(train):
 def dtypes(pools, checkpoint):
     (types,) = pools(1).run("tests.parity.low_precision:tensors_of", checkpoint=str(checkpoint))
     return types
+
+
+def assert_same_weights(one, other):
+    before, after = weights(one), weights(other)
+    assert before.keys() == after.keys()
+    for key, values in before.items():
+        np.testing.assert_array_equal(values, after[key], err_msg=key)
 
 
 def weights(checkpoint):

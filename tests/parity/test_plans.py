@@ -25,6 +25,7 @@ PLANS = [
     Plan(pp=2, sharding=2, sharding_stage=3),
     Plan(mp=2, sep=2, sequence_parallel=True),
     Plan(dp=2, pp=2, mp=2),
+    Plan(pp=2, sharding=2, sharding_stage=2, sharding_offload=True),
 ]
 
 

@@ -107,6 +107,7 @@ def test_scales_from_above(run, one_card, plan):
         (Plan(pp=2), "embedding.word_embeddings.weight"),  # tied: copies on both
         (Plan(sharding=2), "decoder.layers.2.mlp.fc2.weight"),
         (Plan(sharding=2, sharding_stage=2), "decoder.layers.2.mlp.fc2.weight"),
+        (Plan(sharding=2, sharding_stage=2, sharding_offload=True), "decoder.layers.2.mlp.fc2.weight"),
     ],
     ids=str,
 )
@@ -148,6 +149,21 @@ def test_further_stages_of_sharding(run, one_card, stage):
     options = {"dtype": "bfloat16", "level": "O2"}
     results = run(Plan(sharding=2, sharding_stage=stage), options)
     assert difference(results, one_card(options)) <= TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [({"enable": False}, 4), ({"dtype": "bfloat16", "main_grad_fp32": False}, 4), (FROM_ABOVE, 8)],
+    ids=["float32", "bfloat16", "float16"],
+)
+def test_offload_changes_no_bit(run, stage, options, steps):
+    """Of losses, norms, weights, masters and moments, in each step; overflows are skipped alike."""
+    plans = [Plan(sharding=2, sharding_stage=stage, sharding_offload=offload) for offload in (False, True)]
+    plain, offloaded = (run(plan, options, micro_batch_size=4, steps=steps) for plan in plans)
+    assert offloaded == plain
+    if options is FROM_ABOVE:
+        assert plain[0]["skipped"][0] and not plain[0]["skipped"][-1]
 
 
 @pytest.mark.parametrize("plan", [Plan(), Plan(sharding=2, sharding_stage=2)], ids=str)

@@ -8,7 +8,9 @@ gather anything.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -282,3 +284,43 @@ def held_after_step(plan: dict[str, Any], world_size: int) -> dict[str, float]:
         states = sum(state.size for (_, kind), state in runner.optimizer_state().items() if kind == "moment1")
         values = sum(p.size for p in parameters if p._is_initialized())
     return {"values": values / whole, "gradients": sum(gradients) / whole, "states": states / whole}
+
+
+def offloaded_updates(plan: dict[str, Any], world_size: int) -> dict[str, list[str]]:
+    """What AdamW's kernel is given in two steps under a plan with offload.
+
+    Returns:
+        Canonical names of the parameters ``owned`` by this rank, of those ``updated``, of those whose memory
+        the kernel ``shared``, and when each step's ``changes`` of the states happened.
+    """
+    import paddle
+    from paddle.optimizer import adamw
+
+    with paddle.utils.unique_name.guard():
+        cfg, ctx, runner = build(plan, world_size, "gpt", "adamw", 4, {})
+        names = {parameter.name: name for name, parameter in runner._optimizer.named_params}
+        memory = dict(runner._optimizer.named_params)
+        kernel, updated, shared, changes = adamw._C_ops.adamw_, set(), set(), []
+
+        def record(value: Any, gradient: Any, *rest: Any) -> Any:
+            name = names[value.name]
+            updated.add(name)
+            parameter = memory[name]
+            if {value.data_ptr(), gradient.data_ptr()} & {parameter.data_ptr(), parameter.grad.data_ptr()}:
+                shared.add(name)
+            return kernel(value, gradient, *rest)
+
+        def states() -> dict[Any, bytes]:
+            return {key: tensor.numpy().tobytes() for key, tensor in runner.optimizer_state().items()}
+
+        before: dict[Any, bytes] = {}
+        with mock.patch.object(adamw, "_C_ops", SimpleNamespace(adamw_=record)):
+            for step in range(2):
+                start = states()
+                runner.before_update = lambda: before.update(states())
+                take_step(runner, step, cfg, ctx)
+                now = states()
+                moved = all(now[key] != start[key] for key in now if key[1] == "moment1")
+                changes.append("in the update" if before == start and moved else "elsewhere or not at all")
+    owned = [name for name, _ in runner._optimizer.named_params]
+    return {"owned": sorted(owned), "updated": sorted(updated), "shared": sorted(shared), "changes": changes}

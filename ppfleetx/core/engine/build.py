@@ -25,7 +25,7 @@ from ppfleetx.core.engine.checkpoints import CheckpointSaver, Start, find_start
 from ppfleetx.core.engine.engine import Engine
 from ppfleetx.core.engine.measure import Classification, Measure, TokenLoss
 from ppfleetx.core.engine.pace import Pace
-from ppfleetx.core.engine.ranks import rank_table
+from ppfleetx.core.engine.ranks import offload_notes, rank_table
 from ppfleetx.core.module.registry import build_module
 from ppfleetx.data.build import build_dataloader, load_tokenizer
 from ppfleetx.data.glue import TASKS
@@ -67,7 +67,7 @@ def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext) -> None:
         # Beside the checkpoints, where generation looks: they stay usable without the corpus' files.
         tokenizer.save(output_dir / "tokenizer")
     runner = build_runner(cfg, ctx, train=True)
-    for line in rank_table(ctx, runner):
+    for line in (*rank_table(ctx, runner), *offload_notes(ctx)):
         log.info(line)
     pace = Pace.of(cfg, train_loader.samples_per_epoch)
     schedule = build_schedule(cfg.Optimizer, pace.max_steps)

@@ -27,6 +27,13 @@ def rank_table(ctx: ParallelContext, runner: Runner) -> list[str]:
     return shown + (["..."] if len(lines) > len(shown) else [])
 
 
+def offload_notes(ctx: ParallelContext) -> list[str]:
+    """A line for a run that keeps its states in host memory where all memory is the host's."""
+    if not ctx.plan.sharding_offload or ctx.device != "cpu":
+        return []
+    return ["offload saves nothing on a CPU: host memory is all there is, and the states are there anyway"]
+
+
 def _ranks(ranks: list[int]) -> str:
     listed = ", ".join(map(str, ranks[:4])) + (", ..." if len(ranks) > 4 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}"

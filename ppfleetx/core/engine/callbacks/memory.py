@@ -27,8 +27,10 @@ class MemoryLog(Callback):
         self._said = True
         parameters = sum(_bytes(p) for _, p in engine.runner.named_parameters())
         states = sum(_bytes(t) for t in engine.runner.optimizer_state().values())
+        where = " in host memory" if engine.ctx.plan.sharding_offload else ""
         get_logger().info(
-            f"memory: parameters {_mib(parameters)}, optimizer state {_mib(states)}, {peak_memory(engine)}"
+            f"memory: parameters {_mib(parameters)}, optimizer state {_mib(states)}{where}, "
+            f"{peak_memory(engine)}"
         )
 
     def on_fit_end(self, engine: Engine) -> None:

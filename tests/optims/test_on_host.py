@@ -1,0 +1,94 @@
+"""Updates on the CPU of parameters that are elsewhere: the numbers of Paddle's optimizers in place."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from ppfleetx.optims.build import build_optimizer
+from tests.optims.test_optimizer import make_params, section, set_grads
+
+paddle = pytest.importorskip("paddle")
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_equal_to_the_update_in_place(name):
+    params = [make_params() for _ in range(2)]
+    plain, host = (
+        build_optimizer(section(name=name), some, on_host=on_host)
+        for some, on_host in zip(params, (False, True), strict=True)
+    )
+    places = [parameter.data_ptr() for _, parameter in params[1]]
+    for step in range(1, 4):
+        for some, optimizer in zip(params, (plain, host), strict=True):
+            set_grads(some, np.random.default_rng(step))
+            optimizer.step(1e-2 / step, 0.1 * step)
+            optimizer.clear_grad()
+    for (one, _), (other, _) in zip(plain.state().items(), host.state().items(), strict=True):
+        assert one == other
+    for key, state in plain.state().items():
+        assert np.array_equal(host.state()[key].numpy(), state.numpy()), key
+    for (key, one), (_, other) in zip(*params, strict=True):
+        assert np.array_equal(one.numpy(), other.numpy()), key
+    assert places == [parameter.data_ptr() for _, parameter in params[1]], "others hold the old memory"
+
+
+def test_masters_are_updated_and_rounded_into_16_bits():
+    """Against float32 parameters: they are what the masters must be after each step."""
+    exact, low = make_params(), make_params()
+    masters = {name: parameter.detach().clone() for name, parameter in low}
+    low = [(name, as_bfloat16(parameter)) for name, parameter in low]
+    expected = build_optimizer(section(), exact)
+    optimizer = build_optimizer(section(), low, multi_precision=True, on_host=True)
+    optimizer.keep_masters(masters)
+    for step in range(1, 4):
+        grads = set_grads(exact, np.random.default_rng(step))
+        for name, parameter in low:
+            parameter.main_grad = paddle.to_tensor(grads[name])
+        for each in (expected, optimizer):
+            each.step(1e-2, 0.1)
+            each.clear_grad()
+    state = optimizer.state()
+    for (name, parameter), (_, rounded) in zip(exact, low, strict=True):
+        assert np.array_equal(state[name, "master_weight"].numpy(), parameter.numpy()), name
+        assert rounded.dtype == paddle.bfloat16
+        assert np.array_equal(rounded.numpy(), parameter.astype("bfloat16").numpy()), name
+        for key in ("moment1", "moment2", "beta1_pow", "beta2_pow"):
+            assert np.array_equal(state[name, key].numpy(), expected.state()[name, key].numpy()), (name, key)
+
+
+def as_bfloat16(parameter):
+    low = parameter.detach().astype("bfloat16")
+    parameter.value().get_tensor()._share_data_with(low.value().get_tensor())
+    return parameter
+
+
+def test_paddle_makes_states_and_rate_on_the_host_and_the_device_comes_back(monkeypatch):
+    """As if there were a GPU: what is the current device whenever the optimizer makes or uses a tensor."""
+    from paddle.optimizer import Optimizer, adamw
+
+    current, seen = ["gpu:0"], {"states": [], "rate": [], "update": []}
+    monkeypatch.setattr(paddle, "get_device", lambda: current[-1])
+    monkeypatch.setattr(paddle, "set_device", current.append)
+
+    def watch(owner, name, what):
+        original = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *args, **more: (seen[what].append(current[-1]), original(*args, **more))[1]
+        )
+
+    operators = SimpleNamespace(adamw_=adamw._C_ops.adamw_)
+    monkeypatch.setattr(adamw, "_C_ops", operators)
+    watch(operators, "adamw_", "update")
+    watch(Optimizer, "_add_accumulator", "states")
+    watch(Optimizer, "_create_global_learning_rate", "rate")
+    watch(Optimizer, "set_lr", "rate")
+    params = make_params()
+    optimizer = build_optimizer(section(), params, on_host=True)
+    optimizer.state()
+    assert current[-1] == "gpu:0"
+    set_grads(params, np.random.default_rng(0))
+    optimizer.step(1e-2, 0.1)
+    assert current[-1] == "gpu:0"
+    assert len(seen["update"]) == len(params) and len(seen["states"]) == 4 * len(params)
+    assert all(set(devices) == {"cpu"} for devices in seen.values()), seen
