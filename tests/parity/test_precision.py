@@ -151,11 +151,15 @@ def test_further_stages_of_sharding(run, one_card, stage):
     assert difference(results, one_card(options)) <= TOLERANCE["bfloat16"]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(
-    ("options", "steps"),
-    [({"enable": False}, 4), ({"dtype": "bfloat16", "main_grad_fp32": False}, 4), (FROM_ABOVE, 8)],
-    ids=["float32", "bfloat16", "float16"],
+    ("stage", "options", "steps"),
+    [
+        (2, {"enable": False}, 4),
+        (3, {"enable": False}, 4),
+        (2, FROM_ABOVE, 8),
+        (3, {"dtype": "bfloat16", "main_grad_fp32": False}, 4),
+    ],
+    ids=["float32, stage 2", "float32, stage 3", "float16, stage 2", "bfloat16, stage 3"],
 )
 def test_offload_changes_no_bit(run, stage, options, steps):
     """Of losses, norms, weights, masters and moments, in each step; overflows are skipped alike."""

@@ -9,12 +9,11 @@ ONE_CARD = Plan()
 CHAINS = [
     (Plan(pp=2, mp=2), Plan(sharding=2, sharding_stage=3), ONE_CARD),
     (ONE_CARD, Plan(pp=4, virtual_pp_degree=2), Plan(mp=2, sequence_parallel=True)),
-    (Plan(sharding=2, sharding_stage=2, mp=2), Plan(sep=2), Plan(pp=2, sharding=2)),
-    (Plan(dp=2, pp=2, pp_layers=(3, 5)), Plan(sharding=4, sharding_stage=3), Plan(dp=2)),
+    (Plan(sharding=2, sharding_stage=2, sharding_offload=True, mp=2), Plan(sep=2), Plan(pp=2, sharding=2)),
     (
-        Plan(sharding=2, sharding_stage=2, sharding_offload=True),
-        Plan(mp=2),
-        Plan(sharding=2, sharding_stage=3, sharding_offload=True, pp=2),
+        Plan(dp=2, pp=2, pp_layers=(3, 5)),
+        Plan(sharding=4, sharding_stage=3, sharding_offload=True),
+        Plan(dp=2),
     ),
 ]
 
