@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from ppfleetx.data.indexed import IndexedDatasetWriter
+from tests.helpers import programs
 
 ROOT = Path(__file__).resolve().parents[2]
 NANO = ROOT / "ppfleetx/configs/debug/gpt_nano.yaml"
@@ -33,7 +34,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Tool:
-    """Runs one of the project's tools on the toy corpus in a process of its own."""
+    """Runs one of the project's tools on the toy corpus in a process of its own.
+
+    Processes are forked (``tests/helpers/programs.py``); those asked for with ``executed`` are started as a
+    user starts them.
+    """
 
     def __init__(self, corpus: Path) -> None:
         self._corpus = corpus
@@ -49,20 +54,20 @@ class Tool:
         return [sys.executable, str(ROOT / script), "-c", str(config), *options]
 
     def run(
-        self, output_dir: Path, *overrides: str, script: str = "tools/train.py", config: Path = NANO
+        self,
+        output_dir: Path,
+        *overrides: str,
+        script: str = "tools/train.py",
+        config: Path = NANO,
+        executed: bool = False,
     ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            self.command(script, output_dir, *overrides, config=config),
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env=environment(),
-        )
+        command = self.command(script, output_dir, *overrides, config=config)
+        return programs.run(command, timeout=120, env=environment(), executed=executed)
 
     def stop_after(self, output_dir: Path, num_steps: int, number: signal.Signals, *overrides: str) -> str:
         """Start training, send the signal once ``num_steps`` steps are recorded, return what was printed."""
         command = self.command("tools/train.py", output_dir, *overrides)
-        process = subprocess.Popen(
+        process = programs.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
         )
         deadline = time.monotonic() + 90

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import ROOT, Tool, environment, losses, records
+from tests.helpers import programs
 
 COMMON = (
     "Global.global_batch_size=8",
@@ -23,16 +24,17 @@ COMMON = (
 
 
 class Job:
-    """One start of the launcher, in a process group of its own."""
+    """One start of the launcher, in a process group of its own; forked unless ``executed``."""
 
     def __init__(self, tool: Tool, output_dir: Path, num_ranks: int, *overrides: str, **options) -> None:
         script = options.pop("script", "tools/train.py")
+        start = subprocess.Popen if options.pop("executed", False) else programs.Popen
         before, environ = options.pop("before", ()), {**environment(), **options}
         program = tool.command(script, output_dir, *COMMON, *overrides)
         self.log_dir = output_dir.with_name(output_dir.name + "_log")
         launcher = ["-m", "paddle.distributed.launch", "--log_dir", str(self.log_dir)]
         command = [*before, sys.executable, *launcher, f"--nproc_per_node={num_ranks}", *program[1:]]
-        self.process = subprocess.Popen(
+        self.process = start(
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -116,7 +118,7 @@ def test_a_mistake_one_rank_finds_is_one_message_and_code_2(tool: Tool, tmp_path
 
 def test_sigterm_stops_all_ranks_after_the_same_step(tool: Tool, tmp_path: Path) -> None:
     steps = ("Engine.max_steps=2000", "Engine.eval_freq=0", "Engine.save_load.save_steps=null")
-    job = Job(tool, tmp_path / "run", 2, "Distributed.pp_degree=2", *steps)
+    job = Job(tool, tmp_path / "run", 2, "Distributed.pp_degree=2", *steps, executed=True)
     deadline = time.monotonic() + 60
     while len(losses(tmp_path / "run")) < 3:
         assert time.monotonic() < deadline

@@ -25,7 +25,7 @@ LOG_LINE = re.compile(
 def uninterrupted(tool: Tool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Output directory of a run of 8 steps that nothing disturbed."""
     output_dir = tmp_path_factory.mktemp("uninterrupted")
-    done = tool.run(output_dir)
+    done = tool.run(output_dir, executed=True)
     assert done.returncode == 0, done.stderr
     (output_dir / "stdout").write_text(done.stdout)
     return output_dir
@@ -120,7 +120,7 @@ def test_a_new_run_puts_the_earlier_metrics_aside(tool: Tool, tmp_path: Path) ->
 
 def test_eval_tool_agrees_with_evaluation_while_training(tool: Tool, uninterrupted: Path) -> None:
     ckpt = f"Engine.save_load.ckpt_dir={uninterrupted}"
-    done = tool.run(uninterrupted, ckpt, script="tools/eval.py")
+    done = tool.run(uninterrupted, ckpt, script="tools/eval.py", executed=True)
     assert done.returncode == 0, done.stderr
     expected = records(uninterrupted, "eval")[-1]["loss"]
     assert f"eval at global step 8, loss: {expected:.9f}" in done.stdout

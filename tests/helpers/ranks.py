@@ -1,7 +1,8 @@
 """Ranks for tests: processes forked from one that has imported Paddle, each running functions by name.
 
-A *nursery* process per test session imports Paddle, runs no operator, and forks ranks on request, so that
-ranks start in milliseconds and no thread pool is cut in half by the fork. A pool of ranks stays alive and
+One *nursery* process per test process imports Paddle and all of ppfleetx, runs no operator, and forks ranks
+on request, so that ranks start in milliseconds and no thread pool is cut in half by the fork. It forks whole
+programs too (``tests/helpers/programs.py``). A pool of ranks stays alive and
 takes one call after another: ``pool.run("tests.distributed.cases:all_reduce", dtype="float32")`` imports
 the module in every rank and calls the function with the given JSON values; what it returns must be JSON.
 
@@ -11,8 +12,10 @@ rank ask the kernel to die with their parent.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import functools
 import importlib
 import json
 import os
@@ -28,6 +31,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.helpers import programs
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 60.0
@@ -63,15 +68,15 @@ def _die_with_parent() -> None:
 
 
 class Nursery:
-    """The process that forks ranks; one per test session is enough. It imports ``preload`` for them all."""
+    """The process that forks ranks and programs; :func:`shared_nursery` is the one to use."""
 
-    def __init__(self, preload: Sequence[str] = ()) -> None:
+    def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         for name in [n for n in environment if n.startswith("PADDLE_")]:
             del environment[name]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.ranks", str(theirs.fileno()), *preload],
+            [sys.executable, "-m", "tests.helpers.ranks", str(theirs.fileno())],
             cwd=ROOT,
             env=environment,
             pass_fds=[theirs.fileno()],
@@ -82,10 +87,16 @@ class Nursery:
     def fork(self, settings: dict[str, str], log: Path) -> socket.socket:
         """A new rank with these environment variables; returns the connection to it."""
         ours, theirs = socket.socketpair()
-        message = json.dumps({"settings": settings, "log": str(log)}).encode()
-        socket.send_fds(self._socket, [message], [theirs.fileno()])
+        self.send({"settings": settings, "log": str(log)}, [theirs.fileno()])
         theirs.close()
         return ours
+
+    def preload(self, modules: Sequence[str]) -> None:
+        """Import more modules, for the ranks that are forked from now on."""
+        self.send({"preload": list(modules)}, [])
+
+    def send(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        socket.send_fds(self._socket, [json.dumps(message).encode()], descriptors)
 
     def close(self) -> None:
         """End the nursery and every rank."""
@@ -93,6 +104,14 @@ class Nursery:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+@functools.cache
+def shared_nursery() -> Nursery:
+    """The nursery of this process, started when first asked for and closed at the end."""
+    nursery = Nursery()
+    atexit.register(nursery.close)
+    return nursery
 
 
 class RankPool:
@@ -218,49 +237,61 @@ class Pools:
 
     def __init__(self, preload: Sequence[str] = ()) -> None:
         self._preload = preload
-        self._nursery: Nursery | None = None
         self._pools: dict[tuple, RankPool] = {}
 
     def __call__(self, size: int, **environment: str) -> RankPool:
-        if self._nursery is None:
-            self._nursery = Nursery(self._preload)
+        nursery = shared_nursery()
+        if self._preload:
+            nursery.preload(self._preload)
+            self._preload = ()
         key = (size, *sorted(environment.items()))
         pool = self._pools.get(key)
         if pool is None or not pool.usable:
             if pool is not None:
                 pool.close()
-            pool = self._pools[key] = RankPool(self._nursery, size, **environment)
+            pool = self._pools[key] = RankPool(nursery, size, **environment)
         return pool
 
     def close(self) -> None:
         for pool in self._pools.values():
             pool.close()
-        if self._nursery is not None:
-            self._nursery.close()
 
 
 # -- in the nursery and the ranks ---------------------------------------------------------------
 
 
-def _serve_forks(control: socket.socket, preload: Sequence[str]) -> None:
+def _serve_forks(control: socket.socket) -> None:
     _die_with_parent()
-    for module in ("paddle", *preload):  # the point of this process
-        importlib.import_module(module)
+    programs.hidden.load()  # the point of this process
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks for the exit codes of ranks
     while True:
-        message, descriptors, _, _ = socket.recv_fds(control, 1 << 16, 1)
-        if not message:
+        text, descriptors, _, _ = socket.recv_fds(control, 1 << 16, 4)
+        if not text:
             return
-        connection = socket.socket(fileno=descriptors[0])
+        message = json.loads(text)
+        if "preload" in message:
+            for module in message["preload"]:
+                importlib.import_module(module)
+            continue
+        connection, *streams = descriptors
         if os.fork() == 0:
             control.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _become_rank(connection, **json.loads(message))
-        connection.close()
+            if "program" in message:
+                programs.serve(socket.socket(fileno=connection), streams)
+            else:
+                _become_rank(socket.socket(fileno=connection), **message)
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 def _become_rank(connection: socket.socket, settings: dict[str, str], log: str) -> None:
+    import paddle
+
     _die_with_parent()
+    # Programs on a CPU switch views with strides off. Ranks have them, as on a GPU and as is Paddle's default.
+    os.environ.pop("FLAGS_use_stride_kernel", None)
+    paddle.set_flags({"FLAGS_use_stride_kernel": True})
     os.environ.update(settings)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
@@ -283,4 +314,4 @@ def _become_rank(connection: socket.socket, settings: dict[str, str], log: str) 
 
 
 if __name__ == "__main__":
-    _serve_forks(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+    _serve_forks(socket.socket(fileno=int(sys.argv[1])))
