@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,14 +18,13 @@ from ppfleetx.checkpoint.inspect import (
 )
 from tests.checkpoint.checkpoints import save, slices
 from tests.checkpoint.convert import hf_dirs
+from tests.helpers import programs
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
 
 def run(tool, *arguments):
-    done = subprocess.run(
-        [sys.executable, TOOLS / tool, *map(str, arguments)], capture_output=True, text=True
-    )
+    done = programs.run([sys.executable, TOOLS / tool, *map(str, arguments)], timeout=60)
     assert "Traceback" not in done.stderr
     return done
 

@@ -22,6 +22,7 @@ from ppfleetx.data.tokenizer_training import train_tokenizer
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import LocalFactory
+from tests.helpers import programs
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "ppfleetx/configs/nlp/gpt/eval_gpt_345M_single_card.yaml"
@@ -88,10 +89,8 @@ def overrides(place: Path, **changes: object) -> list[str]:
 
 def command(script: str, *options: str) -> subprocess.CompletedProcess[str]:
     words = [word for option in options for word in ("-o", option)]
-    return subprocess.run(
+    return programs.run(
         [sys.executable, str(ROOT / "tools" / script), "-c", str(SHIPPED), *words],
-        capture_output=True,
-        text=True,
         timeout=120,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 
 import numpy as np
@@ -13,6 +12,7 @@ import pytest
 from ppfleetx.config.plan import ParallelPlan as Plan
 from tests.e2e import finetuning
 from tests.e2e.finetuning import GLUE, NUM_DEV, SFT, losses, metrics, run, settings
+from tests.helpers import programs
 from tests.helpers.ranks import Pools
 
 BAR = 0.9  # of a task whose larger class has less than 0.6
@@ -263,7 +263,7 @@ def test_adapters_refuse_what_they_were_not_trained_on(
 def test_missing_files_are_named_by_the_tool(files):
     words = f"{files}/missing/train.tsv; SST-2 is read from GLUE's own TSV files"
     command = [sys.executable, *(str(argument).format(files=files) for argument in TRAIN)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=finetuning.ROOT)
+    done = programs.run(command, timeout=60, cwd=finetuning.ROOT)
     assert done.returncode == 2, done.stderr
     assert words in done.stderr
     assert "Traceback" not in done.stderr

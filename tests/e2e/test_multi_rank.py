@@ -44,7 +44,7 @@ class Job:
             start_new_session=True,
         )
 
-    def wait(self, timeout: float = 90) -> tuple[int, str]:
+    def wait(self, timeout: float = 200) -> tuple[int, str]:
         """(exit code, output); nothing of the job is left running."""
         try:
             output = self.process.communicate(timeout=timeout)[0]

@@ -4,17 +4,13 @@ import pytest
 
 from tests.faults.flip_campaign import campaign, make_checkpoint
 from tests.faults.kill_campaign import Campaign
-from tests.helpers.ranks import Nursery
+from tests.helpers.ranks import shared_nursery
 
 
 @pytest.mark.parametrize("in_background", [False, True], ids=["foreground", "background"])
 def test_killed_runs_end_as_if_nothing_had_happened(tmp_path, corpus, in_background):
-    nursery = Nursery()
-    try:
-        options = {"Engine.save_load.async_save": in_background}
-        found = Campaign(nursery, tmp_path, corpus, overrides=options, seed=7, steps=12).kill(6)
-    finally:
-        nursery.close()
+    options = {"Engine.save_load.async_save": in_background}
+    found = Campaign(shared_nursery(), tmp_path, corpus, overrides=options, seed=7, steps=12).kill(6)
     assert found["kills"] == 6 and found["finished runs"] >= 1
 
 

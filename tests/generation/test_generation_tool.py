@@ -15,6 +15,7 @@ from ppfleetx.core.generate import DEFAULT_PROMPT, generate, read_prompts
 from ppfleetx.data.tokenizer import Tokenizer
 from ppfleetx.distributed.context import ParallelContext
 from tests.generation.conftest import RUN_MODEL, write_run
+from tests.helpers import programs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,15 +36,18 @@ def in_process(
 
 
 def command(
-    run_dir: Path, *overrides: str, config: str | Path = "generation.yaml", options: tuple[str, ...] = ()
+    run_dir: Path,
+    *overrides: str,
+    config: str | Path = "generation.yaml",
+    options: tuple[str, ...] = (),
+    executed: bool = False,
 ) -> subprocess.CompletedProcess:
     words = [*options, *(word for override in overrides for word in ("-o", override))]
-    return subprocess.run(
+    return programs.run(
         [sys.executable, str(ROOT / "tasks/gpt/generation.py"), "-c", str(run_dir / config), *words],
-        capture_output=True,
-        text=True,
         timeout=120,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        executed=executed,
     )
 
 
@@ -60,6 +64,7 @@ def test_the_documented_command(run_dir: Path) -> None:
         *shrunk,
         *options,
         config=ROOT / "ppfleetx/configs/nlp/gpt/generation_gpt_345M_dp8.yaml",
+        executed=True,
     )
     assert done.returncode == 0, done.stderr
     assert f"\nPrompt: {DEFAULT_PROMPT}\nGeneration: {DEFAULT_PROMPT}" in done.stdout

@@ -45,11 +45,18 @@ SET_CHILD_SUBREAPER = 36  # prctl(2)
 SET_PARENT_DEATH_SIGNAL = 1
 
 
+IN_NAMESPACE = ["ip", "netns", "exec"]
+NAMESPACES = Path("/run/netns")
+NEW_NETWORK = 0x40000000  # CLONE_NEWNET of setns(2)
+
+
 def is_forkable(command: object) -> bool:
-    """Whether a command is this Python with a script or a module."""
+    """Whether a command is this Python with a script or a module, perhaps in a network namespace."""
     if isinstance(command, str | bytes | os.PathLike):
         return False
     words = _words(command)
+    if words[:3] == IN_NAMESPACE:
+        words = words[4:]
     if words[:1] != [sys.executable]:
         return False
     rest = words[2:] if words[1:2] == ["-u"] else words[1:]
@@ -293,6 +300,9 @@ def become(command: list[str], cwd: str, environment: Mapping[str, str], streams
     code = 1
     try:
         os.chdir(cwd)
+        if command[:3] == IN_NAMESPACE:
+            _enter_namespace(command[3])
+            command = command[4:]
         copies = [os.dup(descriptor) for descriptor in streams]
         for standard, descriptor in enumerate(copies):
             os.dup2(descriptor, standard)
@@ -307,6 +317,13 @@ def become(command: list[str], cwd: str, environment: Mapping[str, str], streams
         traceback.print_exc()
     finally:
         os._exit(code)
+
+
+def _enter_namespace(name: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    with (NAMESPACES / name).open() as namespace:
+        if libc.setns(namespace.fileno(), NEW_NETWORK) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")
 
 
 def _run(command: list[str]) -> int:

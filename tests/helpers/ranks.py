@@ -289,7 +289,7 @@ def _become_rank(connection: socket.socket, settings: dict[str, str], log: str) 
     import paddle
 
     _die_with_parent()
-    # Programs on a CPU switch views with strides off. Ranks have them, as on a GPU and as is Paddle's default.
+    # Programs on a CPU switch views with strides off. Ranks have them, as on a GPU: Paddle's default.
     os.environ.pop("FLAGS_use_stride_kernel", None)
     paddle.set_flags({"FLAGS_use_stride_kernel": True})
     os.environ.update(settings)

@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from ppfleetx.checkpoint.training import load_model
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.nn.stage import canonical_parameters
 from tests.checkpoint.convert.hf_dirs import write_tokenizer
+from tests.helpers import programs
 from tests.models.gpt_builders import build, random_tokens, tiny_config
 
 # Columns (1) or rows (0) that FleetX's tensor parallelism cuts, by the end of the name.
@@ -210,10 +210,9 @@ def test_generation_takes_it_as_ckpt_dir(tmp_path):
     texts = []
     for path in (place, converted):
         options = ["-o", f"Engine.save_load.ckpt_dir={path}", "--output", tmp_path / "out.jsonl"]
-        done = subprocess.run(
+        done = programs.run(
             [sys.executable, "tasks/gpt/generation.py", "-c", tmp_path / "config.yaml", *options],
-            capture_output=True,
-            text=True,
+            timeout=120,
             cwd=Path(__file__).parents[3],
         )
         assert done.returncode == 0, done.stderr
