@@ -52,10 +52,13 @@ class Comparison:
     Args:
         pools: where ranks come from.
         directory: for the weights of the runs of one process.
+        short: three steps instead of five and, where that leaves every part of a pipeline two, four layers
+            instead of eight. What a plan does is the same in each; ``make parity`` runs all of them.
     """
 
-    def __init__(self, pools: Pools, directory: Path) -> None:
+    def __init__(self, pools: Pools, directory: Path, *, short: bool = False) -> None:
         self.pools, self._directory, self._references = pools, directory, {}
+        self._short = short
 
     def run(
         self,
@@ -68,6 +71,8 @@ class Comparison:
         **more: Any,
     ) -> Difference:
         """Differences of the plan's run from the run of one process with the same options ``more``."""
+        if self._short:
+            more = _shortened(plan, more)
         reference, directory = self.reference(model, optimizer, reference_micro_batch_size, **more)
         results = self.run_plan(plan, model, optimizer, micro_batch_size, directory, **more)
         for key in ("loss", "grad_norm", "tokens"):
@@ -122,6 +127,13 @@ class Comparison:
             )
             self._references[key] = (result, directory)
         return self._references[key]
+
+
+def _shortened(plan: ParallelPlan, more: dict[str, Any]) -> dict[str, Any]:
+    """The options of a run made short, where they say nothing else."""
+    four = plan.pp * plan.virtual_pp_degree <= 2 and plan.pp_layers is None
+    layers = {"Model.num_layers": 4} if four else {}
+    return {"steps": 3, **more, "extra": {**layers, **(more.get("extra") or {})}}
 
 
 def _relative(values: list[float], expected: list[float]) -> float:

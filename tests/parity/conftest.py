@@ -8,5 +8,5 @@ from tests.parity.comparison import Comparison
 def comparison(tmp_path_factory):
     """Runs plans in forked ranks and compares them with one process."""
     pools = Pools()
-    yield Comparison(pools, tmp_path_factory.mktemp("parity"))
+    yield Comparison(pools, tmp_path_factory.mktemp("parity"), short=True)
     pools.close()
