@@ -23,6 +23,7 @@ from ppfleetx.deploy.program_linear import Matrix, use_panels
 from ppfleetx.deploy.replicas import as_replicas
 from ppfleetx.deploy.tracing import quick_conversion
 from tests.deploy.exports import GPT2_STYLE, Exported, configuration, write_run
+from tests.helpers import programs
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "ppfleetx" / "configs" / "nlp" / "gpt"
@@ -39,10 +40,12 @@ def command(
     *overrides: str,
     launcher: tuple[str, ...] = (),
     options: tuple[str, ...] = (),
+    executed: bool = False,
 ) -> subprocess.CompletedProcess:
     words = [word for override in overrides for word in ("-o", override)]
     program = [sys.executable, *launcher, str(ROOT / tool), "-c", str(CONFIGS / config), *words, *options]
-    process = subprocess.Popen(
+    start = subprocess.Popen if executed else programs.Popen
+    process = start(
         program,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -69,7 +72,8 @@ def test_the_documented_commands(tmp_path: Path, exported: Exported) -> None:
     run = write_run(tmp_path / "output", GPT2_STYLE)
     rank_dir = "Engine.save_load.ckpt_dir=./output/epoch_0_step_4/mp_00_sharding_00_pp_00"
     pretrain = "pretrain_gpt_345M_single_card.yaml"
-    done = command(tmp_path, "tools/export.py", pretrain, rank_dir, *SHRUNK, *SHORT_DATA, launcher=LAUNCH)
+    overrides = [rank_dir, *SHRUNK, *SHORT_DATA]
+    done = command(tmp_path, "tools/export.py", pretrain, *overrides, launcher=LAUNCH, executed=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "NOTE: Engine.mix_precision is disabled" in done.stdout
     assert "[    INFO] - export inference model saved in ./output/rank_0/model" in done.stdout
@@ -79,7 +83,8 @@ def test_the_documented_commands(tmp_path: Path, exported: Exported) -> None:
     options = ["Generation.decode_strategy=greedy_search", "Generation.max_dec_len=9"]
     prompts = 'Generation.prompt=["the cat", "and"]'
     inference = "inference_gpt_345M_single_card.yaml"
-    answered = command(tmp_path, "tools/inference.py", inference, *options, prompts, launcher=LAUNCH)
+    overrides = [*options, prompts]
+    answered = command(tmp_path, "tools/inference.py", inference, *overrides, launcher=LAUNCH, executed=True)
     cfg = configuration(exported.run, GPT2_STYLE, *options).Generation
     expected = ""
     for prompt, [one] in zip(

@@ -1,5 +1,5 @@
 """Checkpoints belong to the model: six steps under plan A with a checkpoint after three, the last three
-again under plan B, compared with six steps of one process.
+again under plan B, compared with six steps of one process (in the test suite: four, two and two).
 
 ``make parity`` runs all pairs: ``python -m tests.e2e.resumption``. Some of them are in the test suite.
 """
@@ -70,11 +70,16 @@ def write_corpus(prefix: Path) -> None:
 
 @dataclass
 class Resumption:
-    """Runs pairs of plans; runs of the first plan of a pair are kept for other pairs."""
+    """Runs pairs of plans; runs of the first plan of a pair are kept for other pairs.
+
+    Args:
+        steps: of a whole run; the checkpoint is made after half of them.
+    """
 
     pools: Pools
     directory: Path
     corpus: Path
+    steps: int = 6
     _saved: dict[tuple[Plan, int | None], Path] = field(default_factory=dict)
 
     def difference(self, before: Plan, after: Plan, micro_batch_sizes: tuple[int | None, ...] = (None, None)):
@@ -82,19 +87,24 @@ class Resumption:
         expected = losses(self.saved(ONE, None))
         source = self.saved(before, micro_batch_sizes[0])
         target = self.directory / f"resumed{len(list(self.directory.iterdir()))}"
-        ckpt_dir = {"Engine.save_load.ckpt_dir": str(source / "epoch_0_step_3")}
-        options = {"overrides": ckpt_dir, "micro_batch_size": micro_batch_sizes[1]}
+        half = self.steps // 2
+        ckpt_dir = {"Engine.save_load.ckpt_dir": str(source / f"epoch_0_step_{half}")}
+        options = {"overrides": ckpt_dir | self._length(), "micro_batch_size": micro_batch_sizes[1]}
         resumed = run(self.pools, after, self.corpus, target, **options)
-        assert [step for step, *_ in resumed] == [4, 5, 6]
-        return max(_difference(losses(source), expected), _difference(resumed, expected[3:]))
+        assert [step for step, *_ in resumed] == list(range(half + 1, self.steps + 1))
+        return max(_difference(losses(source), expected), _difference(resumed, expected[half:]))
 
     def saved(self, plan: Plan, micro_batch_size: int | None) -> Path:
-        """Output directory of six steps under ``plan``, with a checkpoint after three."""
+        """Output directory of a whole run under ``plan``, with a checkpoint after half of it."""
         key = (plan, micro_batch_size)
         if key not in self._saved:
             output_dir = self._saved[key] = self.directory / f"saved{len(self._saved)}"
-            run(self.pools, plan, self.corpus, output_dir, micro_batch_size=micro_batch_size)
+            options = {"overrides": self._length(), "micro_batch_size": micro_batch_size}
+            run(self.pools, plan, self.corpus, output_dir, **options)
         return self._saved[key]
+
+    def _length(self) -> dict[str, int]:
+        return {"Engine.max_steps": self.steps, "Engine.save_load.save_steps": self.steps // 2}
 
 
 def _difference(values, expected) -> float:

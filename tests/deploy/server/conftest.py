@@ -20,6 +20,7 @@ from ppfleetx.data.tokenizer_training import train_tokenizer
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import LocalFactory
+from tests.helpers import programs
 
 ROOT = Path(__file__).resolve().parents[3]
 # Positions enough that an answer can take longer than any test.
@@ -37,14 +38,17 @@ METRIC_SECONDS = 30.0
 
 
 class Server:
-    """``tools/serve.py`` in a process."""
+    """``tools/serve.py`` in a process; forked unless ``executed``."""
 
-    def __init__(self, checkpoint: Path, log: Path, *overrides: str, key: str | None = None) -> None:
+    def __init__(
+        self, checkpoint: Path, log: Path, *overrides: str, key: str | None = None, executed: bool = False
+    ) -> None:
         self._log = log
         environment = {name: value for name, value in os.environ.items() if name != "PPFLEETX_API_KEY"}
         environment |= {"OMP_NUM_THREADS": "1"} | ({} if key is None else {"PPFLEETX_API_KEY": key})
         with log.open("wb") as output:
-            self.process = subprocess.Popen(
+            start = subprocess.Popen if executed else programs.Popen
+            self.process = start(
                 command(checkpoint, "Serve.port=0", *overrides),
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -140,7 +144,7 @@ def served_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(served_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server as it is by default, but for its batch."""
     log = tmp_path_factory.mktemp("log") / "server.log"
-    running = Server(served_checkpoint, log, "Serve.max_batch_size=8")
+    running = Server(served_checkpoint, log, "Serve.max_batch_size=8", executed=True)
     yield running
     assert running.stop() == 0, running.log
     assert "Traceback" not in running.log

@@ -12,6 +12,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.deploy.server import run
 from tests.deploy.server.conftest import ENDLESS, Server, command
+from tests.helpers import programs
 
 
 def test_ctrl_c_ends_it_in_a_bounded_time(served_checkpoint: Path, tmp_path: Path) -> None:
@@ -44,9 +45,7 @@ def test_a_port_in_use_is_one_quick_message(served_checkpoint: Path) -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        done = subprocess.run(
-            command(served_checkpoint, f"Serve.port={port}"), capture_output=True, text=True, timeout=60
-        )
+        done = programs.run(command(served_checkpoint, f"Serve.port={port}"), timeout=60)
     assert done.returncode == 2
     assert done.stderr == (
         f"error: Serve.port = {port} (-o override 2): cannot listen on 127.0.0.1:{port}: "
