@@ -170,14 +170,14 @@ def seconds_all_reduce(megabytes: float, repeats: int) -> list[float]:
 
 
 def all_to_all_of_unequal_parts() -> None:
-    """Rank r sends r + c + 1 rows to rank c."""
+    """Rank r sends 2 r + c + 1 rows to rank c: not as many as it gets from there."""
     start()
     me, n = dist.get_rank(), dist.get_world_size()
-    part = lambda r, c: np.full((r + c + 1, 2), 10 * r + c, "float32")  # noqa: E731
-    sizes = [me + c + 1 for c in range(n)]
-    out = paddle.zeros([sum(sizes), 2])
+    part = lambda r, c: np.full((2 * r + c + 1, 2), 10 * r + c, "float32")  # noqa: E731
+    taken, given = ([2 * r + me + 1 for r in range(n)], [2 * me + c + 1 for c in range(n)])
+    out = paddle.zeros([sum(taken), 2])
     source = paddle.to_tensor(np.concatenate([part(me, c) for c in range(n)]))
-    dist.alltoall_single(out, source, sizes, sizes)
+    dist.alltoall_single(out, source, given, taken)
     check(out, np.concatenate([part(r, me) for r in range(n)]).astype(np.float64))
 
 
@@ -293,6 +293,7 @@ def connections_of_a_forked_child() -> int:
 
     start()
     descriptors = [peer.connection.fileno() for peer in cpu_backend._mesh.peers.values()]
+    assert len(descriptors) == dist.get_world_size() - 1 and min(descriptors) > 2
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -306,6 +307,11 @@ def connections_of_a_forked_child() -> int:
     os.waitpid(pid, 0)
     dist.all_reduce(paddle.ones([1]))
     return int(os.read(read, 10))
+
+
+def sent_directly() -> int:
+    """Messages that another rank read from this one's memory."""
+    return sum(peer.direct_sent for peer in cpu_backend._mesh.peers.values())
 
 
 def die_in_transfer(rank: int, after: float) -> str:
@@ -392,6 +398,7 @@ def out_of_step(kind: str) -> str:
             if me == 1:
                 time.sleep(5)
             dist.all_reduce(x)
+            check(x, np.full(4, 2.0))
     except CommError as error:
         time.sleep(0.5)  # the other side reports what it sees, not that this one is gone
         return f"{time.perf_counter() - begin:.2f} {type(error).__name__}: {error}"

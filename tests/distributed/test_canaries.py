@@ -12,6 +12,7 @@ def untouched(ranks):
 
 def test_every_replacement_is_still_needed(untouched):
     answers = untouched.run(CANARIES + "needed")[0]
+    assert answers
     assert [target for target, needed in answers.items() if not needed] == []
 
 
@@ -22,4 +23,5 @@ def test_nothing_is_installed_on_a_cuda_build(untouched):
 def test_every_replacement_has_a_canary(ranks):
     replaced = ranks(1).run(CANARIES + "replaced")[0]
     watched = ranks(1).run(CANARIES + "watched")[0]
+    assert replaced
     assert replaced == watched
