@@ -1,5 +1,6 @@
 """Checkpoints belong to the model: six steps under plan A with a checkpoint after three, the last three
-again under plan B, compared with six steps of one process (in the test suite: four, two and two).
+again under plan B, compared with six steps of one process (in the test suite: four, two and two,
+with half as many layers).
 
 ``make parity`` runs all pairs: ``python -m tests.e2e.resumption``. Some of them are in the test suite.
 """
@@ -74,12 +75,14 @@ class Resumption:
 
     Args:
         steps: of a whole run; the checkpoint is made after half of them.
+        num_layers: of the model.
     """
 
     pools: Pools
     directory: Path
     corpus: Path
     steps: int = 6
+    num_layers: int = 8
     _saved: dict[tuple[Plan, int | None], Path] = field(default_factory=dict)
 
     def difference(self, before: Plan, after: Plan, micro_batch_sizes: tuple[int | None, ...] = (None, None)):
@@ -89,7 +92,7 @@ class Resumption:
         target = self.directory / f"resumed{len(list(self.directory.iterdir()))}"
         half = self.steps // 2
         ckpt_dir = {"Engine.save_load.ckpt_dir": str(source / f"epoch_0_step_{half}")}
-        options = {"overrides": ckpt_dir | self._length(), "micro_batch_size": micro_batch_sizes[1]}
+        options = {"overrides": ckpt_dir | self._sizes(), "micro_batch_size": micro_batch_sizes[1]}
         resumed = run(self.pools, after, self.corpus, target, **options)
         assert [step for step, *_ in resumed] == list(range(half + 1, self.steps + 1))
         return max(_difference(losses(source), expected), _difference(resumed, expected[half:]))
@@ -99,12 +102,16 @@ class Resumption:
         key = (plan, micro_batch_size)
         if key not in self._saved:
             output_dir = self._saved[key] = self.directory / f"saved{len(self._saved)}"
-            options = {"overrides": self._length(), "micro_batch_size": micro_batch_size}
+            options = {"overrides": self._sizes(), "micro_batch_size": micro_batch_size}
             run(self.pools, plan, self.corpus, output_dir, **options)
         return self._saved[key]
 
-    def _length(self) -> dict[str, int]:
-        return {"Engine.max_steps": self.steps, "Engine.save_load.save_steps": self.steps // 2}
+    def _sizes(self) -> dict[str, int]:
+        return {
+            "Engine.max_steps": self.steps,
+            "Engine.save_load.save_steps": self.steps // 2,
+            "Model.num_layers": self.num_layers,
+        }
 
 
 def _difference(values, expected) -> float:

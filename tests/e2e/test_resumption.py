@@ -15,7 +15,7 @@ from tests.helpers.ranks import Pools
 @pytest.fixture(scope="module")
 def resumption(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Resumption]:
     pools = Pools()
-    yield Resumption(pools, tmp_path_factory.mktemp("runs"), corpus, steps=4)
+    yield Resumption(pools, tmp_path_factory.mktemp("runs"), corpus, steps=4, num_layers=4)
     pools.close()
 
 
