@@ -1,0 +1,115 @@
+"""A forked program is told apart from an executed one by its speed alone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import programs
+
+TELL = """
+import json, logging, os, subprocess, sys
+before = "paddle" in sys.modules
+import paddle
+json.dump({
+    "argv": sys.argv, "name": __name__, "cwd": os.getcwd(), "given": os.environ.get("GIVEN"),
+    "path": os.environ.get("PATH"), "stdin": sys.stdin.read(), "leads": os.getsid(0) == os.getpid(),
+    "parent": os.getppid(), "before": before, "after": "paddle" in sys.modules,
+    "files": sorted(os.listdir("/proc/self/fd"))[:3], "handlers": len(logging.getLogger("ppfleetx").handlers),
+}, sys.stdout)
+print("to the other stream", file=sys.stderr)
+"""
+START = """
+import subprocess, sys
+sys.exit(subprocess.run([sys.executable, sys.argv[1], "from a program"], input="", text=True).returncode + 4)
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def written(text):
+        path = tmp_path / "program.py"
+        path.write_text(text)
+        return str(path)
+
+    return written
+
+
+@pytest.mark.parametrize("executed", [False, True], ids=["forked", "executed"])
+def test_what_a_program_is_given(write, tmp_path, executed):
+    popen = subprocess.Popen if executed else programs.Popen
+    pipe = subprocess.PIPE
+    with popen(
+        [sys.executable, write(TELL), "one", "-o", "two"],
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        cwd=tmp_path,
+        env={"GIVEN": "yes", "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    ) as process:
+        output, errors = process.communicate("asked", timeout=60)
+    assert process.returncode == 0, errors
+    told = json.loads(output)
+    assert told == {
+        "argv": [str(tmp_path / "program.py"), "one", "-o", "two"],
+        "name": "__main__",
+        "cwd": str(tmp_path),
+        "given": "yes",
+        "path": None,
+        "stdin": "asked",
+        "leads": True,
+        "parent": os.getpid(),
+        "before": False,
+        "after": True,
+        "files": ["0", "1", "2"],
+        "handlers": 0,
+    }
+    assert errors.endswith("to the other stream\n")
+
+
+@pytest.mark.parametrize("executed", [False, True], ids=["forked", "executed"])
+@pytest.mark.parametrize(
+    ("text", "code", "words"),
+    [
+        ("import sys; sys.exit(7)", 7, ""),
+        ("import sys; sys.exit('in words')", 1, "in words\n"),
+        ("raise ValueError('not caught')", 1, "ValueError: not caught\n"),
+        ("import atexit, sys; atexit.register(sys.stderr.write, 'the end')", 0, "the end"),
+        ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL, ""),
+        ("import os; os.kill(os.getpid(), 2)", -signal.SIGINT, "KeyboardInterrupt\n"),
+        ("import os; os.kill(os.getpid(), 15)", -signal.SIGTERM, ""),
+    ],
+)
+def test_how_a_program_ends(write, text, code, words, executed):
+    done = programs.run([sys.executable, write(text)], timeout=60, executed=executed)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.endswith(words) if words else done.stderr == ""
+
+
+def test_programs_start_programs(write, tmp_path):
+    other = tmp_path / "other.py"
+    other.write_text("import sys; print('paddle' in sys.modules, sys.argv[1:]); sys.exit(2)")
+    done = programs.run([sys.executable, "-u", write("import paddle\n" + START), str(other)], timeout=60)
+    assert (done.returncode, done.stdout) == (6, "False ['from a program']\n"), done.stderr
+
+
+def test_a_program_that_does_not_end_is_killed(write):
+    text = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    with pytest.raises(subprocess.TimeoutExpired) as caught:
+        programs.run([sys.executable, write(text)], timeout=2)
+    assert not Path(f"/proc/{int(caught.value.output)}").exists()
+
+
+def test_other_commands_are_executed():
+    assert not programs.is_forkable(["ls"])
+    assert not programs.is_forkable([sys.executable, "-c", "print(1)"])
+    assert not programs.is_forkable("python a.py")
+    assert programs.is_forkable([sys.executable, "-u", "a.py"])
+    assert programs.is_forkable(["ip", "netns", "exec", "node", sys.executable, "-m", "module"])
+    assert programs.run([sys.executable, "-c", "print(1)"], timeout=60).stdout == "1\n"
