@@ -10,9 +10,9 @@ which other jobs on the machine disturb less than the clock on the wall). Each m
 own that idles while the others run, and in every round the modes run one after the other on the same cores.
 
 dynamic: this project, greedy, a pass for each token. sampling: the same with top-p 0.9.
-lookup: what the generation program does for a single greedy prompt: tokens are guessed from earlier text and
+lookup: what the generation program does for up to 8 greedy prompts: tokens are guessed from earlier text and
 checked several in a pass. The gain depends on how much the text repeats itself, and random weights repeat
-themselves more than trained ones; hf_lookup is transformers with its own option for it. One row only.
+themselves more than trained ones; hf_lookup is transformers with its own option for it, for one row only.
 exported, exported_sampling: the same with the program that tools/export.py makes, run by Paddle Inference.
 hf: ``transformers.generate`` as it is set up by default.
 """
@@ -145,10 +145,12 @@ def ours(threads: int, *, most_guesses: int = 0, **sampling: float) -> Generate:
         streams = [(row, 0) for row in range(len(prompts))]
         choose = Sampler(0, streams, NEW, **sampling) if sampling else greedy
         with paddle.no_grad():
-            session = DecodingSession(next_token, prompts, use_cache=True)
+            limits = [NEW] * len(prompts)
             if most_guesses:
-                return [decode_with_lookup(session, choose, Rules(), NEW, most_guesses).ids]
-            rows = decode(session, choose, Rules(), [NEW] * len(prompts))
+                rows = decode_with_lookup(next_token, prompts, Rules(), limits, most_guesses)
+            else:
+                session = DecodingSession(next_token, prompts, use_cache=True)
+                rows = decode(session, choose, Rules(), limits)
         return [row.ids for row in rows]
 
     return generate
@@ -243,7 +245,7 @@ MODES: dict[str, Callable[[int], Generate]] = {
     "hf": hugging_face,
     "hf_lookup": lambda threads: hugging_face(threads, prompt_lookup_num_tokens=GUESSES),
 }
-ONE_ROW = ("lookup", "hf_lookup")
+ONE_ROW = ("hf_lookup",)
 COMPARED = (
     ("dynamic", "hf"),
     ("lookup", "hf"),

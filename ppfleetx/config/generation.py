@@ -57,8 +57,8 @@ class GenerationConfig(Section):
     forced_eos_token_id: CountInt | None = None
     """The token in the last place of a continuation that gets to `max_dec_len`; null: it is chosen."""
     prompt_lookup_num_tokens: CountInt = 16
-    """Greedy search for one prompt at a time: up to so many tokens are guessed from earlier text and checked
-    in one pass. It changes the speed, not the text; 0: no guesses."""
+    """Greedy search for at most 8 prompts at a time: up to so many tokens of each are guessed from earlier
+    text and checked in one pass. It changes the speed, not the text; 0: no guesses."""
     use_cache: Bool = True
     """Keep keys and values of past tokens; false recomputes them, for comparison."""
     seed: Seed | None = None

@@ -239,13 +239,13 @@ class _LoopCache:
 
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor
-    ) -> tuple[paddle.Tensor, paddle.Tensor]:
+    ) -> tuple[paddle.Tensor, paddle.Tensor, None]:
         """Append ``key, value [b, g, s, d]``; the layers ask in their order."""
         if self.past:
             key = paddle.concat([self.past[2 * layer_index], key], axis=2)
             value = paddle.concat([self.past[2 * layer_index + 1], value], axis=2)
         self.extended += [key, value]
-        return key, value
+        return key, value, None
 
 
 def _column(values: paddle.Tensor, index: paddle.Tensor) -> paddle.Tensor:

@@ -1,42 +1,86 @@
-"""Keys and values of past positions."""
+"""Keys and values of past positions.
+
+Shape letters: b rows, g key/value heads, n columns held, k columns there is memory for, d head size.
+"""
 
 from __future__ import annotations
 
+import numpy as np
 import paddle
 
+from ppfleetx.nn.masks import cached_penalty
 
-class ConcatCache:
-    """The :class:`~ppfleetx.nn.attention.KeyValueCache` that grows by concatenation.
+_ROOM = 32
+"""Columns that memory is made for ahead."""
 
-    Measured as fast on CPU as writing into preallocated memory, and it needs no limit in advance.
+Pair = tuple[paddle.Tensor, paddle.Tensor]
+
+
+class GrowingCache:
+    """The :class:`~ppfleetx.nn.attention.KeyValueCache` of rows that are extended together.
+
+    A pass writes its own columns into memory that was made for several passes: copying all keys and values
+    in each would cost a batch of 8 a sixth of its time on CPU.
     """
 
     def __init__(self) -> None:
-        self._layers: dict[int, tuple[paddle.Tensor, paddle.Tensor]] = {}
+        self._layers: dict[int, Pair] = {}  # [b, g, k, d]; columns behind the first n are finite
+        self._past = self._length = 0
+        self._penalty: paddle.Tensor | None = None
 
     @property
     def length(self) -> int:
-        """Positions held; the same for all layers between two calls of the model."""
-        return next(iter(self._layers.values()))[0].shape[2] if self._layers else 0
+        """Columns held, n."""
+        return self._length
+
+    def extend(self, num_new: int, visible: np.ndarray) -> None:
+        """Before the model is run: each row is extended by ``num_new`` columns.
+
+        Args:
+            num_new: columns that every layer will give to :meth:`update`.
+            visible: ``[b, n + num_new]`` bool, the columns that the new positions of each row may attend to
+                (of them, those that are not behind the position itself). Without effect in the first pass.
+        """
+        self._past, self._length = self._length, self._length + num_new
+        if self._past:
+            self._make_room()
+            num_columns = next(iter(self._layers.values()))[0].shape[2]
+            rows = visible[:1] if visible.all() else visible
+            self._penalty = paddle.to_tensor(cached_penalty(num_new, num_columns, rows))
 
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor
-    ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Append ``key, value [b, g, s, d]``; give those of all positions ``[b, g, length + s, d]``."""
-        if layer_index in self._layers:
-            past_key, past_value = self._layers[layer_index]
-            key = paddle.concat([past_key, key], axis=2)
-            value = paddle.concat([past_value, value], axis=2)
-        self._layers[layer_index] = (key, value)
-        return key, value
+    ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor | None]:
+        """Take ``key, value [b, g, s, d]`` of the new columns; see ``KeyValueCache``."""
+        if not self._past:
+            self._layers[layer_index] = (key, value)
+            return key, value, None
+        keys, values = self._layers[layer_index]
+        keys[:, :, self._past : self._length] = key
+        values[:, :, self._past : self._length] = value
+        return keys, values, self._penalty
 
     def shorten(self, length: int) -> None:
-        """Forget what comes after the first ``length`` positions."""
-        if self.length > length:
-            for index, (key, value) in self._layers.items():
-                self._layers[index] = (key[:, :, :length], value[:, :, :length])
+        """Forget what comes after the first ``length`` columns."""
+        self._length = min(self._length, length)
 
     def select(self, rows: paddle.Tensor) -> None:
         """Keep, repeat or reorder batch rows: row ``i`` becomes what row ``rows[i]`` was (``rows`` int64)."""
         for index, (key, value) in self._layers.items():
             self._layers[index] = (key.index_select(rows, axis=0), value.index_select(rows, axis=0))
+
+    def _make_room(self) -> None:
+        for index, (key, value) in self._layers.items():
+            if key.shape[2] < self._length:
+                room = self._length - self._past + _ROOM
+                self._layers[index] = (
+                    _lengthened(key, self._past, room),
+                    _lengthened(value, self._past, room),
+                )
+
+
+def _lengthened(held: paddle.Tensor, length: int, room: int) -> paddle.Tensor:
+    """The first ``length`` columns of ``held [b, g, k, d]``, and ``room`` more of zeros."""
+    rows, groups, _, size = held.shape
+    zeros = paddle.zeros([rows, groups, room, size], dtype=held.dtype)
+    return paddle.concat([held[:, :, :length], zeros], axis=2)

@@ -1,6 +1,6 @@
 """Rows that join and leave a batch between two steps (continuous batching; Yu et al., 2022, "Orca").
 
-Shape letters: b rows, n positions so far, V true vocabulary, g key/value heads, d head size.
+Shape letters: b rows, n columns of the cache, V true vocabulary, g key/value heads, d head size.
 """
 
 from __future__ import annotations
@@ -11,19 +11,22 @@ from dataclasses import dataclass
 import numpy as np
 import paddle
 
-from ppfleetx.generation.cache import ConcatCache
+from ppfleetx.generation.cache import GrowingCache
 from ppfleetx.generation.processors import candidates, draw, forbid, penalize_repetition
 from ppfleetx.generation.session import NextTokenModel, pad_left
 
 # Of a prompt's columns so many are run at a time: attention's scores, and the masks kept for them, would
 # otherwise grow with the square of its length, most of it for keys that are masked.
 _PREFILL_COLUMNS = 512
+# Wrong guesses leave columns that are of no use. More of them than this, and than a quarter of a row, are
+_MOST_UNUSED = 64
 
 
-class JoinableCache(ConcatCache):
-    """The cache of rows that end at the same column.
+class JoinableCache(GrowingCache):
+    """The cache of rows that are extended by the same columns, of which each uses its own.
 
-    A shorter row has columns on its left that hold nothing; whoever asks the model masks them.
+    A shorter row has columns on its left that hold nothing, and wrong guesses leave some in between; whoever
+    asks the model says which columns a row may attend to.
     """
 
     def forget_first(self, columns: int) -> None:
@@ -31,28 +34,40 @@ class JoinableCache(ConcatCache):
         if columns:
             for layer, (key, value) in self._layers.items():
                 self._layers[layer] = (key[:, :, columns:], value[:, :, columns:])
+            self._length -= columns
 
-    def add_rows(self, other: JoinableCache) -> None:
-        """Put the rows of ``other`` below these."""
-        if not self._layers:
-            self._layers = dict(other._layers)
-            return
-        columns = max(self.length, other.length)
+    def take(self, columns: np.ndarray) -> None:
+        """Keep of each row its ``columns [b, m]``, in this order."""
+        indices = [paddle.to_tensor(row) for row in columns]
         for layer, pair in self._layers.items():
             key, value = (
-                paddle.concat([_widen(mine, columns), _widen(theirs, columns)], axis=0)
-                for mine, theirs in zip(pair, other._layers[layer], strict=True)
+                paddle.concat([held[i : i + 1].index_select(own, axis=2) for i, own in enumerate(indices)])
+                for held in pair
             )
             self._layers[layer] = (key, value)
+        self._length = columns.shape[1]
+
+    def add_rows(self, other: JoinableCache) -> None:
+        """Put the rows of ``other`` below these; all of them end at the same column."""
+        columns = max(self.length, other.length)
+        for layer, theirs in other._layers.items():
+            mine = self._layers.get(layer, ())
+            pairs = [(mine, self.length), (theirs, other.length)] if mine else [(theirs, other.length)]
+            key, value = (
+                paddle.concat([_widen(pair[part], length, columns) for pair, length in pairs])
+                for part in (0, 1)
+            )
+            self._layers[layer] = (key, value)
+        self._length = columns
 
 
-def _widen(tensor: paddle.Tensor, columns: int) -> paddle.Tensor:
-    """``tensor [b, g, n, d]`` with zeros on the left, ``[b, g, columns, d]``."""
-    rows, groups, length, size = tensor.shape
-    if length == columns:
+def _widen(tensor: paddle.Tensor, length: int, columns: int) -> paddle.Tensor:
+    """The first ``length`` of ``tensor [b, g, k, d]`` with zeros on their left, ``[b, g, columns, d]``."""
+    if tensor.shape[2] == length == columns:
         return tensor
+    rows, groups, _, size = tensor.shape
     zeros = paddle.zeros([rows, groups, columns - length, size], dtype=tensor.dtype)
-    return paddle.concat([zeros, tensor], axis=2)
+    return paddle.concat([zeros, tensor[:, :, :length]], axis=2)
 
 
 class ContinuousBatch:
@@ -90,17 +105,30 @@ class ContinuousBatch:
         Newcomers' prompts and the last tokens of the others are two calls of the model.
         """
         parts = []
-        if len(self._padding):
-            last = np.array([[row[-1]] for row in self.history[: len(self._padding)]], dtype=np.int64)
-            parts.append(_run(self._model, last, self._padding, self._cache))
+        if len(self._visible):
+            parts.append(self._step([()] * len(self._visible)))
         if self._newcomers:
             parts.append(self._prefill())
         return parts[0] if len(parts) == 1 else paddle.concat(parts)
 
-    def append(self, tokens: Sequence[int]) -> None:
-        """Add one token to each row."""
-        for row, token in zip(self.history, tokens, strict=True):
-            row.append(token)
+    def logits_with_guesses(self, guesses: Sequence[Sequence[int]]) -> paddle.Tensor:
+        """Logits ``[1 + s, b, V]`` float32: after the last token of each row, and after each of its guesses.
+
+        s is the number of guesses of the row with most; logits of other rows after theirs mean nothing.
+        Guesses do not become part of a row: what is appended next decides which of them were right.
+        """
+        assert not self._newcomers, "newcomers have nothing to guess after"
+        return self._step(guesses).reshape([-1, self.num_rows, self._model.vocab_size])
+
+    def append(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Add to each row its new tokens: the guesses that were right, and one more."""
+        for row, new in enumerate(tokens):
+            # The cache got the last token and the guesses. Of those, the ones that are part of the row stay.
+            self._visible[row, self._before + len(new) :] = False
+            self.history[row] += new
+        used = 1 + int(np.flatnonzero(self._visible.any(axis=0))[-1])
+        self._cache.shorten(used)
+        self._visible = self._visible[:, :used]
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order. Columns that no row needs any more are given back."""
@@ -109,49 +137,75 @@ class ContinuousBatch:
         if not rows:
             self._clear()
             return
-        padding = self._padding[list(rows)]
-        unused = int(padding.min())
+        self._visible = self._visible[list(rows)]
+        unused = int(self._visible.any(axis=0).argmax())
+        self._visible = self._visible[:, unused:]
         self._cache.forget_first(unused)
         self._cache.select(paddle.to_tensor(rows))
-        self._padding = padding - unused
 
     def _clear(self) -> None:
         self._cache = JoinableCache()
-        self._padding = np.zeros(0, dtype=np.int64)  # of the rows in the cache
+        # [b, n] of the rows in the cache: whether a column holds a key of the row.
+        self._visible = np.zeros((0, 0), dtype=bool)
+        self._before = 0  # columns before the last pass over these rows
         self._newcomers: list[tuple[list[int], int]] = []
+
+    def _step(self, guesses: Sequence[Sequence[int]]) -> paddle.Tensor:
+        """Logits ``[(1 + s) * b, V]`` of the rows in the cache, see :meth:`logits_with_guesses`."""
+        self._take_out_unused()
+        width = 1 + max(map(len, guesses))
+        rows = self.history[: len(guesses)]
+        tokens = np.array(
+            [
+                [row[-1], *own, *[row[-1]] * (width - len(own) - 1)]
+                for row, own in zip(rows, guesses, strict=True)
+            ]
+        )
+        # What fills up a row with fewer guesses than another must have a position of the model, too.
+        filled = np.minimum(np.arange(width), np.array([[len(own)] for own in guesses]))
+        positions = filled + np.array([[len(row) - 1] for row in rows])
+        self._before = self._cache.length
+        self._visible = np.pad(self._visible, ((0, 0), (0, width)), constant_values=True)
+        return self._model.with_cache(
+            paddle.to_tensor(tokens), paddle.to_tensor(positions), self._visible, self._cache, width
+        )
+
+    def _take_out_unused(self) -> None:
+        longest = int(self._visible.sum(axis=1).max())
+        if self._cache.length - longest > max(_MOST_UNUSED, longest // 4):
+            # Of each row the unused columns first, then the others in their order.
+            columns = np.argsort(self._visible, axis=1, kind="stable")[:, -longest:]
+            self._cache.take(columns)
+            self._visible = np.take_along_axis(self._visible, columns, axis=1)
 
     def _prefill(self) -> paddle.Tensor:
         """Run the newcomers' prompts together and put their keys and values below the others'."""
         prompts, copies = [prompt for prompt, _ in self._newcomers], [n for _, n in self._newcomers]
         tokens, padding = pad_left(prompts)
         cache = JoinableCache()
+        positions = np.arange(tokens.shape[1], dtype=np.int64) - padding[:, None]
+        visible = positions >= 0
         for start in range(0, tokens.shape[1], _PREFILL_COLUMNS):
-            logits = _run(self._model, tokens[:, start : start + _PREFILL_COLUMNS], padding, cache)
+            part = slice(start, start + _PREFILL_COLUMNS)
+            ids, places = tokens[:, part], np.maximum(positions[:, part], 0)
+            logits = self._model.with_cache(
+                paddle.to_tensor(ids), paddle.to_tensor(places), visible[:, : part.stop], cache
+            )
         if max(copies) > 1:
             repeated = np.repeat(np.arange(len(prompts)), copies)
             index = paddle.to_tensor(repeated)
             cache.select(index)
-            padding = padding[repeated]
+            visible = visible[repeated]
             logits = logits.index_select(index, axis=0)
-        before, after = self._cache.length, cache.length
         self._cache.add_rows(cache)
-        columns = self._cache.length
-        self._padding = np.concatenate([self._padding + (columns - before), padding + (columns - after)])
+        old, new = (
+            np.pad(rows, ((0, 0), (self._cache.length - rows.shape[1], 0)))
+            for rows in (self._visible, visible)
+        )
+        self._visible = np.concatenate([old, new])
+        self._before = self._cache.length - 1
         self._newcomers = []
         return logits
-
-
-def _run(
-    model: NextTokenModel, tokens: np.ndarray, padding: np.ndarray, cache: JoinableCache
-) -> paddle.Tensor:
-    """Logits after ``tokens [b, s]``, which follow the columns of ``cache`` in rows with this ``padding``."""
-    columns = cache.length + np.arange(tokens.shape[1], dtype=np.int64)
-    positions = np.maximum(columns[None, :] - padding[:, None], 0)
-    document_start = None
-    if padding.any():
-        starts = np.broadcast_to(padding[:, None], positions.shape).astype(np.int32)
-        document_start = paddle.to_tensor(starts)
-    return model.with_cache(paddle.to_tensor(tokens), paddle.to_tensor(positions), document_start, cache)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections import GenerationConfig, ModelConfig
 from ppfleetx.data.tokenizer import Tokenizer
 from ppfleetx.generation.beam import BeamOptions, beam_search
-from ppfleetx.generation.lookup import decode_with_lookup
+from ppfleetx.generation.lookup import MOST_ROWS, decode_with_lookup
 from ppfleetx.generation.search import Choose, FinishReason, Row, Rules, Sampler, decode, greedy, uniforms
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
 from ppfleetx.generation.text import RowText
@@ -164,6 +164,8 @@ class Generator(TextGenerator):
         self._model.eval()
         try:
             with paddle.no_grad():
+                if batch.uses_lookup:
+                    return self._decode_with_lookup(prompts, batch, texts)
                 session = DecodingSession(self._next_token, prompts, use_cache=batch.cfg.use_cache)
                 if batch.cfg.decode_strategy == "beam_search":
                     return self._search(session, batch, texts)
@@ -176,12 +178,19 @@ class Generator(TextGenerator):
         def on_token(row: int, token_id: int) -> bool:
             return texts[row].feed(token_id)
 
-        choose, rules, limits = batch.choose(), self._rules(batch.cfg), batch.max_new_tokens
-        if batch.uses_lookup:
-            most = batch.cfg.prompt_lookup_num_tokens
-            return [decode_with_lookup(session, choose, rules, limits[0], most, on_token=on_token)]
+        rules, limits = self._rules(batch.cfg), batch.max_new_tokens
         copies = batch.cfg.num_return_sequences
-        return decode(session, choose, rules, limits, copies=copies, on_token=on_token)
+        return decode(session, batch.choose(), rules, limits, copies=copies, on_token=on_token)
+
+    def _decode_with_lookup(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:
+        return decode_with_lookup(
+            self._next_token,
+            prompts,
+            self._rules(batch.cfg),
+            batch.max_new_tokens,
+            batch.cfg.prompt_lookup_num_tokens,
+            on_token=lambda row, token_id: texts[row].feed(token_id),
+        )
 
     def _search(self, session: DecodingSession, batch: Batch, texts: list[RowText]) -> list[Row]:
         """Beam search: which tokens stay is known at the end only, so all text comes then."""
@@ -251,10 +260,11 @@ class Batch:
 
     @property
     def uses_lookup(self) -> bool:
-        """Whether tokens are guessed: for one row, and where the likeliest is taken, which repeats itself."""
+        """Whether tokens are guessed: for few rows, where the likeliest is taken, which repeats itself."""
         cfg = self.cfg
-        is_greedy = cfg.decode_strategy == "greedy_search"
-        return is_greedy and len(self.streams) == 1 and cfg.use_cache and cfg.prompt_lookup_num_tokens > 0
+        is_greedy = cfg.decode_strategy == "greedy_search" and cfg.num_return_sequences == 1
+        is_small = len(self.max_new_tokens) <= MOST_ROWS
+        return is_greedy and is_small and cfg.use_cache and cfg.prompt_lookup_num_tokens > 0
 
     @property
     def seed(self) -> int:

@@ -41,6 +41,15 @@ class Rules:
     forced_bos_id: int | None = None
     forced_eos_id: int | None = None
 
+    def change(self, num_new: int, limit: int) -> bool:
+        """Whether they may change the logits of a row that has ``num_new`` tokens and gets ``limit``."""
+        return (
+            self.repetition_penalty != 1.0
+            or (self.end_id is not None and num_new < self.min_new_tokens)
+            or (self.forced_bos_id is not None and num_new == 0)
+            or (self.forced_eos_id is not None and num_new + 1 == limit)
+        )
+
 
 @dataclass
 class Row:

@@ -1,6 +1,6 @@
 """Rows of tokens under way, and the model's logits for what comes next.
 
-Shape letters: b rows, n positions so far, h hidden, V true vocabulary.
+Shape letters: b rows, n columns so far, h hidden, V true vocabulary.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import paddle
 
 from ppfleetx.distributed.collectives import all_gather_columns
-from ppfleetx.generation.cache import ConcatCache
+from ppfleetx.generation.cache import GrowingCache
 from ppfleetx.models.gpt.layers import TiedHead
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.panels import PanelMatrix, use_huge_pages
@@ -52,19 +52,27 @@ class NextTokenModel:
         self,
         tokens: paddle.Tensor,
         position_ids: paddle.Tensor,
-        document_start: paddle.Tensor | None,
-        cache: ConcatCache,
+        visible: np.ndarray,
+        cache: GrowingCache,
         num_last: int = 1,
     ) -> paddle.Tensor:
-        """Logits after new ``tokens [b, s]``, which ``cache`` is extended by.
+        """Logits after new ``tokens [b, s]``, which ``cache`` of n columns is extended by.
+
+        Args:
+            tokens, position_ids: ``[b, s]`` int64.
+            visible: ``[b, n + s]`` bool, columns each row may attend to. In the first pass those it may not
+                are padding on the left.
+            cache: of these rows.
+            num_last: L.
 
         Returns:
             ``[b, V]`` float32 after the last token; with ``num_last`` L ``[L * b, V]``, those of the last L
             positions below each other.
         """
         state = (tokens, position_ids)
-        if document_start is not None:
-            state = (*state, document_start)
+        if not cache.length and not visible.all():
+            state = (*state, document_starts(visible.argmax(axis=1), tokens.shape[1]))
+        cache.extend(tokens.shape[1], visible)
         *trunk, head = self.model.stages
         for stage in trunk:
             state = stage(state, cache)
@@ -87,6 +95,12 @@ class NextTokenModel:
         if logits.shape[-1] != self.vocab_size:
             logits = logits[:, : self.vocab_size]
         return logits.astype("float32")
+
+
+def document_starts(padding: np.ndarray, num_positions: int) -> paddle.Tensor:
+    """``[b, n]`` int32: the first column a position may attend to, with ``padding [b]`` on the left."""
+    starts = np.broadcast_to(padding[:, None], (len(padding), num_positions))
+    return paddle.to_tensor(starts.astype(np.int32))
 
 
 def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -120,7 +134,7 @@ class DecodingSession:
         assert prompts, "a session has rows"
         assert all(prompts), "a row starts from at least one token"
         self._model = model
-        self._cache = ConcatCache() if use_cache else None
+        self._cache = GrowingCache() if use_cache else None
         self.history, self._padding = pad_left(prompts)
 
     @property
@@ -133,29 +147,12 @@ class DecodingSession:
         length = self.history.shape[1]
         columns = np.arange(past, length, dtype=np.int64)
         positions = np.maximum(columns[None, :] - self._padding[:, None], 0)
-        document_start = None
-        if self._padding.any():
-            starts = np.broadcast_to(self._padding[:, None], positions.shape).astype(np.int32)
-            document_start = paddle.to_tensor(starts)
         tokens, position_ids = paddle.to_tensor(self.history[:, past:]), paddle.to_tensor(positions)
         if self._cache is None:
-            return self._model.without_cache(tokens, position_ids, document_start)
-        return self._model.with_cache(tokens, position_ids, document_start, self._cache)
-
-    def logits_with_guesses(self, guesses: np.ndarray) -> paddle.Tensor:
-        """Logits ``[1 + g, V]`` float32 of a single row: after its last token, and after each of ``guesses``.
-
-        Guesses ``[g]`` do not become part of the row: what :meth:`append` adds next decides what was right.
-        """
-        assert self.num_rows == 1, "rows would be right about different numbers of guesses"
-        assert self._cache is not None, "without a cache there is nothing to save"
-        length = self.history.shape[1]
-        self._cache.shorten(length - 1)
-        tokens = np.concatenate([self.history[0, -1:], guesses])[None]
-        positions = np.arange(length - 1, length + len(guesses), dtype=np.int64)[None]
-        return self._model.with_cache(
-            paddle.to_tensor(tokens), paddle.to_tensor(positions), None, self._cache, 1 + len(guesses)
-        )
+            start = document_starts(self._padding, length) if self._padding.any() else None
+            return self._model.without_cache(tokens, position_ids, start)
+        visible = np.arange(length) >= self._padding[:, None]
+        return self._model.with_cache(tokens, position_ids, visible, self._cache)
 
     def append(self, tokens: np.ndarray) -> None:
         """Add one token ``[b]`` to each row."""

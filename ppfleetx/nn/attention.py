@@ -21,14 +21,15 @@ from ppfleetx.nn.stage import LayerFactory
 class KeyValueCache(Protocol):
     """Keys and values of the positions seen so far, one pair per layer."""
 
-    @property
-    def length(self) -> int | paddle.Tensor:
-        """Positions held before the current call, the same for all layers."""
-
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor
-    ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Append ``key, value [b, g, s, d]`` of the new positions; give all ``[b, g, length + s, d]``."""
+    ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor | None]:
+        """Append ``key, value [b, g, s, d]`` of the new positions.
+
+        Returns:
+            All keys and all values ``[b, g, k, d]``, and what to add to the scores ``[b, n, s, k]`` for who
+            may attend to whom; None: keys end where queries end, and the usual masks hold.
+        """
 
 
 class Attention(nn.Layer):
@@ -101,8 +102,9 @@ class Attention(nn.Layer):
         """
         query, key, value = self.project(hidden, position_ids)
         if cache is not None:
-            key, value = cache.update(self.layer_index, key, value)
-        if self.recompute_core and cache is None and may_recompute(self):
+            key, value, penalty = cache.update(self.layer_index, key, value)
+            context = self.core(query, key, value, document_start, penalty)
+        elif self.recompute_core and may_recompute(self):
             context = recompute(self.core, query, key, value, document_start)
         else:
             context = self.core(query, key, value, document_start)
@@ -130,7 +132,8 @@ class Attention(nn.Layer):
         key: paddle.Tensor,
         value: paddle.Tensor,
         document_start: paddle.Tensor | None,
+        penalty: paddle.Tensor | None = None,
     ) -> paddle.Tensor:
         """Attention proper; gives ``[s, b, g * r * d]``."""
-        context = attend(query, key, value, document_start, self.dropout, self.options)
+        context = attend(query, key, value, document_start, self.dropout, self.options, penalty)
         return context.transpose([3, 0, 1, 2, 4]).flatten(2)

@@ -44,8 +44,12 @@ def attend(
     document_start: paddle.Tensor | None,
     dropout: nn.Layer,
     options: KernelOptions,
+    penalty: paddle.Tensor | None = None,
 ) -> paddle.Tensor:
     """Causal attention by the kernel that ``options`` ask for.
+
+    A ``penalty`` to broadcast against scores ``[b, n, q, k]`` takes the place of the causal mask and of
+    ``document_start``.
 
     Queries that follow cached keys go through the reference whatever is asked for: their causal mask does
     not begin at the first key, and with so few of them flash has little to save.
@@ -62,7 +66,7 @@ def attend(
         )
     follows_cache = query.shape[-2] != key.shape[-2]
     if options.kernel == "reference" or obstacle or follows_cache:
-        return reference_attention(query, key, value, document_start, dropout, options)
+        return reference_attention(query, key, value, document_start, dropout, options, penalty)
     return flash_attention(query, key, value, document_start, dropout)
 
 
@@ -84,6 +88,7 @@ def reference_attention(
     document_start: paddle.Tensor | None,
     dropout: nn.Layer,
     options: KernelOptions,
+    penalty: paddle.Tensor | None = None,
 ) -> paddle.Tensor:
     """Matrix product, softmax, matrix product: runs everywhere and defines what the others must give."""
     _, groups, per_group, num_queries, head_dim = query.shape
@@ -97,9 +102,12 @@ def reference_attention(
         scores = scores.astype("float32")
     if guard != 1.0:
         scores = scores * guard
-    if num_queries != 1 or document_start is not None:  # a single query sees all keys
+    if num_queries != 1 or document_start is not None or penalty is not None:  # else it sees all keys
         scores = scores.reshape([0, groups * per_group, -1, num_keys])
-        scores = mask_scores(scores, num_queries, num_keys, document_start)
+        if penalty is not None:
+            scores = scores + penalty.astype(scores.dtype)
+        else:
+            scores = mask_scores(scores, num_queries, num_keys, document_start)
         scores = scores.reshape([0, groups, -1, num_keys])
     weights = F.softmax(scores)
     if half:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
 import paddle
 
 # Below any real score and far from float32's and bfloat16's limits; float16 scores are masked in float32.
@@ -54,6 +55,21 @@ def mask_scores(
         return scores + _causal_penalty(num_queries, num_keys, scores.dtype, paddle.get_device())
     mask = attention_mask(num_queries, num_keys, document_start)
     return paddle.where(mask, scores, paddle.full([], _BLOCKED, dtype=scores.dtype))
+
+
+def cached_penalty(num_queries: int, num_keys: int, visible: np.ndarray) -> np.ndarray:
+    """What to add to the scores of queries that follow cached keys, ``[b, 1, q, k]`` float32.
+
+    Args:
+        num_queries: query positions of this call.
+        num_keys: columns of the cache; those behind the queries' own hold nothing.
+        visible: ``[b, past + q]`` bool, which columns a row may attend to, itself and what is before it.
+    """
+    allowed = np.zeros((len(visible), num_queries, num_keys), dtype=bool)
+    allowed[:, :, : visible.shape[1]] = visible[:, None]
+    past = visible.shape[1] - num_queries
+    allowed &= np.arange(num_keys) <= past + np.arange(num_queries)[:, None]
+    return np.where(allowed, np.float32(0), np.float32(_BLOCKED))[:, None]
 
 
 def flash_row_limits(document_start: paddle.Tensor) -> paddle.Tensor:

@@ -46,7 +46,7 @@ def test_rows_that_come_and_go_have_the_logits_they_have_alone(
             for row, of_row in zip(present, logits, strict=True):
                 np.testing.assert_allclose(of_row, expected[row][1][done[row]], rtol=2e-4, atol=2e-5)
                 done[row] += 1
-            batch.append(logits.argmax(-1).tolist())
+            batch.append(logits.argmax(-1, keepdims=True).tolist())
             for row, history in zip(present, batch.history, strict=True):
                 assert history == PROMPTS[row] + expected[row][0][: done[row]]
             staying = [place for place, row in enumerate(present) if row not in leaving]
@@ -103,5 +103,5 @@ def test_mixed_options_give_each_row_what_the_generator_gives_it(make_model, tok
                 )
                 for row, row_options in enumerate([mine, *neighbours])
             ]
-            batch.append(choose_tokens(batch.next_logits(), choices))
+            batch.append([[token] for token in choose_tokens(batch.next_logits(), choices)])
     assert tuple(batch.history[0][len(PROMPTS[0]) :]) == expected.ids

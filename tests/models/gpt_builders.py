@@ -82,9 +82,9 @@ class GrowingCache:
 
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor
-    ) -> tuple[paddle.Tensor, paddle.Tensor]:
+    ) -> tuple[paddle.Tensor, paddle.Tensor, None]:
         if layer_index in self.pairs:
             past_key, past_value = self.pairs[layer_index]
             key, value = paddle.concat([past_key, key], axis=2), paddle.concat([past_value, value], axis=2)
         self.pairs[layer_index] = (key, value)
-        return key, value
+        return key, value, None

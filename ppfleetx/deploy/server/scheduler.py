@@ -164,7 +164,7 @@ class Scheduler:
         self._metrics.prompt_tokens.inc(sum(len(one.job.ids) for one in joining))
         self._metrics.generated_tokens.inc(len(tokens))
         self._metrics.steps.inc()
-        self._batch.append(tokens)
+        self._batch.append([[token] for token in tokens])
         self._keep([not row.is_finished for row in self._rows])
         self._deliver(events)
 
