@@ -72,7 +72,7 @@ def difference(results, expected):
 )
 def test_close_to_one_card(run, one_card, plan, dtype, level):
     options = {"dtype": dtype, "level": level}
-    expected, results = one_card(options), run(plan, options)
+    expected, results = one_card(options, steps=3), run(plan, options, steps=3)
     assert difference(results, expected) <= TOLERANCE[dtype]
     for result in results:
         assert result["inexact_masters"] == []
