@@ -48,7 +48,7 @@ test: $(VENV)/.test  ## Check style, layers and everything else (what CI runs)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports
-	$(PY) -m pytest -n 2 --dist loadfile
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 parity: $(VENV)/.test  ## Run every legal plan of 1, 2, 4 and 8 processes against one card
 	$(PY) -m tests.parity.every_plan
