@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import importlib
 import io
+import logging
 import os
 import signal
 import sys
@@ -137,6 +138,7 @@ def import_paddle() -> None:
         # Said on every machine without a compiler cache; we compile nothing.
         warnings.filterwarnings("ignore", message="No ccache found")
         importlib.import_module("paddle")
+    _undo_root_logging(said)
     # Paddle's C++ handler would print a stack trace; SIGTERM just ends the process until a run takes it over.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -144,6 +146,17 @@ def import_paddle() -> None:
     for line in said.getvalue().splitlines():
         if not line.startswith(banner):
             print(line, file=sys.stderr)
+
+
+def _undo_root_logging(stream: io.StringIO) -> None:
+    """Take back what Paddle has set up for all libraries' loggers while it wrote to ``stream``.
+
+    What they say would be lost there. Without a handler Python prints warnings and errors.
+    """
+    for handler in list(logging.root.handlers):
+        if isinstance(handler, logging.StreamHandler) and handler.stream is stream:
+            logging.root.removeHandler(handler)
+            logging.root.setLevel(logging.WARNING)
 
 
 def available_cpus() -> int:

@@ -18,7 +18,6 @@ import ctypes
 import functools
 import importlib
 import json
-import logging
 import os
 import selectors
 import signal
@@ -33,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ppfleetx.utils.log import configure_logging
 from tests.helpers import programs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -293,11 +293,10 @@ def _become_rank(connection: socket.socket, settings: dict[str, str], log: str) 
     # Programs on a CPU switch views with strides off. Ranks have them, as on a GPU: Paddle's default.
     os.environ.pop("FLAGS_use_stride_kernel", None)
     paddle.set_flags({"FLAGS_use_stride_kernel": True})
-    for handler in logging.root.handlers:  # Paddle made it while what it printed was being collected
-        handler.setStream(sys.stderr)
     os.environ.update(settings)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
+    configure_logging()
     os.dup2(output, 2)
     with connection.makefile("rwb") as stream:
 

@@ -68,6 +68,18 @@ def test_it_can_be_switched_off() -> None:
     assert "{'MKL_DEBUG_CPU_TYPE': None, 'OMP_NUM_THREADS': None}" in said
 
 
+def test_warnings_of_libraries_are_seen_once_paddle_is_loaded() -> None:
+    """Paddle sets logging up for everybody, at a time when what it says is collected."""
+    program = (
+        "import logging; from ppfleetx.utils.process_env import *; prepare_process(); import_paddle();"
+        "logging.getLogger('lib').warning('heard'); logging.getLogger('lib').info('not heard')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stderr == "heard\n"
+
+
 FOLDERS = ("tools", "tasks/gpt")
 TOOLS = sorted(path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).glob("*.py"))
 
