@@ -111,6 +111,9 @@ def mismatch(own_rank: int, rank: int, text: str, other: Signature | None) -> st
     )
 
 
+_SMALL = 1 << 16  # below, a new array costs less than looking for an old one
+
+
 class BufferPool:
     """Reused byte buffers: a fresh 64 MB array costs more in page faults than in copying."""
 
@@ -121,6 +124,8 @@ class BufferPool:
 
     def take(self, nbytes: int) -> np.ndarray:
         """A uint8 array of ``nbytes``, contents undefined."""
+        if nbytes < _SMALL:
+            return np.empty(nbytes, np.uint8)
         with self._lock:
             fits = [i for i, buffer in enumerate(self._free) if nbytes <= buffer.nbytes <= 2 * nbytes + 4096]
             if fits:
@@ -132,7 +137,9 @@ class BufferPool:
     def give(self, buffer: np.ndarray) -> None:
         """Hand a buffer from :meth:`take` back."""
         base = buffer if buffer.base is None else buffer.base
+        if not isinstance(base, np.ndarray) or base.nbytes < _SMALL:
+            return
         with self._lock:
-            if isinstance(base, np.ndarray) and base.nbytes and self._held + base.nbytes <= self._limit:
+            if self._held + base.nbytes <= self._limit:
                 self._free.append(base)
                 self._held += base.nbytes

@@ -98,10 +98,11 @@ def test_time_limit(monkeypatch):
 
 
 def test_pool_reuses_buffers_up_to_its_limit():
-    pool = BufferPool(10_000)
-    first = pool.take(6000)
+    pool = BufferPool(1_000_000)
+    first = pool.take(600_000)
     pool.give(first)
-    again = pool.take(5000)
+    again = pool.take(500_000)
     assert np.shares_memory(first, again)
-    pool.give(pool.take(20_000))  # too large to be kept
+    pool.give(pool.take(2_000_000))  # too large to be kept
+    pool.give(pool.take(1000))  # too small
     assert pool._held == 0
