@@ -21,6 +21,7 @@ from ppfleetx.deploy.export_dir import (
     open_export,
 )
 from ppfleetx.generation.generator import Batch, TextGenerator
+from ppfleetx.generation.processors import SMALLEST
 from ppfleetx.generation.search import Row
 from ppfleetx.generation.session import pad_left
 from ppfleetx.generation.text import RowText
@@ -78,9 +79,9 @@ class InferenceEngine(TextGenerator):
             "end_id": np.array([self.tokenizer.eod_id], dtype=np.int64),
             "min_new_tokens": np.array([cfg.min_dec_len], dtype=np.int64),
             "repetition_penalty": np.array([cfg.repetition_penalty], dtype=np.float32),
-            "temperature": np.array([1.0 if greedy else cfg.temperature], dtype=np.float32),
-            "top_k": np.array([1 if greedy else cfg.top_k], dtype=np.int64),
-            "top_p": np.array([1.0 if greedy else cfg.top_p], dtype=np.float32),
+            "temperature": np.array([1.0 if greedy else max(cfg.temperature, SMALLEST)], dtype=np.float32),
+            "top_k": np.array([1 if greedy else min(cfg.top_k, self.manifest.vocab_size)], dtype=np.int64),
+            "top_p": np.array([1.0 if greedy else max(cfg.top_p, SMALLEST)], dtype=np.float32),
         }
 
     def _row(self, ids: list[int], limit: int, text: RowText) -> Row:

@@ -12,7 +12,7 @@ import paddle.nn.functional as F
 
 # A temperature or top_p below this means the likeliest token to float32's precision. Far below it float32
 # has infinity or 0 for what they lead to, and nothing would be left to draw.
-_SMALLEST = 1e-6
+SMALLEST = 1e-6
 
 
 def penalize_repetition(logits: paddle.Tensor, history: paddle.Tensor, penalty: float) -> paddle.Tensor:
@@ -64,7 +64,7 @@ def candidates(
         (weights, ids), both ``[b, m]``. Weights are probabilities up to a factor per row, 0 where a token
         is not kept. With ids the order is by falling probability; without (None), column is id.
     """
-    temperature, top_p = max(temperature, _SMALLEST), max(top_p, _SMALLEST)
+    temperature, top_p = max(temperature, SMALLEST), max(top_p, SMALLEST)
     if temperature != 1.0:
         logits = logits / temperature
     vocab = logits.shape[-1]

@@ -30,6 +30,10 @@ SETTINGS = {
     "top_k_of_more_than_there_are": {"top_k": 1000, "top_p": 0.9},
     "top_p": {"top_p": 0.7, "temperature": 1.5},
     "plain": {"temperature": 2.0},
+    "colder_than_float32": {"temperature": 1e-45},
+    "smaller_than_float32": {"top_p": 1e-50},
+    "smaller_than_float32_of_few": {"top_p": 1e-50, "top_k": 5},
+    "larger_than_int64": {"top_k": 2**64},
 }
 
 
