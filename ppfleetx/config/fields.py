@@ -98,6 +98,9 @@ NonNegativeFloat = Annotated[
 Fraction = Annotated[
     _LaxFloat, Field(strict=True, allow_inf_nan=False, ge=0, lt=1), Says("a number in [0, 1)")
 ]
+PenaltyFactor = Annotated[
+    _LaxFloat, Field(strict=True, allow_inf_nan=False, ge=0.01, le=100), Says("a number from 0.01 to 100")
+]
 UnitFloat = Annotated[
     _LaxFloat, Field(strict=True, allow_inf_nan=False, gt=0, le=1), Says("a number in (0, 1]")
 ]

@@ -11,6 +11,7 @@ from ppfleetx.config.fields import (
     CountInt,
     Float,
     NonNegativeFloat,
+    PenaltyFactor,
     PositiveFloat,
     PositiveInt,
     RuleError,
@@ -38,7 +39,7 @@ class GenerationConfig(Section):
     """Most new tokens."""
     num_return_sequences: PositiveInt = 1
     """Continuations per prompt."""
-    repetition_penalty: PositiveFloat = 1.0
+    repetition_penalty: PenaltyFactor = 1.0
     """Divides the (positive) logits of tokens already present; 1: none."""
     num_beams: PositiveInt = 1
     """Beam search: beams."""
@@ -58,7 +59,8 @@ class GenerationConfig(Section):
     """The token in the last place of a continuation that gets to `max_dec_len`; null: it is chosen."""
     prompt_lookup_num_tokens: CountInt = 16
     """Greedy search for at most 8 prompts at a time: up to so many tokens of each are guessed from earlier
-    text and checked in one pass. It changes the speed, not the text; 0: no guesses."""
+    text and checked in one pass. It changes the speed, not the text; 0: no guesses. Exported
+    programs and the server never guess."""
     use_cache: Bool = True
     """Keep keys and values of past tokens; false recomputes them, for comparison."""
     seed: Seed | None = None
@@ -81,6 +83,8 @@ class GenerationConfig(Section):
             raise RuleError(("prompt",), "is an empty list; give a prompt, or null for the one built in")
         if self.prompt is not None and self.prompt_file is not None:
             raise RuleError(("prompt_file", "prompt"), "give the prompts themselves or a file, not both")
+        if self.stop == "" or (isinstance(self.stop, tuple) and "" in self.stop):
+            raise RuleError(("stop",), "an empty text stands before everything; leave it out")
         self._check_strategy()
         return self
 
