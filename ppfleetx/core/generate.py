@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.finetuning import FINETUNE_MODULE
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections import RunConfig
 from ppfleetx.core.launch import start_process, world_size
@@ -130,11 +131,20 @@ def check_plan(cfg: RunConfig) -> None:
 
 
 def check_checkpoint(cfg: RunConfig) -> None:
-    """Whether ``Engine.save_load.ckpt_dir`` names a checkpoint; its data is not looked at.
+    """Whether ``Engine.save_load.ckpt_dir`` names a checkpoint of a model that continues text; its data is
+    not looked at.
 
     Raises:
         UserError: it does not.
     """
+    if cfg.Model.module == FINETUNE_MODULE:
+        raise ConfigError(
+            "a classifier has no next token; only models that continue text can be used here (GPTModule, "
+            "GPTGenerationModule)",
+            key="Model.module",
+            value=cfg.Model.module,
+            place=cfg.origins.get("Model.module"),
+        )
     if cfg.Engine.save_load.ckpt_dir is None:
         raise ConfigError(
             "names no checkpoint; give -o Engine.save_load.ckpt_dir=DIR (a step directory or an output "

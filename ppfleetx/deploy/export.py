@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from ppfleetx.generation.generator import Generator
 
 _KEY = "Engine.save_load.output_dir"
-_MODULES = ("GPTModule", "GPTGenerationModule", "GPTEvalModule")  # one and the same network
 _UNFINISHED = f".{RANK_DIRECTORY}.exporting"
 
 
@@ -47,7 +46,7 @@ def run(path: str, overrides: Sequence[str]) -> None:
     """
     check_one_process(world_size(os.environ))
     cfg, notes = as_replicas(load_config(path, overrides), 1)
-    check_exportable(cfg)
+    check_generation(cfg.Generation, cfg.origins)
     check_checkpoint(cfg)
     check_target(cfg)
     cfg, ctx = start_with(cfg)
@@ -99,23 +98,6 @@ def check_one_process(processes: int) -> None:
             "large for one machine's memory cannot be exported: generate from its checkpoint with "
             "tasks/gpt/generation.py under Distributed.mp_degree"
         )
-
-
-def check_exportable(cfg: RunConfig) -> None:
-    """Whether there is a program for what ``cfg`` asks for.
-
-    Raises:
-        ConfigError: there is not.
-    """
-    module = cfg.Model.module
-    if module not in _MODULES:
-        raise ConfigError(
-            f"only models that continue text can be exported ({', '.join(_MODULES)})",
-            key="Model.module",
-            value=module,
-            place=cfg.origins.get("Model.module"),
-        )
-    check_generation(cfg.Generation, cfg.origins)
 
 
 def check_target(cfg: RunConfig) -> None:

@@ -79,6 +79,7 @@ def test_the_documented_command(run_dir: Path) -> None:
     [
         ((), "Engine.save_load.ckpt_dir: names no checkpoint"),
         (("Engine.save_load.ckpt_dir=/no/such/place",), "/no/such/place"),
+        (("Model.module=GPTFinetuneModule", "Model.num_classes=2"), "only models that continue text"),
         (("Generation.decode_strategy=best",), "Generation.decode_strategy"),
         (("Generation.prompt_file=/no/such/file",), "Generation.prompt_file"),
         (("Generation.prompt=[]",), "Generation.prompt = []"),
