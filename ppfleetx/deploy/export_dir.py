@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from ppfleetx.config.errors import ConfigError
 
@@ -27,6 +30,14 @@ _AGAIN = "export the model again with tools/export.py"
 
 
 @dataclass(frozen=True)
+class FileEntry:
+    """What a file of an export must be: ``size`` in bytes and SHA-256 as hexadecimal digits."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, config={"extra": "forbid"})
 class ExportManifest:
     """What a program needs to know of an exported model.
 
@@ -41,7 +52,7 @@ class ExportManifest:
         checkpoint: name of the checkpoint the weights are of.
         inputs: names and types of the program's inputs.
         paddle_version: of the Paddle that wrote the program.
-        files: size in bytes and SHA-256 of each file, by its path in the directory.
+        files: what each file must be, by its path in the directory.
     """
 
     vocab_size: int
@@ -54,7 +65,7 @@ class ExportManifest:
     checkpoint: str
     inputs: dict[str, str]
     paddle_version: str
-    files: dict[str, dict[str, Any]]
+    files: dict[str, FileEntry]
 
     def write(self, directory: Path) -> None:
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
@@ -62,11 +73,11 @@ class ExportManifest:
         (directory / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
 
 
-def describe_files(directory: Path) -> dict[str, dict[str, Any]]:
+def describe_files(directory: Path) -> dict[str, FileEntry]:
     """``ExportManifest.files`` of all files in ``directory``."""
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
     return {
-        path.relative_to(directory).as_posix(): {"size": path.stat().st_size, "sha256": _sha256(path)}
+        path.relative_to(directory).as_posix(): FileEntry(path.stat().st_size, _sha256(path))
         for path in paths
     }
 
@@ -121,18 +132,19 @@ def _read(path: Path) -> ExportManifest:
             path, f"is of format {written_as} {version}, this version reads {FORMAT} {VERSION}; {_AGAIN}"
         )
     try:
-        return ExportManifest(**content)
-    except TypeError as error:
-        raise _error(path, f"is damaged: fields are missing or too many; {_AGAIN}") from error
+        return TypeAdapter(ExportManifest).validate_python(content)
+    except ValidationError as error:
+        field = ".".join(map(str, error.errors()[0]["loc"]))
+        raise _error(path, f"is damaged: {field} is not what an export has there; {_AGAIN}") from error
 
 
-def _check_file(path: Path, entry: dict[str, Any], verify: bool) -> None:
+def _check_file(path: Path, entry: FileEntry, verify: bool) -> None:
     if not path.is_file():
         raise _error(path, f"is missing; {_AGAIN}")
     size = path.stat().st_size
-    if size != entry["size"]:
-        raise _error(path, f"is damaged: it has {size} bytes instead of {entry['size']}; {_AGAIN}")
-    if verify and _sha256(path) != entry["sha256"]:
+    if size != entry.size:
+        raise _error(path, f"is damaged: it has {size} bytes instead of {entry.size}; {_AGAIN}")
+    if verify and _sha256(path) != entry.sha256:
         raise _error(path, f"is damaged: its checksum is not that of the manifest; {_AGAIN}")
 
 

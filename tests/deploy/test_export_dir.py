@@ -59,7 +59,10 @@ def test_another_version(copy: Path) -> None:
     for change, words in (
         ({"version": 2}, "is of format ppfleetx-export 2, this version reads ppfleetx-export 1; export"),
         ({"format": "another"}, "is of format another 1"),
-        ({"surprise": 1}, "fields are missing or too many"),
+        ({"surprise": 1}, "damaged: surprise is not what an export has there"),
+        ({"generation": None}, "damaged: generation is not"),
+        ({"files": []}, "damaged: files is not"),
+        ({"files": {"model.json": {"size": 1}}}, r"damaged: files\.model\.json\.sha256 is not"),
     ):
         path.write_text(json.dumps(manifest | change))
         with pytest.raises(ConfigError, match=words):
