@@ -47,7 +47,7 @@ def run(path: str, overrides: Sequence[str], output: str | None = None) -> None:
     Raises:
         UserError: export, prompts or options that cannot be used, in words; most before Paddle is loaded.
     """
-    cfg, _ = as_replicas(load_config(path, overrides), world_size(os.environ))
+    cfg, notes = as_replicas(load_config(path, overrides), world_size(os.environ))
     prompts = read_prompts(cfg)
     check_inference(cfg, expected_device(cfg.Global.device))
     directory, manifest = open_export(cfg.Inference.model_dir, verify=False)
@@ -55,7 +55,9 @@ def run(path: str, overrides: Sequence[str], output: str | None = None) -> None:
     check_generation(cfg.Generation, cfg.origins)
     if output is not None:
         check_output(Path(output))
-    cfg, ctx = start_with(cfg)
+    cfg, ctx = start_with(_without_checkpoint(cfg))
+    for note in notes:
+        get_logger().info(f"NOTE: {note}")
     _say_what_differs(directory, manifest, cfg)
     answer(cfg, ctx, prompts, output)
 
@@ -90,6 +92,13 @@ def merge_settings(exported: dict[str, Any], cfg: RunConfig) -> GenerationConfig
         raise ConfigError(
             f"does not go together with the settings of the export ({exported}): {why}", key="Generation"
         ) from error
+
+
+def _without_checkpoint(cfg: RunConfig) -> RunConfig:
+    """``cfg`` without the files that a model is loaded from: they need not be where its export is."""
+    save_load = cfg.Engine.save_load.model_copy(update={"ckpt_dir": None})
+    engine = cfg.Engine.model_copy(update={"save_load": save_load})
+    return cfg.model_copy(update={"Engine": engine, "Model": cfg.Model.model_copy(update={"lora": None})})
 
 
 def _say_what_differs(directory: Path, manifest: ExportManifest, cfg: RunConfig) -> None:

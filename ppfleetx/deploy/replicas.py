@@ -8,12 +8,11 @@ from ppfleetx.config.sections import DistributedConfig, RunConfig
 def as_replicas(cfg: RunConfig, processes: int) -> tuple[RunConfig, list[str]]:
     """``cfg`` for so many data-parallel processes that compute in float32, and what was changed, in words."""
     notes = []
-    if cfg.plan.world_size not in (1, processes):
-        notes.append(
-            f"the plan of the configuration ({cfg.plan}) is not used: a process holds the whole model"
-        )
+    plan = cfg.plan
+    if plan.world_size not in (1, processes) or plan.mp * plan.pp * plan.sep > 1:
+        notes.append(f"the plan of the configuration ({plan}) is not used: a process holds the whole model")
     if cfg.Engine.mix_precision.enable:
-        notes.append("Engine.mix_precision is disabled: the model is exported and run in float32")
+        notes.append("Engine.mix_precision is disabled: an exported model computes in float32")
     distributed = DistributedConfig(dp_degree=processes)
     model = cfg.Model.model_copy(update={"sequence_parallel": False, "virtual_pp_degree": 1})
     precision = cfg.Engine.mix_precision.model_copy(update={"enable": False})

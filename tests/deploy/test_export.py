@@ -83,7 +83,7 @@ def test_the_documented_commands(tmp_path: Path, exported: Exported) -> None:
     options = ["Generation.decode_strategy=greedy_search", "Generation.max_dec_len=9"]
     prompts = 'Generation.prompt=["the cat", "and"]'
     inference = "inference_gpt_345M_single_card.yaml"
-    overrides = [*options, prompts]
+    overrides = [rank_dir, *options, prompts]
     answered = command(tmp_path, "tools/inference.py", inference, *overrides, launcher=LAUNCH, executed=True)
     cfg = configuration(exported.run, GPT2_STYLE, *options).Generation
     expected = ""
@@ -115,6 +115,7 @@ def test_from_the_generation_yaml(tmp_path: Path, exported: Exported) -> None:
         "tools/inference.py",
         "inference_gpt_345M_dp8.yaml",
         f"Inference.model_dir={tmp_path / 'out' / 'rank_0'}",
+        "Distributed.mp_degree=2",
         *written,
         launcher=("-m", "paddle.distributed.launch", "--nproc_per_node", "2"),
         options=("--output", "answers.jsonl"),
@@ -130,6 +131,7 @@ def test_from_the_generation_yaml(tmp_path: Path, exported: Exported) -> None:
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert [tuple(answer["generations"][0]["ids"]) for answer in answers] == [one.ids for [one] in expected]
     assert "has its own Model.vocab_size, Model.hidden_size" in answered.stdout
+    assert "NOTE: the plan of the configuration (dp 1, mp 2, pp 1, sharding 1) is not used" in answered.stdout
 
 
 def test_a_users_mistake_is_one_quick_message(tmp_path: Path) -> None:
@@ -223,7 +225,10 @@ def test_options_of_another_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_a_parallel_configuration_is_run_by_one_process() -> None:
-    cfg, notes = as_replicas(load_config(CONFIGS / "pretrain_gpt_175B_mp8_pp16.yaml"), 1)
+    path = CONFIGS / "pretrain_gpt_175B_mp8_pp16.yaml"
+    split = as_replicas(load_config(path), 128)[1]
+    assert "mp 8, pp 16, sharding 1, sequence parallel) is not used" in split[0]  # though there are as many processes
+    cfg, notes = as_replicas(load_config(path), 1)
     assert cfg.plan.world_size == 1
     assert not cfg.Engine.mix_precision.enable
     assert ["mp 8, pp 16" in notes[0], "mix_precision" in notes[1]] == [True, True]
