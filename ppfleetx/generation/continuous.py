@@ -18,7 +18,8 @@ from ppfleetx.generation.session import NextTokenModel, pad_left
 # Of a prompt's columns so many are run at a time: attention's scores, and the masks kept for them, would
 # otherwise grow with the square of its length, most of it for keys that are masked.
 _PREFILL_COLUMNS = 512
-# Wrong guesses leave columns that are of no use. More of them than this, and than a quarter of a row, are
+# Wrong guesses leave columns that are of no use. More of them than this, and than a quarter of the longest
+# row, are taken out before the next pass.
 _MOST_UNUSED = 64
 
 
