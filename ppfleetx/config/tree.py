@@ -70,6 +70,9 @@ def parse_yaml(text: str, place: str, *, with_lines: bool = False) -> Node | Non
         where = f"{place}:{mark.line + 1}" if with_lines and mark else place
         problem = getattr(error, "problem", None) or "cannot be read"
         raise ConfigError(f"is not valid YAML: {problem}", place=where) from None
+    except UnicodeEncodeError as error:  # bytes of a command line that are no UTF-8
+        problem = f"character {error.start} is no Unicode text"
+        raise ConfigError(f"is not valid YAML: {problem}", place=place) from None
     if root is None:
         return None
     return _convert(root, place, with_lines, depth=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import select
 import signal
@@ -41,8 +42,10 @@ def run_tool(main: Callable[[], int | None]) -> None:
     A :class:`UserError` is printed as one message and ends with code 2, the end of another process of
     the job likewise with code 3. When the reader of standard output has gone (``| head -1``), nobody wants
     the rest: the tool ends without a word, with code 141. Anything else is a defect of the program and
-    keeps its traceback.
+    keeps its traceback. Characters that the encoding of standard output lacks are written as escapes.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = main()
         sys.stdout.flush()

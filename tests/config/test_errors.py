@@ -85,6 +85,7 @@ WRONG_OVERRIDES = [
     ("Offline_Eval.overlapping_eval=2000", ["overlapping_eval = 2000", "gaps"]),
     ("Profiler.scheduler=[5, 1]", ["Profiler.scheduler = [5, 1]", "smaller"]),
     ("Compress.Quantization.weight_bits=64", ["weight_bits = 64", "between 2 and 16"]),
+    ("Engine.max_steps=1\udcff", ["is not valid YAML: character 1 is no Unicode text", "override 1"]),
     ("Engine.max_steps", ["not of the form Section.key=value. Example: Engine.max_steps=10.", "override 1"]),
     ("=5", ["not of the form"]),
     ("Engine..max_steps=5", ["not of the form"]),

@@ -1,5 +1,6 @@
-"""How a tool ends when nobody reads its output any more."""
+"""How a tool writes, and how it ends when nobody reads its output any more."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,13 @@ def run(how: str, *, close: bool) -> tuple[int, str]:
 def test_a_tool_whose_reader_has_gone_ends_without_a_word(how: str) -> None:
     assert run(how, close=True) == (141, "")
     assert run(how, close=False) == (0, "")
+
+
+def test_what_the_terminal_cannot_show_is_escaped() -> None:
+    program = "from ppfleetx.utils.cli import run_tool\nrun_tool(lambda: print('caf\\xe9 \\u4e2d'))"
+    environ = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, env=environ)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"caf\xe9 \\u4e2d\n", b"")
 
 
 def test_another_broken_pipe_is_a_defect_and_keeps_its_traceback() -> None:
