@@ -170,7 +170,7 @@ def test_missing_tokenizer(run_dir: Path) -> None:
         in_process(run_dir)
 
 
-def test_prompts_from_files(run_dir: Path) -> None:
+def test_prompts_from_files(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(name: str, content: str) -> list[str]:
         (run_dir / name).write_text(content)
         return read_prompts(
@@ -179,6 +179,7 @@ def test_prompts_from_files(run_dir: Path) -> None:
 
     assert read("a.txt", "one\n\n  two\x0c2\r\nthree") == ["one", "  two\x0c2", "three"]
     assert read("a.jsonl", '"one"\n{"prompt": "two\\nlines", "id": 3}\n') == ["one", "two\nlines"]
+    assert read("mark.txt", "\ufeffone\n") == read("mark.jsonl", '\ufeff"one"\n') == ["one"]
     with pytest.raises(ConfigError, match=r"a\.jsonl:2.*is not JSON"):
         read("a.jsonl", '"one"\n{"prompt": \n')
     with pytest.raises(ConfigError, match='under "prompt"'):
@@ -187,6 +188,9 @@ def test_prompts_from_files(run_dir: Path) -> None:
         read("empty.txt", "\n\n")
     with pytest.raises(ConfigError, match=r"is blank.*\[b\.jsonl:2|b\.jsonl:2.*is blank"):
         read("b.jsonl", '"one"\n{"prompt": " "}\n')
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(ConfigError, match="holds no prompt"):
+        read_prompts(load_config(run_dir / "pretrain.yaml", ["Generation.prompt_file=-"]))
     with pytest.raises(ConfigError, match="No such file"):
         read_prompts(load_config(run_dir / "pretrain.yaml", ["Generation.prompt_file=/no/file"]))
 
