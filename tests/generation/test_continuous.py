@@ -1,5 +1,7 @@
 """Rows that join and leave a batch, against the same rows alone."""
 
+import random
+
 import numpy as np
 import paddle
 import pytest
@@ -53,6 +55,42 @@ def test_rows_that_come_and_go_have_the_logits_they_have_alone(
             batch.select(staying)
             present = [present[place] for place in staying]
     assert done == [6, 3, 3, 3, 1]
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_any_course_of_events_gives_the_logits_of_the_full_forward(
+    make_model, style: dict, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts join with copies, rows are guessed for rightly and wrongly, leave and change places."""
+    monkeypatch.setattr(continuous, "_PREFILL_COLUMNS", 4)
+    monkeypatch.setattr(continuous, "_MOST_UNUSED", seed)
+    staged, _ = make_model(**style)
+    staged.eval()
+    chance, batch = random.Random(seed), ContinuousBatch(NextTokenModel(staged, 61))
+
+    def tokens(least: int, most: int) -> list[int]:
+        return [chance.randrange(61) for _ in range(chance.randint(least, most))]
+
+    def full_forward(row: list[int]) -> np.ndarray:
+        return staged(paddle.to_tensor([row]), paddle.arange(len(row)).unsqueeze(0), None)[:, 0, :61].numpy()
+
+    with paddle.no_grad():
+        for _ in range(14):
+            guesses: list[list[int]] = [[] for _ in batch.history]
+            if not guesses or chance.random() < 0.3:
+                batch.join([tokens(1, 9), tokens(1, 9)], [chance.choice([1, 3]), 1])
+                guesses = [[] for _ in batch.history]
+                logits = batch.next_logits().unsqueeze(0).numpy()
+            else:
+                guesses = [tokens(0, 4) for _ in guesses]
+                logits = batch.logits_with_guesses(guesses).numpy()
+            for row, (history, own) in enumerate(zip(batch.history, guesses, strict=True)):
+                expected = full_forward(history + own)[len(history) - 1 :]
+                np.testing.assert_allclose(logits[: len(expected), row], expected, rtol=2e-4, atol=5e-5)
+            batch.append([own[: chance.randint(0, len(own))] + tokens(1, 1) for own in guesses])
+            going_on = [row for row, history in enumerate(batch.history) if len(history) < 50]
+            chance.shuffle(going_on)
+            batch.select(going_on[: chance.choice([2, 4, 6])])
 
 
 def test_columns_of_rows_that_left_are_given_back(make_model) -> None:
