@@ -39,5 +39,6 @@ def generate_each(
         said = io.StringIO()
         with contextlib.redirect_stdout(said), paddle.utils.unique_name.guard():
             generate(cfg, ctx, read_prompts(cfg), f"{output}{name}.jsonl")
-        printed[name] = said.getvalue()
+        # Without what is logged while the model is loaded, which a rank writes to where it prints.
+        printed[name] = "".join(said.getvalue().partition("Prompt: ")[1:])
     return printed
