@@ -11,6 +11,7 @@ import paddle
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from pydantic import ValidationError
 
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections import GenerationConfig
@@ -144,9 +145,17 @@ class HarnessModel(TemplateLM):
         if options["decode_strategy"] != "beam_search":
             options["stop"] = tuple(stops) or None
         prompts = [self.tok_encode(context)[-room:] for context in contexts]
-        results = self._generator.generate(prompts, GenerationConfig(**options), batch_rows=self._batch_size)
+        results = self._generator.generate(prompts, _section(options), batch_rows=self._batch_size)
         # Beam search takes no stop strings: what comes after them goes here.
         return [_before(generations[0].text, stops) for generations in results]
+
+
+def _section(options: dict[str, Any]) -> GenerationConfig:
+    try:
+        return GenerationConfig(**options)
+    except ValidationError as error:
+        why = "; ".join(".".join(map(str, one["loc"])) + ": " + one["msg"] for one in error.errors())
+        raise ConfigError(f"a task asks for what generation does not have ({options}): {why}") from error
 
 
 def _before(text: str, stops: Sequence[str]) -> str:

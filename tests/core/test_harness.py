@@ -128,6 +128,10 @@ def test_continuations_are_the_harnesses_own(both: tuple[Any, Any]) -> None:
     assert found[3] == whole[: whole.index(whole[4:6])]
     with pytest.raises(ConfigError, match="48 positions"):
         ours.generate_until(requests(("a", {"max_gen_toks": 48})), disable_tqdm=True)
+    with pytest.raises(ConfigError, match=r"generation does not have .*: top_p: "):
+        ours.generate_until(
+            requests(("a", {"max_gen_toks": 4, "top_p": 2.0, "do_sample": True})), disable_tqdm=True
+        )
 
 
 def test_a_task_of_ones_own(both: tuple[Any, Any], tmp_path: Path) -> None:
