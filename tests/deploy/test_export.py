@@ -227,7 +227,8 @@ def test_options_of_another_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_a_parallel_configuration_is_run_by_one_process() -> None:
     path = CONFIGS / "pretrain_gpt_175B_mp8_pp16.yaml"
     split = as_replicas(load_config(path), 128)[1]
-    assert "mp 8, pp 16, sharding 1, sequence parallel) is not used" in split[0]  # though there are as many processes
+    # Though there are as many processes:
+    assert "mp 8, pp 16, sharding 1, sequence parallel) is not used" in split[0]
     cfg, notes = as_replicas(load_config(path), 1)
     assert cfg.plan.world_size == 1
     assert not cfg.Engine.mix_precision.enable
