@@ -222,7 +222,7 @@ def _make_server(service: Service) -> uvicorn.Server:
                 os._exit(EXIT_INTERRUPTED)
 
     log = logging.getLogger("uvicorn")
-    log.handlers, log.propagate = get_logger().handlers, False
+    log.handlers, log.propagate = list(get_logger().handlers), False
     config = uvicorn.Config(
         create_app(service),
         log_config=None,
