@@ -80,6 +80,16 @@ def test_warnings_of_libraries_are_seen_once_paddle_is_loaded() -> None:
     assert done.stderr == "heard\n"
 
 
+def test_paddle_is_imported_without_what_draws_on_terminals() -> None:
+    """The command line of a library it imports; the library itself, and garbage collection, are as ever."""
+    program = (
+        "import gc, sys; from ppfleetx.utils.process_env import *; prepare_process(); import_paddle();"
+        "import httpx; assert httpx.Client and 'httpx._main' not in sys.modules;"
+        "assert 'pygments' not in sys.modules and gc.isenabled(); import httpx._main"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
 FOLDERS = ("tools", "tasks/gpt")
 TOOLS = sorted(path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).glob("*.py"))
 
