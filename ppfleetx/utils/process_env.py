@@ -151,10 +151,11 @@ def import_paddle() -> None:
 
 @contextlib.contextmanager
 def _quick_imports() -> Iterator[None]:
-    """Within it, importing Paddle takes 1.3 s of a CPU instead of 2.2 (Xeon, 2.5 GHz), for every rank.
+    """Within it, importing Paddle takes 1.7 s of a CPU instead of 2.2 (Xeon, 2.5 GHz), for every rank.
 
-    Nothing of what is made while importing is garbage, then or later. And Paddle imports httpx, which imports its command
-    line program with all that draws it on a terminal, unless that is missing, as it is here meanwhile.
+    Nothing of what is made while importing is garbage, then or later. And Paddle imports httpx, which imports
+    its command line program with all that draws it on a terminal, unless that is missing, as it is here
+    meanwhile.
     """
     collects, name = gc.isenabled(), "httpx._main"
     is_hidden = name not in sys.modules
