@@ -3,12 +3,11 @@
 from types import SimpleNamespace
 
 import numpy as np
+import paddle
 import pytest
 
 from ppfleetx.optims.build import build_optimizer
 from tests.optims.test_optimizer import make_params, section, set_grads
-
-paddle = pytest.importorskip("paddle")
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
