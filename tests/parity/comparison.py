@@ -9,7 +9,7 @@ from typing import Any
 
 from ppfleetx.config.plan import ParallelPlan
 from tests.helpers.ranks import Pools
-from tests.parity.training import GLOBAL_BATCH
+from tests.parity.training import GLOBAL_BATCH, STEPS
 
 TRAIN = "tests.parity.training:train"
 TOLERANCE = 1e-5
@@ -52,8 +52,10 @@ class Comparison:
     Args:
         pools: where ranks come from.
         directory: for the weights of the runs of one process.
-        short: three steps instead of five and, where that leaves every part of a pipeline two, four layers
-            instead of eight. What a plan does is the same in each; ``make parity`` runs all of them.
+        short: three steps instead of five; ``make parity`` runs all of them.
+
+    The model has eight layers, or four where that leaves every part of a pipeline two: what a plan does is
+    the same in each layer.
     """
 
     def __init__(self, pools: Pools, directory: Path, *, short: bool = False) -> None:
@@ -71,8 +73,11 @@ class Comparison:
         **more: Any,
     ) -> Difference:
         """Differences of the plan's run from the run of one process with the same options ``more``."""
-        if self._short:
-            more = _shortened(plan, more)
+        more = {
+            "steps": 3 if self._short else STEPS,
+            **more,
+            "extra": _layers(plan) | (more.get("extra") or {}),
+        }
         reference, directory = self.reference(model, optimizer, reference_micro_batch_size, **more)
         results = self.run_plan(plan, model, optimizer, micro_batch_size, directory, **more)
         for key in ("loss", "grad_norm", "tokens"):
@@ -129,11 +134,10 @@ class Comparison:
         return self._references[key]
 
 
-def _shortened(plan: ParallelPlan, more: dict[str, Any]) -> dict[str, Any]:
-    """The options of a run made short, where they say nothing else."""
+def _layers(plan: ParallelPlan) -> dict[str, int]:
+    """The override that makes the model as small as the plan allows."""
     four = plan.pp * plan.virtual_pp_degree <= 2 and plan.pp_layers is None
-    layers = {"Model.num_layers": 4} if four else {}
-    return {"steps": 3, **more, "extra": {**layers, **(more.get("extra") or {})}}
+    return {"Model.num_layers": 4} if four else {}
 
 
 def _relative(values: list[float], expected: list[float]) -> float:
