@@ -13,7 +13,8 @@ dynamic: this project, greedy, a pass for each token. sampling: the same with to
 lookup: what the generation program does for up to 8 greedy prompts: tokens are guessed from earlier text and
 checked several in a pass. The gain depends on how much the text repeats itself, and random weights repeat
 themselves more than trained ones; hf_lookup is transformers with its own option for it, for one row only.
-exported, exported_sampling: the same with the program that tools/export.py makes, run by Paddle Inference.
+exported, exported_lookup, exported_sampling: the same with the program that tools/export.py makes, run by
+Paddle Inference. It guesses for a single row only; tools/inference.py lets it unless told otherwise.
 hf: ``transformers.generate`` as it is set up by default.
 """
 
@@ -156,7 +157,7 @@ def ours(threads: int, *, most_guesses: int = 0, **sampling: float) -> Generate:
     return generate
 
 
-def exported(threads: int, top_k: int = 1, top_p: float = 1.0) -> Generate:
+def exported(threads: int, *, top_k: int = 1, top_p: float = 1.0, most_guesses: int = 0) -> Generate:
     """The same model as an exported program. Exporting takes a minute before the first round."""
     next_token = our_model()
     import numpy as np
@@ -185,6 +186,7 @@ def exported(threads: int, top_k: int = 1, top_p: float = 1.0) -> Generate:
                 "temperature": np.array([1.0], np.float32),
                 "top_k": np.array([top_k]),
                 "top_p": np.array([top_p], np.float32),
+                "most_guesses": np.array([most_guesses]),
             }
         ).tolist()
 
@@ -241,11 +243,12 @@ MODES: dict[str, Callable[[int], Generate]] = {
     "lookup": lambda threads: ours(threads, most_guesses=GUESSES),
     "sampling": lambda threads: ours(threads, top_p=0.9),
     "exported": exported,
+    "exported_lookup": lambda threads: exported(threads, most_guesses=GUESSES),
     "exported_sampling": lambda threads: exported(threads, top_k=0, top_p=0.9),
     "hf": hugging_face,
     "hf_lookup": lambda threads: hugging_face(threads, prompt_lookup_num_tokens=GUESSES),
 }
-ONE_ROW = ("hf_lookup",)
+ONE_ROW = ("hf_lookup", "exported_lookup")
 COMPARED = (
     ("dynamic", "hf"),
     ("lookup", "hf"),
@@ -253,6 +256,8 @@ COMPARED = (
     ("lookup", "dynamic"),
     ("sampling", "dynamic"),
     ("exported", "hf"),
+    ("exported_lookup", "hf"),
+    ("exported_lookup", "exported"),
     ("exported", "dynamic"),
     ("exported_sampling", "exported"),
 )

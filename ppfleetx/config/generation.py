@@ -60,7 +60,7 @@ class GenerationConfig(Section):
     prompt_lookup_num_tokens: CountInt = 16
     """Greedy search for at most 8 prompts at a time: up to so many tokens of each are guessed from earlier
     text and checked in one pass. It changes the speed, not the text; 0: no guesses. Exported
-    programs and the server never guess."""
+    programs guess for a single prompt, the server never does."""
     use_cache: Bool = True
     """Keep keys and values of past tokens; false recomputes them, for comparison."""
     seed: Seed | None = None

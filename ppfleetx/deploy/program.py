@@ -18,6 +18,7 @@ from paddle import nn
 from paddle.static import InputSpec
 
 from ppfleetx.deploy.program_linear import Matrix, matrices_of, use_panels
+from ppfleetx.deploy.program_lookup import accept, guess, next_width
 from ppfleetx.deploy.program_top_p import nucleus_by_buckets
 from ppfleetx.deploy.tracing import quick_conversion
 from ppfleetx.generation.processors import (
@@ -39,6 +40,7 @@ INPUTS: tuple[tuple[str, str, tuple[int | None, ...]], ...] = (
     ("temperature", "float32", (1,)),
     ("top_k", "int64", (1,)),  # 1: the likeliest token (greedy search); 0: all
     ("top_p", "float32", (1,)),
+    ("most_guesses", "int64", (1,)),  # in one pass, of a single row and greedy search; 0: none
 )
 """Name, type and shape of each input of the program, in the order of its arguments."""
 
@@ -103,6 +105,7 @@ class GenerationProgram(nn.Layer):
         temperature: paddle.Tensor,
         top_k: paddle.Tensor,
         top_p: paddle.Tensor,
+        most_guesses: paddle.Tensor,
     ) -> paddle.Tensor:
         """New tokens ``[b, up to t]`` int64. The arguments are those of :data:`INPUTS`."""
         step = paddle.zeros([1], "int64")
@@ -116,15 +119,16 @@ class GenerationProgram(nn.Layer):
         token = self._choose(logits, step, uniforms, temperature, top_k, top_p)
         rules = (end_id, min_new_tokens, repetition_penalty)
         sampling = (uniforms, temperature, top_k, top_p)
-        if self.use_panels:
-            # Outside the branch, where they are made once, when the program is loaded.
-            panels = [matrix.make_panels() for matrix in self.matrices]
-            if tokens.shape[0] > 1:
-                history = self._decode(tokens, token, past, padding, start, limits, rules, sampling, panels)
-            else:  # a single row has no padding
-                history = self._decode(tokens, token, past, padding, None, limits, rules, sampling, [])
-        else:
-            history = self._decode(tokens, token, past, padding, start, limits, rules, sampling, [])
+        # Outside the branches, where they are made once, when the program is loaded.
+        panels = [matrix.make_panels() for matrix in self.matrices] if self.use_panels else []
+        plain = paddle.logical_and(top_k == 1, repetition_penalty == 1.0)
+        plain = paddle.logical_and(plain, min_new_tokens == 0)
+        if tokens.shape[0] > 1:
+            history = self._decode(tokens, token, past, padding, start, limits, rules, sampling, panels)
+        elif paddle.logical_and(plain, most_guesses > 0):
+            history = self._decode_with_lookup(tokens, token, past, limits, end_id, most_guesses, panels)
+        else:  # a single row has no padding
+            history = self._decode(tokens, token, past, padding, None, limits, rules, sampling, [])
         return history[:, length:]
 
     def _decode(
@@ -152,7 +156,7 @@ class GenerationProgram(nn.Layer):
             sampling: uniforms, temperature, top_k, top_p.
             panels: of each of ``self.matrices``; none: use the matrices themselves.
         """
-        use_panels(self.matrices, panels)
+        use_panels(self.matrices, panels, 0)
         end_id, min_new_tokens, repetition_penalty = rules
         uniforms, temperature, top_k, top_p = sampling
         length = tokens.shape[1]
@@ -171,20 +175,65 @@ class GenerationProgram(nn.Layer):
             finished = paddle.logical_or(finished, paddle.logical_or(token == end_id, limits <= step + 1))
         return history
 
+    def _decode_with_lookup(
+        self,
+        tokens: paddle.Tensor,
+        token: paddle.Tensor,
+        past: list[paddle.Tensor],
+        limits: paddle.Tensor,
+        end_id: paddle.Tensor,
+        most_guesses: paddle.Tensor,
+        panels: Sequence[paddle.Tensor],
+    ) -> paddle.Tensor:
+        """The loop for one row and its likeliest tokens, several in a pass; see ``_decode``.
+
+        Args:
+            most_guesses: ``[1]`` tokens guessed in one pass.
+        """
+        use_panels(self.matrices, panels, 1)
+        history = paddle.concat([tokens.flatten(), token])
+        most = tokens.shape[1] + limits.max()
+        width = paddle.ones([1], "int64")
+        finished = paddle.logical_or(token == end_id, limits <= 1).all()
+        while paddle.logical_not(finished):
+            size = history.shape[0]
+            guesses = guess(history, paddle.minimum(width, most - size - 1).clip(min=1))
+            checked = paddle.concat([history[-1:], guesses])
+            # The last token may have a guess behind it, too, for which there is no position.
+            positions = (size - 1 + paddle.arange(checked.shape[0])).clip(max=self.max_positions - 1)
+            logits, past = self._run_model(
+                checked.unsqueeze(0), positions.unsqueeze(0), None, past, last_only=False
+            )
+            likeliest = logits.argmax(-1)
+            right = accept(likeliest, guesses)
+            new = likeliest[: paddle.minimum(right + 1, most - size)]
+            is_end = new == end_id
+            if is_end.any():
+                new = new[: is_end.astype("int64").argmax() + 1]
+            history = paddle.concat([history, new])
+            past = [tensor[:, :, : size + right] for tensor in past]
+            finished = paddle.logical_or(is_end.any(), history.shape[0] >= most)
+            width = next_width(width, right, most_guesses)
+        return history.unsqueeze(0)
+
     def _run_model(
         self,
         tokens: paddle.Tensor,
         positions: paddle.Tensor,
         start: paddle.Tensor | None,
         past: Sequence[paddle.Tensor],
+        last_only: bool = True,
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-        """Logits ``[b, V]`` after ``tokens [b, s]``, and keys and values with theirs appended."""
+        """Logits ``[b, V]`` after ``tokens [b, s]``, and keys and values with theirs appended.
+
+        Not ``last_only``: ``[s, V]``, after each token of a single row.
+        """
         cache = _LoopCache(past)
         state = (tokens, positions) if start is None else (tokens, positions, start)
         *trunk, head = self.model.stages
         for stage in trunk:
             state = stage(state, cache)
-        last = state[0][-1]
+        last = state[0][-1] if last_only else state[0].squeeze(1)
         logits = head((last,))[:, : self.vocab_size] if self.head is None else self.head.matmul(last)
         return logits, cache.extended
 

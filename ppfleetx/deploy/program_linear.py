@@ -23,12 +23,13 @@ class Matrix:
     """A constant matrix ``weight [k, n]`` of a program.
 
     Attributes:
-        panels: what :meth:`make_panels` gave, for products to use it; None: they use the matrix.
+        panels, single_axis: see :func:`use_panels`.
     """
 
     def __init__(self, weight: paddle.Tensor) -> None:
         self.weight = weight
         self.panels: paddle.Tensor | None = None
+        self.single_axis = 0
 
     def make_panels(self) -> paddle.Tensor:
         """The matrix as ``[p, k, 48]``, filled up with zeros. Made of a constant, it is one."""
@@ -56,21 +57,27 @@ class ProgramLinear(nn.Layer):
         self.matrix = Matrix(linear.weight)
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        """``x [..., k]``; with panels ``[1, m, k]``, one position of each row, or ``[m, k]``."""
+        """``x [..., k]``; with panels ``[m, k]``, or that with an axis of 1, see :func:`use_panels`."""
         if self.matrix.panels is None:
             return F.linear(x, self.weight, self.bias)
-        rows = x.squeeze(0) if x.ndim == 3 else x
-        product = self.matrix.matmul(rows)
+        axis = self.matrix.single_axis
+        product = self.matrix.matmul(x.squeeze(axis) if x.ndim == 3 else x)
         if self.bias is not None:
             product = product + self.bias
-        return product.unsqueeze(0) if x.ndim == 3 else product
+        return product.unsqueeze(axis) if x.ndim == 3 else product
 
 
 @paddle.jit.not_to_static
-def use_panels(matrices: Sequence[Matrix], panels: Sequence[paddle.Tensor]) -> None:
-    """From here on, products use ``panels``, in the order of ``matrices``; none: the matrices themselves."""
+def use_panels(matrices: Sequence[Matrix], panels: Sequence[paddle.Tensor], single_axis: int) -> None:
+    """How products are made from here on.
+
+    Args:
+        panels: what :meth:`Matrix.make_panels` gave for each of ``matrices``; none: use the matrices.
+        single_axis: of activations ``[s, b, k]`` and panels: 0 for one position of many rows, 1 for many
+            positions of one row.
+    """
     for matrix, own in zip(matrices, panels or [None] * len(matrices), strict=True):
-        matrix.panels = own
+        matrix.panels, matrix.single_axis = own, single_axis
 
 
 def matrices_of(model: nn.Layer) -> list[Matrix]:
