@@ -82,6 +82,7 @@ Interval = Annotated[int, Field(strict=True, ge=1), Says("an integer (0 or less:
 OptionalInterval = Annotated[Interval | None, BeforeValidator(_never)]
 NumberChoice = BeforeValidator(_no_bool)
 PositiveInt = Annotated[int, Field(strict=True, ge=1), Says("an integer of at least 1")]
+NumThreads = Annotated[int, Field(strict=True, ge=1, le=1024), Says("an integer from 1 to 1024")]
 # Paddle's kernels count along one dimension of a tensor in 32 bits.
 MAX_SIZE = 2**31 - 1
 Size = Annotated[int, Field(strict=True, ge=1, le=MAX_SIZE), Says("an integer of at least 1, below 2^31")]

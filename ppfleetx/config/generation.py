@@ -11,6 +11,7 @@ from ppfleetx.config.fields import (
     CountInt,
     Float,
     NonNegativeFloat,
+    NumThreads,
     PenaltyFactor,
     PositiveFloat,
     PositiveInt,
@@ -154,7 +155,7 @@ class InferenceConfig(Section):
     """Tensor parallel ranks of the exported model: 1, because an export holds the whole model; null: 1."""
     verify: Bool = True
     """Compare the checksums of all files of the export before it is run; sizes are compared anyway."""
-    cpu_threads: PositiveInt | None = None
+    cpu_threads: NumThreads | None = None
     """Threads of the math library (CPU); null: those of the process, which are the CPUs it may run on shared
     among the processes of the machine, or OMP_NUM_THREADS."""
     ir_optim: Bool = True

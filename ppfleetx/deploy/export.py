@@ -101,15 +101,20 @@ def check_one_process(processes: int) -> None:
 
 
 def check_target(cfg: RunConfig) -> None:
-    """Whether ``output_dir``/rank_0 is free, or an export that may be replaced.
+    """Whether ``output_dir``/rank_0 can be made, or is an export that may be replaced.
 
     Raises:
-        ConfigError: something else is there.
+        ConfigError: it cannot, or something else is there.
     """
     output_dir = Path(cfg.Engine.save_load.output_dir)
     target = output_dir / RANK_DIRECTORY
     if output_dir.exists() and not output_dir.is_dir():
         raise _target_error(cfg, "it is a file; name a directory")
+    there = next(path for path in (output_dir.absolute(), *output_dir.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise _target_error(cfg, f"cannot be made: {there} is a file")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise _target_error(cfg, f"cannot be written: nothing may be created in {there}")
     is_used = any(target.iterdir()) if target.is_dir() else target.exists()
     if is_used and not is_export(target):
         raise _target_error(

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 import paddle
 
-# Below any real score and far from float32's and bfloat16's limits; float16 scores are masked in float32.
+# Below any real score and far from float32's and bfloat16's limits.
 _BLOCKED = -1e9
 
 
@@ -54,7 +54,13 @@ def mask_scores(
     if paddle.in_dynamic_mode() and document_start is None:
         return scores + _causal_penalty(num_queries, num_keys, scores.dtype, paddle.get_device())
     mask = attention_mask(num_queries, num_keys, document_start)
-    return paddle.where(mask, scores, paddle.full([], _BLOCKED, dtype=scores.dtype))
+    return paddle.where(mask, scores, paddle.full([], blocked_score(scores.dtype), dtype=scores.dtype))
+
+
+def blocked_score(dtype: paddle.dtype) -> float:
+    """What stands for a score that is not allowed. Finite, also in float16, which ends at -65504: a row of
+    nothing else has a softmax."""
+    return max(_BLOCKED, paddle.finfo(dtype).min)
 
 
 def cached_penalty(num_queries: int, num_keys: int, visible: np.ndarray) -> np.ndarray:
@@ -89,5 +95,5 @@ def flash_row_limits(document_start: paddle.Tensor) -> paddle.Tensor:
 def _causal_penalty(num_queries: int, num_keys: int, dtype: paddle.dtype, device: str) -> paddle.Tensor:
     """``[q, k]``: 0 where attention is allowed. Every layer of every step asks for the same one."""
     allowed = causal_mask(num_queries, num_keys)
-    blocked = paddle.full([], _BLOCKED, dtype=dtype)
+    blocked = paddle.full([], blocked_score(dtype), dtype=dtype)
     return paddle.where(allowed, paddle.zeros([], dtype=dtype), blocked)

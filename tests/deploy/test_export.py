@@ -183,6 +183,8 @@ def test_what_is_in_the_way_stays(small: list[str], tmp_path: Path) -> None:
         run_export(path, [checkpoint, f"Engine.save_load.output_dir={tmp_path}"])
     with pytest.raises(ConfigError, match="it is a file"):
         run_export(path, [checkpoint, f"Engine.save_load.output_dir={tmp_path / 'rank_0' / 'precious'}"])
+    with pytest.raises(ConfigError, match=r"cannot be made: .*precious is a file"):
+        run_export(path, [checkpoint, f"Engine.save_load.output_dir={tmp_path / 'rank_0/precious/a/b'}"])
     assert (tmp_path / "rank_0" / "precious").exists()
 
 
@@ -193,6 +195,7 @@ def test_what_is_in_the_way_stays(small: list[str], tmp_path: Path) -> None:
         ("Inference.TensorRT.precision=fp16", "TensorRT needs a GPU"),
         ("Inference.TensorRT.collect_shape=True", "name the file"),
         ("Inference.precision=bf16", "set onednn to True"),
+        ("Inference.cpu_threads=100000", "an integer from 1 to 1024"),
         ("Inference.model_dir=/no/such/place", "there is no such directory"),
         ("Generation.decode_strategy=beam_search", "greedy_search or sampling"),
         ("Generation.prompt_file=/no/such/file", "cannot be read"),

@@ -13,7 +13,7 @@ from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.init import Constant, Normal
 from ppfleetx.nn.kernels import KernelOptions, attend, reference_attention
 from ppfleetx.nn.loss import token_loss
-from ppfleetx.nn.masks import attention_mask, flash_row_limits
+from ppfleetx.nn.masks import attention_mask, blocked_score, flash_row_limits
 from ppfleetx.nn.mlp import ACTIVATIONS, MLP
 from ppfleetx.nn.rope import RotaryEmbedding
 
@@ -136,6 +136,15 @@ def test_mask_against_its_definition():
         assert mask[b, 0, q, k] == (starts[b, q] <= k <= q + 3), (b, q, k)
     plain = attention_mask(4, 7, None).numpy()
     np.testing.assert_array_equal(plain[0, 0], np.tril(np.ones((4, 7), bool), 3))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_blocked_scores_are_finite_and_below_all_others(dtype):
+    """A row that may attend to nothing, as those of left padding, would have no softmax of infinities."""
+    dtype = getattr(paddle, dtype)
+    blocked = float(paddle.full([], blocked_score(dtype), dtype=dtype).astype("float32"))
+    assert np.isfinite(blocked)
+    assert blocked < -6e4
 
 
 def test_flash_row_limits_describe_the_same_mask():
