@@ -60,8 +60,9 @@ class GenerationConfig(Section):
     """The token in the last place of a continuation that gets to `max_dec_len`; null: it is chosen."""
     prompt_lookup_num_tokens: CountInt = 16
     """Greedy search for at most 8 prompts at a time: up to so many tokens of each are guessed from earlier
-    text and checked in one pass. It changes the speed, not the text; 0: no guesses. Exported
-    programs guess for a single prompt, the server never does."""
+    text and checked in one pass. It changes the speed, not the text; 0: no guesses. An exported
+    program guesses for a prompt that is alone in its batch, from `min_dec_len` on and without a
+    `repetition_penalty`; the server never does."""
     use_cache: Bool = True
     """Keep keys and values of past tokens; false recomputes them, for comparison."""
     seed: Seed | None = None
@@ -164,7 +165,7 @@ class InferenceConfig(Section):
     """Run what oneDNN has kernels for in oneDNN (CPU). In float32 MKL, which runs the rest, is as fast."""
     panels: Bool = True
     """For tools/export.py on a CPU: let the program make a second copy of its matrices when it is loaded,
-    with which batches are decoded about a quarter faster; false: half the memory."""
+    with which batches, and guesses for a single prompt, are computed faster; false: half the memory."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Computation on the CPU. bf16 needs `onednn` and a CPU with avx512_bf16 or amx_bf16."""
     TensorRT: TensorRTConfig | None = None

@@ -108,11 +108,11 @@ def check_target(cfg: RunConfig) -> None:
     """
     output_dir = Path(cfg.Engine.save_load.output_dir)
     target = output_dir / RANK_DIRECTORY
-    if output_dir.exists() and not output_dir.is_dir():
-        raise _target_error(cfg, "it is a file; name a directory")
-    there = next(path for path in (output_dir.absolute(), *output_dir.absolute().parents) if path.exists())
+    # os.path.exists, which does not raise where a directory may not be looked into.
+    places = (output_dir.absolute(), *output_dir.absolute().parents)
+    there = next(path for path in places if os.path.exists(path))  # noqa: PTH110
     if not there.is_dir():
-        raise _target_error(cfg, f"cannot be made: {there} is a file")
+        raise _target_error(cfg, f"{there} is a file; name a directory")
     if not os.access(there, os.W_OK | os.X_OK):
         raise _target_error(cfg, f"cannot be written: nothing may be created in {there}")
     is_used = any(target.iterdir()) if target.is_dir() else target.exists()

@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass
 
 from ppfleetx.config.errors import ConfigError
 
-FORMAT, VERSION = "ppfleetx-export", 1
+FORMAT, VERSION = "ppfleetx-export", 2
 RANK_DIRECTORY, MANIFEST_FILE, PROGRAM, TOKENIZER_DIRECTORY = "rank_0", "export.json", "model", "tokenizer"
 PROGRAM_FILE, WEIGHTS_FILE = f"{PROGRAM}.json", f"{PROGRAM}.pdiparams"
 _KEY = "Inference.model_dir"

@@ -82,7 +82,9 @@ class InferenceEngine(TextGenerator):
             "temperature": np.array([1.0 if greedy else max(cfg.temperature, SMALLEST)], dtype=np.float32),
             "top_k": np.array([1 if greedy else min(cfg.top_k, self.manifest.vocab_size)], dtype=np.int64),
             "top_p": np.array([1.0 if greedy else max(cfg.top_p, SMALLEST)], dtype=np.float32),
-            "most_guesses": np.array([cfg.prompt_lookup_num_tokens if greedy else 0], dtype=np.int64),
+            "most_guesses": np.array(
+                [min(cfg.prompt_lookup_num_tokens, self.manifest.max_positions)], dtype=np.int64
+            ),
         }
 
     def _row(self, ids: list[int], limit: int, text: RowText) -> Row:

@@ -18,7 +18,7 @@ from paddle import nn
 from paddle.static import InputSpec
 
 from ppfleetx.deploy.program_linear import Matrix, matrices_of, use_panels
-from ppfleetx.deploy.program_lookup import accept, guess, next_width
+from ppfleetx.deploy.program_lookup import FEWEST_ALIKE, accept, follow, last_occurrence, next_width
 from ppfleetx.deploy.program_top_p import nucleus_by_buckets
 from ppfleetx.deploy.tracing import quick_conversion
 from ppfleetx.generation.processors import (
@@ -40,7 +40,7 @@ INPUTS: tuple[tuple[str, str, tuple[int | None, ...]], ...] = (
     ("temperature", "float32", (1,)),
     ("top_k", "int64", (1,)),  # 1: the likeliest token (greedy search); 0: all
     ("top_p", "float32", (1,)),
-    ("most_guesses", "int64", (1,)),  # in one pass, of a single row and greedy search; 0: none
+    ("most_guesses", "int64", (1,)),  # in a pass, of one row, greedy search, no repetition_penalty; 0: none
 )
 """Name, type and shape of each input of the program, in the order of its arguments."""
 
@@ -77,8 +77,8 @@ class GenerationProgram(nn.Layer):
     Args:
         next_token: the model, whose linears are replaced, and its vocabulary.
         max_positions: of the model.
-        use_panels: decode batches of several rows with a second copy of the matrices, made when the program
-            is loaded (not in the file), that CPUs multiply with faster.
+        use_panels: take products of several rows, or of several positions of one, with a second copy of the
+            matrices, made when the program is loaded (not in the file), that CPUs multiply with faster.
     """
 
     def __init__(self, next_token: NextTokenModel, max_positions: int, *, use_panels: bool) -> None:
@@ -121,14 +121,12 @@ class GenerationProgram(nn.Layer):
         sampling = (uniforms, temperature, top_k, top_p)
         # Outside the branches, where they are made once, when the program is loaded.
         panels = [matrix.make_panels() for matrix in self.matrices] if self.use_panels else []
-        plain = paddle.logical_and(top_k == 1, repetition_penalty == 1.0)
-        plain = paddle.logical_and(plain, min_new_tokens == 0)
         if tokens.shape[0] > 1:
             history = self._decode(tokens, token, past, padding, start, limits, rules, sampling, panels)
-        elif paddle.logical_and(plain, most_guesses > 0):
-            history = self._decode_with_lookup(tokens, token, past, limits, end_id, most_guesses, panels)
-        else:  # a single row has no padding
-            history = self._decode(tokens, token, past, padding, None, limits, rules, sampling, [])
+        else:
+            history = self._decode_one(
+                tokens, token, past, limits, rules, sampling, most_guesses, panels
+            ).unsqueeze(0)
         return history[:, length:]
 
     def _decode(
@@ -137,7 +135,7 @@ class GenerationProgram(nn.Layer):
         token: paddle.Tensor,
         past: list[paddle.Tensor],
         padding: paddle.Tensor,
-        start: paddle.Tensor | None,
+        start: paddle.Tensor,
         limits: paddle.Tensor,
         rules: tuple[paddle.Tensor, ...],
         sampling: tuple[paddle.Tensor, ...],
@@ -150,7 +148,7 @@ class GenerationProgram(nn.Layer):
             token: the first new token ``[b]``.
             past: keys and values of the prompts.
             padding: ``[b, 1]``.
-            start: the same as int32; None where there is no padding.
+            start: the same as int32.
             limits: ``[b]`` most new tokens.
             rules: end_id, min_new_tokens, repetition_penalty.
             sampling: uniforms, temperature, top_k, top_p.
@@ -175,46 +173,88 @@ class GenerationProgram(nn.Layer):
             finished = paddle.logical_or(finished, paddle.logical_or(token == end_id, limits <= step + 1))
         return history
 
-    def _decode_with_lookup(
+    def _decode_one(
         self,
         tokens: paddle.Tensor,
         token: paddle.Tensor,
         past: list[paddle.Tensor],
         limits: paddle.Tensor,
-        end_id: paddle.Tensor,
+        rules: tuple[paddle.Tensor, ...],
+        sampling: tuple[paddle.Tensor, ...],
         most_guesses: paddle.Tensor,
         panels: Sequence[paddle.Tensor],
     ) -> paddle.Tensor:
-        """The loop for one row and its likeliest tokens, several in a pass; see ``_decode``.
+        """The loop for a single row, which has no padding: ``[n + up to t]``. Guesses are checked several in
+        a pass where its end was there before; the arguments are those of ``_decode``.
 
         Args:
             most_guesses: ``[1]`` tokens guessed in one pass.
         """
-        use_panels(self.matrices, panels, 1)
+        end_id, min_new_tokens, repetition_penalty = rules
+        top_k = sampling[2]
+        most_guesses = paddle.where(
+            paddle.logical_and(top_k == 1, repetition_penalty == 1.0),
+            most_guesses,
+            paddle.zeros_like(most_guesses),
+        )
+        length = tokens.shape[1]
+        most = length + limits.max()
         history = paddle.concat([tokens.flatten(), token])
-        most = tokens.shape[1] + limits.max()
-        width = paddle.ones([1], "int64")
+        width = paddle.minimum(paddle.ones_like(most_guesses), most_guesses)
         finished = paddle.logical_or(token == end_id, limits <= 1).all()
         while paddle.logical_not(finished):
             size = history.shape[0]
-            guesses = guess(history, paddle.minimum(width, most - size - 1).clip(min=1))
-            checked = paddle.concat([history[-1:], guesses])
-            # The last token may have a guess behind it, too, for which there is no position.
-            positions = (size - 1 + paddle.arange(checked.shape[0])).clip(max=self.max_positions - 1)
-            logits, past = self._run_model(
-                checked.unsqueeze(0), positions.unsqueeze(0), None, past, last_only=False
-            )
-            likeliest = logits.argmax(-1)
-            right = accept(likeliest, guesses)
-            new = likeliest[: paddle.minimum(right + 1, most - size)]
+            place, alike = last_occurrence(history)
+            # One place is left for the token after the guesses.
+            count = paddle.minimum(width, most - size - 1)
+            count = paddle.where(size - length >= min_new_tokens, count, paddle.zeros_like(count))
+            if paddle.logical_and(alike >= FEWEST_ALIKE, count > 0):
+                guesses = follow(history, place, count)
+                likeliest, past = self._check(history, guesses, past, panels)
+                right = accept(likeliest, guesses)
+                new = likeliest[: right + 1]
+                past = [tensor[:, :, : size + right] for tensor in past]
+                width = next_width(width, right, most_guesses)
+            else:
+                new, past = self._one_more(history, past, size - length, rules, sampling)
+            # A guess that is right may be the end, which others follow.
             is_end = new == end_id
-            if is_end.any():
-                new = new[: is_end.astype("int64").argmax() + 1]
-            history = paddle.concat([history, new])
-            past = [tensor[:, :, : size + right] for tensor in past]
+            ends = paddle.where(is_end, paddle.arange(new.shape[0]), paddle.full_like(new, size))
+            history = paddle.concat([history, new[: ends.min() + 1]])
             finished = paddle.logical_or(is_end.any(), history.shape[0] >= most)
-            width = next_width(width, right, most_guesses)
-        return history.unsqueeze(0)
+        return history
+
+    def _check(
+        self,
+        history: paddle.Tensor,
+        guesses: paddle.Tensor,
+        past: list[paddle.Tensor],
+        panels: Sequence[paddle.Tensor],
+    ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
+        """The likeliest tokens ``[1 + k]`` after a row's last one and after each of ``guesses [k]``."""
+        use_panels(self.matrices, panels, 1)
+        tokens = paddle.concat([history[-1:], guesses])
+        positions = history.shape[0] - 1 + paddle.arange(tokens.shape[0])
+        logits, past = self._run_model(
+            tokens.unsqueeze(0), positions.unsqueeze(0), None, past, last_only=False
+        )
+        return logits.argmax(-1), past
+
+    def _one_more(
+        self,
+        history: paddle.Tensor,
+        past: list[paddle.Tensor],
+        step: paddle.Tensor,
+        rules: tuple[paddle.Tensor, ...],
+        sampling: tuple[paddle.Tensor, ...],
+    ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
+        """The token ``[1]`` after ``history [n]``."""
+        use_panels(self.matrices, [], 0)
+        step = paddle.full([1], step, "int64")
+        position = paddle.full([1, 1], history.shape[0] - 1, "int64")
+        logits, past = self._run_model(history[-1:].unsqueeze(0), position, None, past)
+        logits = self._process(logits, history.unsqueeze(0), step, *rules)
+        return self._choose(logits, step, *sampling), past
 
     def _run_model(
         self,

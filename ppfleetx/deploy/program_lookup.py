@@ -1,6 +1,6 @@
 """Guesses from a row's own text as operations of a program; see :mod:`ppfleetx.generation.lookup`.
 
-A pass over one guess takes no longer than a pass over none, so there is always one.
+Shape letters: n tokens of the row, k guesses.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ import paddle
 
 _MOST_ALIKE = 3
 """Tokens at the end that are looked for; fewer where so many did not occur before."""
+FEWEST_ALIKE = 2
+"""A single one says too little."""
 
 
-def guess(history: paddle.Tensor, count: paddle.Tensor) -> paddle.Tensor:
-    """``[count]`` tokens that may follow ``history [n]``: what followed where its end stood last.
+def last_occurrence(history: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
+    """Where most of the tokens at the end of ``history [n]`` stood last before.
 
     Args:
-        history: at least two tokens. An end that follows itself at once is taken for the beginning of a
-            cycle, and one that is new for a token that is repeated.
-        count: ``[1]`` int64, at least 1.
+        history: at least two tokens.
+
+    Returns:
+        The place of the last of them, and how many they are, 0 to 3.
     """
     size = history.shape[0]
     # alike[j]: how many tokens up to and with the j-th are those at the end.
@@ -27,7 +30,12 @@ def guess(history: paddle.Tensor, count: paddle.Tensor) -> paddle.Tensor:
         matched = matched * _equal(history, back)
         alike = alike + matched
     place = (alike * size + paddle.arange(size - 1)).argmax()
-    steps = paddle.arange(count) % (size - 1 - place)
+    return place, alike.max()
+
+
+def follow(history: paddle.Tensor, place: paddle.Tensor, count: paddle.Tensor) -> paddle.Tensor:
+    """``[count]`` tokens that followed ``place``; what reaches the end is taken for a cycle."""
+    steps = paddle.arange(count) % (history.shape[0] - 1 - place)
     return history.gather(place + 1 + steps)
 
 

@@ -181,11 +181,20 @@ def test_what_is_in_the_way_stays(small: list[str], tmp_path: Path) -> None:
     (tmp_path / "rank_0" / "precious").touch()
     with pytest.raises(ConfigError, match=r"rank_0 is there and is no export of this program"):
         run_export(path, [checkpoint, f"Engine.save_load.output_dir={tmp_path}"])
-    with pytest.raises(ConfigError, match="it is a file"):
+    with pytest.raises(ConfigError, match=r"precious is a file; name a directory"):
         run_export(path, [checkpoint, f"Engine.save_load.output_dir={tmp_path / 'rank_0' / 'precious'}"])
-    with pytest.raises(ConfigError, match=r"cannot be made: .*precious is a file"):
+    with pytest.raises(ConfigError, match=r"precious is a file; name a directory"):
         run_export(path, [checkpoint, f"Engine.save_load.output_dir={tmp_path / 'rank_0/precious/a/b'}"])
     assert (tmp_path / "rank_0" / "precious").exists()
+
+
+def test_a_place_that_cannot_be_written_is_told_at_once(
+    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
+    path, checkpoint = small
+    with pytest.raises(ConfigError, match=rf"nothing may be created in {tmp_path}"):
+        run_export(path, [checkpoint, f"Engine.save_load.output_dir={tmp_path / 'a/b'}"])
 
 
 @pytest.mark.parametrize(
@@ -253,7 +262,7 @@ def test_settings_of_the_export_and_the_configuration() -> None:
 def test_panels_multiply_like_the_matrix(columns: int) -> None:
     matrix, x = Matrix(paddle.randn([7, columns])), paddle.randn([3, 7])
     expected = matrix.matmul(x).numpy()
-    use_panels([matrix], [matrix.make_panels()])
+    use_panels([matrix], [matrix.make_panels()], 0)
     assert tuple(matrix.panels.shape) == (-(-columns // 48), 7, 48)
     assert abs(matrix.matmul(x).numpy() - expected).max() < 1e-5
     use_panels([matrix], [])

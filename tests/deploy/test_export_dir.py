@@ -57,8 +57,8 @@ def test_another_version(copy: Path) -> None:
     path = copy / "export.json"
     manifest = json.loads(path.read_text())
     for change, words in (
-        ({"version": 2}, "is of format ppfleetx-export 2, this version reads ppfleetx-export 1; export"),
-        ({"format": "another"}, "is of format another 1"),
+        ({"version": 1}, "is of format ppfleetx-export 1, this version reads ppfleetx-export 2; export"),
+        ({"format": "another"}, "is of format another 2"),
         ({"surprise": 1}, "damaged: surprise is not what an export has there"),
         ({"generation": None}, "damaged: generation is not"),
         ({"files": []}, "damaged: files is not"),

@@ -34,6 +34,7 @@ SETTINGS = {
     "smaller_than_float32": {"top_p": 1e-50},
     "smaller_than_float32_of_few": {"top_p": 1e-50, "top_k": 5},
     "larger_than_int64": {"top_k": 2**64},
+    "guesses_larger_than_int64": {"decode_strategy": "greedy_search", "prompt_lookup_num_tokens": 2**64},
 }
 
 
@@ -122,13 +123,17 @@ def test_the_directory_needs_nothing_else(exported: Exported, tmp_path: Path) ->
     assert all(name.startswith("tokenizer/") for name in names[3:])
     assert str(exported.run.parent) not in (moved / "export.json").read_text()
     for options in ({"onednn": True}, {"ir_optim": False}):
-        assert engine_at(moved, **options).generate(PROMPTS, cfg) == expected, options
+        engine = engine_at(moved, **options)
+        assert engine.generate(PROMPTS, cfg) == expected, options
+        assert engine.generate(PROMPTS[:2], cfg, batch_rows=1) == expected[:2], options
 
 
 def test_without_the_second_copy_of_the_matrices(tmp_path: Path) -> None:
     plain = make_export(tmp_path, {**GPT2_STYLE, "num_layers": 1}, "Inference.panels=False")
     cfg = config(decode_strategy="greedy_search")
-    assert plain.engine.generate(PROMPTS, cfg) == plain.generator.generate(PROMPTS, cfg)
+    expected = plain.generator.generate(PROMPTS, cfg)
+    assert plain.engine.generate(PROMPTS, cfg) == expected
+    assert plain.engine.generate(PROMPTS, cfg, batch_rows=1) == expected
 
 
 def test_another_paddle_is_named(
