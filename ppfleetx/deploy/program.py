@@ -154,7 +154,7 @@ class GenerationProgram(nn.Layer):
             sampling: uniforms, temperature, top_k, top_p.
             panels: of each of ``self.matrices``; none: use the matrices themselves.
         """
-        use_panels(self.matrices, panels, 0)
+        use_panels(self.matrices, panels)
         end_id, min_new_tokens, repetition_penalty = rules
         uniforms, temperature, top_k, top_p = sampling
         length = tokens.shape[1]
@@ -249,7 +249,7 @@ class GenerationProgram(nn.Layer):
         sampling: tuple[paddle.Tensor, ...],
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
         """The token ``[1]`` after ``history [n]``."""
-        use_panels(self.matrices, [], 0)
+        use_panels(self.matrices, [])
         step = paddle.full([1], step, "int64")
         position = paddle.full([1, 1], history.shape[0] - 1, "int64")
         logits, past = self._run_model(history[-1:].unsqueeze(0), position, None, past)

@@ -68,7 +68,7 @@ class ProgramLinear(nn.Layer):
 
 
 @paddle.jit.not_to_static
-def use_panels(matrices: Sequence[Matrix], panels: Sequence[paddle.Tensor], single_axis: int) -> None:
+def use_panels(matrices: Sequence[Matrix], panels: Sequence[paddle.Tensor], single_axis: int = 0) -> None:
     """How products are made from here on.
 
     Args:

@@ -262,7 +262,7 @@ def test_settings_of_the_export_and_the_configuration() -> None:
 def test_panels_multiply_like_the_matrix(columns: int) -> None:
     matrix, x = Matrix(paddle.randn([7, columns])), paddle.randn([3, 7])
     expected = matrix.matmul(x).numpy()
-    use_panels([matrix], [matrix.make_panels()], 0)
+    use_panels([matrix], [matrix.make_panels()])
     assert tuple(matrix.panels.shape) == (-(-columns // 48), 7, 48)
     assert abs(matrix.matmul(x).numpy() - expected).max() < 1e-5
     use_panels([matrix], [])
