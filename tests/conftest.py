@@ -1,13 +1,22 @@
-"""What goes for all tests: files that take minutes come first, so that two workers end at the same time."""
+"""What goes for all tests: the order of their files, and what they inherit from the shell."""
 
 from __future__ import annotations
+
+import signal
 
 import pytest
 
 _LONG = ("parity/", "faults/", "e2e/", "deploy/")
 
 
+def pytest_configure() -> None:
+    """Let programs under test hear Ctrl-C: a shell that starts the tests with ``&`` has them ignore it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take minutes come first, so that two workers end at the same time."""
     items.sort(key=_is_short)  # stable: otherwise the order stays
 
 
