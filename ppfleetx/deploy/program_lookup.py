@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import paddle
 
-_MOST_ALIKE = 3
-"""Tokens at the end that are looked for; fewer where so many did not occur before."""
-FEWEST_ALIKE = 2
-"""A single one says too little."""
+from ppfleetx.generation.lookup import LENGTHS
+
+_MOST_ALIKE, FEWEST_ALIKE = max(LENGTHS), min(LENGTHS)
 
 
 def last_occurrence(history: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
@@ -23,11 +22,15 @@ def last_occurrence(history: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tenso
         The place of the last of them, and how many they are, 0 to 3.
     """
     size = history.shape[0]
+    # Before the beginning there is no token.
+    padded = paddle.concat([paddle.full([_MOST_ALIKE], -1, "int64"), history])
     # alike[j]: how many tokens up to and with the j-th are those at the end.
-    alike = _equal(history, 0)
-    matched = alike
-    for back in range(1, _MOST_ALIKE):
-        matched = matched * _equal(history, back)
+    alike = paddle.zeros([size - 1], "int64")
+    matched = paddle.ones([size - 1], "int64")
+    for back in range(_MOST_ALIKE):
+        begin = _MOST_ALIKE - back
+        shifted = padded[begin : begin + size]
+        matched = matched * (shifted[:-1] == shifted[-1:]).astype("int64")
         alike = alike + matched
     place = (alike * size + paddle.arange(size - 1)).argmax()
     return place, alike.max()
@@ -47,13 +50,3 @@ def accept(likeliest: paddle.Tensor, guesses: paddle.Tensor) -> paddle.Tensor:
 def next_width(width: paddle.Tensor, right: paddle.Tensor, most: paddle.Tensor) -> paddle.Tensor:
     """``[1]`` tokens to guess next, when of ``width`` so many were ``right``: more, the more were."""
     return paddle.where(right >= width, paddle.minimum(2 * width, most), right.clip(min=1))
-
-
-def _equal(history: paddle.Tensor, back: int) -> paddle.Tensor:
-    """``[n - 1]`` int64: whether the token ``back`` places before each one is that before the last one."""
-    size = history.shape[0]
-    # Before the beginning there is no token: -1 and -2 are none, and differ.
-    padded = paddle.concat([paddle.full([_MOST_ALIKE], -1, "int64"), history])
-    begin = _MOST_ALIKE - back
-    last = paddle.concat([paddle.full([_MOST_ALIKE], -2, "int64"), history])[size + begin - 1]
-    return (padded[begin : begin + size - 1] == last).astype("int64")

@@ -26,7 +26,7 @@ _TRUST = 0.75
 MOST_ROWS = 8
 """Of a batch that is guessed for. With more rows a pass waits for arithmetic, and for the row that is guessed
 worst; measured on text that repeats itself little, 8 rows gain nothing from guesses and lose nothing."""
-_LENGTHS = (3, 2)
+LENGTHS = (3, 2)
 """Tokens at the end that are looked for, the longest first: a single one says too little."""
 
 
@@ -143,7 +143,7 @@ def guess(history: np.ndarray, count: int) -> np.ndarray:
 
     An end that follows itself at once is taken for the beginning of a cycle. Empty when the end is new.
     """
-    for length in _LENGTHS:
+    for length in LENGTHS:
         if count < 1 or len(history) <= length:
             continue
         places = np.flatnonzero((sliding_window_view(history[:-1], length) == history[-length:]).all(axis=1))

@@ -1,6 +1,7 @@
 """AdamW against a NumPy AdamW, decay groups, state by canonical name, clipping."""
 
 import numpy as np
+import paddle
 import pytest
 
 from ppfleetx.config.errors import ConfigError
@@ -8,8 +9,6 @@ from ppfleetx.config.optimizer import LRConfig, OptimizerConfig, WeightDecaySche
 from ppfleetx.optims.build import build_optimizer, build_schedule
 from ppfleetx.optims.grad_clip import clip_by_global_norm, global_norm
 from ppfleetx.optims.groups import decays
-
-paddle = pytest.importorskip("paddle")
 
 SHAPES = {
     "embedding.word_embeddings.weight": [7, 4],
