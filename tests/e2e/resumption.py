@@ -7,7 +7,6 @@ with half as many layers).
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 import time
@@ -15,8 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-
-os.environ.setdefault("MKL_DEBUG_CPU_TYPE", "7")
 
 from ppfleetx.config.plan import ParallelPlan as Plan
 from ppfleetx.data.indexed import IndexedDatasetWriter

@@ -11,7 +11,6 @@ A run is a process forked from one that has imported Paddle, so that starting ag
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import sys
 import tempfile
@@ -21,8 +20,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("MKL_DEBUG_CPU_TYPE", "7")
 
 from ppfleetx.checkpoint.directory import newest_good, resolve_checkpoint
 from ppfleetx.checkpoint.reader import Checkpoint, open_checkpoint

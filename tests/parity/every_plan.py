@@ -7,13 +7,11 @@ weight decay, warm-up, accumulation, unequal padding) and final weights (SGD) fr
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-os.environ.setdefault("MKL_DEBUG_CPU_TYPE", "7")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ppfleetx.config.plan import ParallelPlan, Workload, enumerate_plans
