@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -16,6 +16,8 @@ from ppfleetx.config.words import describe, field_types, is_text_only, item_type
 
 _MAX_ERRORS = 8
 _NOTHING = object()
+
+SectionT = TypeVar("SectionT", bound=Section)
 
 
 def validate(tree: Node, root: type[RunConfig]) -> tuple[RunConfig, dict[str, str]]:
@@ -32,6 +34,18 @@ def validate(tree: Node, root: type[RunConfig]) -> tuple[RunConfig, dict[str, st
         raise _config_error(error, plain, root, origins) from None
 
 
+def section_of(section: type[SectionT], values: dict[str, Any]) -> SectionT:
+    """One section of a configuration, from values that were not written in one.
+
+    Raises:
+        ConfigError: as :func:`validate`, with keys as they are in the section; there are no places to name.
+    """
+    try:
+        return section.model_validate(values)
+    except ValidationError as error:
+        raise _config_error(error, values, section, {}) from None
+
+
 def violation_error(violation: RuleError, prefix: str, values: Any, origins: dict[str, str]) -> ConfigError:
     """``violation`` as an error that names every key concerned with its value and place."""
     keys = [f"{prefix}.{key}" if prefix else key for key in violation.keys]
@@ -43,7 +57,7 @@ def violation_error(violation: RuleError, prefix: str, values: Any, origins: dic
     return ConfigError(
         violation.rule,
         key=key,
-        place=_place_of(key, origins) or "default",
+        place=_place_of(key, origins) or ("default" if origins else None),
         hint=f"[with {', '.join(also)}]" if also else None,
         **arguments,
     )

@@ -94,40 +94,28 @@ def check_plan(cfg: RunConfig) -> None:
     Raises:
         ConfigError: it cannot; the message names the nearest plan that works.
     """
-    plan, sharding = cfg.plan, cfg.Distributed.sharding
-    dp = plan.dp * plan.pp * plan.sep
-    other = f"-o Distributed.dp_degree={dp}: a checkpoint of any plan can be loaded"
+    plan = cfg.plan
+    rows = f"-o Distributed.dp_degree={plan.dp * plan.pp * plan.sep}"
+    instead = f"run the same {plan.world_size} processes with -o Distributed.{{}}=1 {rows}: "
+    instead += "a checkpoint of any plan can be loaded"
     if plan.pp > 1:
-        raise ConfigError(
-            f"generation does not run in pipelines; run the same {plan.world_size} processes with "
-            f"-o Distributed.pp_degree=1 {other}",
-            key="Distributed.pp_degree",
-            value=plan.pp,
-            place=cfg.origins.get("Distributed.pp_degree"),
-        )
+        why = f"does not run in pipelines; {instead.format('pp_degree')}"
+        raise _refusal(cfg, "Distributed.pp_degree", plan.pp, why)
     if plan.sep > 1:
-        raise ConfigError(
-            f"generation does not split sequences; run the same {plan.world_size} processes with "
-            f"-o Distributed.sep_degree=1 {other}",
-            key="Distributed.sep_degree",
-            value=plan.sep,
-            place=cfg.origins.get("Distributed.sep_degree"),
-        )
+        why = f"does not split sequences; {instead.format('sep_degree')}"
+        raise _refusal(cfg, "Distributed.sep_degree", plan.sep, why)
     if plan.sequence_parallel:
-        raise ConfigError(
-            "generation does not split sequences; give -o Model.sequence_parallel=False (results are equal)",
-            key="Model.sequence_parallel",
-            value=True,
-            place=cfg.origins.get("Model.sequence_parallel"),
-        )
+        why = "does not split sequences; give -o Model.sequence_parallel=False (results are equal)"
+        raise _refusal(cfg, "Model.sequence_parallel", True, why)
     if plan.sharding > 1 and plan.sharding_stage == 3:
-        raise ConfigError(
-            "generation needs the whole model in each data-parallel rank; give "
-            "-o Distributed.sharding.sharding_stage=1, or split the model with Distributed.mp_degree",
-            key="Distributed.sharding.sharding_stage",
-            value=sharding.sharding_stage,
-            place=cfg.origins.get("Distributed.sharding.sharding_stage"),
-        )
+        key = "Distributed.sharding.sharding_stage"
+        why = "needs the whole model in each data-parallel rank; "
+        why += f"give -o {key}=1, or split the model with Distributed.mp_degree"
+        raise _refusal(cfg, key, plan.sharding_stage, why)
+
+
+def _refusal(cfg: RunConfig, key: str, value: object, why: str) -> ConfigError:
+    return ConfigError(f"generation {why}", key=key, value=value, place=cfg.origins.get(key))
 
 
 def check_checkpoint(cfg: RunConfig) -> None:

@@ -11,10 +11,10 @@ import paddle
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from pydantic import ValidationError
 
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections import GenerationConfig
+from ppfleetx.config.validate import section_of
 from ppfleetx.core.harness import generation_options
 from ppfleetx.data.evaluation import LastWords, Window, window_batches
 from ppfleetx.generation.generator import Generator
@@ -152,10 +152,9 @@ class HarnessModel(TemplateLM):
 
 def _section(options: dict[str, Any]) -> GenerationConfig:
     try:
-        return GenerationConfig(**options)
-    except ValidationError as error:
-        why = "; ".join(".".join(map(str, one["loc"])) + ": " + one["msg"] for one in error.errors())
-        raise ConfigError(f"a task asks for what generation does not have ({options}): {why}") from error
+        return section_of(GenerationConfig, options)
+    except ConfigError as error:
+        raise ConfigError(f"a task asks for what generation does not have ({options}): {error}") from error
 
 
 def _before(text: str, stops: Sequence[str]) -> str:

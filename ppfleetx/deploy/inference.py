@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections import GenerationConfig, RunConfig
+from ppfleetx.config.validate import section_of
 from ppfleetx.core.generate import (
     check_output,
     continue_together,
@@ -86,11 +85,10 @@ def merge_settings(exported: dict[str, Any], cfg: RunConfig) -> GenerationConfig
     """
     written = cfg.Generation.model_dump(exclude_unset=True)
     try:
-        return GenerationConfig(**{**exported, **written})
-    except ValidationError as error:
-        why = "; ".join(detail["msg"] for detail in error.errors())
+        return section_of(GenerationConfig, {**exported, **written})
+    except ConfigError as error:
         raise ConfigError(
-            f"does not go together with the settings of the export ({exported}): {why}", key="Generation"
+            f"does not go together with the settings of the export ({exported}): {error}", key="Generation"
         ) from error
 
 
