@@ -8,6 +8,7 @@ from pathlib import Path
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.generation import GenerationConfig
 from ppfleetx.config.sections import RunConfig
+from ppfleetx.utils.cpu import CPUINFO, flags_in, read_cpuinfo
 
 _BF16_FLAGS = ("avx512_bf16", "amx_bf16")
 _INSTEAD = "generate from the checkpoint with tasks/gpt/generation.py"
@@ -64,16 +65,13 @@ def check_inference(cfg: RunConfig, device: str) -> None:
         raise _refusal(
             cfg, "TensorRT", "TensorRT needs a GPU, and Global.device is the CPU; set Inference.TensorRT=null"
         )
-    if options.precision == "bf16" and not has_bfloat16(Path("/proc/cpuinfo")):
+    if options.precision == "bf16" and not has_bfloat16():
         raise _refusal(cfg, "precision", f"this CPU has none of {', '.join(_BF16_FLAGS)}; use fp32")
 
 
-def has_bfloat16(cpuinfo: Path) -> bool:
+def has_bfloat16(cpuinfo: Path = CPUINFO) -> bool:
     """Whether the CPU described by ``cpuinfo`` multiplies in bfloat16."""
-    if not cpuinfo.exists():
-        return False
-    flags = cpuinfo.read_text(errors="replace").partition("flags")[2].partition("\n")[0].split()
-    return any(flag in flags for flag in _BF16_FLAGS)
+    return not flags_in(read_cpuinfo(cpuinfo)).isdisjoint(_BF16_FLAGS)
 
 
 def _refusal(cfg: RunConfig, key: str, rule: str) -> ConfigError:

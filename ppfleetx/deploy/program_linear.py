@@ -4,7 +4,7 @@ On a CPU, MKL packs a matrix anew in every product, which for a few rows costs a
 more. Cut into panels as narrow as one tile of its kernels, it is used where it lies: the same result, about
 one and a half times faster for 2 to 16 rows. A single row is faster with the matrix as it is.
 
-Shape letters: m rows, k input features, n output features, p panels.
+Shape letters: m rows, k input features, n output features, p panels of w columns.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Matrix:
         self.single_axis = 0
 
     def make_panels(self) -> paddle.Tensor:
-        """The matrix as ``[p, k, 48]``, filled up with zeros. Made of a constant, it is one."""
+        """The matrix as ``[p, k, w]``, filled up with zeros. Made of a constant, it is one."""
         rows, columns = self.weight.shape
         weight, missing = self.weight, -columns % WIDTH
         if missing:
@@ -63,7 +63,7 @@ class ProgramLinear(nn.Layer):
         axis = self.matrix.single_axis
         product = self.matrix.matmul(x.squeeze(axis) if x.ndim == 3 else x)
         if self.bias is not None:
-            product = product + self.bias
+            product = product + self.bias.expand_as(product)  # as in nn/panels.py
         return product.unsqueeze(axis) if x.ndim == 3 else product
 
 

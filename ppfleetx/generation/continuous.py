@@ -34,7 +34,10 @@ class JoinableCache(GrowingCache):
         """Forget what is in the first ``columns``, of all rows."""
         if columns:
             for layer, (key, value) in self._layers.items():
-                self._layers[layer] = (key[:, :, columns:], value[:, :, columns:])
+                self._layers[layer] = (
+                    key[:, :, columns:].contiguous(),
+                    value[:, :, columns:].contiguous(),
+                )
             self._length -= columns
 
     def take(self, columns: np.ndarray) -> None:

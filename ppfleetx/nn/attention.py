@@ -118,6 +118,9 @@ class Attention(nn.Layer):
         qkv = self.qkv(hidden).reshape([0, 0, self.num_groups, per_group + 2, self.head_dim])
         qkv = self.factory.enter_attention(qkv)
         # One transpose for all three; what is cut apart after it is contiguous.
+        if per_group == 1 and self.rotary is None:
+            query, key, value = qkv.transpose([3, 1, 2, 0, 4]).unbind(0)
+            return query.unsqueeze(2), key, value
         qkv = qkv.transpose([1, 2, 3, 0, 4])
         if self.rotary is None:
             query, key, value = qkv.split([per_group, 1, 1], axis=2)

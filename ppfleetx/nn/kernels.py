@@ -102,18 +102,29 @@ def reference_attention(
         scores = scores.astype("float32")
     if guard != 1.0:
         scores = scores * guard
-    if num_queries != 1 or document_start is not None or penalty is not None:  # else it sees all keys
+    if penalty is not None:
+        scores = _add_penalty(scores, penalty, per_group)
+    elif num_queries != 1 or document_start is not None:  # else it sees all keys
         scores = scores.reshape([0, groups * per_group, -1, num_keys])
-        if penalty is not None:
-            scores = scores + penalty.astype(scores.dtype)
-        else:
-            scores = mask_scores(scores, num_queries, num_keys, document_start)
+        scores = mask_scores(scores, num_queries, num_keys, document_start)
         scores = scores.reshape([0, groups, -1, num_keys])
     weights = F.softmax(scores)
     if half:
         weights = weights.astype(value.dtype)
     context = paddle.matmul(dropout(weights), value)
     return context.reshape([0, groups, per_group, -1, head_dim])
+
+
+def _add_penalty(scores: paddle.Tensor, penalty: paddle.Tensor, per_group: int) -> paddle.Tensor:
+    """``scores [b, g, r * q, k]`` and ``penalty``, to broadcast against ``[b, n, q, k]``."""
+    shape = scores.shape
+    if penalty.dtype != scores.dtype:
+        penalty = penalty.astype(scores.dtype)
+    if per_group > 1:
+        scores = scores.reshape([0, shape[1] * per_group, -1, shape[3]])
+    # Paddle's CPU kernel takes ten times as long to add tensors of different shapes.
+    scores = scores + penalty.expand_as(scores)
+    return scores.reshape([0, shape[1], -1, shape[3]]) if per_group > 1 else scores
 
 
 def flash_attention(

@@ -63,6 +63,12 @@ def blocked_score(dtype: paddle.dtype) -> float:
     return max(_BLOCKED, paddle.finfo(dtype).min)
 
 
+def penalty_of(visible: paddle.Tensor) -> paddle.Tensor:
+    """What to add to scores so that only ``visible`` ones (bool, of any shape) get probability; float32."""
+    zero, blocked = (paddle.full([], value, "float32") for value in (0.0, _BLOCKED))
+    return paddle.where(visible, zero, blocked)
+
+
 def cached_penalty(num_queries: int, num_keys: int, visible: np.ndarray) -> np.ndarray:
     """What to add to the scores of queries that follow cached keys, ``[b, 1, q, k]`` float32.
 

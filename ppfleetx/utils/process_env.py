@@ -22,9 +22,10 @@ import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from ppfleetx.utils.cpu import AVX512, flags_in, read_cpuinfo
+
 SWITCH = "PPFLEETX_TUNE_CPU"
 
-_AVX512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl"}
 # glibc malloc.h: parameter numbers of mallopt(3), and the variables that set the same things.
 _MALLOC = {
     "MALLOC_MMAP_MAX_": (-4, 0),
@@ -40,8 +41,8 @@ def mkl_cpu_type(cpuinfo: str) -> str | None:
     """
     if "AuthenticAMD" not in cpuinfo:
         return None
-    flags = set(cpuinfo.partition("flags")[2].partition("\n")[0].split())
-    if flags >= _AVX512:
+    flags = flags_in(cpuinfo)
+    if flags >= AVX512:
         return "7"
     return "5" if "avx2" in flags else None
 
@@ -74,8 +75,7 @@ def _set_mkl() -> str:
     name = "MKL_DEBUG_CPU_TYPE"
     if name in os.environ:
         return f"{name}={os.environ[name]} (yours)"
-    cpuinfo = Path("/proc/cpuinfo")
-    value = mkl_cpu_type(cpuinfo.read_text(errors="replace")[:16384]) if cpuinfo.exists() else None
+    value = mkl_cpu_type(read_cpuinfo())
     if value is None:
         return "MKL's own choice"
     os.environ[name] = value

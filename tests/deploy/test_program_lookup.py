@@ -90,13 +90,9 @@ class Cycle(GenerationProgram):
         self.passes: list[int] = []
 
     def _run_model(
-        self,
-        tokens: paddle.Tensor,
-        positions: paddle.Tensor,
-        start: object,
-        past: object,
-        last_only: bool = True,
+        self, state: tuple[paddle.Tensor, ...], cache: object, last_only: bool = True
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
+        tokens, positions = state[:2]
         self.passes.append(tokens.shape[1])
         assert positions.numpy().max() < self.max_positions
         following = paddle.nn.functional.one_hot(tokens[0] % 9 + 1, 10)

@@ -10,7 +10,9 @@ from ppfleetx.nn.panels import InferenceLinear, PanelMatrix
 
 @pytest.mark.parametrize("width", [32, 48, 96, 100, 600])
 @pytest.mark.parametrize("shape", [[1], [1, 2], [7, 3], [200, 3]])
-def test_products(width: int, shape: list[int]) -> None:
+@pytest.mark.parametrize("tile", [16, 48])
+def test_products(width: int, shape: list[int], tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panels, "WIDTH", tile)
     weight = paddle.randn([40, width])
     x = paddle.randn([*shape, 40])
     matrix = PanelMatrix(weight)
