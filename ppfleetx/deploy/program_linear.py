@@ -15,7 +15,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
-from ppfleetx.nn.linear import Linear
+from ppfleetx.nn.linear import Linear, add_smaller
 from ppfleetx.nn.panels import WIDTH
 
 
@@ -63,7 +63,7 @@ class ProgramLinear(nn.Layer):
         axis = self.matrix.single_axis
         product = self.matrix.matmul(x.squeeze(axis) if x.ndim == 3 else x)
         if self.bias is not None:
-            product = product + self.bias.expand_as(product)  # as in nn/panels.py
+            product = add_smaller(product, self.bias)
         return product.unsqueeze(axis) if x.ndim == 3 else product
 
 

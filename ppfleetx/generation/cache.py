@@ -56,7 +56,7 @@ class GrowingCache:
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor | None]:
         """Take ``key, value [b, g, s, d]`` of the new columns; see ``KeyValueCache``."""
         if not self._past:
-            self._layers[layer_index] = (key, value)
+            self._layers[layer_index] = (key.contiguous(), value.contiguous())
             return key, value, None
         keys, values = self._layers[layer_index]
         self._write(keys, key)

@@ -117,7 +117,7 @@ class Attention(nn.Layer):
         per_group = self.queries_per_group
         qkv = self.qkv(hidden).reshape([0, 0, self.num_groups, per_group + 2, self.head_dim])
         qkv = self.factory.enter_attention(qkv)
-        # One transpose for all three; what is cut apart after it is contiguous.
+        # One transpose for all three, so that no part has to be copied again.
         if per_group == 1 and self.rotary is None:
             query, key, value = qkv.transpose([3, 1, 2, 0, 4]).unbind(0)
             return query.unsqueeze(2), key, value

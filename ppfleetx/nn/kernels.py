@@ -15,6 +15,7 @@ import paddle.nn.functional as F
 from paddle import nn
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.nn.linear import add_smaller
 from ppfleetx.nn.masks import flash_row_limits, mask_scores
 
 KERNELS = ("auto", "reference", "flash")
@@ -122,8 +123,7 @@ def _add_penalty(scores: paddle.Tensor, penalty: paddle.Tensor, per_group: int) 
         penalty = penalty.astype(scores.dtype)
     if per_group > 1:
         scores = scores.reshape([0, shape[1] * per_group, -1, shape[3]])
-    # Paddle's CPU kernel takes ten times as long to add tensors of different shapes.
-    scores = scores + penalty.expand_as(scores)
+    scores = add_smaller(scores, penalty)
     return scores.reshape([0, shape[1], -1, shape[3]]) if per_group > 1 else scores
 
 

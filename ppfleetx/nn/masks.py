@@ -47,8 +47,8 @@ def mask_scores(
     """Scores ``[b, n, q, k]`` with what is not allowed set so low that it gets no probability.
 
     In dynamic mode the plain causal mask is added as a ``[q, k]`` matrix made once, which is cheaper than
-    ``where`` and its gradient. Exported programs choose by ``where``: inference passes turn a sum after a
-    matrix product into something several times slower. Rows without any allowed key (left padding) only
+    ``where`` and its gradient. Exported programs choose by ``where``: there a sum of different shapes is
+    several times slower. Rows without any allowed key (left padding) only
     arise with ``document_start``; there, too, ``where``: it keeps them finite.
     """
     if paddle.in_dynamic_mode() and document_start is None:

@@ -16,7 +16,7 @@ import math
 import paddle
 import paddle.nn.functional as F
 
-from ppfleetx.nn.linear import Linear
+from ppfleetx.nn.linear import Linear, add_smaller
 from ppfleetx.utils.cpu import AVX512, flags_in, read_cpuinfo
 from ppfleetx.utils.memory import available_fraction, back_by_huge_pages
 
@@ -86,5 +86,4 @@ class InferenceLinear(Linear):
         if not paddle.in_dynamic_mode() or paddle.is_grad_enabled():
             return super().forward(x)
         product = self._matrix.matmul(x)
-        # Paddle's CPU kernel takes three times as long to add a row to many rows.
-        return product if self.bias is None else product + self.bias.expand_as(product)
+        return product if self.bias is None else add_smaller(product, self.bias)

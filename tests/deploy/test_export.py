@@ -22,6 +22,7 @@ from ppfleetx.deploy.inference import run as run_inference
 from ppfleetx.deploy.program_linear import Matrix, use_panels
 from ppfleetx.deploy.replicas import as_replicas
 from ppfleetx.deploy.tracing import quick_conversion
+from ppfleetx.nn.panels import WIDTH
 from tests.deploy.exports import GPT2_STYLE, Exported, configuration, write_run
 from tests.helpers import programs
 
@@ -227,7 +228,7 @@ def test_options_of_another_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         with pytest.raises(ConfigError, match="is for the CPU"):
             inference(override)
     device = "cpu"
-    monkeypatch.setattr(capabilities, "has_bfloat16", lambda cpuinfo: False)
+    monkeypatch.setattr(capabilities, "has_bfloat16", lambda: False)
     with pytest.raises(ConfigError, match=r"precision = 'bf16'.*none of avx512_bf16, amx_bf16; use fp32"):
         inference("precision=bf16", "onednn=True")
     for flags, expected in (("fpu avx512f", False), ("fpu avx512_bf16", True), ("amx_bf16 sse", True)):
@@ -263,7 +264,7 @@ def test_panels_multiply_like_the_matrix(columns: int) -> None:
     matrix, x = Matrix(paddle.randn([7, columns])), paddle.randn([3, 7])
     expected = matrix.matmul(x).numpy()
     use_panels([matrix], [matrix.make_panels()])
-    assert tuple(matrix.panels.shape) == (-(-columns // 48), 7, 48)
+    assert tuple(matrix.panels.shape) == (-(-columns // WIDTH), 7, WIDTH)
     assert abs(matrix.matmul(x).numpy() - expected).max() < 1e-5
     use_panels([matrix], [])
     assert matrix.panels is None

@@ -138,6 +138,8 @@ def test_text_comes_as_it_is_made_and_can_be_stopped(server: Server, browser: Br
 def test_the_keyboard_is_enough(server: Server, browser: Browser) -> None:
     """The prompt has the focus; Ctrl+Enter starts, Escape stops, and a whole answer is the server's."""
     browser.open(server.url)
+    # Right after a page is opened, a headless browser may lose keys: it has not yet got the focus itself.
+    browser.wait(lambda: browser.text("model") == "gpt", "the name of the model is shown")
     browser.press("!")
     assert browser.run("return document.getElementById('prompt').value.includes('!')")
     browser.write("prompt", "the <b>hat</b>")
