@@ -42,6 +42,30 @@ def check_generation(section: GenerationConfig, places: Mapping[str, str] | None
         )
 
 
+def check_onednn(section: GenerationConfig, vocab_size: int, places: Mapping[str, str] | None = None) -> None:
+    """Whether an exported program that oneDNN runs decodes as the ``Generation`` section says.
+
+    Of sampling it does when only the likeliest are drawn from. From the whole vocabulary, Paddle 3.3.1 ends
+    with an exception that has no text.
+
+    Args:
+        vocab_size: tokens that may be generated.
+        places: where keys were written.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if section.decode_strategy == "sampling" and not 0 < section.top_k < vocab_size:
+        raise ConfigError(
+            f"with Inference.onednn, sampling is from the 1 to {vocab_size - 1} likeliest tokens (in Paddle "
+            "3.3.1 anything else ends in an error without words); give another top_k, or "
+            "-o Inference.onednn=False",
+            key="Generation.top_k",
+            value=section.top_k,
+            place=(places or {}).get("Generation.top_k"),
+        )
+
+
 def check_inference(cfg: RunConfig, device: str) -> None:
     """Whether this machine can run an exported program as the ``Inference`` section says.
 

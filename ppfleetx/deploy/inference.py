@@ -22,7 +22,7 @@ from ppfleetx.core.generate import (
     write_generations,
 )
 from ppfleetx.core.launch import expected_device, start_with, world_size
-from ppfleetx.deploy.capabilities import check_generation, check_inference
+from ppfleetx.deploy.capabilities import check_generation, check_inference, check_onednn
 from ppfleetx.deploy.export_dir import ExportManifest, open_export
 from ppfleetx.deploy.replicas import as_replicas
 from ppfleetx.distributed.together import joint_errors
@@ -52,6 +52,8 @@ def run(path: str, overrides: Sequence[str], output: str | None = None) -> None:
     directory, manifest = open_export(cfg.Inference.model_dir, verify=False)
     cfg = cfg.model_copy(update={"Generation": merge_settings(manifest.generation, cfg)})
     check_generation(cfg.Generation, cfg.origins)
+    if cfg.Inference.onednn:
+        check_onednn(cfg.Generation, manifest.vocab_size, cfg.origins)
     if output is not None:
         check_output(Path(output))
     cfg, ctx = start_with(_without_checkpoint(cfg))

@@ -12,7 +12,7 @@ from paddle import inference
 
 from ppfleetx.config.generation import InferenceConfig, TensorRTConfig
 from ppfleetx.data.tokenizer import Tokenizer
-from ppfleetx.deploy.capabilities import check_generation
+from ppfleetx.deploy.capabilities import check_generation, check_onednn
 from ppfleetx.deploy.export_dir import (
     PROGRAM_FILE,
     TOKENIZER_DIRECTORY,
@@ -54,10 +54,12 @@ class InferenceEngine(TextGenerator):
         tokenizer = Tokenizer.load(directory / TOKENIZER_DIRECTORY, eod_token=manifest.end_token)
         super().__init__(tokenizer, manifest.max_positions)
         self.manifest: ExportManifest = manifest
-        self._program = Program(directory, options, device)
+        self._program, self._onednn = Program(directory, options, device), options.onednn
 
     def _continue(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:
         check_generation(batch.cfg)
+        if self._onednn:
+            check_onednn(batch.cfg, self.manifest.vocab_size)
         inputs = self._inputs(prompts, batch)
         new_ids = self._program.run(inputs)
         limits = inputs["max_new_tokens"].tolist()

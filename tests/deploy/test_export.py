@@ -14,8 +14,9 @@ import pytest
 from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
+from ppfleetx.config.sections import GenerationConfig
 from ppfleetx.deploy import capabilities
-from ppfleetx.deploy.capabilities import check_inference, has_bfloat16
+from ppfleetx.deploy.capabilities import check_inference, check_onednn, has_bfloat16
 from ppfleetx.deploy.export import run as run_export
 from ppfleetx.deploy.inference import merge_settings
 from ppfleetx.deploy.inference import run as run_inference
@@ -235,6 +236,22 @@ def test_options_of_another_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         (tmp_path / "cpuinfo").write_text(f"vendor_id : x\nflags\t\t: {flags}\nbugs : avx512_bf16\n")
         assert has_bfloat16(tmp_path / "cpuinfo") is expected
     assert not has_bfloat16(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("keys", "possible"),
+    [
+        ({"decode_strategy": "greedy_search"}, True),
+        ({"top_k": 5, "top_p": 0.9}, True),
+        ({"top_k": 299}, True),
+        ({"top_k": 300}, False),
+        ({"top_p": 0.7}, False),
+    ],
+)
+def test_what_onednn_can_draw(keys: dict[str, object], possible: bool) -> None:
+    words = r"top_k = \d+.*from the 1 to 299 likeliest.*onednn=False"
+    with contextlib.nullcontext() if possible else pytest.raises(ConfigError, match=words):
+        check_onednn(GenerationConfig(**keys), 300)
 
 
 def test_a_parallel_configuration_is_run_by_one_process() -> None:
