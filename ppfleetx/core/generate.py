@@ -95,15 +95,15 @@ def check_plan(cfg: RunConfig) -> None:
         ConfigError: it cannot; the message names the nearest plan that works.
     """
     plan = cfg.plan
-    rows = f"-o Distributed.dp_degree={plan.dp * plan.pp * plan.sep}"
-    instead = f"run the same {plan.world_size} processes with -o Distributed.{{}}=1 {rows}: "
-    instead += "a checkpoint of any plan can be loaded"
-    if plan.pp > 1:
-        why = f"does not run in pipelines; {instead.format('pp_degree')}"
-        raise _refusal(cfg, "Distributed.pp_degree", plan.pp, why)
-    if plan.sep > 1:
-        why = f"does not split sequences; {instead.format('sep_degree')}"
-        raise _refusal(cfg, "Distributed.sep_degree", plan.sep, why)
+    cut = [name for name, degree in (("pp_degree", plan.pp), ("sep_degree", plan.sep)) if degree > 1]
+    if cut:
+        whole = " ".join(f"-o Distributed.{name}=1" for name in cut)
+        why = (
+            f"runs neither in pipelines nor over split sequences; run the same {plan.world_size} processes "
+            f"with {whole} -o Distributed.dp_degree={plan.dp * plan.pp * plan.sep}: a checkpoint of any plan "
+            "can be loaded"
+        )
+        raise _refusal(cfg, f"Distributed.{cut[0]}", getattr(cfg.Distributed, cut[0]), why)
     if plan.sequence_parallel:
         why = "does not split sequences; give -o Model.sequence_parallel=False (results are equal)"
         raise _refusal(cfg, "Model.sequence_parallel", True, why)

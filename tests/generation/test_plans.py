@@ -90,6 +90,10 @@ def test_two_ranks_generate_what_one_process_does(
         ),
         (["Distributed.sep_degree=2"], "-o Distributed.sep_degree=1 -o Distributed.dp_degree=8"),
         (
+            ["Distributed.pp_degree=2", "Distributed.sep_degree=2"],
+            "-o Distributed.pp_degree=1 -o Distributed.sep_degree=1 -o Distributed.dp_degree=8",
+        ),
+        (
             ["Distributed.mp_degree=2", "Model.sequence_parallel=True"],
             r"-o Model.sequence_parallel=False",
         ),
