@@ -48,8 +48,8 @@ def mask_scores(
 
     In dynamic mode the plain causal mask is added as a ``[q, k]`` matrix made once, which is cheaper than
     ``where`` and its gradient. Exported programs choose by ``where``: there a sum of different shapes is
-    several times slower. Rows without any allowed key (left padding) only
-    arise with ``document_start``; there, too, ``where``: it keeps them finite.
+    several times slower. Rows without any allowed key (left padding) only arise with ``document_start``;
+    there, too, ``where``: it keeps them finite.
     """
     if paddle.in_dynamic_mode() and document_start is None:
         return scores + _causal_penalty(num_queries, num_keys, scores.dtype, paddle.get_device())
