@@ -6,6 +6,9 @@
       export.json        the manifest: what the program is, and size and SHA-256 of every other file
       model.json         the program
       model.pdiparams    its weights
+      model_cpu_ops_16.json
+                         the same program with our own operators (ppfleetx/nn/cpu_ops) and panels of 16
+                         columns, when the machine that exported it had them compiled
       tokenizer/         files that this package and Hugging Face transformers load
 """
 
@@ -71,6 +74,11 @@ class ExportManifest:
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
         text = json.dumps(content, ensure_ascii=False, indent=1)
         (directory / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def cpu_ops_file(width: int) -> str:
+    """Name of the program that is made with our own operators, for panels of ``width`` columns."""
+    return f"{PROGRAM}_cpu_ops_{width}.json"
 
 
 def describe_files(directory: Path) -> dict[str, FileEntry]:

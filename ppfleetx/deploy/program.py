@@ -8,15 +8,18 @@ Shape letters: b rows, n positions of the longest prompt, t most new tokens, V v
 
 from __future__ import annotations
 
+import filecmp
+import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import paddle
 import paddle.nn.functional as F
-from paddle import nn
+from paddle import _C_ops, nn
 from paddle.static import InputSpec
 
+from ppfleetx.deploy.export_dir import cpu_ops_file
 from ppfleetx.deploy.program_linear import Matrix, matrices_of, use_panels
 from ppfleetx.deploy.program_lookup import FEWEST_ALIKE, accept, follow, last_occurrence, next_width
 from ppfleetx.deploy.program_top_p import nucleus_by_buckets
@@ -28,6 +31,7 @@ from ppfleetx.generation.processors import (
     penalize_repetition,
 )
 from ppfleetx.generation.session import NextTokenModel
+from ppfleetx.nn.cpu_ops import ops as cpu_ops
 from ppfleetx.nn.masks import penalty_of
 
 _ROOM = 32
@@ -54,6 +58,9 @@ def save_program(
 ) -> None:
     """Write ``{path}.json`` and ``{path}.pdiparams``. The model is not to be trained any more afterwards.
 
+    With panels, and where the operators of :mod:`ppfleetx.nn.cpu_ops.ops` have been compiled, another program
+    is written that is made with them and has the same weights; see :mod:`ppfleetx.deploy.export_dir`.
+
     Args:
         next_token: the whole model, in this process, and its vocabulary.
         max_positions: of the model.
@@ -62,6 +69,17 @@ def save_program(
     """
     program = GenerationProgram(next_token, max_positions, use_panels=use_panels)
     program.eval()
+    _save(program, path)
+    if use_panels and cpu_ops.are_available():
+        program.use_cpu_ops()
+        with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+            _save(program, Path(directory) / path.name)
+            weights = f"{path.name}.pdiparams"
+            assert filecmp.cmp(path.with_name(weights), Path(directory) / weights, shallow=False)
+            (Path(directory) / f"{path.name}.json").replace(path.with_name(cpu_ops_file(cpu_ops.WIDTH)))
+
+
+def _save(program: GenerationProgram, path: Path) -> None:
     spec = [InputSpec(list(shape), dtype, name) for name, dtype, shape in INPUTS]
     with warnings.catch_warnings():
         # About branches whose inner variables are not used after them, and of the device of a tensor that
@@ -70,6 +88,7 @@ def save_program(
         with quick_conversion():
             static = paddle.jit.to_static(program, input_spec=spec, full_graph=True)
             paddle.jit.save(static, str(path))
+            static.forward.rollback()
 
 
 class GenerationProgram(nn.Layer):
@@ -90,12 +109,18 @@ class GenerationProgram(nn.Layer):
         self.vocab_size, self.max_positions = next_token.vocab_size, max_positions
         # What is saved: sub-layers and buffers.
         self.model = next_token.model
-        self.matrices, self.use_panels = matrices_of(self.model), use_panels
+        self.matrices, self.use_panels, self.by_cpu_ops = matrices_of(self.model), use_panels, False
         self.head: Matrix | None = None
         if next_token.head_matrix is not None:
             self.register_buffer("head_matrix", next_token.head_matrix)
             self.head = Matrix(self.head_matrix)
             self.matrices.append(self.head)
+
+    def use_cpu_ops(self) -> None:
+        """From here on, products with panels and top-p are made by our own operators."""
+        self.by_cpu_ops = True
+        for matrix in self.matrices:
+            matrix.by_cpu_ops = True
 
     def forward(
         self,
@@ -285,7 +310,7 @@ class GenerationProgram(nn.Layer):
         for stage in trunk:
             state = stage(state, cache)
         last = state[0][-1] if last_only else state[0].squeeze(1)
-        logits = head((last,))[:, : self.vocab_size] if self.head is None else self.head.matmul(last)
+        logits = head((last,))[:, : self.vocab_size] if self.head is None else self.head.linear(last)
         return logits, cache.extended
 
     def _process(
@@ -327,7 +352,12 @@ class GenerationProgram(nn.Layer):
         if paddle.logical_and(top_k > 0, top_k < self.vocab_size):
             token = _draw_top_k(logits, uniform, top_k, top_p)
         else:
-            token = _draw_top_p(F.softmax(logits, axis=-1), uniform, top_p)
+            weights = F.softmax(logits, axis=-1)
+            if self.by_cpu_ops:
+                weights = cpu_ops.nucleus(weights, _no_limit_at_one(top_p))
+            elif top_p < 1.0:
+                weights = nucleus_by_buckets(weights, top_p)
+            token = draw(weights, None, uniform)
         return token
 
 
@@ -354,7 +384,7 @@ class _RoomCache:
     Copying all keys and values in every turn would cost a batch of 8 a tenth of its time.
 
     Args:
-        past: keys and values ``[b, g, k, d]``, zero from ``column`` on.
+        past: keys and values ``[b, g, k, d]``, zero from ``column`` on. Their memory is written to.
         column: ``[1]`` the place.
         visible: ``[b, k]``, the columns a row may attend to.
     """
@@ -367,9 +397,10 @@ class _RoomCache:
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
         """Take ``key, value [b, g, 1, d]``; the layers ask in their order."""
-        # Of the operations that change a tensor, this is the one that Paddle Inference does in place.
-        key = paddle.index_add(self.past[2 * layer_index], self.column, 2, key)
-        value = paddle.index_add(self.past[2 * layer_index + 1], self.column, 2, value)
+        # paddle.index_add_ is the copying operation in a program, and Paddle's passes never replace an
+        # operation on what a loop carries by the one in place.
+        key = _C_ops.index_add_(self.past[2 * layer_index], self.column, key, 2)
+        value = _C_ops.index_add_(self.past[2 * layer_index + 1], self.column, value, 2)
         self.extended += [key, value]
         return key, value, self.penalty
 
@@ -389,13 +420,9 @@ def _draw_top_k(
     logits: paddle.Tensor, uniform: paddle.Tensor, top_k: paddle.Tensor, top_p: paddle.Tensor
 ) -> paddle.Tensor:
     values, ids = paddle.topk(logits, top_k, axis=-1)
-    # Sums may be rounded up to 1, before which a top_p of 1 must not stop.
-    limit = paddle.where(top_p < 1.0, top_p, paddle.full_like(top_p, 2.0))
-    return draw(keep_top_p(F.softmax(values, axis=-1), limit), ids, uniform)
+    return draw(keep_top_p(F.softmax(values, axis=-1), _no_limit_at_one(top_p)), ids, uniform)
 
 
-def _draw_top_p(probabilities: paddle.Tensor, uniform: paddle.Tensor, top_p: paddle.Tensor) -> paddle.Tensor:
-    weights = probabilities
-    if top_p < 1.0:
-        weights = nucleus_by_buckets(probabilities, top_p)
-    return draw(weights, None, uniform)
+def _no_limit_at_one(top_p: paddle.Tensor) -> paddle.Tensor:
+    """Sums may be rounded up to 1, before which a top_p of 1 must not stop."""
+    return paddle.where(top_p < 1.0, top_p, paddle.full_like(top_p, 2.0))

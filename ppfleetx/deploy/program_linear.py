@@ -2,7 +2,8 @@
 
 On a CPU, MKL packs a matrix anew in every product, which for a few rows costs as much as reading it once
 more. Cut into panels as narrow as one tile of its kernels, it is used where it lies: the same result, about
-one and a half times faster for 2 to 16 rows. A single row is faster with the matrix as it is.
+one and a half times faster for 2 to 16 rows. A single row is faster with the matrix as it is. Our own
+operator (ppfleetx/nn/cpu_ops) is faster still; a program with it runs only where that is compiled.
 
 Shape letters: m rows, k input features, n output features, p panels of w columns.
 """
@@ -15,6 +16,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
+from ppfleetx.nn.cpu_ops import ops as cpu_ops
 from ppfleetx.nn.linear import Linear, add_smaller
 from ppfleetx.nn.panels import WIDTH
 
@@ -23,11 +25,12 @@ class Matrix:
     """A constant matrix ``weight [k, n]`` of a program.
 
     Attributes:
+        by_cpu_ops: products with panels are made by our own operator.
         panels, single_axis: see :func:`use_panels`.
     """
 
     def __init__(self, weight: paddle.Tensor) -> None:
-        self.weight = weight
+        self.weight, self.by_cpu_ops = weight, False
         self.panels: paddle.Tensor | None = None
         self.single_axis = 0
 
@@ -39,13 +42,20 @@ class Matrix:
             weight = paddle.concat([weight, paddle.zeros([rows, missing], dtype=weight.dtype)], axis=1)
         return weight.reshape([rows, -1, WIDTH]).transpose([1, 0, 2])
 
-    def matmul(self, x: paddle.Tensor) -> paddle.Tensor:
-        """``x [m, k] @ weight``."""
+    def linear(self, x: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
+        """``x [..., k] @ weight + bias``; with panels ``[m, k]``, or that with an axis of 1."""
         if self.panels is None:
-            return paddle.matmul(x, self.weight)
+            return F.linear(x, self.weight, bias)
         columns = self.weight.shape[1]
-        product = paddle.matmul(x, self.panels).transpose([1, 0, 2]).flatten(1)
-        return product if columns % WIDTH == 0 else product[:, :columns]
+        if self.by_cpu_ops:
+            return cpu_ops.few_rows(x, self.panels, bias, columns)
+        rows = x.squeeze(self.single_axis) if x.ndim == 3 else x
+        product = paddle.matmul(rows, self.panels).transpose([1, 0, 2]).flatten(1)
+        if columns % WIDTH:
+            product = product[:, :columns]
+        if bias is not None:
+            product = add_smaller(product, bias)
+        return product.unsqueeze(self.single_axis) if x.ndim == 3 else product
 
 
 class ProgramLinear(nn.Layer):
@@ -57,14 +67,7 @@ class ProgramLinear(nn.Layer):
         self.matrix = Matrix(linear.weight)
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        """``x [..., k]``; with panels ``[m, k]``, or that with an axis of 1, see :func:`use_panels`."""
-        if self.matrix.panels is None:
-            return F.linear(x, self.weight, self.bias)
-        axis = self.matrix.single_axis
-        product = self.matrix.matmul(x.squeeze(axis) if x.ndim == 3 else x)
-        if self.bias is not None:
-            product = add_smaller(product, self.bias)
-        return product.unsqueeze(axis) if x.ndim == 3 else product
+        return self.matrix.linear(x, self.bias)
 
 
 @paddle.jit.not_to_static

@@ -1,7 +1,8 @@
 """Top-p in an exported program: where to stop, without sorting a vocabulary.
 
 Paddle's sort of 50000 probabilities takes longer than a small model does. Here their mass is first summed in
-buckets; p is reached in one of them, and only the few tokens of that one are put in order.
+buckets; p is reached in one of them, and only the few tokens of that one are put in order. The generator's
+``nucleus`` does the same with NumPy where it runs on a CPU.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import paddle
 from ppfleetx.generation.processors import last_kept, nucleus
 
 _BUCKETS = 1 << 13
-_FEW = 512
 
 
 def nucleus_by_buckets(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> paddle.Tensor:
@@ -21,22 +21,31 @@ def nucleus_by_buckets(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> pa
     up_to = _bucket_mass(probabilities, bucket).cumsum(-1)
     above = up_to[:, -1:] - up_to
     # Where all that there is does not sum to p, which only rounding brings about, the smallest is the last.
-    boundary = (above >= top_p).astype("int64").sum(-1, keepdim=True)
-    boundary = paddle.maximum(boundary, bucket.min(-1, keepdim=True))
-    zero = paddle.zeros([], dtype=probabilities.dtype)
-    inside = paddle.where(bucket == boundary, probabilities, zero)
-    falling, _ = paddle.topk(inside, min(_FEW, probabilities.shape[-1]), axis=-1)
+    lowest = (up_to <= 0).astype("int64").sum(-1, keepdim=True)
+    boundary = paddle.maximum((above >= top_p).astype("int64").sum(-1, keepdim=True), lowest)
+    inside = _gathered(probabilities, bucket == boundary)
+    falling = paddle.sort(inside, axis=-1, descending=True)
     _, count = last_kept(falling, top_p - paddle.take_along_axis(above, boundary, axis=1))
     size = (falling > 0).astype("int64").sum(-1, keepdim=True)
     count = paddle.maximum(paddle.minimum(count, size), paddle.ones_like(count))
     smallest = paddle.take_along_axis(falling, count - 1, axis=1)
-    is_cut = (falling[:, -1:] > 0).any()  # there may be more in the bucket than were put in order
-    has_equals = ((falling == smallest).astype("int64").sum(-1) > 1).any()
-    if paddle.logical_or(is_cut, has_equals):
+    if ((falling == smallest).astype("int64").sum(-1) > 1).any():  # lower ids stay
         kept = nucleus(probabilities, top_p)
     else:
-        kept = paddle.where(probabilities >= smallest, probabilities, zero)
+        kept = paddle.where(
+            probabilities >= smallest, probabilities, paddle.zeros([], dtype=probabilities.dtype)
+        )
     return kept
+
+
+def _gathered(values: paddle.Tensor, mask: paddle.Tensor) -> paddle.Tensor:
+    """``[b, m]``: those of ``values [b, V]`` that ``mask`` names, side by side, then zeros."""
+    there = paddle.nonzero(mask)
+    row = there[:, 0]
+    counts = mask.astype("int64").sum(-1)
+    place = paddle.arange(there.shape[0]) - (counts.cumsum() - counts).gather(row)
+    room = paddle.zeros([values.shape[0], counts.max()], dtype=values.dtype)
+    return paddle.scatter_nd_add(room, paddle.stack([row, place], axis=1), values.gather_nd(there))
 
 
 def _bucket_mass(probabilities: paddle.Tensor, bucket: paddle.Tensor) -> paddle.Tensor:

@@ -10,6 +10,8 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 
+from ppfleetx.nn.cpu_ops import ops as cpu_ops
+
 # A temperature or top_p below this means the likeliest token to float32's precision. Far below it float32
 # has infinity or 0 for what they lead to, and nothing would be left to draw.
 SMALLEST = 1e-6
@@ -108,7 +110,9 @@ def nucleus(probabilities: paddle.Tensor, top_p: float) -> paddle.Tensor:
     Only values are sorted, to find the smallest one that stays: with their ids it would take far longer.
     """
     if _is_on_host(probabilities):
-        # Paddle's CPU kernel takes longer to sort two rows than a small model for its step.
+        if cpu_ops.are_available():
+            return cpu_ops.nucleus(probabilities, paddle.full([1], top_p))
+        # Paddle's CPU kernels take longer to sort two rows than a small model for its step.
         rows = probabilities.numpy()
         return paddle.to_tensor(np.stack([_nucleus_of_row(row, top_p) for row in rows]))
     smallest, count = last_kept(paddle.sort(probabilities, axis=-1, descending=True), top_p)
@@ -116,14 +120,23 @@ def nucleus(probabilities: paddle.Tensor, top_p: float) -> paddle.Tensor:
 
 
 def _nucleus_of_row(probabilities: np.ndarray, top_p: float) -> np.ndarray:
-    """:func:`nucleus` of ``[V]``."""
-    falling = np.sort(probabilities)[::-1]
-    count = int(np.searchsorted(falling.cumsum()[:-1], np.float32(top_p))) + 1
-    kept = probabilities >= falling[count - 1]
-    too_many = np.count_nonzero(kept) - count
+    """:func:`nucleus` of ``[V]``: p is reached in one of many buckets, and only that one is put in order."""
+    # Sign, exponent and 8 bits of the fraction: in the order of the numbers, which are not negative.
+    bucket = probabilities.view(np.int32) >> 15
+    bucket = (bucket - bucket.min()).astype(np.int64)
+    up_to = np.bincount(bucket, weights=probabilities).cumsum()
+    above = up_to[-1] - up_to
+    # Where all that there is does not sum to p, which only rounding brings about, the smallest is the last.
+    boundary = max(np.count_nonzero(above >= top_p), np.count_nonzero(up_to <= 0))
+    inside = np.sort(probabilities[bucket == boundary])[::-1]
+    short = np.count_nonzero(above[boundary] + inside.cumsum(dtype=np.float64) < top_p)
+    count = min(short + 1, len(inside))
+    smallest = inside[count - 1]
+    kept = probabilities >= smallest
+    too_many = np.count_nonzero(inside == smallest) - np.count_nonzero(inside[:count] == smallest)
     if too_many:
-        kept[np.flatnonzero(probabilities == falling[count - 1])[-too_many:]] = False
-    return np.where(kept, probabilities, np.float32(0))
+        kept[np.flatnonzero(probabilities == smallest)[-too_many:]] = False
+    return probabilities * kept  # several times faster than np.where
 
 
 def last_kept(falling: paddle.Tensor, top_p: float) -> tuple[paddle.Tensor, paddle.Tensor]:
@@ -174,5 +187,5 @@ def draw(weights: paddle.Tensor, ids: paddle.Tensor | None, uniform: paddle.Tens
         rows = zip(cumulative.numpy(), threshold.numpy(), strict=True)
         column = paddle.to_tensor([np.searchsorted(row, at, side="right") for row, at in rows])
     else:
-        column = (cumulative <= threshold.unsqueeze(-1)).astype("int64").sum(-1)
+        column = paddle.searchsorted(cumulative, threshold.unsqueeze(-1), right=True).squeeze(-1)
     return column if ids is None else paddle.take_along_axis(ids, column.unsqueeze(-1), axis=1).squeeze(-1)

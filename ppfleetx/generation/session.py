@@ -78,7 +78,7 @@ class NextTokenModel:
             state = stage(state, cache)
         last = state[0][-num_last:].flatten(0, 1)
         if self.head_matrix is not None:
-            return self._all_columns(self._head.matmul(last))
+            return self._all_columns(self._head.linear(last))
         return self._all_columns(head((last.unsqueeze(0),)).squeeze(0))
 
     def without_cache(

@@ -139,4 +139,7 @@ class Attention(nn.Layer):
     ) -> paddle.Tensor:
         """Attention proper; gives ``[s, b, g * r * d]``."""
         context = attend(query, key, value, document_start, self.dropout, self.options, penalty)
+        _, groups, per_group, num_queries, head_dim = context.shape
+        if num_queries == 1:  # nothing has to be moved
+            return context.reshape([1, -1, groups * per_group * head_dim])
         return context.transpose([3, 0, 1, 2, 4]).flatten(2)

@@ -51,6 +51,6 @@ def add_smaller(x: paddle.Tensor, smaller: paddle.Tensor) -> paddle.Tensor:
     Paddle's CPU kernel takes up to ten times as long to add tensors of different shapes. Its GPU kernel does
     not, and has no float16 expansion.
     """
-    if not paddle.in_dynamic_mode() or (x.place.is_cpu_place() and x.size > smaller.size):
+    if not paddle.in_dynamic_mode() or (x.place.is_cpu_place() and x.shape != smaller.shape):
         smaller = smaller.expand_as(x)
     return x + smaller

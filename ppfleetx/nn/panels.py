@@ -6,6 +6,8 @@ AVX-512: the same result bit for bit, 1.8 times faster for 2 to 64 rows, 1.2 tim
 on; with AVX2: 1.7 times faster for 8 rows, no gain from 128 on. For a single row the whole matrix is
 faster.
 
+Where our own operator has been compiled, it takes the products that it is faster for.
+
 Shape letters: m rows, k input features, n output features, p panels of w columns.
 """
 
@@ -16,14 +18,12 @@ import math
 import paddle
 import paddle.nn.functional as F
 
+from ppfleetx.nn.cpu_ops import ops as cpu_ops
+from ppfleetx.nn.cpu_ops.ops import WIDTH
 from ppfleetx.nn.linear import Linear, add_smaller
-from ppfleetx.utils.cpu import AVX512, flags_in, read_cpuinfo
 from ppfleetx.utils.memory import available_fraction, back_by_huge_pages
 
-_HAS_AVX512 = flags_in(read_cpuinfo()) >= AVX512
-WIDTH = 48 if _HAS_AVX512 else 16
-"""w, of one tile of MKL's kernels: three registers of float32 with AVX-512, two with AVX2."""
-MOST_ROWS = 512 if _HAS_AVX512 else 64
+MOST_ROWS = 512 if WIDTH == 48 else 64
 _MEMORY_LEFT = 0.25  # of the machine; with less, the copy is not made
 
 
@@ -38,13 +38,17 @@ class Panels:
         self.values = weight.reshape([size, -1, WIDTH]).transpose([1, 0, 2]).contiguous()
         use_huge_pages(self.values)
 
-    def matmul(self, x: paddle.Tensor) -> paddle.Tensor:
-        """``x [..., k] @ weight``."""
+    def linear(self, x: paddle.Tensor, bias: paddle.Tensor | None) -> paddle.Tensor:
+        """``x [..., k] @ weight + bias``."""
         *leading, size = x.shape
+        if math.prod(leading) <= cpu_ops.MOST_ROWS and cpu_ops.are_available():
+            return cpu_ops.few_rows(x, self.values, bias, self.width)
         # One position of each row, [1, b, k], goes with all panels as it is.
         rows = x if x.ndim == 3 and leading[0] == 1 else x.reshape([-1, size])
         product = paddle.matmul(rows, self.values).transpose([1, 0, 2]).reshape([*leading, -1])
-        return product if product.shape[-1] == self.width else product[..., : self.width]
+        if product.shape[-1] != self.width:
+            product = product[..., : self.width]
+        return product if bias is None else add_smaller(product, bias)
 
 
 def use_huge_pages(tensor: paddle.Tensor) -> None:
@@ -60,12 +64,13 @@ class PanelMatrix:
         self.weight = weight
         self._panels: Panels | None = None
 
-    def matmul(self, x: paddle.Tensor) -> paddle.Tensor:
-        """``x [..., k] @ weight``."""
+    def linear(self, x: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
+        """``x [..., k] @ weight + bias``, without gradients."""
         num_rows = math.prod(x.shape[:-1])
         if 1 < num_rows <= MOST_ROWS and self._can_have_panels(x):
-            return self._panels.matmul(x)
-        return paddle.matmul(x, self.weight)
+            return self._panels.linear(x, bias)
+        product = paddle.matmul(x, self.weight)
+        return product if bias is None else add_smaller(product, bias)
 
     def _can_have_panels(self, x: paddle.Tensor) -> bool:
         if x.dtype != paddle.float32 or not paddle.in_dynamic_mode():
@@ -85,5 +90,4 @@ class InferenceLinear(Linear):
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         if not paddle.in_dynamic_mode() or paddle.is_grad_enabled():
             return super().forward(x)
-        product = self._matrix.matmul(x)
-        return product if self.bias is None else add_smaller(product, self.bias)
+        return self._matrix.linear(x, self.bias)

@@ -279,10 +279,10 @@ def test_settings_of_the_export_and_the_configuration() -> None:
 @pytest.mark.parametrize("columns", [96, 50, 30])
 def test_panels_multiply_like_the_matrix(columns: int) -> None:
     matrix, x = Matrix(paddle.randn([7, columns])), paddle.randn([3, 7])
-    expected = matrix.matmul(x).numpy()
+    expected = matrix.linear(x).numpy()
     use_panels([matrix], [matrix.make_panels()])
     assert tuple(matrix.panels.shape) == (-(-columns // WIDTH), 7, WIDTH)
-    assert abs(matrix.matmul(x).numpy() - expected).max() < 1e-5
+    assert abs(matrix.linear(x).numpy() - expected).max() < 1e-5
     use_panels([matrix], [])
     assert matrix.panels is None
 

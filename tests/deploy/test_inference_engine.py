@@ -8,7 +8,10 @@ import pytest
 
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections import GenerationConfig, InferenceConfig
+from ppfleetx.deploy import inference_engine
+from ppfleetx.deploy.export_dir import cpu_ops_file
 from ppfleetx.deploy.inference_engine import InferenceEngine
+from ppfleetx.nn.cpu_ops import ops as cpu_ops
 from tests.deploy.exports import GPT2_STYLE, Exported, make_export
 
 PROMPTS = ["the cat", "and", "the other hat and the ca", "", "é😀"]
@@ -54,6 +57,25 @@ def test_exported_and_dynamic_texts_are_equal(either: Exported, keys: dict[str, 
     # Row by row, which takes the program's other way through its products.
     assert either.engine.generate(PROMPTS[:2], cfg, batch_rows=1) == expected[:2]
     assert len({one.ids for generations in expected for one in generations}) > 3
+
+
+@pytest.mark.parametrize("keys", [SETTINGS["greedy"], SETTINGS["top_p"], SETTINGS["plain"]])
+def test_the_program_for_any_machine(
+    exported: Exported, keys: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where our own operators are not compiled; with them, it is not the program of the other tests."""
+    monkeypatch.setattr(inference_engine.cpu_ops, "are_available", lambda: False)
+    engine, cfg = engine_at(exported.directory), config(**keys)
+    assert engine.generate(PROMPTS, cfg) == exported.generator.generate(PROMPTS, cfg)
+    assert engine.generate(PROMPTS[:2], cfg, batch_rows=1) == engine.generate(PROMPTS[:2], cfg)
+
+
+def test_room_is_made_more_than_once(exported: Exported) -> None:
+    """For the keys and values of a batch, which have room for 32 more at first."""
+    cfg = config(decode_strategy="greedy_search", min_dec_len=60, max_dec_len=60)
+    found = exported.engine.generate(["a", "the"], cfg)
+    assert found == exported.generator.generate(["a", "the"], cfg)
+    assert [len(one.ids) for [one] in found] == [60, 60]
 
 
 def test_rows_end_at_the_end_token(exported: Exported) -> None:
@@ -119,8 +141,9 @@ def test_the_directory_needs_nothing_else(exported: Exported, tmp_path: Path) ->
     cfg = config(decode_strategy="greedy_search")
     expected = exported.generator.generate(PROMPTS, cfg)
     names = sorted(path.relative_to(moved).as_posix() for path in moved.rglob("*") if path.is_file())
-    assert names[:3] == ["export.json", "model.json", "model.pdiparams"]
-    assert all(name.startswith("tokenizer/") for name in names[3:])
+    model = [name for name in names if not name.startswith("tokenizer/")]
+    faster = [cpu_ops_file(cpu_ops.WIDTH)] if cpu_ops.are_available() else []
+    assert model == sorted(["export.json", "model.json", "model.pdiparams", *faster])
     assert str(exported.run.parent) not in (moved / "export.json").read_text()
     for options in ({"onednn": True}, {"ir_optim": False}):
         engine = engine_at(moved, **options)

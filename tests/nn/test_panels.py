@@ -13,20 +13,23 @@ from ppfleetx.nn.panels import InferenceLinear, PanelMatrix
 @pytest.mark.parametrize("tile", [16, 48])
 def test_products(width: int, shape: list[int], tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panels, "WIDTH", tile)
+    monkeypatch.setattr(panels.cpu_ops, "are_available", lambda: False)
     weight = paddle.randn([40, width])
     x = paddle.randn([*shape, 40])
     matrix = PanelMatrix(weight)
-    result = matrix.matmul(x).numpy()
+    result = matrix.linear(x).numpy()
     assert result.shape == (*shape, width)
     exact = x.numpy().astype(np.float64) @ weight.numpy().astype(np.float64)
     np.testing.assert_allclose(result, exact, rtol=1e-5, atol=1e-5)
+    bias = paddle.randn([width])
+    np.testing.assert_allclose(matrix.linear(x, bias).numpy(), exact + bias.numpy(), rtol=1e-5, atol=1e-5)
     assert (matrix._panels is None) == (shape in ([1], [200, 3]))
 
 
 def test_no_copy_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panels, "available_fraction", lambda: 0.1)
     matrix = PanelMatrix(paddle.randn([8, 16]))
-    assert matrix.matmul(paddle.randn([4, 8])).shape == [4, 16]
+    assert matrix.linear(paddle.randn([4, 8])).shape == [4, 16]
     assert matrix._panels is None
 
 

@@ -1,0 +1,33 @@
+"""``python -m ppfleetx.nn.cpu_ops``: compile the operators for this machine."""
+
+from __future__ import annotations
+
+import argparse
+
+from ppfleetx.config.errors import UserError
+from ppfleetx.utils.cli import run_tool
+from ppfleetx.utils.process_env import import_paddle
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m ppfleetx.nn.cpu_ops",
+        description="Compile the operators that make batches decode faster on this machine's CPU.",
+    )
+    parser.add_argument(
+        "--if-possible", action="store_true", help="where they cannot be compiled, say so and end with code 0"
+    )
+    args = parser.parse_args()
+    import_paddle()
+    from ppfleetx.nn.cpu_ops.build import build
+
+    try:
+        print(f"operators for decoding: {build()}")
+    except UserError as error:
+        if not args.if_possible:
+            raise
+        print(f"no operators for decoding, batches take longer: {error}")
+
+
+if __name__ == "__main__":
+    run_tool(main)

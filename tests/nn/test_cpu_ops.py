@@ -1,0 +1,147 @@
+"""Our own operators for decoding on a CPU: what they compute, and what happens where they are not there."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+
+from ppfleetx.config.errors import UserError
+from ppfleetx.generation import processors
+from ppfleetx.nn import panels
+from ppfleetx.nn.cpu_ops import build, ops
+from ppfleetx.nn.panels import InferenceLinear, Panels
+
+needs_operators = pytest.mark.skipif(
+    not ops.are_available(), reason="the operators are not compiled (python -m ppfleetx.nn.cpu_ops)"
+)
+
+
+@needs_operators
+@pytest.mark.parametrize("columns", [1, 15, 16, 48, 100, 600])
+@pytest.mark.parametrize("size", [1, 7, 128, 131, 300])
+def test_products_of_few_rows(columns: int, size: int) -> None:
+    weight, bias = paddle.randn([size, columns]), paddle.randn([columns])
+    cut = Panels(weight)
+    exact_weight = weight.numpy().astype(np.float64)
+    for shape in ([1], [3], [1, 4], [5, 1], [2, 4], [9], [31], [32], [33], [70]):
+        x = paddle.randn([*shape, size])
+        exact = x.numpy().astype(np.float64) @ exact_weight
+        for own, added in ((None, 0), (bias, bias.numpy())):
+            result = ops.few_rows(x, cut.values, own, columns).numpy()
+            np.testing.assert_allclose(result, exact + added, rtol=1e-5, atol=1e-5 * size**0.5)
+
+
+@needs_operators
+def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
+    cut, x = Panels(paddle.randn([300, 100])), paddle.randn([40, 300])
+    together = ops.few_rows(x, cut.values, None, 100).numpy()
+    for count in (1, 2, 5, 8, 33):
+        alone = ops.few_rows(x[:count], cut.values, None, 100).numpy()
+        np.testing.assert_array_equal(alone, together[:count])
+
+
+@needs_operators
+def test_panels_of_another_matrix_are_refused() -> None:
+    with pytest.raises(Exception, match="panels do not fit"):
+        ops.few_rows(paddle.randn([2, 9]), Panels(paddle.randn([8, 16])).values, None, 16)
+
+
+@needs_operators
+def test_linears_use_the_operator_for_few_rows_and_mkl_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = []
+
+    def counted(x: paddle.Tensor, *rest: object) -> paddle.Tensor:
+        rows.append(x.size // x.shape[-1])
+        return few_rows(x, *rest)
+
+    few_rows = ops.few_rows
+    monkeypatch.setattr(panels.cpu_ops, "few_rows", counted)
+    linear = InferenceLinear(8, 16, bias=True)
+    with paddle.no_grad():
+        for count in (1, 2, ops.MOST_ROWS, ops.MOST_ROWS + 1):
+            linear(paddle.randn([1, count, 8]))
+    assert rows == [2, ops.MOST_ROWS]
+
+
+@needs_operators
+@pytest.mark.parametrize("scale", [0.0, 0.001, 0.6, 3.0, 30.0, 300.0])
+@pytest.mark.parametrize("vocab", [7, 300, 20011])
+def test_nucleus_is_that_of_numpy(scale: float, vocab: int) -> None:
+    logits = np.random.default_rng(3).normal(size=(5, vocab)).astype(np.float32) * scale
+    probabilities = paddle.nn.functional.softmax(paddle.to_tensor(logits), axis=-1)
+    for top_p in (1e-6, 0.1, 0.5, 0.9, 0.999):
+        kept = ops.nucleus(probabilities, paddle.full([1], top_p)).numpy()
+        rows = [processors._nucleus_of_row(row, np.float32(top_p)) for row in probabilities.numpy()]
+        # Sums are taken in another order, which may make a difference of one token.
+        assert (np.count_nonzero(kept != np.stack(rows), axis=-1) <= (vocab > 1000)).all()
+    everything = ops.nucleus(probabilities, paddle.full([1], 2.0))
+    np.testing.assert_array_equal(everything.numpy(), probabilities.numpy())
+
+
+@needs_operators
+def test_nucleus_of_equal_ones_and_of_what_is_no_number() -> None:
+    rows = paddle.to_tensor([[0.1, 0.2, 0.2, 0.3, 0.2], [1.0, 0.0, 0.0, 0.0, 0.0]])
+    kept = ops.nucleus(rows, paddle.to_tensor([0.6])).numpy()
+    np.testing.assert_array_equal(kept, np.float32([[0, 0.2, 0.2, 0.3, 0], [1, 0, 0, 0, 0]]))
+    assert ops.nucleus(paddle.full([2, 9], np.nan), paddle.to_tensor([0.6])).shape == [2, 9]
+
+
+def test_top_p_with_and_without_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    probabilities = paddle.nn.functional.softmax(paddle.randn([3, 500]) * 2, axis=-1)
+    with_operator = processors.nucleus(probabilities, 0.8).numpy()
+    monkeypatch.setattr(processors.cpu_ops, "are_available", lambda: False)
+    np.testing.assert_array_equal(processors.nucleus(probabilities, 0.8).numpy(), with_operator)
+
+
+def test_a_library_that_cannot_be_loaded_is_said_and_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "cpu_ops.so"
+    broken.write_bytes(b"no library")
+    monkeypatch.setattr(ops, "library_path", lambda: broken)
+    assert not ops.are_available.__wrapped__()
+    assert f"{broken} cannot be loaded" in caplog.text
+
+
+def test_another_kind_of_machine_has_a_library_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = ops.library_path()
+    monkeypatch.setattr(ops, "read_cpuinfo", lambda: "flags : sse2")
+    assert ops.library_path() != here
+
+
+def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "library_path", lambda: tmp_path / "built" / "cpu_ops.so")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(UserError, match="no C\\+\\+ compiler was found"):
+        build.build()
+
+
+def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "library_path", lambda: tmp_path / "built" / "cpu_ops.so")
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(UserError, match="compiler failed with code 1"):
+        build.build()
+    assert not any((tmp_path / "built").iterdir())
+
+
+@pytest.mark.parametrize(("options", "code"), [([], 2), (["--if-possible"], 0)])
+def test_the_command_where_nothing_can_be_compiled(options: list[str], code: int, tmp_path: Path) -> None:
+    """From a copy of the package, in which nothing has been compiled yet."""
+    script = (
+        "import runpy, sys, pathlib\n"
+        "from ppfleetx.utils.process_env import import_paddle\n"
+        "import_paddle()\n"
+        "from ppfleetx.nn.cpu_ops import ops\n"
+        f"ops.BUILT = pathlib.Path({str(tmp_path)!r}) / 'built'\n"
+        f"sys.argv[1:] = {options!r}\n"
+        "runpy.run_module('ppfleetx.nn.cpu_ops', run_name='__main__')\n"
+    )
+    environment = {"PATH": str(tmp_path), "HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert "no C++ compiler was found" in (done.stdout if options else done.stderr)
+    assert "Traceback" not in done.stderr
