@@ -10,7 +10,7 @@ which other jobs on the machine disturb less than the clock on the wall). Each m
 own that idles while the others run, and in every round the modes run one after the other on the same cores.
 
 dynamic: this project, greedy, a pass for each token. sampling: the same with top-p 0.9.
-lookup: what the generation program does for up to 8 greedy prompts: tokens are guessed from earlier text and
+lookup: what the generation program does for up to 3 greedy prompts: tokens are guessed from earlier text and
 checked several in a pass. The gain depends on how much the text repeats itself, and random weights repeat
 themselves more than trained ones; hf_lookup is transformers with its own option for it, for one row only.
 exported, exported_lookup, exported_sampling: the same with the program that tools/export.py makes, run by
@@ -170,7 +170,8 @@ def exported(threads: int, *, top_k: int = 1, top_p: float = 1.0, most_guesses: 
 
     with tempfile.TemporaryDirectory() as directory:
         save_program(next_token, POSITIONS, Path(directory) / PROGRAM)
-        program = Program(Path(directory), InferenceConfig(cpu_threads=threads), "cpu")
+        files = [path.name for path in Path(directory).iterdir()]
+        program = Program(Path(directory), files, InferenceConfig(cpu_threads=threads), "cpu")
 
     def generate(prompts: list[list[int]]) -> list[list[int]]:
         rows = len(prompts)

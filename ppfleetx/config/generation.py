@@ -59,7 +59,7 @@ class GenerationConfig(Section):
     forced_eos_token_id: CountInt | None = None
     """The token in the last place of a continuation that gets to `max_dec_len`; null: it is chosen."""
     prompt_lookup_num_tokens: CountInt = 16
-    """Greedy search for at most 8 prompts at a time: up to so many tokens of each are guessed from earlier
+    """Greedy search for at most 3 prompts at a time: up to so many tokens of each are guessed from earlier
     text and checked in one pass. It changes the speed, not the text; 0: no guesses. An exported
     program guesses for a prompt that is alone in its batch, from `min_dec_len` on and without a
     `repetition_penalty`; the server never does."""

@@ -167,7 +167,10 @@ def load_generator(cfg: RunConfig, ctx: ParallelContext) -> Generator:
     """
     from ppfleetx.core.engine.build import build_runner, find_weights
     from ppfleetx.generation.generator import Generator, check_vocabulary
+    from ppfleetx.nn.cpu_ops import ops as cpu_ops
 
+    if ctx.device == "cpu" and not cpu_ops.are_available():
+        get_logger().info(f"NOTE: batches take longer than they need to: {cpu_ops.HOW_TO_MAKE}")
     start = find_weights(cfg, ctx)
     tokenizer = find_tokenizer(cfg, start.checkpoint)
     check_vocabulary(tokenizer, cfg.Model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -31,9 +31,10 @@ from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.memory import back_process_by_huge_pages
 
 _GPU_POOL_MB = 256  # to begin with; it grows
-_GARBAGE = {"FLAGS_eager_delete_tensor_gb": 1 / 16}
+_GARBAGE, _GARBAGE_GB = "FLAGS_eager_delete_tensor_gb", 1 / 1024
 """On a CPU Paddle hands tensors that are no longer needed to a thread that frees them: by default each by
-itself, for whose waking a pass over few rows spends a tenth of its time. So many GB together, per block."""
+itself, for whose waking a pass over few rows spends a tenth of its time. So many together, in each of the
+program's blocks, of which there are some thirty."""
 
 
 class InferenceEngine(TextGenerator):
@@ -59,7 +60,8 @@ class InferenceEngine(TextGenerator):
         tokenizer = Tokenizer.load(directory / TOKENIZER_DIRECTORY, eod_token=manifest.end_token)
         super().__init__(tokenizer, manifest.max_positions)
         self.manifest: ExportManifest = manifest
-        self._program, self._onednn = Program(directory, options, device), options.onednn
+        self._program = Program(directory, manifest.files, options, device)
+        self._onednn = options.onednn
 
     def _continue(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:
         check_generation(batch.cfg)
@@ -109,14 +111,18 @@ class Program:
 
     Args:
         directory: holds the program and its weights.
+        files: those of the export; others may lie there.
         options, device: as of :class:`InferenceEngine`.
     """
 
-    def __init__(self, directory: Path, options: InferenceConfig, device: str) -> None:
+    def __init__(
+        self, directory: Path, files: Collection[str], options: InferenceConfig, device: str
+    ) -> None:
         is_cpu = not device.startswith("gpu")
-        if is_cpu:
-            paddle.set_flags(_GARBAGE)
-        self._predictor = inference.create_predictor(_configuration(directory, options, device))
+        program = _program_file(files, options) if is_cpu else PROGRAM_FILE
+        if is_cpu and _GARBAGE not in os.environ:
+            paddle.set_flags({_GARBAGE: _GARBAGE_GB})
+        self._predictor = inference.create_predictor(_configuration(directory, program, options, device))
         if is_cpu:
             back_process_by_huge_pages()  # the weights, of which Paddle does not say where they are
 
@@ -129,17 +135,15 @@ class Program:
         return self._predictor.get_output_handle(self._predictor.get_output_names()[0]).copy_to_cpu()
 
 
-def _configuration(directory: Path, options: InferenceConfig, device: str) -> inference.Config:
+def _configuration(directory: Path, program: str, options: InferenceConfig, device: str) -> inference.Config:
     """Paddle Inference's configuration.
 
     ``enable_memory_optim`` is left alone: with programs of Paddle 3.3.1 no predictor can be made with it.
     """
-    is_cpu = not device.startswith("gpu")
-    program = _program_file(directory, options) if is_cpu else directory / PROGRAM_FILE
-    config = inference.Config(str(program), str(directory / WEIGHTS_FILE))
+    config = inference.Config(str(directory / program), str(directory / WEIGHTS_FILE))
     config.disable_glog_info()
     config.switch_ir_optim(options.ir_optim)
-    if not is_cpu:
+    if device.startswith("gpu"):
         config.enable_use_gpu(_GPU_POOL_MB, int(device.partition(":")[2] or 0))
         if options.TensorRT is not None:
             _enable_tensorrt(config, options.TensorRT)
@@ -155,12 +159,15 @@ def _configuration(directory: Path, options: InferenceConfig, device: str) -> in
     return config
 
 
-def _program_file(directory: Path, options: InferenceConfig) -> Path:
-    """The program with our own operators where it can be run and oneDNN is not wanted instead."""
-    faster = directory / cpu_ops_file(cpu_ops.WIDTH)
-    if options.onednn or not faster.exists() or not cpu_ops.are_available():
-        return directory / PROGRAM_FILE
-    return faster
+def _program_file(files: Collection[str], options: InferenceConfig) -> str:
+    """The program to run on a CPU: that with our own operators where it can be, unless oneDNN is wanted."""
+    faster = cpu_ops_file(cpu_ops.WIDTH)
+    if options.onednn:
+        return PROGRAM_FILE
+    if not cpu_ops.are_available():
+        get_logger().info(f"NOTE: batches take longer than they need to: {cpu_ops.HOW_TO_MAKE}")
+        return PROGRAM_FILE
+    return faster if faster in files else PROGRAM_FILE
 
 
 def _enable_tensorrt(config: inference.Config, options: TensorRTConfig) -> None:

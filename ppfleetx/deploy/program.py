@@ -75,7 +75,8 @@ def save_program(
         with tempfile.TemporaryDirectory(dir=path.parent) as directory:
             _save(program, Path(directory) / path.name)
             weights = f"{path.name}.pdiparams"
-            assert filecmp.cmp(path.with_name(weights), Path(directory) / weights, shallow=False)
+            if not filecmp.cmp(path.with_name(weights), Path(directory) / weights, shallow=False):
+                raise RuntimeError("the two programs of an export do not have the same weights")
             (Path(directory) / f"{path.name}.json").replace(path.with_name(cpu_ops_file(cpu_ops.WIDTH)))
 
 
@@ -137,6 +138,7 @@ class GenerationProgram(nn.Layer):
         most_guesses: paddle.Tensor,
     ) -> paddle.Tensor:
         """New tokens ``[b, up to t]`` int64. The arguments are those of :data:`INPUTS`."""
+        use_panels(self.matrices, [])
         step = paddle.zeros([1], "int64")
         length = tokens.shape[1]
         limits = max_new_tokens

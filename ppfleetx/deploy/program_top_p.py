@@ -29,7 +29,9 @@ def nucleus_by_buckets(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> pa
     size = (falling > 0).astype("int64").sum(-1, keepdim=True)
     count = paddle.maximum(paddle.minimum(count, size), paddle.ones_like(count))
     smallest = paddle.take_along_axis(falling, count - 1, axis=1)
-    if ((falling == smallest).astype("int64").sum(-1) > 1).any():  # lower ids stay
+    has_equals = ((falling == smallest).astype("int64").sum(-1) > 1).any()  # of which the lower ids stay
+    # Sums of a GPU may fall where they should rise, and lead to a bucket without anything in it.
+    if paddle.logical_or(has_equals, (smallest <= 0).any()):
         kept = nucleus(probabilities, top_p)
     else:
         kept = paddle.where(
@@ -44,7 +46,8 @@ def _gathered(values: paddle.Tensor, mask: paddle.Tensor) -> paddle.Tensor:
     row = there[:, 0]
     counts = mask.astype("int64").sum(-1)
     place = paddle.arange(there.shape[0]) - (counts.cumsum() - counts).gather(row)
-    room = paddle.zeros([values.shape[0], counts.max()], dtype=values.dtype)
+    width = paddle.maximum(counts.max(), paddle.ones([], "int64"))
+    room = paddle.zeros([values.shape[0], width], dtype=values.dtype)
     return paddle.scatter_nd_add(room, paddle.stack([row, place], axis=1), values.gather_nd(there))
 
 

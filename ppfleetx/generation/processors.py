@@ -105,22 +105,21 @@ def keep_top_p(falling: paddle.Tensor, top_p: float) -> paddle.Tensor:
 
 
 def nucleus(probabilities: paddle.Tensor, top_p: float) -> paddle.Tensor:
-    """The same for probabilities ``[b, V]`` in the order of ids; of equal ones the lower ids stay.
-
-    Only values are sorted, to find the smallest one that stays: with their ids it would take far longer.
-    """
+    """The same for probabilities ``[b, V]`` in the order of ids; of equal ones the lower ids stay."""
     if _is_on_host(probabilities):
         if cpu_ops.are_available():
-            return cpu_ops.nucleus(probabilities, paddle.full([1], top_p))
+            return cpu_ops.nucleus(probabilities, paddle.full([1], top_p, "float32"))
         # Paddle's CPU kernels take longer to sort two rows than a small model for its step.
         rows = probabilities.numpy()
         return paddle.to_tensor(np.stack([_nucleus_of_row(row, top_p) for row in rows]))
+    # Only values are sorted, to find the smallest one that stays: with their ids it would take far longer.
     smallest, count = last_kept(paddle.sort(probabilities, axis=-1, descending=True), top_p)
     return keep_from(probabilities, smallest, count)
 
 
 def _nucleus_of_row(probabilities: np.ndarray, top_p: float) -> np.ndarray:
     """:func:`nucleus` of ``[V]``: p is reached in one of many buckets, and only that one is put in order."""
+    top_p = float(np.asarray(top_p, np.float32).item())  # as the operator and a program have it
     # Sign, exponent and 8 bits of the fraction: in the order of the numbers, which are not negative.
     bucket = probabilities.view(np.int32) >> 15
     bucket = (bucket - bucket.min()).astype(np.int64)
@@ -188,4 +187,6 @@ def draw(weights: paddle.Tensor, ids: paddle.Tensor | None, uniform: paddle.Tens
         column = paddle.to_tensor([np.searchsorted(row, at, side="right") for row, at in rows])
     else:
         column = paddle.searchsorted(cumulative, threshold.unsqueeze(-1), right=True).squeeze(-1)
+    # Weights that are no numbers, of a model that is broken, have no column.
+    column = column.clip(max=cumulative.shape[-1] - 1)
     return column if ids is None else paddle.take_along_axis(ids, column.unsqueeze(-1), axis=1).squeeze(-1)

@@ -70,6 +70,21 @@ def test_the_program_for_any_machine(
     assert engine.generate(PROMPTS[:2], cfg, batch_rows=1) == engine.generate(PROMPTS[:2], cfg)
 
 
+@pytest.mark.parametrize("onednn", [False, True])
+@pytest.mark.parametrize("available", [False, True])
+@pytest.mark.parametrize("width", [16, 48])
+def test_which_program_is_run(
+    onednn: bool, available: bool, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inference_engine.cpu_ops, "are_available", lambda: available)
+    monkeypatch.setattr(inference_engine.cpu_ops, "WIDTH", width)
+    chosen = inference_engine._program_file(
+        ["model.json", "model_cpu_ops_48.json"], InferenceConfig(onednn=onednn)
+    )
+    is_faster = available and not onednn and width == 48
+    assert chosen == ("model_cpu_ops_48.json" if is_faster else "model.json")
+
+
 def test_room_is_made_more_than_once(exported: Exported) -> None:
     """For the keys and values of a batch, which have room for 32 more at first."""
     cfg = config(decode_strategy="greedy_search", min_dec_len=60, max_dec_len=60)

@@ -112,3 +112,9 @@ def test_streams_differ_and_do_not_depend_on_their_length() -> None:
     np.testing.assert_array_equal(first, uniforms(1, 0, 0, 80)[:50])
     for other in ((2, 0, 0), (1, 1, 0), (1, 0, 1)):
         assert not np.array_equal(first, uniforms(*other, 50))
+
+
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_a_broken_model_chooses_tokens_that_exist(top_k: int) -> None:
+    weights, ids = candidates(paddle.full([2, 50], np.nan), temperature=1.0, top_k=top_k, top_p=1.0)
+    assert draw(weights, ids, paddle.full([2], 0.5)).max().item() < 50

@@ -1,7 +1,9 @@
 """Our own operators for decoding on a CPU: what they compute, and what happens where they are not there."""
 
+import functools
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -45,8 +47,11 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
 
 @needs_operators
 def test_panels_of_another_matrix_are_refused() -> None:
-    with pytest.raises(Exception, match="panels do not fit"):
-        ops.few_rows(paddle.randn([2, 9]), Panels(paddle.randn([8, 16])).values, None, 16)
+    cut = Panels(paddle.randn([8, 100])).values
+    for size, columns, bias in ((9, 100, None), (8, 100, [99]), (8, 200, None), (8, 10, None)):
+        added = None if bias is None else paddle.randn(bias)
+        with pytest.raises(Exception, match="panels do not fit"):
+            ops.few_rows(paddle.randn([2, size]), cut, added, columns)
 
 
 @needs_operators
@@ -74,7 +79,7 @@ def test_nucleus_is_that_of_numpy(scale: float, vocab: int) -> None:
     probabilities = paddle.nn.functional.softmax(paddle.to_tensor(logits), axis=-1)
     for top_p in (1e-6, 0.1, 0.5, 0.9, 0.999):
         kept = ops.nucleus(probabilities, paddle.full([1], top_p)).numpy()
-        rows = [processors._nucleus_of_row(row, np.float32(top_p)) for row in probabilities.numpy()]
+        rows = [processors._nucleus_of_row(row, top_p) for row in probabilities.numpy()]
         # Sums are taken in another order, which may make a difference of one token.
         assert (np.count_nonzero(kept != np.stack(rows), axis=-1) <= (vocab > 1000)).all()
     everything = ops.nucleus(probabilities, paddle.full([1], 2.0))
@@ -89,6 +94,7 @@ def test_nucleus_of_equal_ones_and_of_what_is_no_number() -> None:
     assert ops.nucleus(paddle.full([2, 9], np.nan), paddle.to_tensor([0.6])).shape == [2, 9]
 
 
+@needs_operators
 def test_top_p_with_and_without_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     probabilities = paddle.nn.functional.softmax(paddle.randn([3, 500]) * 2, axis=-1)
     with_operator = processors.nucleus(probabilities, 0.8).numpy()
@@ -120,12 +126,39 @@ def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         build.build()
 
 
-def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "library_path", lambda: tmp_path / "built" / "cpu_ops.so")
-    monkeypatch.setenv("CXX", "false")
-    with pytest.raises(UserError, match="compiler failed with code 1"):
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("exit 3", "compiler failed with code 3"),
+        ('for last; do :; done; echo nothing > "$last"', "made cannot be loaded"),
+    ],
+)
+def test_a_compiler_that_makes_no_library(
+    script: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler, library = tmp_path / "compiler", tmp_path / "built" / "cpu_ops.so"
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(build, "library_path", lambda: library)
+    monkeypatch.setattr(ops, "library_path", lambda: library)
+    monkeypatch.setattr(build, "are_available", functools.cache(ops.are_available.__wrapped__))
+    monkeypatch.setenv("CXX", f"{compiler} --some-option")
+    with pytest.raises(UserError, match=message):
         build.build()
     assert not any((tmp_path / "built").iterdir())
+
+
+def test_a_compiler_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text("")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(build, "library_path", lambda: tmp_path / "built" / "cpu_ops.so")
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(UserError, match="cannot be started: Exec format error"):
+        build.build()
+    monkeypatch.setenv("CXX", "/nowhere/compiler")
+    with pytest.raises(UserError, match="CXX names was not found: /nowhere/compiler"):
+        build.build()
 
 
 @pytest.mark.parametrize(("options", "code"), [([], 2), (["--if-possible"], 0)])
@@ -145,3 +178,9 @@ def test_the_command_where_nothing_can_be_compiled(options: list[str], code: int
     assert done.returncode == code, done.stderr
     assert "no C++ compiler was found" in (done.stdout if options else done.stderr)
     assert "Traceback" not in done.stderr
+
+
+def test_the_source_belongs_to_the_package() -> None:
+    configuration = tomllib.loads((ops.SOURCE.parents[3] / "pyproject.toml").read_text())
+    files = configuration["tool"]["setuptools"]["package-data"]["ppfleetx"]
+    assert ops.SOURCE.relative_to(ops.SOURCE.parents[2]).as_posix() in files

@@ -7,6 +7,7 @@ Paddle's own way, ``paddle.utils.cpp_extension``, is left aside: it needs a setu
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 import paddle
 
 from ppfleetx.config.errors import UserError
-from ppfleetx.nn.cpu_ops.ops import SOURCE, WIDTH, library_path
+from ppfleetx.nn.cpu_ops.ops import OPTIONS, SOURCE, are_available, library_path
 
 _MINUTES = 10
 
@@ -25,14 +26,12 @@ def build() -> Path:
     """Compile the operators for this machine, unless that has been done; gives the library.
 
     Raises:
-        UserError: there is no compiler, or it fails, or the library cannot be written.
+        UserError: there is no compiler, or it fails, or what it makes cannot be loaded or written.
     """
     target = library_path()
-    if target.exists():
+    if target.exists() and are_available():
         return target
     compiler = find_compiler()
-    if compiler is None:
-        raise UserError("no C++ compiler was found (CXX, c++ or g++); install one, for instance g++")
     try:
         target.parent.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as directory:
@@ -42,30 +41,42 @@ def build() -> Path:
             library.replace(target)
     except OSError as error:
         raise UserError(f"{target} cannot be written: {error.strerror or error}") from error
+    are_available.cache_clear()
+    if not are_available():
+        target.unlink(missing_ok=True)
+        raise UserError(f"what {' '.join(compiler)} made cannot be loaded")
     return target
 
 
-def find_compiler() -> str | None:
-    """The path of a C++ compiler."""
-    names = (os.environ.get("CXX"), "c++", "g++")
-    return next((path for name in names if name and (path := shutil.which(name))), None)
+def find_compiler() -> list[str]:
+    """The command of a C++ compiler, ``CXX`` before others.
+
+    Raises:
+        UserError: there is none.
+    """
+    wanted = shlex.split(os.environ.get("CXX", ""))
+    if wanted:
+        if shutil.which(wanted[0]) is None:
+            raise UserError(f"the C++ compiler that CXX names was not found: {wanted[0]}")
+        return wanted
+    found = next((path for name in ("c++", "g++") if (path := shutil.which(name))), None)
+    if found is None:
+        raise UserError("no C++ compiler was found (CXX, c++ or g++); install one, for instance g++")
+    return [found]
 
 
-def _commands(compiler: str, library: Path) -> list[list[str]]:
+def _commands(compiler: list[str], library: Path) -> list[list[str]]:
     include, lib = Path(paddle.sysconfig.get_include()), Path(paddle.sysconfig.get_lib())
     base = lib.parent / "base"
-    shared, compiled = library.with_name("libpaddle.so"), library.with_suffix(".o")
-    options = ["-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", f"-DPANEL_WIDTH={WIDTH}", "-w"]
-    # As Paddle was compiled: its headers choose by these.
-    options += ["-DPADDLE_WITH_CUSTOM_KERNEL", "-D_GLIBCXX_USE_CXX11_ABI=1"]
+    compiled = library.with_suffix(".o")
     includes = [f"-I{include}", f"-I{include / 'third_party'}"]
     # Paddle's threads, where it brings them: a second library for OpenMP would start threads of its own.
     threads = "libiomp5.so"
     openmp = [f"-L{lib}", f"-l:{threads}"] if (lib / threads).exists() else ["-fopenmp"]
-    paddle_library = [f"-L{base}", f"-l:{shared.name}", f"-Wl,-rpath,{base}:{lib}"]
+    paddle_library = [f"-L{base}", "-l:libpaddle.so", f"-Wl,-rpath,{base}:{lib}"]
     return [
-        [compiler, *options, *includes, "-c", str(SOURCE), "-o", str(compiled)],
-        [compiler, "-shared", str(compiled), *paddle_library, *openmp, "-o", str(library)],
+        [*compiler, *OPTIONS, *includes, "-c", str(SOURCE), "-o", str(compiled)],
+        [*compiler, "-shared", str(compiled), *paddle_library, *openmp, "-o", str(library)],
     ]
 
 
@@ -74,6 +85,8 @@ def _run(command: list[str]) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60 * _MINUTES)
     except subprocess.TimeoutExpired as error:
         raise UserError(f"the C++ compiler took more than {_MINUTES} minutes") from error
+    except OSError as error:
+        raise UserError(f"{command[0]} cannot be started: {error.strerror or error}") from error
     if done.returncode:
         sys.stderr.write(done.stderr)
         raise UserError(f"the C++ compiler failed with code {done.returncode}: {' '.join(command)}")

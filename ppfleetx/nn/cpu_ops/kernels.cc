@@ -21,11 +21,17 @@ namespace {
 // rows beside it.
 
 // A tile of sums, kRows x kWidth, fills the registers: 24 of 32 with AVX-512, 8 of 16 otherwise (twice as many
-// would leave none for W). PANEL_WIDTH is WIDTH of ppfleetx/nn/panels.py.
+// would leave none for W). PANEL_WIDTH is WIDTH of ops.py.
 #if PANEL_WIDTH == 48
 constexpr int kLanes = 16, kVectors = 3, kRows = 8;
+#ifdef __AVX512F__
+#define VECTORS_FIT_REGISTERS
+#endif
 #elif PANEL_WIDTH == 16
 constexpr int kLanes = 8, kVectors = 2, kRows = 4;
+#ifdef __AVX__
+#define VECTORS_FIT_REGISTERS
+#endif
 #else
 #error "no tile for panels of this width"
 #endif
@@ -40,7 +46,7 @@ using Tile = Vector[kRows][kVectors];
 
 // Without this, GCC reads the weights from memory once more for each row.
 inline Vector InRegister(Vector value) {
-#ifdef __x86_64__
+#ifdef VECTORS_FIT_REGISTERS
   asm("" : "+v"(value));
 #endif
   return value;
@@ -112,7 +118,10 @@ std::vector<paddle::Tensor> FewRows(const paddle::Tensor& x, const paddle::Tenso
   auto shape = x.shape();
   const int64_t size = shape.back(), rows = x.numel() / size;
   const int64_t num_panels = panels.shape()[0];
-  PD_CHECK(panels.shape()[2] == kWidth && panels.shape()[1] == size, "panels do not fit");
+  PD_CHECK(x.is_cpu() && panels.is_cpu(), "this operator runs on a CPU");
+  PD_CHECK(panels.shape()[2] == kWidth && panels.shape()[1] == size &&
+               num_panels == (columns + kWidth - 1) / kWidth && (!bias || bias->numel() == columns),
+           "panels do not fit");
   shape.back() = columns;
   auto out = paddle::empty(shape, x.dtype(), x.place());
   const float *from = x.data<float>(), *weights = panels.data<float>();
@@ -189,6 +198,7 @@ void KeepNucleus(const float* probabilities, int64_t size, double top_p, float* 
 
 std::vector<paddle::Tensor> Nucleus(const paddle::Tensor& probabilities, const paddle::Tensor& top_p) {
   const int64_t size = probabilities.shape().back(), rows = probabilities.numel() / size;
+  PD_CHECK(probabilities.is_cpu() && top_p.is_cpu(), "this operator runs on a CPU");
   auto out = paddle::empty(probabilities.shape(), probabilities.dtype(), probabilities.place());
   const float *from = probabilities.data<float>(), p = top_p.data<float>()[0];
   float* to = out.data<float>();

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import platform
 from pathlib import Path
 
 import paddle
@@ -27,14 +28,23 @@ from ppfleetx.utils.log import get_logger
 WIDTH = 48 if flags_in(read_cpuinfo()) >= AVX512 else 16
 """Columns of a panel: one tile of MKL's kernels, three registers of float32 with AVX-512, two with AVX2."""
 MOST_ROWS = 32
-"""Up to which ``few_rows`` is faster than MKL."""
+"""Up to which ``few_rows`` is faster than MKL for sure; in dynamic mode more rows are left to MKL."""
+OPTIONS = (
+    *("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-w", f"-DPANEL_WIDTH={WIDTH}"),
+    *("-DPADDLE_WITH_CUSTOM_KERNEL", "-D_GLIBCXX_USE_CXX11_ABI=1"),  # Paddle's headers choose by these
+)
+"""Of the compiler."""
+HOW_TO_MAKE = "python -m ppfleetx.nn.cpu_ops makes operators for this kind of CPU (it needs a C++ compiler)"
 SOURCE = Path(__file__).with_name("kernels.cc")
 BUILT = Path(__file__).with_name("built")
 
 
 def library_path() -> Path:
     """Where the library for this Paddle, this kind of CPU and this source is, or would be."""
-    kind = [paddle.__version__, paddle.version.commit, str(WIDTH), *sorted(flags_in(read_cpuinfo()))]
+    cpuinfo = read_cpuinfo()
+    # Where Linux lists no flags (other processors than x86), the whole description is that of the kind.
+    cpu = sorted(flags_in(cpuinfo)) or [platform.machine(), cpuinfo]
+    kind = [paddle.__version__, paddle.version.commit, *OPTIONS, *cpu]
     digest = hashlib.sha256(SOURCE.read_bytes() + " ".join(kind).encode())
     return BUILT / f"cpu_ops-{digest.hexdigest()[:16]}.so"
 
