@@ -8,6 +8,7 @@ greedy ones; nothing ends a row early. Both programs do all of ``generate``: the
 choosing the token, the loop. Compared are tokens per CPU second (time of the process on all its threads,
 which other jobs on the machine disturb less than the clock on the wall). Each mode keeps a process of its
 own that idles while the others run, and in every round the modes run one after the other on the same cores.
+The operators for decoding (ppfleetx/nn/cpu_ops) are compiled first where they can be.
 
 dynamic: this project, greedy, a pass for each token. sampling: the same with top-p 0.9.
 lookup: what the generation program does for up to 3 greedy prompts: tokens are guessed from earlier text and
@@ -57,6 +58,8 @@ def main() -> None:
     if args.worker:
         serve(MODES[args.worker](args.threads))
         return
+    operators = [sys.executable, "-m", "ppfleetx.nn.cpu_ops", "--if-possible"]
+    subprocess.run(operators, cwd=ROOT, check=True)
     workers = {mode: Worker(mode, args.threads) for mode in args.modes}
     try:
         for batch in args.batches:
