@@ -41,7 +41,7 @@ constexpr int64_t kSteps = 4;    // unrolled
 constexpr int64_t kDepth = 128;  // of a piece of a panel, which stays in the first cache for all rows
 constexpr int64_t kMostRows = 32;  // at a time
 
-using Vector = float __attribute__((vector_size(kLanes * sizeof(float)), aligned(sizeof(float))));
+using Vector = float __attribute__((vector_size(kLanes * sizeof(float)), aligned(sizeof(float)), may_alias));
 using Tile = Vector[kRows][kVectors];
 
 // Without this, GCC reads the weights from memory once more for each row.
