@@ -169,8 +169,8 @@ def load_generator(cfg: RunConfig, ctx: ParallelContext) -> Generator:
     from ppfleetx.generation.generator import Generator, check_vocabulary
     from ppfleetx.nn.cpu_ops import ops as cpu_ops
 
-    if ctx.device == "cpu" and not cpu_ops.are_available():
-        get_logger().info(f"NOTE: batches take longer than they need to: {cpu_ops.HOW_TO_MAKE}")
+    if ctx.device == "cpu":
+        cpu_ops.note_if_missing()
     start = find_weights(cfg, ctx)
     tokenizer = find_tokenizer(cfg, start.checkpoint)
     check_vocabulary(tokenizer, cfg.Model)

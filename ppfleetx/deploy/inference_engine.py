@@ -161,13 +161,11 @@ def _configuration(directory: Path, program: str, options: InferenceConfig, devi
 
 def _program_file(files: Collection[str], options: InferenceConfig) -> str:
     """The program to run on a CPU: that with our own operators where it can be, unless oneDNN is wanted."""
-    faster = cpu_ops_file(cpu_ops.WIDTH)
     if options.onednn:
         return PROGRAM_FILE
-    if not cpu_ops.are_available():
-        get_logger().info(f"NOTE: batches take longer than they need to: {cpu_ops.HOW_TO_MAKE}")
-        return PROGRAM_FILE
-    return faster if faster in files else PROGRAM_FILE
+    cpu_ops.note_if_missing()
+    faster = cpu_ops_file(cpu_ops.WIDTH)
+    return faster if faster in files and cpu_ops.are_available() else PROGRAM_FILE
 
 
 def _enable_tensorrt(config: inference.Config, options: TensorRTConfig) -> None:

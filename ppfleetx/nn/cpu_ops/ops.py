@@ -34,7 +34,7 @@ OPTIONS = (
     *("-DPADDLE_WITH_CUSTOM_KERNEL", "-D_GLIBCXX_USE_CXX11_ABI=1"),  # Paddle's headers choose by these
 )
 """Of the compiler."""
-HOW_TO_MAKE = "python -m ppfleetx.nn.cpu_ops makes operators for this kind of CPU (it needs a C++ compiler)"
+_HOW_TO_MAKE = "python -m ppfleetx.nn.cpu_ops makes operators for this kind of CPU (it needs a C++ compiler)"
 SOURCE = Path(__file__).with_name("kernels.cc")
 BUILT = Path(__file__).with_name("built")
 
@@ -59,11 +59,16 @@ def are_available() -> bool:
         core.load_op_meta_info_and_register_op(str(path))
     except RuntimeError as error:
         get_logger().warning(
-            f"{path} cannot be loaded, so batches take longer to decode; delete it, and make it again with "
-            f"python -m ppfleetx.nn.cpu_ops ({str(error).strip().splitlines()[0]})"
+            f"{path} cannot be loaded ({str(error).strip().splitlines()[0]}); {_HOW_TO_MAKE}"
         )
         return False
     return True
+
+
+def note_if_missing() -> None:
+    """Say in the log how the operators are made, where they are not."""
+    if not are_available():
+        get_logger().info(f"NOTE: batches take longer than they need to: {_HOW_TO_MAKE}")
 
 
 def few_rows(
