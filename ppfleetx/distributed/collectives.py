@@ -30,20 +30,43 @@ def broadcast_packed(tensors: Sequence[paddle.Tensor], group: Any, owner: int) -
     _packed(tensors, lambda flat: distributed.broadcast(flat, source, group=group, sync_op=False))
 
 
+def equalize_packed(copies: Sequence[paddle.Tensor], group: Any) -> None:
+    """Give each member of ``group`` the bits of the first member's copies, in few messages.
+
+    The others' are multiplied by zero and added: that changes no bit, in whatever order the sum is made,
+    but a number of theirs that is not finite reaches every member instead of being forgotten.
+    """
+    is_first = group.rank == 0
+
+    def start(flat: paddle.Tensor) -> Any:
+        return distributed.all_reduce(flat if is_first else flat.scale_(0.0), group=group, sync_op=False)
+
+    _packed(copies, start)
+
+
 @paddle.no_grad()
 def _packed(tensors: Sequence[paddle.Tensor], start: Callable[[paddle.Tensor], Any]) -> None:
-    """Pack, start the operation on each bucket while the next one is packed, wait, unpack."""
-    under_way = []
+    """Run the operation on one bucket after the other.
+
+    What is held beside the tensors is one bucket: with all of them under way at once it would be a copy of
+    everything that is sent.
+    """
     for bucket in _buckets(tensors):
-        flat = paddle.concat([tensor.reshape([-1]) for tensor in bucket]) if len(bucket) > 1 else bucket[0]
-        under_way.append((start(flat), flat, bucket))
-    for task, flat, bucket in under_way:
-        task.wait()
         if len(bucket) == 1:
-            continue
-        parts = flat.split([tensor.size for tensor in bucket])
-        for tensor, part in zip(bucket, parts, strict=True):
-            paddle.assign(part.reshape(tensor.shape), tensor)
+            start(bucket[0]).wait()
+        else:
+            _run_packed(bucket, start)
+
+
+def _run_packed(bucket: list[paddle.Tensor], start: Callable[[paddle.Tensor], Any]) -> None:
+    """Pack, start the operation, wait, unpack; nothing of it is left afterwards."""
+    flat = paddle.concat([tensor.reshape([-1]) for tensor in bucket])
+    start(flat).wait()
+    end = 0
+    for tensor in bucket:
+        begin, end = end, end + tensor.size
+        part = flat._slice(begin, end)  # the bucket's own memory, whatever FLAGS_use_stride_kernel says
+        paddle.assign(part.reshape_(tensor.shape), tensor)
 
 
 def _buckets(tensors: Sequence[paddle.Tensor]) -> Iterator[list[paddle.Tensor]]:

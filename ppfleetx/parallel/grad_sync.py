@@ -2,19 +2,24 @@
 
 The one owner of every reduction of gradients. The loss each rank differentiates is already divided by
 the job's number of valid tokens, so everything here is a plain sum.
+
+Copies of a parameter must get the same update to the last bit, and nothing but their gradients' bits can
+make them. On a GPU two ranks that compute the same may differ in the last bit (kernels that add by
+atomics), and so may two groups that add the same numbers (NCCL's order depends on where the ranks are).
+Hence the order here: sums over one group at a time, what is held whole by tensor-parallel ranks made
+equal at the end.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import paddle
 
-from ppfleetx.distributed.collectives import all_reduce_packed
+from ppfleetx.distributed.collectives import all_reduce_packed, equalize_packed
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.optims.grad_clip import clip_by_global_norm, squared_norm
+from ppfleetx.optims.grad_clip import clip_by_global_norm
 from ppfleetx.optims.gradients import gradient_of
 
 if TYPE_CHECKING:
@@ -45,19 +50,22 @@ class GradientSync:
         self._tied_group, self._tied_names = tied_group, frozenset(tied_names)
 
     def reduce(self) -> None:
-        """Complete the gradients: into the owners, over parts of the sequence, tied copies, replicas."""
+        """Complete the gradients: into the owners, over parts of the sequence, replicas, tied copies."""
         ctx, mine = self._ctx, self.parameters
         if self._sharding is not None:
             mine = self._sharding.finish_gradients()
         partial = [p for p in mine if getattr(p, "sequence_parallel", False)]
         if partial:
             all_reduce_packed(_gradients(partial), ctx.group_of("mp"))
+        replicas = replica_group(ctx)
+        if replicas is not None:
+            all_reduce_packed(_gradients(mine), replicas)
+        # After the replicas: a sum of two numbers has one order, so the copies stay equal along them too.
         tied = [p for p in mine if self._is_tied(p)]
         if tied:
             all_reduce_packed(_gradients(tied), self._tied_group)
-        for axis in ("sep", "dp"):
-            if ctx.size_of(axis) > 1:
-                all_reduce_packed(_gradients(mine), ctx.group_of(axis))
+        if ctx.size_of("mp") > 1:
+            equalize_packed(_gradients([p for p in mine if p.info.is_whole]), ctx.group_of("mp"))
 
     def clip(self, max_norm: float) -> float:
         """Clip by the norm of the whole model's gradient, each parameter counted once; give that norm."""
@@ -68,11 +76,6 @@ class GradientSync:
             reduce=lambda total: self._ctx.sum_tensor_over(("mp", "pp", "sharding"), total),
             counted=counted,
         )
-
-    def uncounted_are_finite(self) -> bool:
-        """Whether the gradients held here that :meth:`clip` leaves to other ranks to count are finite."""
-        others = [p for p in self.parameters if not self.counts(p)]
-        return math.isfinite(squared_norm(others).item())
 
     def _is_tied(self, parameter: paddle.Tensor) -> bool:
         return self._tied_group is not None and parameter.info.name in self._tied_names
@@ -88,6 +91,21 @@ class GradientSync:
         if self._is_tied(parameter) and self._tied_group.rank != 0:
             return False
         return self._sharding is None or self._sharding.owns(parameter)
+
+
+def replica_group(ctx: ParallelContext) -> Any:
+    """The ranks over which the gradient of every parameter is summed; None when this rank is alone.
+
+    Replicas and parts of the sequence together, in the one group that fleet has for both: after two sums,
+    one behind the other, their ranks would hold what was added in two orders.
+    """
+    if ctx.size_of("sep") == 1:
+        return ctx.group_of("dp") if ctx.size_of("dp") > 1 else None
+    if ctx.size_of("dp") == 1:
+        return ctx.group_of("sep")
+    from paddle.distributed import fleet
+
+    return fleet.get_hybrid_communicate_group().get_dp_sep_parallel_group()
 
 
 def _gradients(parameters: Sequence[paddle.Tensor]) -> list[paddle.Tensor]:

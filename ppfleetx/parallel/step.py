@@ -141,13 +141,12 @@ class StepRunner(ABC):
                 self._refuse_non_finite(loss, grad_norm, micro_batches)
             return True
         # Whoever sees an overflow says so: a step skipped on some of the ranks only would go unnoticed.
-        finite = math.isfinite(loss) and math.isfinite(grad_norm) and self._sync.uncounted_are_finite()
-        overflow = any_rank(self._ctx, not finite)
+        overflow = any_rank(self._ctx, not (math.isfinite(loss) and math.isfinite(grad_norm)))
         if overflow and not scaler.can_shrink:
             kind = "smallest" if scaler.dynamic else "constant"
             where = f" (at the {kind} loss scale, {scaler.scale:g})"
             self._refuse_non_finite(loss, grad_norm, micro_batches, where)
-            raise NonFiniteError(f"a gradient that another rank holds a copy of{where}", math.inf, [])
+            raise NonFiniteError(f"a number on another rank{where}", math.inf, [])
         scaler.update(overflow)
         return not overflow
 

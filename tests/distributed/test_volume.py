@@ -29,30 +29,36 @@ def half(n: int, size: float) -> float:
     return (n - 1) / n * size
 
 
-def tensor_parallel(n: int, micro_batches: int) -> float:
+def tensor_parallel(n: int, micro_batches: int, whole: int) -> float:
     """Per layer two all-reduces of the activation forward and two backward (attention, MLP), one for the
     vocabulary-parallel embedding, one for the head's input gradient; the loss reduces three numbers a token.
+    Once a step, the gradients of what every rank holds whole are made equal.
     """
     activations = (4 * LAYERS + 2) * all_reduce(n, ACTIVATION)
-    return micro_batches * (activations + 3 * all_reduce(n, FLOAT * SEQ_LEN * MICRO))
+    micro_batch = activations + 3 * all_reduce(n, FLOAT * SEQ_LEN * MICRO)
+    return micro_batches * micro_batch + all_reduce(n, FLOAT * whole)
 
 
-def sequence_parallel(n: int, micro_batches: int, partial: int) -> float:
+def sequence_parallel(n: int, micro_batches: int, whole: int, partial: int) -> float:
     """The same volume, each all-reduce as its two halves; with learned positions the embedding is reduced
     whole and then cut, whose gradient is gathered; gains and row biases have partial gradients to sum."""
     cut = micro_batches * half(n, ACTIVATION)
-    return tensor_parallel(n, micro_batches) + cut + all_reduce(n, FLOAT * partial)
+    return tensor_parallel(n, micro_batches, whole) + cut + all_reduce(n, FLOAT * partial)
 
 
 def expected(result: dict, degrees: dict[str, int]) -> dict[str, float]:
     """Bytes a rank sends by axis; ``degrees`` are those above 1, and the plan's options."""
     m, gradients = result["micro_batches"], FLOAT * result["parameters"]
     volume = {}
-    if n := degrees.get("dp"):
-        volume["dp"] = all_reduce(n, gradients)
+    dp, sep = degrees.get("dp", 1), degrees.get("sep", 1)
+    if dp * sep > 1:
+        axis = "dp x sep" if dp > 1 and sep > 1 else "dp" if dp > 1 else "sep"
+        volume[axis] = all_reduce(dp * sep, gradients)
     if n := degrees.get("mp"):
-        is_split = degrees.get("sequence_parallel")
-        volume["mp"] = sequence_parallel(n, m, result["partial"]) if is_split else tensor_parallel(n, m)
+        if degrees.get("sequence_parallel"):
+            volume["mp"] = sequence_parallel(n, m, result["whole"], result["partial"])
+        else:
+            volume["mp"] = tensor_parallel(n, m, result["whole"])
     if n := degrees.get("pp"):
         ends = result["stage"] in (0, n - 1)
         volume["pp"] = m * ACTIVATION * (1 if ends else 2)
@@ -64,10 +70,10 @@ def expected(result: dict, degrees: dict[str, int]) -> dict[str, float]:
         if degrees["stage"] == 3:
             # Values before each forward and each backward pass, the tied embedding at both its places.
             volume["sharding"] = half(n, whole) + 2 * m * half(n, whole + EMBEDDING)
-    if n := degrees.get("sep"):
+    if sep > 1:
         # Heads for positions before attention (q, k and v), back after it, and both again backward.
-        exchange = 2 * half(n, (3 + 1) * ACTIVATION / n)
-        volume["sep"] = all_reduce(n, gradients) + m * LAYERS * exchange
+        exchange = 2 * half(sep, (3 + 1) * ACTIVATION / sep)
+        volume["sep"] = volume.get("sep", 0.0) + m * LAYERS * exchange
     return volume
 
 
@@ -98,6 +104,7 @@ KEYS = {
         {"sep": 2},
         {"dp": 2, "mp": 2},
         {"dp": 2, "pp": 2},
+        {"dp": 2, "sep": 2},
     ],
     ids=str,
 )

@@ -35,8 +35,8 @@ def settings(overrides: dict[str, Any], micro_batch_size: int) -> list[str]:
 
 
 def step(overrides: dict[str, Any], micro_batch_size: int, world: int) -> dict[str, Any]:
-    """Bytes sent by this rank in one step on each axis (``tied``: between the stages that share the
-    embedding; ``job``: among all), and what they are to be compared with."""
+    """Bytes sent by this rank in one step on each axis (``dp x sep``: over both at once; ``tied``: between
+    the stages that share the embedding; ``job``: among all), and what they are to be compared with."""
     import paddle
 
     from ppfleetx.config.loader import load_config
@@ -44,6 +44,7 @@ def step(overrides: dict[str, Any], micro_batch_size: int, world: int) -> dict[s
     from ppfleetx.distributed import cpu_backend
     from ppfleetx.distributed.init import init_distributed
     from ppfleetx.parallel.apply import parallelize
+    from ppfleetx.parallel.grad_sync import replica_group
 
     cfg = load_config(CONFIG, settings(overrides, micro_batch_size), world_size=world)
     with paddle.utils.unique_name.guard():
@@ -56,7 +57,9 @@ def step(overrides: dict[str, Any], micro_batch_size: int, world: int) -> dict[s
             runner.train_step(batches, step=number, lr=1e-4, weight_decay=0.0)
             traffic = cpu_backend.traffic()
     axis_of = {group.id: axis for axis, group in ctx.groups.items()}
-    sent = dict.fromkeys([*ctx.groups, "tied", "job"], 0.0)
+    if {"dp", "sep"} <= ctx.groups.keys():
+        axis_of[replica_group(ctx).id] = "dp x sep"
+    sent = dict.fromkeys([*axis_of.values(), "tied", "job"], 0.0)
     for number, group in traffic.items():
         axis = axis_of.get(number, "job" if len(group["ranks"]) == world and number == 0 else "tied")
         sent[axis] += sum(operation["sent"] for operation in group["operations"].values())
@@ -65,6 +68,7 @@ def step(overrides: dict[str, Any], micro_batch_size: int, world: int) -> dict[s
         "sent": sent,
         "parameters": sum(p.size for _, p in held),
         "partial": sum(p.size for p in partial),
+        "whole": sum(p.size for _, p in held if p.info.is_whole),
         "micro_batches": cfg.batch.accumulate_steps,
         "stage": ctx.rank_on("pp"),
     }

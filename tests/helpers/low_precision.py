@@ -22,11 +22,11 @@ from paddle import _C_ops
 
 LOW = (paddle.float16, paddle.bfloat16)
 FLOATS = (*LOW, paddle.float32)
-# Operators whose CPU kernels take both 16-bit types, forward and backward.
+# Operators whose CPU kernels take both 16-bit types, forward and backward (those in place: forward).
 NATIVE = {
     *("cast", "scale", "embedding", "dropout", "reshape", "transpose", "split", "split_with_num", "slice"),
     *("stack", "expand", "assign", "assign_out_", "full_", "unsqueeze", "squeeze", "flatten"),
-    *("full_like", "empty_like"),
+    *("full_like", "empty_like", "reshape_", "scale_"),
 }
 METHODS = {
     "__add__": "add",

@@ -1,0 +1,70 @@
+"""Collectives on many tensors at once, without other ranks."""
+
+from types import SimpleNamespace
+
+import paddle
+import pytest
+from paddle.base import core
+
+from ppfleetx.distributed import collectives
+
+BUCKET_BYTES = 100
+SIZES = [10, 3, 700, 10, 10, 4, 10, 1, 10]
+
+
+class Task:
+    def __init__(self, complete=lambda: None) -> None:
+        self.wait = complete
+
+
+@pytest.fixture
+def tensors(monkeypatch):
+    """Five buckets of float32 and two of bfloat16; one tensor is larger than a bucket."""
+    monkeypatch.setattr(collectives, "BUCKET_BYTES", BUCKET_BYTES)
+    return [paddle.full([n, 1], n, dtype) for dtype in ("float32", "bfloat16") for n in SIZES]
+
+
+def test_results_are_written_in_place(tensors):
+    addresses, sizes = [tensor.data_ptr() for tensor in tensors], []
+
+    def double(flat):
+        sizes.append(flat.size)
+        return Task(lambda: flat.scale_(2.0))
+
+    collectives._packed(tensors, double)
+    assert sum(sizes) == 2 * sum(SIZES) and len(sizes) > 6
+    values = [tensor.astype("float32").unique().tolist() for tensor in tensors]
+    assert values == [[2.0 * n] for n in SIZES] * 2
+    assert [tensor.data_ptr() for tensor in tensors] == addresses
+
+
+@pytest.mark.parametrize("strides", [False, True])
+def test_one_bucket_is_held_at_a_time(monkeypatch, strides):
+    """Counted by Paddle: beside the tensors, the operations need the memory of one bucket."""
+    monkeypatch.setattr(collectives, "BUCKET_BYTES", 1 << 20)
+    before = paddle.get_flags("FLAGS_use_stride_kernel")
+    paddle.set_flags({"FLAGS_use_stride_kernel": strides})
+    try:
+        tensors = [paddle.ones([256, 256]) for _ in range(4 * 8)]
+        core.host_memory_stat_reset_peak_value("Allocated", 0)
+        held = core.host_memory_stat_current_value("Allocated", 0)
+        collectives._packed(tensors, lambda flat: Task())
+        assert core.host_memory_stat_peak_value("Allocated", 0) - held == 1 << 20
+        assert core.host_memory_stat_current_value("Allocated", 0) == held
+    finally:
+        paddle.set_flags(before)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_copies_are_made_the_first_members(monkeypatch, tensors, rank):
+    """The first member's count as they are, the others' as zero, unless they are not finite."""
+    monkeypatch.setattr(collectives.distributed, "all_reduce", lambda flat, **_: Task())
+    tensors[2][5] = float("nan")
+    tensors[-1][0] = float("inf")
+    collectives.equalize_packed(tensors, SimpleNamespace(rank=rank))
+    for number, (tensor, n) in enumerate(zip(tensors, SIZES * 2, strict=True)):
+        finite = tensor.astype("float32").flatten().tolist()
+        if number in (2, len(tensors) - 1):
+            bad = finite.pop(5 if number == 2 else 0)
+            assert bad != bad or (rank == 0 and bad == float("inf"))
+        assert finite == [n if rank == 0 else 0.0] * len(finite)
