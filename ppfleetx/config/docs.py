@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
+from ppfleetx.config.effects import Effect, keys_of
 from ppfleetx.config.fields import Section
 from ppfleetx.config.plan import LEGAL
 from ppfleetx.config.sections import RunConfig
@@ -37,6 +38,15 @@ do not fit together are errors that name the place.
 Editors complete and check these files with the schema in `ppfleetx/configs/schema.json`: put
 `# yaml-language-server: $schema=<path to schema.json>` into the first line.
 """
+
+_EFFECTS_HEAD = """\
+## What a resumed run may change
+
+A run that resumes a checkpoint compares its configuration with the one in the checkpoint. What becomes of a
+change depends on what the key decides. A section stands for all keys in it that are not listed themselves.
+
+| what the keys decide, and what becomes of a change | keys |
+|---|---|"""
 
 
 @cache
@@ -63,7 +73,16 @@ def config_markdown() -> str:
     """The text of ``docs/config.md``."""
     sections = "\n".join(_section_markdown(name, kind) for name, kind in _walk(RunConfig))
     rules = "\n".join(f"- {_without_numbers(rule.sentence)}" for rule in LEGAL)
-    return f"{_HEAD}\n{sections}\n## Legal parallel plans\n\n{rules}\n"
+    return f"{_HEAD}\n{sections}\n## Legal parallel plans\n\n{rules}\n\n{_EFFECTS_HEAD}\n{_effect_rows()}\n"
+
+
+def _effect_rows() -> str:
+    """One row of a table for each effect."""
+    rows = []
+    for effect in Effect:
+        keys = ", ".join(f"`{key}`" for key in keys_of(effect))
+        rows.append(f"| {effect.value} | {keys} |")
+    return "\n".join(rows)
 
 
 def _without_numbers(sentence: str) -> str:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ppfleetx.config.errors import CheckpointError, ConfigError
+from ppfleetx.utils.log import get_logger
 
 DECAY_STYLES = ("cosine", "linear", "constant", "inverse_square_root", "wsd")
 WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
@@ -179,13 +180,17 @@ def resume_schedule(policy: str, configured: Schedule, saved: Mapping[str, Any])
     """
     _check_choice("Engine.save_load.lr_schedule", policy, RESUME_POLICIES)
     if policy == "config":
+        if saved != configured.state():
+            get_logger().warning("the learning-rate schedule is now the configuration's, another one")
         return configured
     from_checkpoint = Schedule.from_state(saved)
-    if policy == "checkpoint":
-        return from_checkpoint
     different = configured.differences(from_checkpoint)
+    listing = ", ".join(f"{name}: {here} now, {there} saved" for name, (here, there) in different.items())
+    if policy == "checkpoint":
+        if different:
+            get_logger().warning(f"the learning-rate schedule stays the checkpoint's ({listing})")
+        return from_checkpoint
     if different:
-        listing = ", ".join(f"{name}: {here} now, {there} saved" for name, (here, there) in different.items())
         raise CheckpointError(
             f"the learning-rate schedule differs from the checkpoint's ({listing}); set "
             "Engine.save_load.lr_schedule to checkpoint (keep the saved one) or config (use the new one)"

@@ -87,6 +87,15 @@ def test_full_finetuning_learns_and_keeps_the_best(full):
     assert {line.split("\t")[1] for line in answers[1:]} == {"0", "1"}
 
 
+def test_another_judge_forgets_the_best_so_far(pools, files, full, tmp_path):
+    """An accuracy and a loss cannot be compared."""
+    output_dir = shutil.copytree(full[0], tmp_path / "run")
+    more = {"Engine__num_train_epochs": 4, "Engine__save_load__keep_best": "loss"}
+    more |= {"Engine__save_load__resume": "auto", "Engine__save_load__lr_schedule": "config"}
+    run(pools, ONE_CARD, settings(files, output_dir, **more))
+    assert "epoch_4_step_48" in (output_dir / "best").read_text()
+
+
 def test_the_evaluation_tool_measures_the_same_and_answers_the_test_set(pools, files, full, tmp_path):
     output_dir, found = full
     test = {f"Data__Test__dataset__{key}": value for key, value in (("name", "SST2"), ("split", "test"))}

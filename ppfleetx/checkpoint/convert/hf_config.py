@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ppfleetx.config.effects import network
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.model import ModelConfig
 from ppfleetx.models.gpt.hf import model_keys
@@ -12,23 +13,6 @@ from ppfleetx.models.gpt.shape import parameter_shapes
 
 _TORCH_DTYPE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 _GPT2_ACTIVATION = {"gelu": "gelu_new", "gelu_exact": "gelu", "relu": "relu"}
-# What decides the function a network computes; the rest (dropout, kernels, recomputation) does not.
-_FUNCTION = (
-    "vocab_size",
-    "hidden_size",
-    "num_layers",
-    "num_attention_heads",
-    "kv_heads",
-    "head_size",
-    "ffn_size",
-    "hidden_act",
-    "position_embedding_type",
-    "rotary_base",
-    "normalization",
-    "norm_epsilon",
-    "tie_word_embeddings",
-    "sandwich_norm",
-)
 
 
 def hf_config(
@@ -67,11 +51,7 @@ def describes(config: Mapping[str, Any], model: ModelConfig) -> bool:
     except CheckpointError:
         return False
     mine = model.model_copy(update={"vocab_size_divisible_unit": 1})
-    return parameter_shapes(other) == parameter_shapes(mine) and all(
-        getattr(other, key) == getattr(model, key)
-        for key in _FUNCTION
-        if key != "rotary_base" or model.position_embedding_type == "rope"
-    )
+    return parameter_shapes(other) == parameter_shapes(mine) and network(other) == network(mine)
 
 
 def _gpt2(model: ModelConfig) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from ppfleetx.checkpoint.convert.ours import load_tokenizer, read_ppfleetx, writ
 from ppfleetx.checkpoint.convert.reference import hf_logits
 from ppfleetx.checkpoint.convert.weights import ForeignCheckpoint, Weights, fitted
 from ppfleetx.checkpoint.lazy import FLOAT_DTYPES
+from ppfleetx.config.effects import network
 from ppfleetx.config.errors import CheckpointError, DataError
 from ppfleetx.config.finetuning import FINETUNE_MODULE
 from ppfleetx.config.fleetx_compat import modernize
@@ -111,36 +112,12 @@ def model_of(weights: Weights, given: ModelConfig | None) -> ModelConfig:
                 "its Model section"
             )
         return ModelConfig(**told)
-    for key in FUNCTION_KEYS:
-        if told.get(key) is not None and _effective(given, key) != told[key]:
+    for key, value in network(given).items():
+        if value is not None and told.get(key) not in (None, value):
             raise CheckpointError(
-                f"--config says Model.{key} = {_effective(given, key)!r}, {weights.place} says {told[key]!r}"
+                f"--config says Model.{key} = {value!r}, {weights.place} says {told[key]!r}"
             )
     return given
-
-
-# Keys that change the function computed without changing a shape, and the shapes' own.
-FUNCTION_KEYS = (
-    "vocab_size",
-    "hidden_size",
-    "num_layers",
-    "num_attention_heads",
-    "num_query_groups",
-    "head_dim",
-    "ffn_hidden_size",
-    "hidden_act",
-    "position_embedding_type",
-    "rotary_base",
-    "normalization",
-    "norm_epsilon",
-    "tie_word_embeddings",
-)
-
-
-def _effective(model: ModelConfig, key: str) -> Any:
-    """A key's value with its default filled in."""
-    derived = {"num_query_groups": "kv_heads", "head_dim": "head_size", "ffn_hidden_size": "ffn_size"}
-    return getattr(model, derived.get(key, key))
 
 
 def load_model_section(path: str | Path, overrides: tuple[str, ...] = ()) -> ModelConfig:

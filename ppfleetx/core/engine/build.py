@@ -21,11 +21,12 @@ from ppfleetx.core.engine.callbacks.profiler import ProfilerCallback
 from ppfleetx.core.engine.callbacks.progress import TrainProgress
 from ppfleetx.core.engine.callbacks.train_log import TrainLog
 from ppfleetx.core.engine.callbacks.visual_dl import VisualDL, visual_dl_is_installed
-from ppfleetx.core.engine.checkpoints import CheckpointSaver, Start, find_start
+from ppfleetx.core.engine.checkpoints import CheckpointSaver
 from ppfleetx.core.engine.engine import Engine
 from ppfleetx.core.engine.measure import Classification, Measure, TokenLoss
 from ppfleetx.core.engine.pace import Pace
 from ppfleetx.core.engine.ranks import offload_notes, rank_table
+from ppfleetx.core.engine.start import Start, find_start
 from ppfleetx.core.module.registry import build_module
 from ppfleetx.data.build import build_dataloader, load_tokenizer
 from ppfleetx.data.glue import TASKS
@@ -76,7 +77,7 @@ def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext) -> None:
         "data": train_loader.fingerprint,
         "tokenizer": None if tokenizer is None else tokenizer.fingerprint,
     }
-    schedule = start.restore(runner, schedule, fingerprints, cfg.Model)
+    schedule = start.restore(runner, schedule, fingerprints, cfg)
     if start.base_fingerprint is not None:
         fingerprints[BASE] = start.base_fingerprint
     engine = Engine(

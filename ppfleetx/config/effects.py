@@ -1,0 +1,234 @@
+"""What each key of the configuration decides, in one table: what a resumed run may change, and what not.
+
+A key that is not in the table is a defect: a test asks for the effect of every key of the sections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from ppfleetx.config.fields import Section
+from ppfleetx.config.model import ModelConfig
+from ppfleetx.config.sections import RunConfig
+from ppfleetx.config.words import field_types, section_in
+
+
+class Effect(Enum):
+    """What a key decides. The text says what becomes of a resumed run that changes it."""
+
+    SHAPE = "Which parameters there are. Weights that do not fit are refused."
+    FUNCTION = (
+        "What given weights compute. Weights trained with another value are refused, in evaluation and "
+        "generation and as the start of a new run too."
+    )
+    DATA = (
+        "Which samples are read, in which order. Refused where it changes them, unless "
+        "`Engine.save_load.reset_data` starts the data anew; another tokenizer is always refused."
+    )
+    SCHEDULE = "Learning rate and weight decay of each step. `Engine.save_load.lr_schedule` says whose hold."
+    OPTIMIZER = "What the optimizer keeps. Refused unless `Engine.save_load.load_optim` is False."
+    TRAINING = "What the next steps compute. It may change; the log names it."
+    EVALUATION = "What an evaluation measures. It may change; the log names it."
+    NOTHING = (
+        "Speed, memory, length, places and messages. Results are equal but for rounding and, where plan or "
+        "micro batch change, the masks of dropout."
+    )
+
+
+def _table(effect: Effect, section: str, names: str) -> dict[str, Effect]:
+    return {f"{section}.{name}": effect for name in names.split()}
+
+
+# A section stands for all its keys, unless they are listed themselves.
+_EFFECTS: dict[str, Effect] = {
+    **_table(
+        Effect.SHAPE,
+        "Model",
+        "module name vocab_size hidden_size num_layers ffn_hidden_size max_position_embeddings "
+        "add_bias_linear add_qkv_bias add_out_proj_bias add_mlp_bias add_head_bias num_classes lora.rank "
+        "lora.targets",
+    ),
+    **_table(
+        Effect.FUNCTION,
+        "Model",
+        "num_attention_heads num_query_groups head_dim hidden_act position_embedding_type rotary_base "
+        "normalization norm_epsilon sandwich_norm tie_word_embeddings lora.alpha lora.base",
+    ),
+    **_table(
+        Effect.TRAINING,
+        "Model",
+        "hidden_dropout_prob attention_probs_dropout_prob scale_qk_by_layer_num softmax_in_fp32 lora.dropout",
+    ),
+    # Padding, initial values, kernels, recomputation and the plan.
+    **_table(
+        Effect.NOTHING,
+        "Model",
+        "vocab_size_divisible_unit attn_post_norm_scale ffn_post_norm_scale initializer_range "
+        "scale_output_init attention_kernel use_flash_attn fused_linear fuse_attn_qkv use_recompute "
+        "recompute_granularity recompute_layers no_recompute_layers recompute_interval sequence_parallel "
+        "virtual_pp_degree",
+    ),
+    **_table(Effect.OPTIMIZER, "Optimizer", "name"),
+    **_table(Effect.TRAINING, "Optimizer", "beta1 beta2 epsilon grad_clip"),
+    **_table(Effect.SCHEDULE, "Optimizer", "weight_decay lr weight_decay_schedule"),
+    **_table(
+        Effect.DATA,
+        "Data.Train.dataset",
+        "name input_dir weights split max_seq_len prompt_field response_field seed",
+    ),
+    **_table(
+        Effect.TRAINING,
+        "Data.Train.dataset",
+        "reset_position_ids reset_attention_mask eod_mask_loss eod_id",
+    ),
+    **_table(Effect.NOTHING, "Data.Train.dataset", "cache_dir"),
+    **_table(Effect.DATA, "Data.Train.sampler", "name shuffle"),
+    **_table(Effect.NOTHING, "Data.Train.sampler", "drop_last"),
+    **_table(
+        Effect.EVALUATION,
+        "Data.Eval.dataset",
+        "name input_dir weights split max_seq_len prompt_field response_field seed reset_position_ids "
+        "reset_attention_mask eod_mask_loss eod_id",
+    ),
+    **_table(Effect.NOTHING, "Data.Eval.dataset", "cache_dir"),
+    **_table(Effect.EVALUATION, "Data.Eval.sampler", "name shuffle drop_last"),
+    **_table(Effect.NOTHING, "Data", "Train.loader Eval.loader Test"),
+    **_table(Effect.DATA, "Data.tokenizer", "dir tokenizer_file vocab_file merges_file"),
+    **_table(Effect.TRAINING, "Data.tokenizer", "eos_token"),
+    **_table(Effect.TRAINING, "Global", "seed global_batch_size flags"),
+    **_table(Effect.NOTHING, "Global", "device local_batch_size micro_batch_size"),
+    **_table(
+        Effect.TRAINING,
+        "Engine.mix_precision",
+        "enable dtype level scale_loss use_dynamic_loss_scaling incr_every_n_steps hysteresis main_grad_fp32 "
+        "custom_black_list custom_white_list",
+    ),
+    **_table(Effect.EVALUATION, "Engine", "eval_iters save_load.keep_best"),
+    **_table(
+        Effect.NOTHING,
+        "Engine",
+        "max_steps num_train_epochs run_mode accumulate_steps logging_freq eval_freq test_iters save_load "
+        "checks progress_bar",
+    ),
+    **dict.fromkeys(
+        ("Distributed", "Generation", "Inference", "Serve", "Offline_Eval", "Profiler"),
+        Effect.NOTHING,
+    ),
+    "Compress": Effect.TRAINING,
+}
+
+# Properties of ModelConfig that say what a null stands for.
+_EFFECTIVE = {
+    "num_query_groups": "kv_heads",
+    "head_dim": "head_size",
+    "ffn_hidden_size": "ffn_size",
+    "add_qkv_bias": "has_qkv_bias",
+    "add_out_proj_bias": "has_out_proj_bias",
+    "add_mlp_bias": "has_mlp_bias",
+    "add_head_bias": "has_head_bias",
+}
+# Keys of these effects that say nothing of the network itself.
+_NOT_OF_THE_NETWORK = ("module", "name", "add_bias_linear", "num_classes", "lora")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key, or a section that is null on one side, with two values."""
+
+    key: str
+    then: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} = {_shown(self.now)} (was {_shown(self.then)})"
+
+
+def effect_of(key: str) -> Effect:
+    """What the dotted ``key`` decides.
+
+    Raises:
+        KeyError: the table says nothing of it.
+    """
+    found: str | None = key
+    while found:
+        if found in _EFFECTS:
+            return _EFFECTS[found]
+        found = found.rpartition(".")[0]
+    raise KeyError(key)
+
+
+def keys_of(effect: Effect) -> list[str]:
+    """The keys of this effect, and sections of which all keys without an entry of their own have it."""
+    return [key for key, found in _EFFECTS.items() if found is effect]
+
+
+def leaf_keys(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[str]:
+    """Dotted names of all keys that hold a value, and no section."""
+    for name, annotation in field_types(section).items():
+        inner = section_in(annotation)
+        if inner is None:
+            yield prefix + name
+        else:
+            yield from leaf_keys(inner, f"{prefix}{name}.")
+
+
+def network(
+    model: ModelConfig, effects: Collection[Effect] = (Effect.SHAPE, Effect.FUNCTION)
+) -> dict[str, Any]:
+    """The keys of ``Model`` that decide the network, adapters aside, and their values.
+
+    Where null stands for another value, it is that one; None is a key without effect on this network.
+    """
+    without_effect = set()
+    if model.position_embedding_type != "rope":
+        without_effect.add("rotary_base")
+    if model.position_embedding_type != "learned_absolute":
+        without_effect.add("max_position_embeddings")
+    return {
+        key: None if key in without_effect else getattr(model, _EFFECTIVE.get(key, key))
+        for key in type(model).model_fields
+        if key not in _NOT_OF_THE_NETWORK and effect_of(f"Model.{key}") in effects
+    }
+
+
+def changes(saved: Mapping[str, Any], cfg: RunConfig, effects: Collection[Effect]) -> list[Change]:
+    """The keys of these effects whose values differ between a checkpoint's configuration and this one.
+
+    Args:
+        saved: the configuration in a manifest. What it lacks had its default.
+        cfg: a loaded configuration.
+        effects: those to look at.
+    """
+    now = cfg.model_dump(mode="json")
+    pairs = (_pair(saved, now, key) for key in leaf_keys() if effect_of(key) in effects)
+    return list({pair.key: pair for pair in pairs if pair.then != pair.now}.values())
+
+
+def _pair(saved: Any, now: Any, key: str) -> Change:
+    """The two values of ``key``; of the section around it where that is null on one side alone."""
+    section: type[Section] = RunConfig
+    path = []
+    for name in key.split("."):
+        if saved is None or now is None:
+            break
+        path.append(name)
+        saved, now = (_child(tree, section, name) for tree in (saved, now))
+        section = section_in(field_types(section)[name]) or section
+    return Change(".".join(path), saved, now)
+
+
+def _child(tree: Mapping[str, Any], section: type[Section], name: str) -> Any:
+    if name in tree:
+        return tree[name]
+    field = section.model_fields[name]
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
+    if isinstance(default, Section):
+        return default.model_dump(mode="json")
+    return list(default) if isinstance(default, tuple) else default
+
+
+def _shown(value: Any) -> str:
+    return "{...}" if isinstance(value, Mapping) and value else repr(value)

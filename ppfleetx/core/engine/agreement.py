@@ -1,0 +1,111 @@
+"""Whether a checkpoint and the configuration agree: what is refused, and what is told.
+
+What each key decides is in ``ppfleetx.config.effects`` and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.config.effects import Change, Effect, changes, network
+from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.sections import ModelConfig, RunConfig, SaveLoadConfig
+from ppfleetx.utils.log import get_logger
+
+Fingerprints = Mapping[str, str | None]
+
+
+def check_same_function(checkpoint: Checkpoint, model: ModelConfig) -> None:
+    """Refuse weights that have the right shapes but were trained as another function.
+
+    Raises:
+        CheckpointError: naming the first key that differs, with both values.
+    """
+    saved = checkpoint.manifest.config
+    if not isinstance(saved, Mapping) or "Model" not in saved:
+        return  # a checkpoint of another program, which records no configuration
+    trained = ModelConfig(**{k: v for k, v in saved["Model"].items() if k in ModelConfig.model_fields})
+    now = network(model, (Effect.FUNCTION,))
+    for key, then in network(trained, (Effect.FUNCTION,)).items():
+        if then != now[key]:
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path} was trained with Model.{key} = {then!r}, "
+                f"this configuration has {now[key]!r}: the same weights would compute something else; "
+                f"set Model.{key} to {then!r}"
+            )
+    _check_adapters(checkpoint, trained, model)
+
+
+def _check_adapters(checkpoint: Checkpoint, trained: ModelConfig, model: ModelConfig) -> None:
+    if trained.lora is None:
+        return
+    if model.lora is None:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} was trained with adapters: give the Model.lora section of that "
+            f"run (Model.lora.rank={trained.lora.rank}, Model.lora.alpha={trained.lora.alpha:g}, ...), or "
+            "merge them with the weights by tools/merge_lora.py"
+        )
+    if trained.lora.scale != model.lora.scale:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} was trained with Model.lora.alpha / rank = "
+            f"{trained.lora.scale:g}, this configuration has {model.lora.scale:g}: "
+            "the adapters would weigh otherwise"
+        )
+
+
+def check_resumed(checkpoint: Checkpoint, cfg: RunConfig, now: Fingerprints) -> list[Change]:
+    """Refuse what a resumed run may not change, and return what it changes all the same.
+
+    Args:
+        checkpoint: what is resumed.
+        cfg: the configuration it is resumed with.
+        now: fingerprints of this run's ``tokenizer`` and ``data``.
+
+    Raises:
+        CheckpointError: another tokenizer, other data, or an optimizer that keeps something else.
+    """
+    options = cfg.Engine.save_load
+    _check_data(checkpoint, now, reset_data=options.reset_data)
+    saved = checkpoint.manifest.config
+    if not isinstance(saved, Mapping):
+        return []
+    for change in changes(saved, cfg, (Effect.OPTIMIZER,)):
+        if options.load_optim:
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path} was trained with {change.key} = {change.then!r}, this "
+                f"configuration has {change.now!r}, which keeps another state; "
+                "Engine.save_load.load_optim=False drops the checkpoint's and starts with a fresh optimizer"
+            )
+    return changes(saved, cfg, (Effect.OPTIMIZER, Effect.TRAINING, Effect.EVALUATION))
+
+
+def _check_data(checkpoint: Checkpoint, now: Fingerprints, *, reset_data: bool) -> None:
+    saved: Mapping[str, Any] = checkpoint.manifest.fingerprints
+    if saved.get("tokenizer") and now.get("tokenizer") and saved["tokenizer"] != now["tokenizer"]:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} was trained with another tokenizer than Data.tokenizer names; to "
+            "start a new run from its weights all the same, use Engine.save_load.init_from"
+        )
+    if saved.get("data") != now.get("data") and not reset_data:
+        raise CheckpointError(
+            f"the training data or its order is not the one checkpoint {checkpoint.path} was reading "
+            "(corpus, split, seed, sequence length or number of epochs changed), so its position means "
+            "nothing here; "
+            "Engine.save_load.reset_data=True starts the data from the beginning"
+        )
+
+
+def tell_changes(checkpoint: Checkpoint, changed: Sequence[Change], options: SaveLoadConfig) -> None:
+    """Name in one line of the log what the run computes otherwise than the one that saved ``checkpoint``."""
+    told = [*map(str, changed)]
+    if not options.load_optim:
+        told.append("a fresh optimizer (Engine.save_load.load_optim = False)")
+    if options.reset_data:
+        told.append("data from their beginning (Engine.save_load.reset_data = True)")
+    if told:
+        get_logger().warning(
+            f"from here on this run computes something else than the one that saved {checkpoint.path}: "
+            f"{', '.join(told)}"
+        )

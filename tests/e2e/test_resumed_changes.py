@@ -1,0 +1,62 @@
+"""A resume that changes what is computed is refused or says so, in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Tool, losses
+
+FEW = ("Engine.eval_freq=0", "Data.Train.dataset.eod_id=511")
+TOLD = "computes something else than the one that saved"
+
+
+@pytest.fixture(scope="module")
+def saved(tool: Tool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Output directory of a run of 8 steps with checkpoints after 4 and 8."""
+    output_dir = tmp_path_factory.mktemp("saved")
+    done = tool.run(output_dir, *FEW)
+    assert done.returncode == 0, done.stderr
+    return output_dir
+
+
+def resume(tool: Tool, saved: Path, output_dir: Path, *overrides: str):
+    return tool.run(output_dir, *FEW, f"Engine.save_load.ckpt_dir={saved}/epoch_0_step_4", *overrides)
+
+
+def test_what_changes_is_named_in_one_line(tool: Tool, saved: Path, tmp_path: Path) -> None:
+    done = resume(
+        tool,
+        saved,
+        tmp_path,
+        "Data.Train.dataset.reset_attention_mask=True",
+        "Optimizer.beta2=0.95",
+        "Optimizer.lr.max_lr=2e-3",
+        "Engine.save_load.lr_schedule=checkpoint",
+    )
+    assert done.returncode == 0, done.stderr
+    [line] = [line for line in done.stdout.splitlines() if TOLD in line]
+    assert line.endswith(
+        "epoch_0_step_4: Data.Train.dataset.reset_attention_mask = True (was False), "
+        "Optimizer.beta2 = 0.95 (was 0.999)"
+    )
+    assert "stays the checkpoint's (max_lr: 0.002 now, 0.001 saved)" in done.stdout
+    assert losses(tmp_path) != losses(saved)[4:]
+
+
+def test_nothing_is_said_where_nothing_changes(tool: Tool, saved: Path, tmp_path: Path) -> None:
+    done = resume(tool, saved, tmp_path, "Global.micro_batch_size=4", "Model.use_recompute=True")
+    assert done.returncode == 0, done.stderr
+    assert TOLD not in done.stdout
+
+
+def test_another_optimizer_is_refused_or_starts_afresh(tool: Tool, saved: Path, tmp_path: Path) -> None:
+    sgd = ("Optimizer.name=SGD", "Optimizer.lr.max_lr=1e-3")
+    done = resume(tool, saved, tmp_path / "kept", *sgd)
+    assert done.returncode == 2, done.stdout
+    assert "was trained with Optimizer.name = 'AdamW', this configuration has 'SGD'" in done.stderr
+    assert "resuming" not in done.stdout  # said of what was resumed, and not before
+    done = resume(tool, saved, tmp_path / "dropped", *sgd, "Engine.save_load.load_optim=False")
+    assert done.returncode == 0, done.stderr
+    assert "Optimizer.name = 'SGD' (was 'AdamW'), a fresh optimizer" in done.stdout
