@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from ppfleetx.checkpoint.convert.weights import Weights
 from ppfleetx.checkpoint.lazy import LazyTensor, derive
 from ppfleetx.checkpoint.pickled import flatten
 from ppfleetx.checkpoint.torch_file import read_torch_file
-from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.model import ModelConfig
+from ppfleetx.config.validate import section_of
 from ppfleetx.models.gpt.hf import GPT2_PREFIX, Rule, model_keys, rules
 from ppfleetx.models.gpt.shape import parameter_shapes
 from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.foreign_files import read_json, shown
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -35,6 +38,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 MAX_FILE_BYTES = 5 * 1000**3
+_MAX_CONFIG_BYTES = 8 * 1024 * 1024
 
 
 def read_hf(directory: str | Path) -> Weights:
@@ -44,11 +48,10 @@ def read_hf(directory: str | Path) -> Weights:
         CheckpointError: files are missing or damaged, or the network is one that ours cannot be.
     """
     directory = Path(directory)
-    config = read_json(directory / CONFIG)
-    keys = model_keys(config)
-    vocab = keys["vocab_size"]
-    shapes = parameter_shapes(ModelConfig(**keys, vocab_size_divisible_unit=1))
+    config = read_json(directory / CONFIG, max_bytes=_MAX_CONFIG_BYTES)
     stored = hf_tensors(directory)
+    keys, shapes = _network(config, stored, directory)
+    vocab = keys["vocab_size"]
     tensors = {}
     used: set[str] = set()
     for rule in rules(config):
@@ -58,7 +61,8 @@ def read_hf(directory: str | Path) -> Weights:
     _check_left_over(set(stored) - used, keys, stored, directory)
     source: dict[str, Any] = {"format": "hf", "config": config}
     if (directory / GENERATION_CONFIG).is_file():
-        source["generation_config"] = read_json(directory / GENERATION_CONFIG)
+        path = directory / GENERATION_CONFIG
+        source["generation_config"] = read_json(path, max_bytes=_MAX_CONFIG_BYTES)
     has_tokenizer = any((directory / name).is_file() for name in TOKENIZER_FILES)
     return Weights(
         str(directory),
@@ -68,6 +72,24 @@ def read_hf(directory: str | Path) -> Weights:
         source=source,
         tokenizer_dir=directory if has_tokenizer else None,
     )
+
+
+def _network(
+    config: Mapping[str, Any], stored: Mapping[str, LazyTensor], directory: Path
+) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    """Keys of the `Model` section, and the shapes of its parameters without vocabulary padding."""
+    try:
+        keys = model_keys(config)
+        model = section_of(ModelConfig, keys | {"vocab_size_divisible_unit": 1})
+    except CheckpointError as error:
+        raise CheckpointError(f"{directory}: {error}") from error
+    except ConfigError as error:
+        raise CheckpointError(f"{directory / CONFIG} describes a network that cannot be: {error}") from error
+    if model.num_layers > len(stored):  # and what follows takes time and memory for each layer
+        raise CheckpointError(
+            f"{directory / CONFIG} says {model.num_layers} layers; there are {len(stored)} tensors"
+        )
+    return keys, parameter_shapes(model)
 
 
 def hf_tensors(directory: Path) -> dict[str, LazyTensor]:
@@ -139,19 +161,6 @@ def copy_tokenizer(source: Path, target: Path) -> None:
             shutil.copyfile(source / name, target / name)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """An object in a JSON file. Raises CheckpointError when it is missing or damaged."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return content
-
-
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     with atomic_write(path, "w") as file:
         json.dump(content, file, indent=2)
@@ -168,14 +177,21 @@ def _read_pickle(path: Path) -> dict[str, LazyTensor]:
 def _indexed(directory: Path, index: str, read: Any) -> dict[str, LazyTensor]:
     where = read_json(directory / index).get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
-        raise CheckpointError(f"{directory / index} has no weight_map")
-    tensors = {}
+        raise CheckpointError(f"{directory / index} has no weight_map from tensors to files")
+    tensors: dict[str, LazyTensor] = {}
     for name in dict.fromkeys(where.values()):
-        if Path(name).name != name:
-            raise CheckpointError(f"{directory / index} names {name!r}, which is not a file beside it")
-        tensors |= read(directory / name)
+        if Path(name).name != name or "\0" in name:
+            raise CheckpointError(f"{directory / index} names {shown(name)}, which is not a file beside it")
+        if not (directory / name).exists():
+            raise CheckpointError(f"{directory / index} names the file {name}, which is missing beside it")
+        found = read(directory / name)
+        if twice := sorted(tensors.keys() & found.keys()):
+            raise CheckpointError(f"{directory / name} holds {shown(twice[0])}, which another file holds too")
+        tensors |= found
     if absent := [name for name in where if name not in tensors]:
-        raise CheckpointError(f"{directory / index} lists {absent[0]}, which is not in {where[absent[0]]}")
+        raise CheckpointError(
+            f"{directory / index} lists {shown(absent[0])}, which is not in {where[absent[0]]}"
+        )
     return tensors
 
 
@@ -188,6 +204,12 @@ def _present(stored: Mapping[str, LazyTensor], name: str, directory: Path) -> st
 
 
 def _joined(rule: Rule, parts: list[LazyTensor], shape: tuple[int, ...], directory: Path) -> LazyTensor:
+    if prod(shape) > 8 * sum(prod(part.shape) for part in parts) + 1024:
+        # Rules move elements; a shape that the files come nowhere near is not tried out.
+        raise CheckpointError(
+            f"{directory}: {' and '.join(rule.theirs)} hold far less than the {prod(shape)} numbers that its "
+            "config.json asks for"
+        )
     expected = part_shapes(rule, shape)
     for name, part, wanted in zip(rule.theirs, parts, expected, strict=True):
         if part.shape != wanted:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ppfleetx.config.effects import network
-from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.errors import CheckpointError, UserError
 from ppfleetx.config.model import ModelConfig
+from ppfleetx.config.validate import section_of
 from ppfleetx.models.gpt.hf import model_keys
 from ppfleetx.models.gpt.shape import parameter_shapes
 
@@ -47,8 +48,8 @@ def hf_config(
 def describes(config: Mapping[str, Any], model: ModelConfig) -> bool:
     """Whether a Hugging Face configuration and a ``Model`` section are the same function."""
     try:
-        other = ModelConfig(**(model_keys(config) | {"vocab_size_divisible_unit": 1}))
-    except CheckpointError:
+        other = section_of(ModelConfig, model_keys(config) | {"vocab_size_divisible_unit": 1})
+    except UserError:
         return False
     mine = model.model_copy(update={"vocab_size_divisible_unit": 1})
     return parameter_shapes(other) == parameter_shapes(mine) and network(other) == network(mine)

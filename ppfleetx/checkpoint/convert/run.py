@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ppfleetx.checkpoint.convert.fleetx import read_fleetx
-from ppfleetx.checkpoint.convert.hf import CONFIG, hf_tensors, read_hf, read_json, write_hf
+from ppfleetx.checkpoint.convert.hf import CONFIG, hf_tensors, read_hf, write_hf
 from ppfleetx.checkpoint.convert.layout import merge, reshard
 from ppfleetx.checkpoint.convert.megatron import read_megatron
 from ppfleetx.checkpoint.convert.ours import load_tokenizer, read_ppfleetx, write_ppfleetx
@@ -26,6 +26,7 @@ from ppfleetx.config.overrides import apply_overrides
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.sections import RunConfig
 from ppfleetx.config.validate import validate
+from ppfleetx.utils.foreign_files import read_json
 from ppfleetx.utils.process_env import import_paddle
 
 SOURCES, TARGETS = ("hf", "fleetx", "megatron", "ppfleetx"), ("ppfleetx", "hf")

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 
 from ppfleetx.config.errors import CheckpointError
+from ppfleetx.models.gpt.hf_values import check_values
+from ppfleetx.utils.foreign_files import shown
 
 GetTensor = Callable[[str], np.ndarray]
 NamedArrays = Iterator[tuple[str, np.ndarray]]
@@ -56,9 +58,10 @@ def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     Dropout is taken over for GPT-2 where it is one probability for all residual branches.
 
     Raises:
-        CheckpointError: a model type or an option that our layers do not have.
+        CheckpointError: a model type or an option that our layers do not have, or a value that is none.
     """
     keys, _ = _family(hf_config)
+    check_values(hf_config)
     try:
         return keys(hf_config)
     except KeyError as error:
@@ -183,7 +186,7 @@ def _gpt2_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     _refuse(config, "add_cross_attention", {False, None})
     activation = config.get("activation_function", "gelu_new")
     if activation not in _GPT2_ACTIVATIONS:
-        raise CheckpointError(f"activation_function {activation!r} of this GPT-2 is not supported")
+        raise CheckpointError(f"activation_function {shown(activation)} of this GPT-2 is not supported")
     tied = config.get("tie_word_embeddings")
     return {
         "vocab_size": config["vocab_size"],
@@ -233,7 +236,7 @@ def _llama_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type != "default":
-        raise CheckpointError(f"rope scaling {rope_type!r} of this Llama is not supported")
+        raise CheckpointError(f"rope scaling {shown(rope_type)} of this Llama is not supported")
     for place in (config, rope):
         if place.get("partial_rotary_factor") not in (None, 1.0):
             raise CheckpointError("partial_rotary_factor of this Llama is not supported")
@@ -302,9 +305,9 @@ _FAMILIES = {"gpt2": (_gpt2_keys, _gpt2_rules), "llama": (_llama_keys, _llama_ru
 
 def _family(config: Mapping[str, Any]) -> tuple[Callable[..., dict[str, Any]], Callable[..., Iterator[Rule]]]:
     model_type = config.get("model_type")
-    if model_type not in _FAMILIES:
+    if not isinstance(model_type, str) or model_type not in _FAMILIES:
         raise CheckpointError(
-            f"model_type {model_type!r} is not supported; those that are: {', '.join(_FAMILIES)}"
+            f"model_type {shown(model_type)} is not supported; those that are: {', '.join(_FAMILIES)}"
         )
     return _FAMILIES[model_type]
 
@@ -314,5 +317,5 @@ def _kinds(has_bias: bool) -> tuple[str, ...]:
 
 
 def _refuse(config: Mapping[str, Any], key: str, supported: set[Any]) -> None:
-    if config.get(key) not in supported:
-        raise CheckpointError(f"{key}: {config[key]!r} of this {config['model_type']} is not supported")
+    if config.get(key) not in list(supported):  # a list compares; a set would want something hashable
+        raise CheckpointError(f"{key}: {shown(config[key])} of this {config['model_type']} is not supported")
