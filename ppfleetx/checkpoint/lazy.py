@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -11,6 +12,7 @@ import numpy as np
 
 from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE, Index
 from ppfleetx.config.errors import CheckpointError
+from ppfleetx.utils.foreign_files import opened
 
 FLOAT_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
 
@@ -69,18 +71,16 @@ def cast(values: np.ndarray, stored: str, wanted: str) -> np.ndarray:
 
 def read_bytes(path: Path, start: int, length: int) -> np.ndarray:
     """A range of a file as uint8. Raises CheckpointError when it cannot be read."""
-    content = np.empty(length, np.uint8)
-    target, done = memoryview(content), 0
-    try:
-        with path.open("rb", buffering=0) as file:
-            file.seek(start)
-            while done < length:
-                count = file.readinto(target[done:])
-                if not count:
-                    raise CheckpointError(f"{path} ends too early")
-                done += count
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    with opened(path) as file:
+        if start + length > file.seek(0, os.SEEK_END):  # before memory is asked for
+            raise CheckpointError(f"{path} ends too early")
+        file.seek(start)
+        try:
+            content = np.empty(length, np.uint8)
+        except MemoryError as error:
+            raise CheckpointError(f"{path}: there is no memory for {length} bytes of it") from error
+        if file.readinto(memoryview(content)) != length:
+            raise CheckpointError(f"{path} ends too early")
     return content
 
 

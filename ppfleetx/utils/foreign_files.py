@@ -1,8 +1,7 @@
 """Files that somebody else wrote: opened only where they are files, read only as far as is sensible.
 
-A name that should be a file may be a directory, a pipe that nobody writes to, or a device without an end; JSON
-may be gigabytes of brackets. What is read through here takes bounded time and memory, and ends in a message
-that names the file.
+What should be a file may be a directory, a pipe that nobody writes to, or a device without an end; JSON may
+be gigabytes of brackets. What is read through here takes bounded time and memory; errors name the file.
 """
 
 from __future__ import annotations
@@ -119,8 +118,7 @@ def parse_json(
 def shown(value: Any, width: int = 80) -> str:
     """A value from a file as messages show it: on one line, and shortened."""
     if isinstance(value, str | bytes) and len(value) > width:
-        value = value[:width]
-        return f"{value!r}..."
+        return f"{repr(value[:width])[:width]}..."
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, dict | list | tuple | set | frozenset) and len(value) > 8:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,29 +13,36 @@ from typing import Any
 import numpy as np
 
 from ppfleetx.checkpoint.lazy import LazyTensor, read_bytes
-from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE
+from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE, Index
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.foreign_files import opened, parse_json, shown
 
 _MAX_HEADER = 100_000_000  # the library's own limit
+_MAX_DIMS = 32  # NumPy's
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read_safetensors(path: str | Path) -> dict[str, LazyTensor]:
-    """The tensors of a file by name. Raises CheckpointError when it is damaged or no such file."""
+    """The tensors of a file by name.
+
+    The rules are those of the ``safetensors`` library: the header is at most 100 MB, and the tensors cover
+    the rest of the file without gaps, overlaps or bytes left over. Besides, no name may be there twice.
+
+    Raises:
+        CheckpointError: it is damaged or no such file.
+    """
     path = Path(path)
-    size = path.stat().st_size if path.is_file() else 0
-    if size < 8:
-        raise CheckpointError(f"{path} is not a safetensors file")
-    length = int.from_bytes(read_bytes(path, 0, 8).tobytes(), "little")
-    if length > min(size - 8, _MAX_HEADER):
-        raise CheckpointError(f"{path} is not a safetensors file, or is damaged")
-    try:
-        table = json.loads(read_bytes(path, 8, length).tobytes())
-        table.pop("__metadata__", None)
-        return {name: _tensor(path, entry, 8 + length, size) for name, entry in table.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} has a damaged header: {error}") from error
+    with opened(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        length = _header_length(path, file.read(8), size)
+        header = file.read(length)
+    table = parse_json(header, f"the header of {path}")
+    _check_metadata(path, table.pop("__metadata__", None))
+    places = {name: _place(path, name, entry) for name, entry in table.items()}
+    _check_layout(path, places, size - 8 - length)
+    return {name: _tensor(path, place, 8 + length) for name, place in places.items()}
 
 
 def write_sharded(
@@ -61,21 +70,93 @@ def write_sharded(
         json.dump({"metadata": {"total_size": total}, "weight_map": where}, file, indent=1)
 
 
-def _tensor(path: Path, entry: Mapping[str, Any], data_start: int, size: int) -> LazyTensor:
-    dtype, shape = entry["dtype"], tuple(entry["shape"])
-    start, end = entry["data_offsets"]
-    if dtype not in NUMPY_OF_DTYPE:
-        raise ValueError(f"element type {dtype}")
-    held = NUMPY_OF_DTYPE[dtype]
-    if not all(type(n) is int and n >= 0 for n in (*shape, start, end)):
-        raise ValueError("an impossible shape or position")
-    if end - start != prod(shape) * held.itemsize or data_start + end > size:
-        raise ValueError("a tensor that is not where the header says; the file may be cut off")
+def _header_length(path: Path, begin: bytes, size: int) -> int:
+    """Length of the header, as the first bytes of a file of ``size`` bytes tell it."""
+    if begin == b"version ":
+        raise CheckpointError(f"{path} is the pointer that Git LFS leaves for a file; fetch the file itself")
+    if len(begin) < 8:
+        raise CheckpointError(f"{path} is no safetensors file: it has {size} bytes")
+    length = int.from_bytes(begin, "little")
+    if length > _MAX_HEADER:
+        raise CheckpointError(
+            f"{path} is no safetensors file, or damaged: its header would have {length} bytes, the most are "
+            f"{_MAX_HEADER}"
+        )
+    if length > size - 8:
+        raise CheckpointError(
+            f"{path} is cut off, or no safetensors file: its header should have {length} bytes, the whole "
+            f"file has {size}"
+        )
+    return length
 
+
+def _check_metadata(path: Path, metadata: Any) -> None:
+    if metadata is not None and not (
+        isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    ):
+        raise CheckpointError(f"the header of {path} is damaged: __metadata__ must be texts by name")
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Element type and shape of a tensor, and where it lies, counted from the end of the header."""
+
+    dtype: str
+    shape: Index
+    start: int
+    end: int
+
+
+def _place(path: Path, name: str, entry: Any) -> _Place:
+    """A tensor as the header describes it. Raises CheckpointError for what none can be."""
+    where = f"the header of {path} is damaged: {shown(name)}"
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise CheckpointError(f"{where} lacks its dtype, shape or data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in NUMPY_OF_DTYPE:
+        raise CheckpointError(
+            f"{path}: {shown(name)} has the element type {shown(dtype)}; those that are read: "
+            f"{', '.join(NUMPY_OF_DTYPE)}"
+        )
+    if not _are_sizes(shape) or len(shape) > _MAX_DIMS:
+        raise CheckpointError(f"{where} has the shape {shown(shape)}")
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise CheckpointError(f"{where} has the data_offsets {shown(offsets)}")
+    start, end = offsets
+    if end - start != prod(shape) * NUMPY_OF_DTYPE[dtype].itemsize:
+        raise CheckpointError(
+            f"{where} of shape {shown(shape)} and type {dtype} cannot lie in the {end - start} bytes of its "
+            f"data_offsets {offsets}"
+        )
+    return _Place(dtype, tuple(shape), start, end)
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in values)
+
+
+def _check_layout(path: Path, places: Mapping[str, _Place], data_bytes: int) -> None:
+    """Raise CheckpointError unless the tensors cover the data without gap, overlap or bytes left over."""
+    reached, before = 0, "the header"
+    for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].end)):
+        if place.start != reached:
+            what = "overlaps with" if place.start < reached else "leaves a gap after"
+            raise CheckpointError(f"the header of {path} is damaged: {shown(name)} {what} {before}")
+        reached, before = place.end, shown(name)
+    if reached > data_bytes:
+        raise CheckpointError(f"{path} is cut off: {reached - data_bytes} bytes of its tensors are missing")
+    if reached < data_bytes:
+        raise CheckpointError(
+            f"{path} is damaged: {data_bytes - reached} bytes at its end belong to no tensor"
+        )
+
+
+def _tensor(path: Path, place: _Place, data_start: int) -> LazyTensor:
     def load() -> np.ndarray:
-        return read_bytes(path, data_start + start, end - start).view(held).reshape(shape)
+        content = read_bytes(path, data_start + place.start, place.end - place.start)
+        return content.view(NUMPY_OF_DTYPE[place.dtype]).reshape(place.shape)
 
-    return LazyTensor(dtype, shape, load)
+    return LazyTensor(place.dtype, place.shape, load)
 
 
 def _write(path: Path, tensors: Mapping[str, LazyTensor], metadata: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Hugging Face directories that are damaged or lie are refused in one sentence that names file, key and rule."""
+"""Hugging Face directories that are damaged or lie are refused in a sentence naming file, key, rule."""
 
 import json
 
@@ -41,7 +41,7 @@ SIZE = "must be an integer of at least 1, below 2\\^31"
             r"rope_parameters\.rope_theta = -1 in .* a number greater than 0",
         ),
         ("hf_llama", {"num_key_value_heads": 2.0}, f"num_key_value_heads = 2.0 in .*: {SIZE}, or null"),
-        ("hf_llama", {"num_key_value_heads": 3}, "network that cannot be: num_query_groups = 3"),
+        ("hf_llama", {"num_key_value_heads": 4}, "network that cannot be: num_query_groups = 4"),
         ("hf_llama", {"head_dim": -4}, f"head_dim = -4 in config.json: {SIZE}, or null"),
         ("hf_llama", {"attention_bias": 1}, "attention_bias = 1 in .* true, false or null"),
         ("hf_llama", {"intermediate_size": False}, f"intermediate_size = False in .*: {SIZE}"),
