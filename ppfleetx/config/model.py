@@ -93,7 +93,8 @@ class ModelConfig(Section):
     use_flash_attn: Bool = False
     """FleetX's switch: true asks for the flash kernel where the device has one."""
     fused_linear: Bool = False
-    """Matrix product and bias in one GPU kernel where Paddle has it; CPU computes them separately."""
+    """Matrix product and bias in one kernel. Either value changes nothing: Paddle always does so on a GPU,
+    and has no such kernel on a CPU."""
     fuse_attn_qkv: Bool = True
     """Queries, keys and values are one weight, grouped per key/value head. Always so; false only warns."""
     use_recompute: Bool = False

@@ -3,8 +3,8 @@
 Within :func:`emulated` every operator of Paddle takes 16-bit tensors: they are converted to float32, the
 float32 kernel runs, and its result is rounded back. The conversions are operators themselves, so gradients
 are rounded at the same places. ``adamw_`` with master weights updates the float32 master and rounds it into
-the parameter. ``paddle.amp.auto_cast`` casts by Paddle's own lists. The program takes the paths of a GPU
-where it asks for the device.
+the parameter. ``paddle.amp.auto_cast`` casts by Paddle's own lists, in which operators have the names they
+have on a GPU. The program takes the paths of a GPU where it asks for the device.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _wrap(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         types_in = {tensor.dtype for tensor in _tensors([*args, *kwargs.values()]) if tensor.dtype in FLOATS}
         if _Cast.current is not None and types_in:
-            wanted = _wanted(name, types_in)
+            wanted = _wanted(name_on_gpu(name, args), types_in)
             if wanted is not None and types_in != {wanted}:
                 args, kwargs = _map_all(args, kwargs, lambda t: t.astype(wanted) if t.dtype in FLOATS else t)
                 types_in = {wanted}
@@ -101,6 +101,17 @@ def _wrap(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
         return out if paddle.float32 in types_in else _map_out(out, low[0])
 
     return run
+
+
+def name_on_gpu(name: str, args: Sequence[Any]) -> str:
+    """What an operator of a CPU is called on a GPU, by which the lists of ``auto_cast`` know it.
+
+    ``F.linear`` calls one operator on a CPU and two others on a GPU, with and without a bias.
+    """
+    if name != "linear":
+        return name
+    _, _, bias = args
+    return "matmul" if bias is None else "linear_v2"
 
 
 def _wanted(name: str, types_in: set[Any]) -> Any:

@@ -198,6 +198,21 @@ def test_lists_of_operations(run, one_card, level):
     assert black["loss"] == pytest.approx(plain["loss"], rel=2e-3)
 
 
+@pytest.mark.parametrize(
+    ("black_list", "expected"),
+    [
+        ([], {"with bias": "bfloat16", "without": "bfloat16"}),
+        (["linear_v2"], {"with bias": "float32", "without": "bfloat16"}),
+        (["matmul"], {"with bias": "bfloat16", "without": "float32"}),
+    ],
+)
+def test_linears_are_cast_as_on_a_gpu(comparison, black_list, expected):
+    """There they are `linear_v2` and `matmul`, which are on Paddle's white list; a CPU's `linear` is not."""
+    assert comparison.pools(1).run("tests.parity.low_precision:types_of_linears", black_list=black_list) == [
+        expected
+    ]
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 8e-3), ("float16", 1e-3)])
 def test_close_to_float32(run, one_card, dtype, tolerance):
     """Within two rounding steps of the type; gradient norms too, which the loss scale must not be in."""
