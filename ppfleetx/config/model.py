@@ -88,8 +88,10 @@ class ModelConfig(Section):
     softmax_in_fp32: Bool = True
     """Attention softmax in float32 under mixed precision."""
     attention_kernel: Literal["auto", "reference", "flash"] = "auto"
-    """`reference` is plain matmul-softmax-matmul, `flash` a fused kernel (an error where there is none;
-    decoding after cached keys takes the reference); `auto` takes the best the device has."""
+    """`reference` is plain matmul-softmax-matmul, `flash` a fused kernel (an error where it cannot run;
+    decoding after cached keys takes the reference), `auto` takes flash where it can run and says where not.
+    It can in 16 bits on GPUs of compute capability 8.x and 9.0, with head sizes that are multiples of 8, up
+    to 256 (to train above 192: capability 8.0 and 9.0)."""
     use_flash_attn: Bool = False
     """FleetX's switch: true asks for the flash kernel where the device has one."""
     fused_linear: Bool = False

@@ -7,7 +7,7 @@ give ``[b, g, r, q, d]``.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import functools
 from dataclasses import dataclass
 
 import paddle
@@ -15,8 +15,10 @@ import paddle.nn.functional as F
 from paddle import nn
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.nn.flash import flash_attention, flash_obstacle, on_gpu
 from ppfleetx.nn.linear import add_smaller
-from ppfleetx.nn.masks import flash_row_limits, mask_scores
+from ppfleetx.nn.masks import mask_scores
+from ppfleetx.utils.log import get_logger
 
 KERNELS = ("auto", "reference", "flash")
 _HALF = (paddle.float16, paddle.bfloat16)
@@ -27,7 +29,8 @@ class KernelOptions:
     """What the kernels need to know beside the tensors.
 
     Attributes:
-        kernel: one of :data:`KERNELS`. ``auto`` takes flash where it can run.
+        kernel: one of :data:`KERNELS`. ``auto`` takes flash where it can run, and says once where a GPU
+            cannot.
         softmax_in_fp32: softmax in float32 when the scores are 16-bit.
         qk_scale_guard: in 16 bits, scores are divided by this before and multiplied after the conversion
             to float32, so that they cannot overflow float16; equal in exact arithmetic.
@@ -58,28 +61,26 @@ def attend(
     Raises:
         ConfigError: flash is asked for where it cannot run.
     """
-    obstacle = flash_obstacle(query)
+    if options.kernel == "reference":
+        return reference_attention(query, key, value, document_start, dropout, options, penalty)
+    obstacle = flash_obstacle(query, dropout, packed=document_start is not None)
     if options.kernel == "flash" and obstacle:
         raise ConfigError(
             f"flash attention cannot run here: {obstacle}; use auto or reference",
             key="Model.attention_kernel",
             value="flash",
         )
-    follows_cache = query.shape[-2] != key.shape[-2]
-    if options.kernel == "reference" or obstacle or follows_cache:
+    follows_cache = penalty is not None or query.shape[-2] != key.shape[-2]
+    if obstacle or follows_cache:
+        if obstacle and on_gpu():
+            _say_once(f"attention takes the reference kernel: flash attention cannot run here, {obstacle}")
         return reference_attention(query, key, value, document_start, dropout, options, penalty)
     return flash_attention(query, key, value, document_start, dropout)
 
 
-def flash_obstacle(query: paddle.Tensor) -> str | None:
-    """Why flash attention cannot serve such queries at all, or None when it can."""
-    if not paddle.is_compiled_with_cuda() or not paddle.get_device().startswith("gpu"):
-        return f"it needs a GPU, the device is {paddle.get_device()}"
-    if query.dtype not in _HALF:
-        return f"it needs float16 or bfloat16, the activations are {str(query.dtype).split('.')[-1]}"
-    if query.shape[-1] > 256:
-        return f"its largest head size is 256, this is {query.shape[-1]}"
-    return None
+@functools.cache
+def _say_once(text: str) -> None:
+    get_logger().info(text)
 
 
 def reference_attention(
@@ -125,34 +126,3 @@ def _add_penalty(scores: paddle.Tensor, penalty: paddle.Tensor, per_group: int) 
         scores = scores.reshape([0, shape[1] * per_group, -1, shape[3]])
     scores = add_smaller(scores, penalty)
     return scores.reshape([0, shape[1], -1, shape[3]]) if per_group > 1 else scores
-
-
-def flash_attention(
-    query: paddle.Tensor,
-    key: paddle.Tensor,
-    value: paddle.Tensor,
-    document_start: paddle.Tensor | None,
-    dropout: nn.Layer,
-) -> paddle.Tensor:
-    """Paddle's flash attention; documents packed in a row go through flashmask."""
-    _, groups, per_group, _, head_dim = query.shape
-    q_bsnd = query.flatten(1, 2).transpose([0, 2, 1, 3])
-    k_bsnd, v_bsnd = key.transpose([0, 2, 1, 3]), value.transpose([0, 2, 1, 3])
-    probability = dropout.p if dropout.training else 0.0
-    with getattr(dropout, "stream", nullcontext)():
-        if document_start is None:
-            # Its default is training=True: dropout would stay on in evaluation.
-            context, _ = F.flash_attention.flash_attention(
-                q_bsnd, k_bsnd, v_bsnd, dropout=probability, causal=True, training=dropout.training
-            )
-        else:
-            context = F.flash_attention.flashmask_attention(
-                q_bsnd,
-                k_bsnd,
-                v_bsnd,
-                flash_row_limits(document_start),
-                dropout=probability,
-                causal=True,
-                training=dropout.training,
-            )
-    return context.transpose([0, 2, 1, 3]).reshape([0, groups, per_group, -1, head_dim])

@@ -1,14 +1,12 @@
 """Norms, activations, rotary positions, masks, loss and kernels against NumPy in float64."""
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import paddle
 import pytest
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.nn import kernels
 from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.init import Constant, Normal
 from ppfleetx.nn.kernels import KernelOptions, attend, reference_attention
@@ -185,62 +183,6 @@ def test_score_guard_is_not_applied_in_fp32():
     plain = reference_attention(*arrays, None, dropout, KernelOptions())
     guarded = reference_attention(*arrays, None, dropout, KernelOptions(qk_scale_guard=24.0))
     np.testing.assert_array_equal(plain.numpy(), guarded.numpy())
-
-
-@pytest.mark.skipif(paddle.is_compiled_with_cuda(), reason="flash may be able to run")
-def test_flash_is_refused_in_words_where_it_cannot_run():
-    arrays = [paddle.zeros([1, 1, 1, 2, 8]), paddle.zeros([1, 1, 2, 8]), paddle.zeros([1, 1, 2, 8])]
-    with pytest.raises(ConfigError, match="flash attention cannot run here: it needs a GPU"):
-        attend(*arrays, None, paddle.nn.Dropout(0.0), KernelOptions("flash"))
-
-
-@pytest.mark.parametrize("kernel", ["auto", "flash"])
-def test_queries_after_cached_keys_take_the_reference(monkeypatch, kernel):
-    """No GPU here: a flash kernel that could run, and must not be called."""
-    monkeypatch.setattr(kernels, "flash_obstacle", lambda query: None)
-    monkeypatch.setattr(kernels, "flash_attention", lambda *_: pytest.fail("flash was called"))
-    query, (key, value) = RNG.normal(size=(2, 2, 3, 1, 8)), RNG.normal(size=(2, 2, 2, 6, 8))
-    out = attend(
-        tensor(query), tensor(key), tensor(value), None, paddle.nn.Dropout(0.0), KernelOptions(kernel)
-    )
-    expected = attention64(query, key, value, np.ones((1, 1, 1, 6), bool))
-    np.testing.assert_allclose(out.numpy(), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_flash_is_called_with_the_training_flag_and_the_documents(monkeypatch, packed):
-    """No GPU here: what Paddle's functions would be given, computed by the reference instead."""
-    calls = []
-
-    def run(q, k, v, limits, **kwargs):
-        calls.append(kwargs | {"limits": limits})
-        mask = paddle.tril(paddle.ones([1, 1, 6, 6], "bool"))
-        if limits is not None:
-            rows = paddle.arange(6, dtype="int32").reshape([1, 1, 6, 1])
-            mask = paddle.logical_and(mask, rows < limits.transpose([0, 1, 3, 2]))
-        groups, repeat = k.shape[2], q.shape[2] // k.shape[2]
-        q64 = q.numpy().transpose(0, 2, 1, 3).reshape(2, groups, repeat, 6, 8)
-        k64, v64 = (t.numpy().transpose(0, 2, 1, 3) for t in (k, v))
-        out = attention64(q64, k64, v64, np.broadcast_to(mask.numpy(), (2, 1, 6, 6)))
-        return tensor(out.reshape(2, -1, 6, 8).transpose(0, 2, 1, 3))
-
-    fakes = SimpleNamespace(
-        flash_attention=lambda q, k, v, **kw: (run(q, k, v, None, **kw), None),
-        flashmask_attention=lambda q, k, v, limits, **kw: run(q, k, v, limits, **kw),
-    )
-    monkeypatch.setattr(kernels.F, "flash_attention", fakes)
-    monkeypatch.setattr(kernels, "flash_obstacle", lambda query: None)
-    query, key, value = (tensor(RNG.normal(size=s)) for s in [(2, 2, 3, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8)])
-    starts = paddle.to_tensor([[0, 0, 0, 3, 3, 3], [0] * 6], dtype="int32") if packed else None
-    for training, probability in ((True, 0.1), (False, 0.0)):
-        dropout = paddle.nn.Dropout(0.1)
-        dropout.train() if training else dropout.eval()
-        out = attend(query, key, value, starts, dropout, KernelOptions("auto"))
-        calm = paddle.nn.Dropout(0.0)
-        expected = attend(query, key, value, starts, calm, KernelOptions("reference"))
-        np.testing.assert_allclose(out.numpy(), expected.numpy(), rtol=1e-4, atol=1e-5)
-        assert calls[-1]["training"] is training and calls[-1]["causal"] is True
-        assert calls[-1]["dropout"] == probability and (calls[-1]["limits"] is not None) == packed
 
 
 @pytest.mark.parametrize("true_vocab", [11, 16])

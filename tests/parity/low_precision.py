@@ -79,6 +79,7 @@ def types_of_linears(black_list: list[str]) -> dict[str, str]:
     """What ``F.linear`` gives for float32 tensors at O1, with a bias and without."""
     import paddle
     import paddle.nn.functional as F
+
     from tests.helpers.low_precision import emulated
 
     x, weight, bias = paddle.ones([2, 3]), paddle.ones([3, 4]), paddle.ones([4])

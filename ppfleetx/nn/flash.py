@@ -1,0 +1,120 @@
+"""Paddle's flash attention: what it can serve, and the call.
+
+Shape letters as in :mod:`ppfleetx.nn.kernels`. What does not fit ends in Paddle 3.3.1 with an assertion or an
+external error of the kernel, so it is asked for here first.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import nullcontext
+
+import paddle
+import paddle.nn.functional as F
+from paddle import nn
+
+from ppfleetx.nn.masks import flash_row_limits
+
+_HALF = (paddle.float16, paddle.bfloat16)
+_LARGEST_HEAD = 256
+# The backward pass keeps more in a card's shared memory, of which not all cards have as much.
+_LARGEST_HEAD_TRAINED_ANYWHERE = 192
+_CARDS_THAT_TRAIN_LARGER = ((8, 0), (9, 0))
+
+
+def flash_obstacle(query: paddle.Tensor, dropout: nn.Layer, *, packed: bool) -> str | None:
+    """Why flash attention cannot serve such queries here, or None when it can.
+
+    Args:
+        dropout: of the attention weights; where it is in training, there will be a backward pass.
+        packed: several documents in a row.
+    """
+    if not on_gpu():
+        return f"it needs a GPU, the device is {paddle.get_device()}"
+    if query.dtype not in _HALF:
+        return f"it needs float16 or bfloat16, the activations are {str(query.dtype).split('.')[-1]}"
+    head_size, drops = query.shape[-1], dropout.training and dropout.p > 0
+    version = flash_version(head_size, packed=packed)
+    return limit(version, _capability(paddle.get_device()), head_size, drops=drops, trains=dropout.training)
+
+
+def limit(
+    version: int, capability: tuple[int, int], head_size: int, *, drops: bool, trains: bool
+) -> str | None:
+    """The limit of flash attention's ``version`` that is exceeded, in words.
+
+    The library checks the same: version 2 in ``csrc/capi/flash_attn.cu`` of PaddlePaddle/flash-attention,
+    version 3 in Paddle's ``flash_attn_v3_kernel.cu`` and ``nn/functional/flash_attention.py``.
+
+    Args:
+        capability: compute capability of the card, (major, minor).
+        drops: attention weights are dropped.
+        trains: a backward pass follows.
+    """
+    card = f"this card has {capability[0]}.{capability[1]}"
+    if version == 3 and capability != (9, 0):
+        return f"its version 3 (FLAGS_flash_attn_version) needs compute capability 9.0, {card}"
+    if capability[0] != 8 and capability != (9, 0):
+        return f"it needs compute capability 8.x or 9.0, {card}"
+    if head_size % 8:
+        return f"it needs a head size that is a multiple of 8, this is {head_size}"
+    if head_size > _LARGEST_HEAD:
+        return f"its largest head size is {_LARGEST_HEAD}, this is {head_size}"
+    if trains and head_size > _LARGEST_HEAD_TRAINED_ANYWHERE and capability not in _CARDS_THAT_TRAIN_LARGER:
+        return (
+            f"to train a head size above {_LARGEST_HEAD_TRAINED_ANYWHERE} (this is {head_size}) it needs "
+            f"compute capability 8.0 or 9.0, {card}"
+        )
+    if version == 3 and drops:
+        return (
+            "its version 3 (FLAGS_flash_attn_version) has no dropout; set Model.attention_probs_dropout_prob "
+            "to 0, or Global.flags.FLAGS_flash_attn_version to 2"
+        )
+    return None
+
+
+def flash_version(head_size: int, *, packed: bool) -> int:
+    """Which version Paddle will take: its flag's, but not always where results must be deterministic."""
+    version = _flag("FLAGS_flash_attn_version", 2)
+    takes_other = _flag("FLAGS_cudnn_deterministic", False) and (not packed or head_size > 128)
+    return 2 if takes_other else version
+
+
+def flash_attention(
+    query: paddle.Tensor,
+    key: paddle.Tensor,
+    value: paddle.Tensor,
+    document_start: paddle.Tensor | None,
+    dropout: nn.Layer,
+) -> paddle.Tensor:
+    """Attention by Paddle's kernel; documents packed in a row go through flashmask."""
+    _, groups, per_group, _, head_dim = query.shape
+    q_bsnd = query.flatten(1, 2).transpose([0, 2, 1, 3])
+    k_bsnd, v_bsnd = key.transpose([0, 2, 1, 3]), value.transpose([0, 2, 1, 3])
+    # All that training=False does is to drop nothing; version 3 does not take it.
+    options = {"dropout": dropout.p if dropout.training else 0.0, "causal": True, "training": True}
+    with getattr(dropout, "stream", nullcontext)():
+        if document_start is None:
+            context, _ = F.flash_attention.flash_attention(q_bsnd, k_bsnd, v_bsnd, **options)
+        else:
+            limits = flash_row_limits(document_start)
+            context = F.flash_attention.flashmask_attention(q_bsnd, k_bsnd, v_bsnd, limits, **options)
+    return context.transpose([0, 2, 1, 3]).reshape([0, groups, per_group, -1, head_dim])
+
+
+def on_gpu() -> bool:
+    """Whether what is computed now is computed on a GPU."""
+    return paddle.is_compiled_with_cuda() and paddle.get_device().startswith("gpu")
+
+
+@functools.cache
+def _capability(device: str) -> tuple[int, int]:
+    return paddle.device.cuda.get_device_capability(device)
+
+
+def _flag(name: str, default: int) -> int:
+    """A flag of Paddle that builds without a GPU do not have."""
+    try:
+        return paddle.get_flags(name)[name]
+    except ValueError:
+        return default
