@@ -55,7 +55,7 @@ _EFFECTS: dict[str, Effect] = {
         Effect.FUNCTION,
         "Model",
         "num_attention_heads num_query_groups head_dim hidden_act position_embedding_type rotary_base "
-        "normalization norm_epsilon sandwich_norm tie_word_embeddings lora.alpha lora.base",
+        "rope_scaling normalization norm_epsilon sandwich_norm tie_word_embeddings lora.alpha lora.base",
     ),
     **_table(
         Effect.TRAINING,

@@ -96,6 +96,9 @@ PositiveFloat = Annotated[
 NonNegativeFloat = Annotated[
     _LaxFloat, Field(strict=True, allow_inf_nan=False, ge=0), Says("a number of at least 0")
 ]
+FloatFromOne = Annotated[
+    _LaxFloat, Field(strict=True, allow_inf_nan=False, ge=1), Says("a number of at least 1")
+]
 Fraction = Annotated[
     _LaxFloat, Field(strict=True, allow_inf_nan=False, ge=0, lt=1), Says("a number in [0, 1)")
 ]

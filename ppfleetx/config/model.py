@@ -19,6 +19,7 @@ from ppfleetx.config.fields import (
     Size,
 )
 from ppfleetx.config.lora import LoraConfig
+from ppfleetx.config.rope import RopeScalingConfig
 
 
 class ModelConfig(Section):
@@ -56,6 +57,8 @@ class ModelConfig(Section):
     """How positions enter: a learned table, rotary embedding of queries and keys, or not at all."""
     rotary_base: PositiveFloat = 10000.0
     """Base of the rotary frequencies."""
+    rope_scaling: RopeScalingConfig | None = None
+    """Stretch the rotary frequencies to longer sequences; null: as they are."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Kind of every norm. RMSNorm has no bias."""
     norm_epsilon: PositiveFloat = 1e-5
@@ -196,6 +199,19 @@ class ModelConfig(Section):
                 ("ffn_hidden_size", "hidden_size"),
                 f"the swiglu width of hidden size {self.hidden_size} would be 0; give Model.ffn_hidden_size",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_rope_scaling(self) -> ModelConfig:
+        if self.rope_scaling is None:
+            return self
+        if self.position_embedding_type != "rope":
+            raise RuleError(
+                ("rope_scaling", "position_embedding_type"),
+                f"stretches rotary positions, and position_embedding_type is {self.position_embedding_type}",
+            )
+        if self.rope_scaling.type == "yarn" and self.rotary_base <= 1:
+            raise RuleError(("rotary_base", "rope_scaling.type"), "yarn needs a base greater than 1")
         return self
 
     @model_validator(mode="after")

@@ -102,11 +102,16 @@ def _model_lines(cfg: RunConfig) -> list[str]:
             "model",
             f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}, ffn {model.ffn_size} "
             f"{model.hidden_act}, {vocabulary}, positions {model.max_position_embeddings} "
-            f"({model.position_embedding_type})",
+            f"({_positions(model)})",
         ),
         _line("parameters", f"{human_count(count)} parameters ({count:,})"),
         *_lora_lines(model),
     ]
+
+
+def _positions(model: ModelConfig) -> str:
+    kind, scaling = model.position_embedding_type, model.rope_scaling
+    return kind if scaling is None else f"{kind}, {scaling.type} times {scaling.factor:g}"
 
 
 def _lora_lines(model: ModelConfig) -> list[str]:

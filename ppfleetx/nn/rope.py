@@ -1,7 +1,8 @@
 """Rotary position embedding (Su et al., 2021) in Llama's rotate-half convention.
 
 Dimension ``i`` of the first half of a head is paired with dimension ``i`` of the second half; the pair
-is turned by ``position * base ** (-2 i / head_dim)``.
+is turned by ``position * base ** (-2 i / head_dim)``, or by what ``Model.rope_scaling`` makes of that
+frequency.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 
+from ppfleetx.config.rope import RopeScalingConfig
+from ppfleetx.nn.rope_scaling import attention_factor, inverse_frequencies
+
 
 class RotaryEmbedding:
     """cos and sin tables for the positions of a batch, and the rotation itself.
@@ -20,11 +24,14 @@ class RotaryEmbedding:
         head_dim: even size of a head.
         max_positions: positions the table covers.
         base: the formula's base, 10000 in the paper.
+        scaling: how the frequencies are stretched; None: not at all.
     """
 
-    def __init__(self, head_dim: int, max_positions: int, base: float) -> None:
+    def __init__(
+        self, head_dim: int, max_positions: int, base: float, scaling: RopeScalingConfig | None = None
+    ) -> None:
         assert head_dim % 2 == 0
-        self.head_dim, self.max_positions, self.base = head_dim, max_positions, base
+        self.head_dim, self.max_positions, self.base, self.scaling = head_dim, max_positions, base, scaling
 
     def rotate(self, x: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
         """Turn each head of ``x [b, groups, heads, s, head_dim]`` by its position ``[b, s]``."""
@@ -43,18 +50,21 @@ class RotaryEmbedding:
         return x * cos + paddle.matmul(x, _partners(self.head_dim)) * sin
 
     def cos_sin(self, position_ids: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """cos and sin of every position's angles, ``[b, s, head_dim / 2]`` in float32 (from float64)."""
+        """cos and sin of every position's angles, times YaRN's attention factor, ``[b, s, head_dim / 2]`` in
+        float32 (from float64)."""
         if paddle.in_dynamic_mode():
-            cos, sin = _tables(self.max_positions, self.head_dim, self.base, paddle.get_device())
+            cos, sin = _tables(
+                self.max_positions, self.head_dim, self.base, self.scaling, paddle.get_device()
+            )
             return F.embedding(position_ids, cos), F.embedding(position_ids, sin)
         # An exported program computes them: a table would be a constant in its text.
-        frequency = paddle.to_tensor(_inverse_frequency(self.head_dim, self.base))
+        frequency = paddle.to_tensor(inverse_frequencies(self.head_dim, self.base, self.scaling))
         angles = position_ids.astype("float64").unsqueeze(-1) * frequency
-        return paddle.cos(angles).astype("float32"), paddle.sin(angles).astype("float32")
-
-
-def _inverse_frequency(head_dim: int, base: float) -> np.ndarray:
-    return base ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+        factor = attention_factor(self.scaling)
+        cos, sin = paddle.cos(angles), paddle.sin(angles)
+        if factor != 1.0:
+            cos, sin = cos * factor, sin * factor
+        return cos.astype("float32"), sin.astype("float32")
 
 
 @lru_cache(maxsize=4)
@@ -67,11 +77,13 @@ def _partners(head_dim: int) -> paddle.Tensor:
 
 @lru_cache(maxsize=4)
 def _tables(
-    max_positions: int, head_dim: int, base: float, device: str
+    max_positions: int, head_dim: int, base: float, scaling: RopeScalingConfig | None, device: str
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
     """cos and sin ``[max_positions, head_dim / 2]``, shared by all layers."""
-    angles = np.arange(max_positions, dtype=np.float64)[:, None] * _inverse_frequency(head_dim, base)
+    frequency = inverse_frequencies(head_dim, base, scaling)
+    angles = np.arange(max_positions, dtype=np.float64)[:, None] * frequency
+    factor = attention_factor(scaling)
     return (
-        paddle.to_tensor(np.cos(angles).astype(np.float32)),
-        paddle.to_tensor(np.sin(angles).astype(np.float32)),
+        paddle.to_tensor((factor * np.cos(angles)).astype(np.float32)),
+        paddle.to_tensor((factor * np.sin(angles)).astype(np.float32)),
     )

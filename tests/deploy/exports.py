@@ -37,6 +37,7 @@ LLAMA_STYLE = {
     "num_attention_heads": 6,
     "num_query_groups": 2,
     "position_embedding_type": "rope",
+    "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0},
     "normalization": "RMSNorm",
     "hidden_act": "swiglu",
     "tie_word_embeddings": False,

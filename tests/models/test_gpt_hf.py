@@ -86,7 +86,95 @@ def test_unsupported_models_are_refused_in_words(change):
         model_keys(hf_config | change)
 
 
-def test_scaled_rope_is_refused():
+# config.json files as they are published, by the programs and releases that wrote them.
+PUBLISHED = {
+    "gpt2": {
+        "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
+        "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12,
+        "n_layer": 12, "n_positions": 1024, "resid_pdrop": 0.1, "summary_activation": None,
+        "summary_first_dropout": 0.1, "summary_proj_to_labels": True, "summary_type": "cls_index",
+        "summary_use_proj": True, "vocab_size": 50257,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+    },
+    "llama 1": {
+        "architectures": ["LLaMAForCausalLM"], "bos_token_id": 0, "eos_token_id": 1, "hidden_act": "silu",
+        "hidden_size": 4096, "intermediate_size": 11008, "initializer_range": 0.02,
+        "max_sequence_length": 2048, "max_position_embeddings": 2048, "model_type": "llama",
+        "num_attention_heads": 32, "num_hidden_layers": 32, "pad_token_id": -1, "rms_norm_eps": 1e-06,
+        "torch_dtype": "float16", "transformers_version": "4.27.0.dev0", "use_cache": True,
+        "vocab_size": 32000,
+    },
+    "llama 3.1": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu",
+        "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+        "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": False,
+        "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                         "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+        "torch_dtype": "bfloat16", "transformers_version": "4.42.3", "use_cache": True, "vocab_size": 128256,
+    },
+    "paddlenlp": {
+        "alibi": False, "architectures": ["LlamaForCausalLM"], "attention_probs_dropout_prob": 0.1,
+        "bos_token_id": 1, "dtype": "float16", "eos_token_id": 2, "hidden_dropout_prob": 0.1,
+        "hidden_size": 5120, "initializer_range": 0.002, "intermediate_size": 13824,
+        "max_position_embeddings": 2048, "model_type": "llama", "num_attention_heads": 40,
+        "num_hidden_layers": 40, "num_key_value_heads": 40, "pad_token_id": 0, "paddlenlp_version": None,
+        "rms_norm_eps": 1e-06, "rope_scaling_factor": 1.0, "rope_scaling_type": None,
+        "tie_word_embeddings": False, "use_recompute": False, "virtual_pp_degree": 1, "vocab_size": 32000,
+        "fuse_attention_qkv": True, "fuse_attention_ffn": True, "use_fused_rope": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_files_have_no_key_that_is_not_known(name):
+    config = PUBLISHED[name]
+    keys = model_keys(config)
+    assert keys["hidden_size"] == config.get("hidden_size", 768)
+    assert ModelConfig(**keys).vocab_size == config["vocab_size"]
+    # Every key that is mapped is read: another value gives another section, or is refused.
+    for key, value in config.items():
+        if isinstance(value, float) and key in ("rms_norm_eps", "layer_norm_epsilon", "rope_theta"):
+            assert model_keys(config | {key: 2 * value}) != keys, key
+
+
+@pytest.mark.parametrize(
+    "family, change, words",
+    [
+        (
+            "hf_llama",
+            {"qk_norm": True, "logit_scale": 0.1},
+            "not known for a llama: 'logit_scale', 'qk_norm'",
+        ),
+        ("hf_llama", {"n_embd": 48}, "n_embd"),
+        ("hf_gpt2", {"rope_theta": 1e4}, "rope_theta"),
+        ("hf_gpt2", {"hidden_size": 64}, "hidden_size .*n_embd .*are one size"),
+        ("hf_gpt2", {"scale_attn_weights": False}, "scale_attn_weights: False"),
+        ("hf_gpt2", {"is_encoder_decoder": True}, "is_encoder_decoder"),
+        ("hf_gpt2", {"pruned_heads": {"0": [1]}}, "pruned_heads"),
+        ("hf_llama", {"quantization_config": {"bits": 4}}, "weights are quantized"),
+        ("hf_llama", {"auto_map": {"AutoModel": "own.Model"}}, "program of its own"),
+        ("hf_llama", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ("hf_llama", {"sliding_window": 0}, "sliding_window: 0"),
+        ("hf_llama", {"alibi": True}, "alibi: True"),
+        ("hf_llama", {"rope_scaling_type": "ntk"}, "rope_scaling_type"),
+        ("hf_llama", {"head_dim": None, "hidden_size": 47}, "6 heads do not divide the hidden size 47"),
+    ],
+)
+def test_every_key_is_understood_or_refused(family, change, words):
+    hf_config, _ = load_golden(family)
+    with pytest.raises(CheckpointError, match=words):
+        model_keys(hf_config | change)
+
+
+def test_what_is_switched_off_or_of_no_effect_is_taken():
     hf_config, _ = load_golden("hf_llama")
-    with pytest.raises(CheckpointError, match="rope scaling"):
-        model_keys(hf_config | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}})
+    more = {"layer_types": ["full_attention"] * 2, "quantization_config": None, "sliding_window": None,
+            "is_decoder": True, "auto_map": None, "num_beams": 4, "some_new_key": None}  # fmt: skip
+    assert model_keys(hf_config | more) == model_keys(hf_config)
+    gpt2, _ = load_golden("hf_gpt2")
+    renamed = {"hidden_size": gpt2["n_embd"], **{k: v for k, v in gpt2.items() if k != "n_embd"}}
+    assert model_keys(renamed) == model_keys(gpt2)

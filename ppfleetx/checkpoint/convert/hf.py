@@ -20,10 +20,13 @@ from ppfleetx.checkpoint.torch_file import read_torch_file
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.model import ModelConfig
 from ppfleetx.config.validate import section_of
-from ppfleetx.models.gpt.hf import GPT2_PREFIX, Rule, model_keys, rules
+from ppfleetx.models.gpt.hf import GPT2_PREFIX, Rule, rules
+from ppfleetx.models.gpt.hf_keys import model_keys
+from ppfleetx.models.gpt.hf_rope import rope_notes
 from ppfleetx.models.gpt.shape import parameter_shapes
 from ppfleetx.utils.files import atomic_write
 from ppfleetx.utils.foreign_files import read_json, shown
+from ppfleetx.utils.log import get_logger
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -51,6 +54,9 @@ def read_hf(directory: str | Path) -> Weights:
     config = read_json(directory / CONFIG, max_bytes=_MAX_CONFIG_BYTES)
     stored = hf_tensors(directory)
     keys, shapes = _network(config, stored, directory)
+    if keys["position_embedding_type"] == "rope":
+        for note in rope_notes(config):
+            get_logger().warning(f"{directory}: {note}")
     vocab = keys["vocab_size"]
     tensors = {}
     used: set[str] = set()

@@ -9,7 +9,8 @@ from ppfleetx.config.effects import network
 from ppfleetx.config.errors import CheckpointError, UserError
 from ppfleetx.config.model import ModelConfig
 from ppfleetx.config.validate import section_of
-from ppfleetx.models.gpt.hf import model_keys
+from ppfleetx.models.gpt.hf_keys import model_keys
+from ppfleetx.models.gpt.hf_rope import hf_rope
 from ppfleetx.models.gpt.shape import parameter_shapes
 
 _TORCH_DTYPE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
@@ -114,7 +115,7 @@ def _llama(model: ModelConfig) -> dict[str, Any]:
         "max_position_embeddings": model.max_position_embeddings,
         "hidden_act": "silu",
         "rms_norm_eps": model.norm_epsilon,
-        "rope_theta": model.rotary_base,
+        **hf_rope(model),
         "initializer_range": model.initializer_range,
         "attention_dropout": model.attention_probs_dropout_prob,
         "attention_bias": model.has_qkv_bias,

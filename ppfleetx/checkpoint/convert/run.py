@@ -24,6 +24,7 @@ from ppfleetx.config.loader import read_with_bases
 from ppfleetx.config.model import ModelConfig
 from ppfleetx.config.overrides import apply_overrides
 from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.rope import RopeScalingConfig
 from ppfleetx.config.sections import RunConfig
 from ppfleetx.config.validate import validate
 from ppfleetx.utils.foreign_files import read_json
@@ -114,10 +115,14 @@ def model_of(weights: Weights, given: ModelConfig | None) -> ModelConfig:
             )
         return ModelConfig(**told)
     for key, value in network(given).items():
-        if value is not None and told.get(key) not in (None, value):
-            raise CheckpointError(
-                f"--config says Model.{key} = {value!r}, {weights.place} says {told[key]!r}"
-            )
+        said = told.get(key)
+        if key == "rope_scaling":  # where null is a value, and not "not said"
+            said = None if said is None else RopeScalingConfig(**said)
+            differs = key in told and said != value
+        else:
+            differs = value is not None and said not in (None, value)
+        if differs:
+            raise CheckpointError(f"--config says Model.{key} = {value!r}, {weights.place} says {said!r}")
     return given
 
 

@@ -17,19 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from ppfleetx.config.errors import CheckpointError
-from ppfleetx.models.gpt.hf_values import check_values
-from ppfleetx.utils.foreign_files import shown
+from ppfleetx.models.gpt.hf_keys import model_keys
 
 GetTensor = Callable[[str], np.ndarray]
 NamedArrays = Iterator[tuple[str, np.ndarray]]
 
-_GPT2_ACTIVATIONS = {
-    "gelu_new": "gelu",
-    "gelu_pytorch_tanh": "gelu",
-    "gelu": "gelu_exact",
-    "relu": "relu",
-}
 _WORD = "embedding.word_embeddings.weight"
 _POSITION = "embedding.position_embeddings.weight"
 GPT2_PREFIX = "transformer."
@@ -52,22 +44,6 @@ class Rule:
     split: Callable[[np.ndarray], tuple[np.ndarray, ...]]
 
 
-def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of our ``Model`` section for a Hugging Face ``config.json``.
-
-    Dropout is taken over for GPT-2 where it is one probability for all residual branches.
-
-    Raises:
-        CheckpointError: a model type or an option that our layers do not have, or a value that is none.
-    """
-    keys, _ = _family(hf_config)
-    check_values(hf_config)
-    try:
-        return keys(hf_config)
-    except KeyError as error:
-        raise CheckpointError(f"config.json lacks {error.args[0]}") from error
-
-
 def rules(hf_config: Mapping[str, Any]) -> list[Rule]:
     """One rule for every parameter, in model order; GPT-2's names with ``transformer.`` before them.
 
@@ -75,8 +51,7 @@ def rules(hf_config: Mapping[str, Any]) -> list[Rule]:
         CheckpointError: as :func:`model_keys`.
     """
     keys = model_keys(hf_config)
-    _, make = _family(hf_config)
-    return list(make(_Heads.of(hf_config), keys))
+    return list(_RULES[hf_config["model_type"]](_Heads.of(keys), keys))
 
 
 def hf_to_canonical(hf_config: Mapping[str, Any], get_tensor: GetTensor) -> NamedArrays:
@@ -88,7 +63,7 @@ def hf_to_canonical(hf_config: Mapping[str, Any], get_tensor: GetTensor) -> Name
             names may or may not start with ``transformer.``.
 
     Raises:
-        CheckpointError: a model type or an option that our layers do not have.
+        CheckpointError: as :func:`model_keys`.
         KeyError: from ``get_tensor``.
     """
 
@@ -122,17 +97,11 @@ class _Heads:
     vocab: int
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> _Heads:
-        hidden = config.get("hidden_size") or config["n_embd"]
-        heads = config.get("num_attention_heads") or config["n_head"]
-        return cls(
-            hidden,
-            heads,
-            config.get("num_key_value_heads") or heads,
-            config.get("head_dim") or hidden // heads,
-            config.get("num_hidden_layers") or config["n_layer"],
-            config["vocab_size"],
-        )
+    def of(cls, keys: Mapping[str, Any]) -> _Heads:
+        """From keys of our ``Model`` section."""
+        hidden, heads = keys["hidden_size"], keys["num_attention_heads"]
+        groups, dim = keys.get("num_query_groups", heads), keys.get("head_dim", hidden // heads)
+        return cls(hidden, heads, groups, dim, keys["num_layers"], keys["vocab_size"])
 
     def fuse(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         """Columns ``[..., heads * dim]`` of q and ``[..., groups * dim]`` of k, v to our grouped order."""
@@ -180,33 +149,6 @@ _GPT2_COPIED = (
 )
 
 
-def _gpt2_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    _refuse(config, "scale_attn_by_inverse_layer_idx", {False, None})
-    _refuse(config, "scale_attn_weights", {True, None})
-    _refuse(config, "add_cross_attention", {False, None})
-    activation = config.get("activation_function", "gelu_new")
-    if activation not in _GPT2_ACTIVATIONS:
-        raise CheckpointError(f"activation_function {shown(activation)} of this GPT-2 is not supported")
-    tied = config.get("tie_word_embeddings")
-    return {
-        "vocab_size": config["vocab_size"],
-        "hidden_size": config["n_embd"],
-        "num_layers": config["n_layer"],
-        "num_attention_heads": config["n_head"],
-        "ffn_hidden_size": config.get("n_inner") or 4 * config["n_embd"],
-        "max_position_embeddings": config["n_positions"],
-        "hidden_act": _GPT2_ACTIVATIONS[activation],
-        "norm_epsilon": config.get("layer_norm_epsilon", 1e-5),
-        "initializer_range": config.get("initializer_range", 0.02),
-        "hidden_dropout_prob": config.get("resid_pdrop", 0.1),
-        "attention_probs_dropout_prob": config.get("attn_pdrop", 0.1),
-        "position_embedding_type": "learned_absolute",
-        "normalization": "LayerNorm",
-        "tie_word_embeddings": tied is None or bool(tied),
-        "add_bias_linear": True,
-    }
-
-
 def _gpt2_rules(heads: _Heads, keys: Mapping[str, Any]) -> Iterator[Rule]:
     yield _vocabulary_rows("transformer.wte.weight", heads.vocab)
     yield _copied(_POSITION, "transformer.wpe.weight")
@@ -228,42 +170,6 @@ def _gpt2_rules(heads: _Heads, keys: Mapping[str, Any]) -> Iterator[Rule]:
 
 
 # ---- Llama
-
-
-def _llama_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    _refuse(config, "hidden_act", {"silu", "swish", None})
-    _refuse(config, "sliding_window", {None})
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type != "default":
-        raise CheckpointError(f"rope scaling {shown(rope_type)} of this Llama is not supported")
-    for place in (config, rope):
-        if place.get("partial_rotary_factor") not in (None, 1.0):
-            raise CheckpointError("partial_rotary_factor of this Llama is not supported")
-    heads = _Heads.of(config)
-    return {
-        "vocab_size": heads.vocab,
-        "hidden_size": heads.hidden,
-        "num_layers": heads.layers,
-        "num_attention_heads": heads.heads,
-        "num_query_groups": heads.groups,
-        "head_dim": heads.dim,
-        "ffn_hidden_size": config["intermediate_size"],
-        "max_position_embeddings": config["max_position_embeddings"],
-        "hidden_act": "swiglu",
-        "norm_epsilon": config.get("rms_norm_eps", 1e-6),
-        "initializer_range": config.get("initializer_range", 0.02),
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": config.get("attention_dropout", 0.0),
-        "position_embedding_type": "rope",
-        "rotary_base": rope.get("rope_theta") or config.get("rope_theta", 10000.0),
-        "normalization": "RMSNorm",
-        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
-        "add_bias_linear": False,
-        "add_qkv_bias": bool(config.get("attention_bias", False)),
-        "add_out_proj_bias": bool(config.get("attention_bias", False)),
-        "add_mlp_bias": bool(config.get("mlp_bias", False)),
-    }
 
 
 def _llama_rules(heads: _Heads, keys: Mapping[str, Any]) -> Iterator[Rule]:
@@ -300,22 +206,8 @@ def pair_columns(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     return paired.reshape(*paired.shape[:-2], -1)
 
 
-_FAMILIES = {"gpt2": (_gpt2_keys, _gpt2_rules), "llama": (_llama_keys, _llama_rules)}
-
-
-def _family(config: Mapping[str, Any]) -> tuple[Callable[..., dict[str, Any]], Callable[..., Iterator[Rule]]]:
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in _FAMILIES:
-        raise CheckpointError(
-            f"model_type {shown(model_type)} is not supported; those that are: {', '.join(_FAMILIES)}"
-        )
-    return _FAMILIES[model_type]
+_RULES: dict[str, Callable[..., Iterator[Rule]]] = {"gpt2": _gpt2_rules, "llama": _llama_rules}
 
 
 def _kinds(has_bias: bool) -> tuple[str, ...]:
     return ("weight", "bias") if has_bias else ("weight",)
-
-
-def _refuse(config: Mapping[str, Any], key: str, supported: set[Any]) -> None:
-    if config.get(key) not in list(supported):  # a list compares; a set would want something hashable
-        raise CheckpointError(f"{key}: {shown(config[key])} of this {config['model_type']} is not supported")

@@ -45,6 +45,7 @@ _VALUES = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), _SIZE),
     "max_position_embeddings": _SIZE,
     **dict.fromkeys(("n_inner", "num_key_value_heads", "head_dim"), _OPTIONAL_SIZE),
+    "original_max_position_embeddings": _OPTIONAL_SIZE,
     **dict.fromkeys(("layer_norm_epsilon", "rms_norm_eps"), _POSITIVE),
     "initializer_range": _NOT_NEGATIVE,
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"), _FRACTION),

@@ -37,10 +37,11 @@ def gpt_stages(cfg: ModelConfig, factory: LayerFactory) -> list[Stage]:
         factory: makes the layers; the only thing that knows whether they are sliced.
     """
     shape = block_shape(cfg)
-    is_rotary = cfg.position_embedding_type == "rope"
-    rotary = (
-        RotaryEmbedding(shape.head_dim, cfg.max_position_embeddings, cfg.rotary_base) if is_rotary else None
-    )
+    rotary = None
+    if cfg.position_embedding_type == "rope":
+        rotary = RotaryEmbedding(
+            shape.head_dim, cfg.max_position_embeddings, cfg.rotary_base, cfg.rope_scaling
+        )
     kernel, granularity = kernel_options(cfg), cfg.recompute_granularity or "full"
     blocks = [
         Stage(

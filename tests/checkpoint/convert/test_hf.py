@@ -125,7 +125,8 @@ def test_a_checkpoint_of_our_own_gets_a_configuration_made_for_it(tmp_path, name
 @pytest.mark.parametrize(
     "name, change, message",
     [
-        ("hf_llama", {"rope_scaling": {"rope_type": "llama3"}, "rope_parameters": None}, "rope scaling"),
+        ("hf_llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic'"),
+        ("hf_llama", {"qk_norm": True}, "qk_norm"),
         ("hf_llama", {"sliding_window": 4096}, "sliding_window"),
         ("hf_llama", {"hidden_act": "gelu"}, "hidden_act"),
         ("hf_llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),

@@ -1,0 +1,120 @@
+"""Section ``Model.rope_scaling``: rotary frequencies that are stretched to longer sequences."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from ppfleetx.config.fields import (
+    Bool,
+    FloatFromOne,
+    NonNegativeFloat,
+    PositiveFloat,
+    RuleError,
+    Section,
+    Size,
+)
+
+# The keys that each type needs, and those it may have.
+_NEEDED = {
+    "linear": (),
+    "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("original_max_position_embeddings",),
+}
+_OPTIONAL = {
+    "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+}
+_DEFAULTS = {"yarn": {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}}
+REFUSED_TYPES = {
+    "dynamic": "its frequencies change with the length of the sequence, so keys that were cached while the "
+    "sequence was shorter are turned by other angles than those that come after them",
+    "longrope": "it has two sets of frequencies and changes from one to the other in the middle of a "
+    "sequence, where cached keys keep the first",
+}
+"""Types that other programs have and this one has not, and why."""
+
+
+class RopeScalingConfig(Section):
+    """How the rotary frequencies are stretched, so that a model reads longer sequences than before.
+
+    The names, the meaning and the defaults are those of `rope_scaling` (`rope_parameters`) in a `config.json`
+    of Hugging Face. `Model.max_position_embeddings` is the length after stretching and changes no frequency.
+    """
+
+    type: Literal["linear", "yarn", "llama3"]
+    """`linear` divides all frequencies by `factor` (position interpolation, Chen et al., 2023); `llama3`
+    divides the low ones only (Llama 3.1); `yarn` likewise, and scales the attention scores (Peng et al.,
+    2023)."""
+    factor: FloatFromOne
+    """How many times longer sequences become; low frequencies are divided by it."""
+    original_max_position_embeddings: Size | None = None
+    """Longest sequence before stretching (yarn and llama3, which need it)."""
+    low_freq_factor: PositiveFloat | None = None
+    """llama3: a frequency that makes fewer turns than this in the original length is divided by `factor`."""
+    high_freq_factor: PositiveFloat | None = None
+    """llama3: one that makes more turns than this stays; between the two bounds, in part."""
+    beta_fast: PositiveFloat | None = None
+    """yarn: a frequency that makes more turns than this in the original length stays; null: 32."""
+    beta_slow: PositiveFloat | None = None
+    """yarn: one that makes fewer turns than this is divided by `factor`; null: 1."""
+    attention_factor: PositiveFloat | None = None
+    """yarn: cos and sin are multiplied by it, and so are scores by its square; null: `0.1 ln(factor) + 1`, or
+    what the next two keys say."""
+    mscale: NonNegativeFloat | None = None
+    """yarn, with the next key: the attention factor is `(0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim
+    ln(factor) + 1)`."""
+    mscale_all_dim: NonNegativeFloat | None = None
+    """See `mscale`."""
+    truncate: Bool | None = None
+    """yarn: the bounds between frequencies that stay and those that are divided are whole numbers; null:
+    true."""
+
+    def __repr__(self) -> str:
+        """As it is written in YAML, and after `-o Model.rope_scaling=`."""
+        given = self.model_dump(mode="json", exclude_none=True)
+        return "{" + ", ".join(f"{key}: {json.dumps(value)}" for key, value in given.items()) + "}"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, values: Any) -> Any:
+        """Say why a type is not there, and fill in what it has by default, so that equal functions are equal
+        sections."""
+        if not isinstance(values, dict) or not isinstance(values.get("type"), str):
+            return values
+        if values["type"] in REFUSED_TYPES:
+            raise RuleError(("type",), f"{values['type']} is not supported: {REFUSED_TYPES[values['type']]}")
+        defaults = _DEFAULTS.get(values["type"], {})
+        return values | {key: value for key, value in defaults.items() if values.get(key) is None}
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> RopeScalingConfig:
+        needed, optional = _NEEDED[self.type], _OPTIONAL.get(self.type, ())
+        for key in needed:
+            if getattr(self, key) is None:
+                raise RuleError((key, "type"), f"type {self.type} needs it")
+        for key in type(self).model_fields:
+            if key in ("type", "factor", *needed, *optional) or getattr(self, key) is None:
+                continue
+            kinds = [kind for kind in _NEEDED if key in (*_NEEDED[kind], *_OPTIONAL.get(kind, ()))]
+            raise RuleError((key, "type"), f"type {self.type} has no such key; it belongs to {kinds[0]}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_values(self) -> RopeScalingConfig:
+        if self.type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise RuleError(
+                ("high_freq_factor", "low_freq_factor"),
+                "high_freq_factor must be the greater one",
+            )
+        if self.type == "yarn" and self.beta_fast < self.beta_slow:
+            raise RuleError(("beta_fast", "beta_slow"), "beta_fast must not be less than beta_slow")
+        if (self.mscale is None) != (self.mscale_all_dim is None):
+            raise RuleError(("mscale", "mscale_all_dim"), "mscale and mscale_all_dim are given together")
+        if self.mscale is not None and self.attention_factor is not None:
+            raise RuleError(
+                ("attention_factor", "mscale", "mscale_all_dim"),
+                "give the attention factor itself or the two numbers it follows from, not both",
+            )
+        return self

@@ -1,0 +1,69 @@
+"""Frequencies of the rotary position embedding, plain or stretched to longer sequences. NumPy only.
+
+All numbers are float64. A frequency is an angle per position; a pair of features that is turned by ``f`` per
+position makes ``length * f / (2 pi)`` turns over a sequence.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ppfleetx.config.rope import RopeScalingConfig
+
+
+def inverse_frequencies(head_dim: int, base: float, scaling: RopeScalingConfig | None) -> np.ndarray:
+    """Angle per position of each pair of features, ``[head_dim / 2]``, the fastest first.
+
+    Args:
+        head_dim: even size of a head.
+        base: the formula's base, 10000 in the paper.
+        scaling: how they are stretched; None: not at all.
+    """
+    plain = base ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if scaling is None:
+        return plain
+    return plain * (1 - (1 - 1 / scaling.factor) * _stretched_share(plain, base, scaling))
+
+
+def attention_factor(scaling: RopeScalingConfig | None) -> float:
+    """What cos and sin are multiplied by (YaRN, Peng et al., 2023); 1 without YaRN."""
+    if scaling is None or scaling.type != "yarn":
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(scaling.factor) + 1.0
+
+    # transformers takes the two numbers where neither is 0.
+    if scaling.mscale and scaling.mscale_all_dim:
+        return magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim)
+    return magnitude(1.0)
+
+
+def _stretched_share(plain: np.ndarray, base: float, scaling: RopeScalingConfig) -> np.ndarray | float:
+    """0 where a frequency stays, 1 where it is divided by the factor, between them where it is mixed."""
+    if scaling.type == "linear":
+        return 1.0
+    if scaling.type == "llama3":
+        turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        return 1 - np.clip((turns - low) / (high - low), 0, 1)
+    first, last = _yarn_bounds(2 * len(plain), base, scaling)
+    return np.clip((np.arange(len(plain)) - first) / (last - first), 0, 1)
+
+
+def _yarn_bounds(head_dim: int, base: float, scaling: RopeScalingConfig) -> tuple[float, float]:
+    """Indices of the last frequency that stays and the first that is divided."""
+
+    def index_of(turns: float) -> float:
+        length = scaling.original_max_position_embeddings
+        return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    first, last = index_of(scaling.beta_fast), index_of(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    return first, last if last != first else last + 0.001

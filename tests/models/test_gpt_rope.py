@@ -1,0 +1,188 @@
+"""Rotary positions and their scaling against transformers (goldens: tests/goldens/make_hf_rope.py)."""
+
+import json
+from functools import cache
+
+import numpy as np
+import paddle
+import pytest
+
+from ppfleetx.checkpoint.convert.hf_config import describes, hf_config
+from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.model import ModelConfig
+from ppfleetx.config.rope import RopeScalingConfig
+from ppfleetx.models.gpt.hf import hf_to_canonical
+from ppfleetx.models.gpt.hf_keys import model_keys
+from ppfleetx.models.gpt.hf_rope import hf_rope, rope_keys, rope_notes
+from ppfleetx.nn.rope import RotaryEmbedding
+from ppfleetx.nn.rope_scaling import attention_factor, inverse_frequencies
+from tests.models.gpt_builders import GOLDENS, assign, build, load_golden
+
+NO_SCALING = {
+    "plain",
+    "theta at the top",
+    "theta inside",
+    "theta twice",
+    "no theta",
+    "both, the other way round",
+}
+
+
+@cache
+def golden():
+    with np.load(GOLDENS / "hf_rope.npz") as archive:
+        arrays = {key: archive[key] for key in archive.files}
+    base, _ = load_golden("hf_llama")
+    cases = {
+        name: {key: value for key, value in (base | changes).items() if value != "absent"}
+        for name, changes in json.loads(str(arrays.pop("cases"))).items()
+    }
+    return cases, arrays
+
+
+def cases():
+    return sorted(golden()[0])
+
+
+@pytest.mark.parametrize("name", cases())
+def test_frequencies_of_a_config_json_are_those_of_transformers(name):
+    config = golden()[0][name]
+    model = ModelConfig(**model_keys(config))
+    assert (model.rope_scaling is None) == (name in NO_SCALING)
+    frequencies = inverse_frequencies(model.head_size, model.rotary_base, model.rope_scaling)
+    np.testing.assert_allclose(frequencies, golden()[1][f"frequencies/{name}"], rtol=2e-6)
+    assert attention_factor(model.rope_scaling) == pytest.approx(
+        float(golden()[1][f"factor/{name}"]), rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("name", cases())
+def test_what_is_written_for_transformers_means_the_same(name):
+    config = golden()[0][name]
+    model = ModelConfig(**model_keys(config))
+    assert rope_keys(hf_rope(model)) == rope_keys(config)
+    assert describes(config, model)
+    assert describes(hf_config(model, "F32"), model)
+    kept = hf_config(model, "F32", original=config)
+    assert {key: kept[key] for key in config.keys() - {"dtype"}} == {
+        k: v for k, v in config.items() if k != "dtype"
+    }
+    if model.rope_scaling is not None:
+        assert not describes(config, model.model_copy(update={"rope_scaling": None}))
+
+
+@pytest.mark.parametrize("name", ["short linear", "short llama3", "short yarn", "short both"])
+def test_logits_beyond_the_original_length_equal_transformers(name):
+    config, (_, arrays) = golden()[0][name], load_golden("hf_llama")
+    weights = {key.removeprefix("weight/"): value for key, value in arrays.items() if "weight/" in key}
+    model = build(ModelConfig(**model_keys(config)))
+    for key, value in hf_to_canonical(config, weights.__getitem__):
+        assign(model, key, value)
+    model.eval()
+    tokens, expected = golden()[1]["tokens"], golden()[1][f"logits/{name}"]
+    assert tokens.shape[1] > rope_keys(config)["rope_scaling"].get("original_max_position_embeddings", 0)
+    logits = model(paddle.to_tensor(tokens)).transpose([1, 0, 2]).numpy()[:, ::5, :97]
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
+    # The golden is no plain Llama's: without the scaling the logits are others.
+    plain = build(ModelConfig(**(model_keys(config) | {"rope_scaling": None})))
+    for key, value in hf_to_canonical(config, weights.__getitem__):
+        assign(plain, key, value)
+    plain.eval()
+    other = plain(paddle.to_tensor(tokens)).transpose([1, 0, 2]).numpy()[:, ::5, :97]
+    assert np.abs(other - expected).max() > 0.1
+
+
+def test_a_program_computes_the_angles_of_the_tables():
+    """An exported program has no tables; see tests/deploy for a whole one."""
+    scaling = RopeScalingConfig(type="yarn", factor=4, original_max_position_embeddings=16)
+    rotary = RotaryEmbedding(8, 64, 100.0, scaling)
+    positions = paddle.arange(64).unsqueeze(0)
+    tables = [table.numpy() for table in rotary.cos_sin(positions)]
+
+    def cos_sin(position_ids):
+        return rotary.cos_sin(position_ids)
+
+    spec = paddle.static.InputSpec([1, None], "int64")
+    traced = paddle.jit.to_static(cos_sin, input_spec=[spec], full_graph=True)
+    for table, computed in zip(tables, traced(positions), strict=True):
+        np.testing.assert_allclose(computed.numpy(), table, rtol=0, atol=2e-7)
+    assert np.abs(tables[0]).max() == pytest.approx(0.1 * np.log(4) + 1)
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "length of the sequence.*take it out"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [2]}}, "two sets"),
+        ({"rope_scaling": {"rope_type": "su", "factor": 2.0}}, "those that are: default, linear"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor = 0.5.*at least 1"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "factor = 'x'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor"),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8,
+                    "low_freq_factor": 4,
+                    "high_freq_factor": 1,
+                }
+            },
+            "high_freq_factor must be the greater",
+        ),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2, "mrope_section": [1]}}, "mrope_section"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention"),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor",
+        ),
+        ({"rope_scaling": "linear"}, "an object or null"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": None}}, "rope_theta is null"),
+    ],
+)
+def test_what_is_not_there_is_refused_in_words(settings, words):
+    base, _ = load_golden("hf_llama")
+    with pytest.raises(CheckpointError, match=words):
+        model_keys(base | settings)
+
+
+def test_what_is_passed_over_is_said():
+    said = {name: " ".join(rope_notes(config)) for name, config in golden()[0].items()}
+    assert (
+        "rope_scaling and rope_parameters, which differ; rope_scaling holds" in said["both, only one scales"]
+    )
+    assert "differ" in said["both, the other way round"]
+    assert "7000" in said["theta twice"]
+    assert "some releases of transformers 4" in said["yarn"]
+    for name in ("plain", "linear", "llama3", "both, the same", "short yarn"):
+        assert said[name] == "", name
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        ({"type": "dynamic", "factor": 2}, "length of the sequence"),
+        ({"type": "longrope", "factor": 2}, "two sets"),
+        ({"type": "yarn", "factor": 2}, "type yarn needs it"),
+        ({"type": "linear", "factor": 2, "beta_fast": 4}, "belongs to yarn"),
+        (
+            {"type": "yarn", "factor": 2, "original_max_position_embeddings": 8, "mscale": 1.0},
+            "given together",
+        ),
+    ],
+)
+def test_sections_that_fit_no_type_are_refused(values, words):
+    with pytest.raises(ValueError, match=words):
+        RopeScalingConfig(**values)
+
+
+def test_sections_of_one_function_are_equal():
+    short = RopeScalingConfig(type="yarn", factor=2, original_max_position_embeddings=8)
+    long = RopeScalingConfig(
+        type="yarn", factor=2.0, original_max_position_embeddings=8, beta_fast=32, beta_slow=1, truncate=True
+    )
+    assert short == long
+    assert hash(short) == hash(long)
+    assert repr(short).startswith('{type: "yarn", factor: 2.0,')
+    with pytest.raises(ValueError, match="stretches rotary positions"):
+        ModelConfig(vocab_size=8, hidden_size=8, num_layers=1, num_attention_heads=1, rope_scaling=short)
