@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import os
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from ppfleetx.checkpoint.lazy import LazyTensor, derive
-from ppfleetx.checkpoint.pickled import PADDLE_NAMES, PickledArray
-from ppfleetx.checkpoint.torch_file import refusal
-from ppfleetx.checkpoint.unpickle import RefusedPickleError, Unpickler
+from ppfleetx.checkpoint.pickled import PADDLE_NAMES, PickledArray, check_claims
+from ppfleetx.checkpoint.torch_file import naming
+from ppfleetx.checkpoint.unpickle import Unpickler
 from ppfleetx.config.errors import CheckpointError
+from ppfleetx.utils.foreign_files import opened, shown
 
 _NAME_TABLE = "StructuredToParameterName@@"
 _CHUNKED = "UnpackBigParamInfor@@"  # sic: Paddle's own spelling
@@ -28,19 +31,20 @@ def read_paddle_file(path: str | Path) -> dict[str, LazyTensor]:
         CheckpointError: it cannot be read or is not such a file.
     """
     path = Path(path)
-    try:
-        with path.open("rb") as file:
-            tree = Unpickler(file, PADDLE_NAMES, path=path).load()
+    with opened(path) as file, naming(path):
+        tree = Unpickler(file, PADDLE_NAMES, path=path).load()
         if not isinstance(tree, dict):
             raise CheckpointError("not a state dict")
-        tensors = {name: tensor for name, value in tree.items() if (tensor := _tensor(value)) is not None}
-        return _joined(tensors, tree.get(_CHUNKED))
-    except RefusedPickleError as error:
-        raise refusal(path, error) from error
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        tensors = {}
+        for name, value in tree.items():
+            tensor = _tensor(value)
+            if tensor is not None:
+                if not isinstance(name, str):
+                    raise CheckpointError(f"a tensor has the name {shown(name)}, which is no text")
+                tensors[name] = tensor
+        tensors = _joined(tensors, tree.get(_CHUNKED))
+        check_claims(tensors.values(), file.seek(0, os.SEEK_END))
+    return tensors
 
 
 def _tensor(value: Any) -> LazyTensor | None:
@@ -53,15 +57,23 @@ def _tensor(value: Any) -> LazyTensor | None:
 def _joined(tensors: dict[str, LazyTensor], chunked: Any) -> dict[str, LazyTensor]:
     """Put together the tensors that old pickle protocols forced Paddle to write in pieces."""
     tensors.pop(_NAME_TABLE, None)
-    for name, form in (chunked or {}).items():
+    if chunked is None:
+        return tensors
+    if not isinstance(chunked, dict):
+        raise CheckpointError(f"its {_CHUNKED} is {shown(chunked)}")
+    for name, form in chunked.items():
         try:
-            shape = tuple(int(n) for n in form["OriginShape"])
+            shape = tuple(map(operator.index, form["OriginShape"]))
             parts = [tensors.pop(part) for part in form["slices"]]
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{name} was saved in pieces, and not all of them are there") from error
-        if sum(prod(part.shape) for part in parts) != prod(shape):
-            raise CheckpointError(f"the pieces {name} was saved in do not make up its shape {list(shape)}")
-        tensors[name] = derive(parts, shape, _joiner(shape), name)
+        except (LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{shown(name)} was saved in pieces, and not all of them are there"
+            ) from error
+        if min(shape, default=0) < 0 or sum(prod(part.shape) for part in parts) != prod(shape):
+            raise CheckpointError(
+                f"the pieces {shown(name)} was saved in do not make up its shape {shown(shape)}"
+            )
+        tensors[name] = derive(parts, shape, _joiner(shape), str(name))
     return tensors
 
 

@@ -6,7 +6,7 @@ The tables here name everything that :mod:`ppfleetx.checkpoint.unpickle` underst
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -14,11 +14,17 @@ from typing import Any
 import numpy as np
 
 from ppfleetx.checkpoint.lazy import LazyTensor
+from ppfleetx.checkpoint.pickle_input import RawBytes
 from ppfleetx.checkpoint.slices import DTYPE_OF_NAME, DTYPE_OF_NUMPY, NUMPY_OF_DTYPE, Index
-from ppfleetx.checkpoint.unpickle import Name, RawBytes, Record, RefusedPickleError
+from ppfleetx.checkpoint.unpickle import Name, Record, RefusedPickleError, UnsoundPickleError, checked_key
+from ppfleetx.config.errors import CheckpointError
+from ppfleetx.utils.foreign_files import shown
 
 _PLAIN_DTYPE = re.compile(r"[<>=|]?([?bBhHiIlLqQefd]|[biuf][1248])")
 _LATIN = ("latin1", "latin-1")
+_MAX_DIMS = 32  # NumPy's
+_MAX_NESTING, _MAX_ENTRIES, _MAX_NAME = 16, 500_000, 1024
+_MOST_REUSE = 4
 
 
 class PickledDtype:
@@ -26,7 +32,7 @@ class PickledDtype:
 
     def __init__(self, code: Any, *_: Any) -> None:
         if not isinstance(code, str) or not _PLAIN_DTYPE.fullmatch(code):
-            raise RefusedPickleError(f"an array of the element type {code!r}")
+            raise RefusedPickleError(f"an array of the element type {shown(code)}")
         self.dtype = np.dtype(code)
 
     def set_state(self, state: Any) -> None:
@@ -34,7 +40,7 @@ class PickledDtype:
         if any(part is not None for part in state[2:5]):
             raise RefusedPickleError("an array of a compound element type")
         if state[1] not in ("<", ">", "=", "|"):
-            raise ValueError("unknown byte order")
+            raise UnsoundPickleError("unknown byte order")
         if state[1] in "<>":
             self.dtype = self.dtype.newbyteorder(state[1])
 
@@ -47,14 +53,17 @@ class PickledArray:
         self._dtype, self._raw, self._fortran = np.dtype("u1"), b"", False
 
     def fill(self, shape: Any, dtype: Any, raw: Any, *, fortran: bool) -> PickledArray:
-        """Take over the parts; raises ValueError when they do not fit each other."""
+        """Take over the parts; raises UnsoundPickleError when they do not fit each other."""
         shape = tuple(shape) if isinstance(shape, tuple | list) else (shape,)
-        if not isinstance(dtype, PickledDtype) or not all(type(n) is int and n >= 0 for n in shape):
-            raise ValueError("an array without shape and type")
+        if not isinstance(dtype, PickledDtype) or not _are_sizes(shape):
+            raise UnsoundPickleError("an array without shape and type")
         if isinstance(raw, str):  # Python 2 wrote bytes as text
             raw = raw.encode("latin-1")
-        if not isinstance(raw, bytes | RawBytes) or len(raw) != prod(shape) * dtype.dtype.itemsize:
-            raise ValueError("an array whose bytes are not as many as its shape needs")
+        count = prod(shape) * dtype.dtype.itemsize
+        if not (
+            raw.may_hold(count) if isinstance(raw, RawBytes) else isinstance(raw, bytes) and len(raw) == count
+        ):
+            raise UnsoundPickleError("an array whose bytes are not as many as its shape needs")
         self.shape, self._dtype, self._raw, self._fortran = shape, dtype.dtype, raw, bool(fortran)
         return self
 
@@ -66,6 +75,8 @@ class PickledArray:
     def numpy(self) -> np.ndarray:
         """The array, in this machine's byte order."""
         raw = self._raw.tobytes() if isinstance(self._raw, RawBytes) else self._raw
+        if len(raw) != prod(self.shape) * self._dtype.itemsize:
+            raise CheckpointError(f"an array of shape {list(self.shape)} has {len(raw)} bytes: it is damaged")
         values = np.frombuffer(raw, self._dtype).reshape(self.shape, order="F" if self._fortran else "C")
         return values.astype(self._dtype.newbyteorder("="), copy=False)
 
@@ -94,10 +105,11 @@ def _scalar(dtype: Any, raw: Any) -> Any:
     return PickledArray().fill((), dtype, raw, fortran=False).numpy()[()]
 
 
-def _encode(text: Any, encoding: Any = None) -> bytes:
-    if not isinstance(text, str) or encoding not in _LATIN:
-        raise RefusedPickleError(f"_codecs.encode with {encoding!r}")
-    return text.encode("latin-1")
+def _encode(text: Any, encoding: Any = None) -> bytes | RawBytes:
+    is_text = isinstance(text, str) or (isinstance(text, RawBytes) and text.is_text)
+    if not is_text or not isinstance(encoding, str) or encoding not in _LATIN:
+        raise RefusedPickleError(f"_codecs.encode with {shown(encoding)}")
+    return text.encode("latin-1") if isinstance(text, str) else text
 
 
 def _byte_array(content: Any = b"", encoding: Any = None) -> Any:
@@ -130,9 +142,19 @@ def _container(kind: type) -> Callable[..., Any]:
     def build(*arguments: Any) -> Any:
         if len(arguments) > 1 or not all(isinstance(a, list | tuple | dict | set) for a in arguments):
             raise RefusedPickleError(f"builtins.{kind.__name__} of something else than a container")
+        if kind is dict and arguments and not isinstance(arguments[0], dict):
+            return dict(_pair(item) for item in arguments[0])
+        if kind in (set, frozenset):
+            return kind(checked_key(key) for argument in arguments for key in argument)
         return kind(*arguments)
 
     return build
+
+
+def _pair(item: Any) -> tuple[Any, Any]:
+    if not isinstance(item, list | tuple) or len(item) != 2:
+        raise UnsoundPickleError("a dictionary made of something else than pairs")
+    return checked_key(item[0]), item[1]
 
 
 def _default_dict(*arguments: Any) -> dict[Any, Any]:
@@ -251,25 +273,24 @@ def _rebuild_tensor_v3(
 
 def _rebuild_parameter(data: Any, *_: Any) -> LazyTensor:
     if not isinstance(data, LazyTensor):
-        raise ValueError("a parameter without a tensor")
+        raise UnsoundPickleError("a parameter without a tensor")
     return data
 
 
 def _view(storage: Any, dtype: str | None, offset: Any, size: Any, stride: Any) -> LazyTensor:
-    """A strided view of a storage. Raises ValueError when it reaches outside, or repeats elements."""
-    numbers = (offset, *size, *stride)
-    if not isinstance(storage, TorchStorage) or dtype is None or len(size) != len(stride):
-        raise ValueError("a tensor without a storage")
-    if not all(type(n) is int and n >= 0 for n in numbers):
-        raise ValueError("a tensor with an impossible shape")
+    """A strided view of a storage. Raises UnsoundPickleError when it reaches outside, or repeats elements."""
+    if not isinstance(storage, TorchStorage) or dtype is None:
+        raise UnsoundPickleError("a tensor without a storage")
+    if not (_are_sizes(size) and _are_sizes(stride) and _are_sizes((offset,)) and len(size) == len(stride)):
+        raise UnsoundPickleError("a tensor with an impossible shape")
     held = NUMPY_OF_DTYPE[dtype]
     if storage.dtype is None and storage.count % held.itemsize:
-        raise ValueError("a storage that ends within an element")
+        raise UnsoundPickleError("a storage that ends within an element")
     room = storage.count if storage.dtype else storage.count // held.itemsize
     shape, count = tuple(size), prod(size)
     span = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if count else 0
     if offset + span > room or count > room:
-        raise ValueError("a tensor that is larger than its storage")
+        raise UnsoundPickleError("a tensor that is larger than its storage")
 
     def load() -> np.ndarray:
         assert storage.read is not None, "the storage was never placed"
@@ -282,7 +303,18 @@ def _view(storage: Any, dtype: str | None, offset: Any, size: Any, stride: Any) 
     return LazyTensor(dtype, shape, load)
 
 
+def _are_sizes(numbers: Any) -> bool:
+    """Whether these can be the lengths of a tensor's dimensions, or the steps between its elements."""
+    return (
+        isinstance(numbers, tuple | list)
+        and len(numbers) <= _MAX_DIMS
+        and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
+    )
+
+
 def _size(dimensions: Any = ()) -> tuple[Any, ...]:
+    if not _are_sizes(dimensions):
+        raise UnsoundPickleError("an impossible shape")
     return tuple(dimensions)
 
 
@@ -308,13 +340,46 @@ TORCH_NAMES: dict[str, Callable[..., Any]] = PLAIN_NAMES | {
 }
 
 
-def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, LazyTensor]]:
-    """Tensors in nested dictionaries, their keys joined with dots. Everything else is passed over."""
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, LazyTensor):
-            yield name, value
-        elif isinstance(value, PickledArray):
-            yield name, value.lazy()
-        elif isinstance(value, dict):
-            yield from flatten(value, f"{name}.")
+def flatten(tree: Mapping[Any, Any]) -> dict[str, LazyTensor]:
+    """Tensors in nested dictionaries by their keys joined with dots. Everything else is passed over.
+
+    Raises:
+        CheckpointError: the nesting has no end, or two tensors have the same name.
+    """
+    named: dict[str, LazyTensor] = {}
+    entries = 0
+    waiting = [("", 0, tree)]
+    while waiting:
+        prefix, depth, node = waiting.pop()
+        if not isinstance(node, Mapping):
+            tensor = node.lazy() if isinstance(node, PickledArray) else node
+            if isinstance(tensor, LazyTensor):
+                if prefix in named:
+                    raise CheckpointError(f"two tensors in it have the name {shown(prefix)}")
+                named[prefix] = tensor
+            continue
+        entries += len(node)
+        if depth > _MAX_NESTING or entries > _MAX_ENTRIES:
+            raise CheckpointError(
+                f"its dictionaries are nested more than {_MAX_NESTING} levels deep, or have more than "
+                f"{_MAX_ENTRIES} entries"
+            )
+        for key, child in reversed(node.items()):
+            name = f"{prefix}.{key}" if depth else f"{key}"
+            if len(name) > _MAX_NAME:
+                raise CheckpointError(f"a name in it is too long: {shown(name)}")
+            waiting.append((name, depth + 1, child))
+    return named
+
+
+def check_claims(tensors: Iterable[LazyTensor], file_bytes: int) -> None:
+    """Tensors may share what the file holds (a tied head does), and archives may be compressed, but not much.
+
+    Raises:
+        CheckpointError: the tensors have several times the bytes of their file.
+    """
+    claimed = sum(tensor.num_bytes for tensor in tensors)
+    if claimed > _MOST_REUSE * file_bytes + (1 << 20):
+        raise CheckpointError(
+            f"its tensors would have {claimed} bytes, more than {_MOST_REUSE} times those of the file"
+        )

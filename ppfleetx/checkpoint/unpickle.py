@@ -5,21 +5,31 @@ or look up anything: a name in a pickle (``posix.system``) is a text, and only t
 stand for something, namely for functions of ours that put arrays and containers together. Any other
 name ends the reading with :class:`RefusedPickleError`, which says the name. Long byte strings (weights) are
 not read but noted down with their place in the file.
+
+A pickle can also be small and mean something huge: a list that holds itself, a tuple of two of the tuple
+before, a copy of a copy. So instructions and copies are counted, and keys are plain values, whose hash is
+quickly computed and differs. What comes out may still be a structure without an end: never walk it whole, and
+never print it (`ppfleetx.utils.foreign_files.shown` is safe).
 """
 
 from __future__ import annotations
 
 import pickletools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ppfleetx.checkpoint.lazy import read_bytes
+from ppfleetx.checkpoint.pickle_input import PickleInput, RawBytes
 from ppfleetx.config.errors import CheckpointError
 
+MAX_STEPS = 1_000_000  # a tensor takes 20 to 30
+_MAX_INT_BITS = 2048
+_MAX_INDEX = 1 << 32
 _LAZY_FROM = 4096
-_LENGTH_BYTES = {"BINBYTES": 4, "BINBYTES8": 8, "BYTEARRAY8": 8}
+# Instructions that a long string follows, by the size of its length.
+_LENGTH_BYTES = {"BINBYTES": 4, "BINBYTES8": 8, "BYTEARRAY8": 8, "BINSTRING": 4}
+_TEXT_LENGTH_BYTES = {"BINUNICODE": 4, "BINUNICODE8": 8}
 _LITERALS = frozenset(
     [
         "INT",
@@ -53,31 +63,21 @@ _EMPTY: dict[str, Callable[[], Any]] = {
 }
 _SHORT_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 # What a damaged or senseless pickle makes our own code raise.
-_DAMAGE = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, MemoryError)
-_MARK = object()
+_DAMAGE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
+_MAX_NAME = 200  # characters that a message shows
+_SCALARS = (str, int, float, bool, bytes, type(None))
 
 
 class RefusedPickleError(CheckpointError):
     """A pickle asks for more than arrays and containers. `wanted` is what it names."""
 
     def __init__(self, wanted: str) -> None:
-        self.wanted = wanted
-        super().__init__(wanted)
+        self.wanted = wanted if len(wanted) <= _MAX_NAME else f"{wanted[:_MAX_NAME]}..."
+        super().__init__(self.wanted)
 
 
-@dataclass(frozen=True)
-class RawBytes:
-    """A long byte string of a pickle, still in its file."""
-
-    path: Path
-    start: int
-    length: int
-
-    def __len__(self) -> int:
-        return self.length
-
-    def tobytes(self) -> bytes:
-        return read_bytes(self.path, self.start, self.length).tobytes()
+class UnsoundPickleError(ValueError):
+    """What a pickle describes cannot be; says why. :meth:`Unpickler.load` adds the place."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,17 +129,21 @@ class Unpickler:
         persistent: Callable[[Any], Any] | None = None,
         path: Path | None = None,
     ) -> None:
-        self._input = _Bounded(file)
+        self._input = PickleInput(file)
         self._names, self._record_prefixes = names, tuple(record_prefixes)
         self._persistent, self._path = persistent, path
         self._stack: list[Any] = []
+        self._below: list[list[Any]] = []  # the stack below each mark
         self._memo: dict[int, Any] = {}
+        self._steps_left = MAX_STEPS
 
     def load(self) -> Any:
         """The next pickle of the stream."""
-        self._stack, self._memo = [], {}
+        self._stack, self._below, self._memo = [], [], {}
+        place, name = 0, None
         try:
             while True:
+                place, name = self._input.tell(), None
                 name, argument = self._next()
                 if name == "STOP":
                     return self._pop()
@@ -147,7 +151,18 @@ class Unpickler:
         except CheckpointError:
             raise
         except _DAMAGE as error:
-            raise CheckpointError(f"not a sound pickle: {type(error).__name__} {error}") from error
+            # Messages of Python's own say nothing to whoever has the file.
+            reason = f" ({error})" if isinstance(error, UnsoundPickleError) else ""
+            what = "is no sound instruction" if name is None else f"{name} cannot be carried out"
+            raise CheckpointError(f"not a sound pickle: at byte {place}, {what}{reason}") from error
+
+    def _spend(self, steps: int) -> None:
+        self._steps_left -= steps
+        if self._steps_left < 0:
+            raise CheckpointError(
+                f"its pickle has more than {MAX_STEPS} instructions, or is made of copies of copies; a "
+                "description of tensors needs far fewer"
+            )
 
     def _next(self) -> tuple[str, Any]:
         code = self._input.read(1).decode("latin-1")
@@ -155,27 +170,40 @@ class Unpickler:
             raise CheckpointError("not a pickle: it holds an instruction that does not exist")
         instruction = pickletools.code2op[code]
         if instruction.name in _LENGTH_BYTES:
-            return instruction.name, self._long_bytes(_LENGTH_BYTES[instruction.name])
+            return instruction.name, self._long_bytes(instruction.name)
+        if instruction.name in _TEXT_LENGTH_BYTES:
+            return instruction.name, self._long_text(_TEXT_LENGTH_BYTES[instruction.name])
         if instruction.arg is None:
             return instruction.name, None
-        return instruction.name, instruction.arg.reader(self._input)
+        argument = instruction.arg.reader(self._input)
+        if isinstance(argument, int) and argument.bit_length() > _MAX_INT_BITS:
+            raise UnsoundPickleError("a number without sense")
+        return instruction.name, argument
 
-    def _long_bytes(self, length_bytes: int) -> bytes | RawBytes:
-        length = int.from_bytes(self._input.read(length_bytes), "little")
+    def _long_bytes(self, name: str) -> bytes | str | RawBytes:
+        length = int.from_bytes(self._input.read(_LENGTH_BYTES[name]), "little")
         if self._path is None or length < _LAZY_FROM:
-            return self._input.read(length)
+            content = self._input.read(length)
+            return content.decode("latin-1") if name == "BINSTRING" else content
         return RawBytes(self._path, self._input.skip(length), length)
 
+    def _long_text(self, length_bytes: int) -> str | RawBytes:
+        length = int.from_bytes(self._input.read(length_bytes), "little")
+        if self._path is None or length < _LAZY_FROM:
+            return self._input.read(length).decode("utf-8", "surrogatepass")
+        return RawBytes(self._path, self._input.skip(length), length, is_text=True)
+
     def _step(self, name: str, argument: Any) -> None:
+        self._spend(1)
         if name in _LITERALS:
-            self._stack.append(argument)
+            self._push(argument)
         elif name in _CONSTANTS:
-            self._stack.append(_CONSTANTS[name])
+            self._push(_CONSTANTS[name])
         elif name in _EMPTY:
-            self._stack.append(_EMPTY[name]())
+            self._push(_EMPTY[name]())
         elif name in _SHORT_TUPLES:
             values = [self._pop() for _ in range(_SHORT_TUPLES[name])]
-            self._stack.append(tuple(reversed(values)))
+            self._push(tuple(reversed(values)))
         elif name not in ("PROTO", "FRAME"):
             handler = getattr(self, f"_do_{name.lower()}", None)
             if handler is None:
@@ -184,43 +212,46 @@ class Unpickler:
 
     # ---- stack and memo
 
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)
+
     def _pop(self) -> Any:
-        value = self._stack.pop()
-        if value is _MARK:
-            raise ValueError("the stack is out of order")
-        return value
+        return self._stack.pop()
 
     def _top(self) -> Any:
-        if self._stack[-1] is _MARK:
-            raise ValueError("the stack is out of order")
         return self._stack[-1]
 
     def _pop_to_mark(self) -> list[Any]:
-        at = len(self._stack) - 1 - self._stack[::-1].index(_MARK)
-        values = self._stack[at + 1 :]
-        del self._stack[at:]
+        values = self._stack
+        self._stack = self._below.pop()
         return values
 
     def _do_mark(self, _: None) -> None:
-        self._stack.append(_MARK)
+        self._below.append(self._stack)
+        self._stack = []
 
     def _do_pop(self, _: None) -> None:
-        self._stack.pop()
+        if self._stack:
+            self._stack.pop()
+        else:
+            self._pop_to_mark()
 
     def _do_pop_mark(self, _: None) -> None:
         self._pop_to_mark()
 
     def _do_dup(self, _: None) -> None:
-        self._stack.append(self._top())
+        self._push(self._top())
 
     def _do_memoize(self, _: None) -> None:
         self._memo[len(self._memo)] = self._top()
 
     def _put(self, index: int) -> None:
+        if not 0 <= index < _MAX_INDEX:
+            raise UnsoundPickleError("an index without sense")
         self._memo[index] = self._top()
 
     def _get(self, index: int) -> None:
-        self._stack.append(self._memo[index])
+        self._push(self._memo[index])
 
     _do_put = _do_binput = _do_long_binput = _put
     _do_get = _do_binget = _do_long_binget = _get
@@ -228,16 +259,16 @@ class Unpickler:
     # ---- containers
 
     def _do_tuple(self, _: None) -> None:
-        self._stack.append(tuple(self._pop_to_mark()))
+        self._push(tuple(self._pop_to_mark()))
 
     def _do_list(self, _: None) -> None:
-        self._stack.append(self._pop_to_mark())
+        self._push(self._pop_to_mark())
 
     def _do_dict(self, _: None) -> None:
-        self._stack.append(dict(_pairs(self._pop_to_mark())))
+        self._push(dict(_pairs(self._pop_to_mark())))
 
     def _do_frozenset(self, _: None) -> None:
-        self._stack.append(frozenset(self._pop_to_mark()))
+        self._push(frozenset(map(checked_key, self._pop_to_mark())))
 
     def _do_append(self, _: None) -> None:
         self._extend([self._pop()])
@@ -268,19 +299,19 @@ class Unpickler:
     def _do_additems(self, _: None) -> None:
         values = self._pop_to_mark()
         _only(self._top(), set)
-        self._top().update(values)
+        self._top().update(map(checked_key, values))
 
     # ---- names and what stands for calls
 
     def _do_global(self, argument: str) -> None:
         module, _, name = argument.partition(" ")
-        self._stack.append(self._named(f"{module}.{name}"))
+        self._push(self._named(f"{module}.{name}"))
 
     def _do_stack_global(self, _: None) -> None:
         name, module = self._pop(), self._pop()
         if not (isinstance(name, str) and isinstance(module, str)):
-            raise ValueError("a name that is not text")
-        self._stack.append(self._named(f"{module}.{name}"))
+            raise UnsoundPickleError("a name that is not text")
+        self._push(self._named(f"{module}.{name}"))
 
     def _named(self, text: str) -> Name:
         if text in self._names:
@@ -313,8 +344,9 @@ class Unpickler:
         if not isinstance(called, Name):
             raise RefusedPickleError(f"a call of {_name_of(called)}")
         if not isinstance(arguments, tuple):
-            raise ValueError("arguments that are not a tuple")
-        self._stack.append(called.build(*arguments))
+            raise UnsoundPickleError("arguments that are not a tuple")
+        self._spend(_copied(arguments))
+        self._push(called.build(*arguments))
 
     def _do_build(self, _: None) -> None:
         state, target = self._pop(), self._top()
@@ -322,6 +354,7 @@ class Unpickler:
             raise RefusedPickleError(f"to change {target.text}")
         # Attributes of a plain container (PyTorch's `_metadata`) are nothing we need.
         if not isinstance(target, dict | list | set):
+            self._spend(_copied(state) if isinstance(state, tuple) else 0)
             target.set_state(state)
 
     def _do_persid(self, argument: str) -> None:
@@ -333,44 +366,42 @@ class Unpickler:
     def _load_persistent(self, identity: Any) -> None:
         if self._persistent is None:
             raise RefusedPickleError("an object kept outside of the pickle")
-        self._stack.append(self._persistent(identity))
+        self._push(self._persistent(identity))
 
 
-class _Bounded:
-    """A stream that never allocates for more bytes than it has left."""
+def checked_key(key: Any) -> Any:
+    """A key of a dictionary or member of a set.
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        here = file.tell()
-        self._end = file.seek(0, 2)
-        file.seek(here)
+    Raises UnsoundPickleError unless its hash is quickly computed and its own.
 
-    def read(self, count: int) -> bytes:
-        if count < 0 or count > self._end - self._file.tell():
-            raise CheckpointError("not a sound pickle: it ends too early")
-        return self._file.read(count)
-
-    def readline(self) -> bytes:
-        return self._file.readline()
-
-    def skip(self, count: int) -> int:
-        """Pass over some bytes; returns where they begin."""
-        start = self._file.tell()
-        if count > self._end - start:
-            raise CheckpointError("not a sound pickle: it ends too early")
-        self._file.seek(start + count)
-        return start
+    The hash of a tuple can take for ever, and unequal large integers have the same one.
+    """
+    is_plain = type(key) in _SCALARS and not (type(key) is int and key.bit_length() > 60)
+    if not is_plain and not isinstance(key, Name | Record):
+        raise UnsoundPickleError("a key that is neither a text nor a number")
+    return key
 
 
-def _pairs(values: list[Any]) -> list[tuple[Any, Any]]:
+def _pairs(values: list[Any]) -> Iterator[tuple[Any, Any]]:
     if len(values) % 2:
-        raise ValueError("a key without a value")
-    return list(zip(values[::2], values[1::2], strict=True))
+        raise UnsoundPickleError("a key without a value")
+    return zip(map(checked_key, values[::2]), values[1::2], strict=True)
+
+
+def _copied(values: tuple[Any, ...]) -> int:
+    """What a call that copies its arguments may cost, in steps: one for an item or for 64 bytes of a text."""
+    steps = len(values)
+    for value in values:
+        if isinstance(value, str | bytes | bytearray):
+            steps += len(value) // 64
+        elif isinstance(value, tuple | list | dict | set | frozenset):
+            steps += len(value)
+    return steps
 
 
 def _only(target: Any, *kinds: type) -> None:
     if not isinstance(target, kinds):
-        raise ValueError(f"something is put into {_name_of(target)}")
+        raise UnsoundPickleError(f"something is put into {_name_of(target)}")
 
 
 def _name_of(value: Any) -> str:

@@ -21,6 +21,7 @@ from ppfleetx.checkpoint.manifest import parse_step_directory
 from ppfleetx.checkpoint.paddle_file import read_paddle_file
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.model import ModelConfig
+from ppfleetx.utils.foreign_files import shown
 
 MODEL_FILE = "model.pdparams"
 _RANK = re.compile(r"mp_(\d{2,})_sharding_(\d{2,})_pp_(\d{2,})")
@@ -106,9 +107,10 @@ def told_by(tensors: Mapping[str, LazyTensor]) -> dict[str, int]:
     layers = [int(match[1]) for name in tensors if (match := re.match(r"decoder\.layers\.(\d+)\.", name))]
     keys = {"num_layers": max(layers, default=-1) + 1}
     if positions is not None:
-        keys |= {"max_position_embeddings": positions.shape[0], "hidden_size": positions.shape[1]}
-    if "decoder.layers.0.mlp.fc1.weight" in tensors:
-        keys["ffn_hidden_size"] = tensors["decoder.layers.0.mlp.fc1.weight"].shape[1]
+        keys |= dict(zip(("max_position_embeddings", "hidden_size"), positions.shape, strict=False))
+    fc1 = tensors.get("decoder.layers.0.mlp.fc1.weight")
+    if fc1 is not None and len(fc1.shape) == 2:
+        keys["ffn_hidden_size"] = fc1.shape[1]
     return keys
 
 
@@ -141,7 +143,7 @@ def _canonical(tensors: Mapping[str, LazyTensor], path: Path) -> dict[_Place, La
     for name, tensor in tensors.items():
         place = place_of(name)
         if place is None:
-            raise CheckpointError(f"{path}: {name} is not a parameter of FleetX's GPT")
+            raise CheckpointError(f"{path}: {shown(name)} is not a parameter of FleetX's GPT")
         named[place] = tensor
     return named
 
@@ -196,6 +198,11 @@ def _merged(place: _Place, parts: list[LazyTensor]) -> LazyTensor:
     if len(parts) == 1 or place.cut is None:
         return parts[0]
     cut = place.cut
+    if any(part.shape != parts[0].shape for part in parts) or len(parts[0].shape) <= cut:
+        raise CheckpointError(
+            f"{place.ours} has the shapes {', '.join(str(list(part.shape)) for part in parts)} on the "
+            "tensor-parallel ranks, which cannot be put together"
+        )
     shape = list(parts[0].shape)
     shape[cut] = sum(part.shape[cut] for part in parts)
     return derive(parts, shape, lambda *arrays: np.concatenate(arrays, axis=cut), place.ours)
@@ -221,7 +228,16 @@ def _fused(tensors: dict[str, LazyTensor], model: ModelConfig | None, path: Path
             result[name] = tensor
         elif head.endswith(".attention.q"):
             stem = head.removesuffix(".q")
-            parts = [tensors[f"{stem}.{part}.{kind}"] for part in "qkv"]
+            parts = [tensors.get(f"{stem}.{part}.{kind}") for part in "qkv"]
             ours = f"{stem}.qkv.{kind}"
+            if any(part is None or part.shape != tensor.shape for part in parts):
+                raise CheckpointError(
+                    f"{path}: q, k and v of {stem} are not all there, or of different shapes"
+                )
+            if not tensor.shape or tensor.shape[-1] % heads:
+                raise CheckpointError(
+                    f"{path}: {name} has shape {list(tensor.shape)}, which {heads} heads "
+                    "(num_attention_heads) cannot share"
+                )
             result[ours] = derive(parts, (*tensor.shape[:-1], 3 * tensor.shape[-1]), fuse, ours)
     return result

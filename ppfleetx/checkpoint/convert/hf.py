@@ -15,8 +15,8 @@ from ppfleetx.checkpoint.convert.hf_config import hf_config
 from ppfleetx.checkpoint.convert.safetensors_file import INDEX, SINGLE, read_safetensors, write_sharded
 from ppfleetx.checkpoint.convert.weights import Weights
 from ppfleetx.checkpoint.lazy import LazyTensor, derive
-from ppfleetx.checkpoint.pickled import flatten
-from ppfleetx.checkpoint.torch_file import read_torch_file
+from ppfleetx.checkpoint.pickled import check_claims, flatten
+from ppfleetx.checkpoint.torch_file import naming, read_torch_file
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.model import ModelConfig
 from ppfleetx.config.validate import section_of
@@ -177,7 +177,10 @@ def _read_pickle(path: Path) -> dict[str, LazyTensor]:
     tree = read_torch_file(path)
     if not isinstance(tree, dict):
         raise CheckpointError(f"{path} holds no state dict")
-    return dict(flatten(tree))
+    with naming(path):
+        tensors = flatten(tree)
+        check_claims(tensors.values(), path.stat().st_size)
+    return tensors
 
 
 def _indexed(directory: Path, index: str, read: Any) -> dict[str, LazyTensor]:

@@ -21,14 +21,17 @@ import numpy as np
 
 from ppfleetx.checkpoint.convert.weights import Weights
 from ppfleetx.checkpoint.lazy import LazyTensor, derive
-from ppfleetx.checkpoint.pickled import flatten
-from ppfleetx.checkpoint.torch_file import read_torch_file
+from ppfleetx.checkpoint.pickled import check_claims, flatten
+from ppfleetx.checkpoint.torch_file import naming, read_torch_file
 from ppfleetx.checkpoint.unpickle import Record
-from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.model import ModelConfig
+from ppfleetx.config.validate import section_of
 from ppfleetx.models.gpt.hf import pair_columns
+from ppfleetx.utils.foreign_files import read_bounded, shown
 
 TRACKER = "latest_checkpointed_iteration.txt"
+_MAX_TRACKER_BYTES = 100
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 RECORDS = ("argparse.Namespace", "types.SimpleNamespace", "megatron.", "enum.", "pathlib.", "apex.",
            "transformer_engine.", "torch.Generator", "_io.BytesIO")  # fmt: skip
@@ -99,8 +102,10 @@ def read_megatron(path: str | Path, model: ModelConfig | None = None) -> Weights
         raise CheckpointError(
             f"{directory} does not say what network it is (no args); describe it with --config YAML"
         )
-    model = model or ModelConfig(**keys)
-    version = float(first.get("checkpoint_version", 0) or 0)
+    model = model or _network(keys, directory)
+    version = first.get("checkpoint_version", 0) or 0
+    if type(version) not in (int, float):
+        raise CheckpointError(f"{grid[0, 0]}: checkpoint_version is {shown(version)}, which is no number")
     tensors: dict[str, LazyTensor] = {}
     start = 0
     for chunk, pp in _chunks(grid, first):
@@ -112,24 +117,34 @@ def read_megatron(path: str | Path, model: ModelConfig | None = None) -> Weights
     if model.tie_word_embeddings:  # the last stage's copy
         tensors.pop("head.weight", None)
     iteration = first.get("iteration", 0)
+    if type(iteration) is not int or not 0 <= iteration < 1 << 63:
+        raise CheckpointError(f"{grid[0, 0]}: iteration is {shown(iteration)}, which is no number of steps")
     return Weights(
         str(directory),
         tensors,
         model=keys,
         vocab_size=keys.get("vocab_size"),
-        step=iteration if isinstance(iteration, int) else 0,
+        step=iteration,
         source={"format": "megatron"},
     )
+
+
+def _network(keys: Mapping[str, Any], directory: Path) -> ModelConfig:
+    try:
+        return section_of(ModelConfig, dict(keys))
+    except ConfigError as error:
+        raise CheckpointError(f"{directory}: its args describe a network that cannot be: {error}") from error
 
 
 def _iteration(path: Path) -> Path:
     """The directory that holds the rank directories."""
     tracker = path / TRACKER
-    if tracker.is_file():
-        named = tracker.read_text(errors="replace").strip()
-        directory = path / (f"iter_{int(named):07d}" if named.isdigit() else named)
-        if not (named.isdigit() or named == "release") or not directory.is_dir():
-            raise CheckpointError(f"{tracker} names {named!r}, which is not there")
+    if tracker.exists():
+        named = read_bounded(tracker, _MAX_TRACKER_BYTES).decode("ascii", "replace").strip()
+        is_number = named.isascii() and named.isdigit()
+        directory = path / (f"iter_{int(named):07d}" if is_number else named)
+        if not (is_number or named == "release") or not directory.is_dir():
+            raise CheckpointError(f"{tracker} names {shown(named)}, which is not there")
         return directory
     if any((path / name).is_file() for name in MODEL_FILES) and _RANK.fullmatch(path.resolve().name):
         return path.resolve().parent
@@ -178,7 +193,10 @@ def _chunk(tree: Mapping[str, Any], key: str, path: Path) -> dict[str, LazyTenso
     if not isinstance(tree.get(key), dict):
         raise CheckpointError(f"{path} has no {key}")
     named = {}
-    for name, tensor in flatten(tree[key]):
+    with naming(path):
+        tensors = flatten(tree[key])
+        check_claims(tensors.values(), path.stat().st_size)
+    for name, tensor in tensors.items():
         bare = name.removeprefix("module.").removeprefix("language_model.")
         if not _IGNORED.fullmatch(bare):
             named[bare] = tensor
@@ -194,7 +212,9 @@ def _canonical(chunk: Mapping[str, LazyTensor], start: int, path: Path) -> dict[
     for name, tensor in chunk.items():
         part = _part_of(name, start)
         if part is None:
-            raise CheckpointError(f"{path}: {name} is not a parameter of a GPT that can be read")
+            raise CheckpointError(f"{path}: {shown(name)} is not a parameter of a GPT that can be read")
+        if part in named:
+            raise CheckpointError(f"{path}: {shown(name)} is there a second time under another name")
         named[part] = tensor
     return named
 
@@ -229,6 +249,11 @@ def _merged(part: _Part, parts: list[LazyTensor], model: ModelConfig, version: f
     if part.form == WHOLE:
         return parts[0]
     axis = 1 if part.form == COLUMNS else 0
+    if any(tensor.shape != parts[0].shape for tensor in parts) or len(parts[0].shape) <= axis:
+        raise CheckpointError(
+            f"{part.ours} has the shapes {', '.join(str(list(tensor.shape)) for tensor in parts)} on the "
+            "tensor-parallel ranks, which cannot be put together"
+        )
     gated = part.ours.rpartition(".")[0].endswith("mlp.fc1") and model.hidden_act == "swiglu"
 
     def make(*arrays: np.ndarray) -> np.ndarray:
@@ -243,8 +268,9 @@ def _merged(part: _Part, parts: list[LazyTensor], model: ModelConfig, version: f
 
     shape = list(parts[0].shape)
     shape[axis] = sum(tensor.shape[axis] for tensor in parts)
-    unit = 2 * len(parts) if gated else model.head_size if part.form == QKV else 1
-    if shape[0] % unit:
+    rows = model.head_size * (1 if version >= 2.0 else 3)
+    unit = 2 if gated else rows if part.form == QKV else 1
+    if parts[0].shape[0] % unit:
         raise CheckpointError(f"{part.ours} has {shape[0]} rows, which does not fit the Model section")
     return derive(parts, shape if is_embedding else shape[::-1], make, part.ours)
 
@@ -262,7 +288,13 @@ def _grouped(array: np.ndarray, head_dim: int, version: float) -> np.ndarray:
 
 def _model_keys(arguments: Record, directory: Path) -> dict[str, Any]:
     """The `Model` section out of Megatron's command line. Raises CheckpointError for what ours cannot do."""
-    get = arguments.get
+
+    def get(name: str, default: Any = None) -> Any:
+        value = arguments.get(name, default)
+        if value is not None and type(value) not in (bool, int, float, str):
+            raise CheckpointError(f"{directory}: Megatron's option {name} is {shown(value)}")
+        return value
+
     refused = {
         "num_experts": get("num_experts"),
         "apply_residual_connection_post_layernorm": get("apply_residual_connection_post_layernorm"),
@@ -277,7 +309,7 @@ def _model_keys(arguments: Record, directory: Path) -> dict[str, Any]:
     }
     for key, value in refused.items():
         if value:
-            raise CheckpointError(f"{directory}: Megatron's option {key} = {value!r} is not supported")
+            raise CheckpointError(f"{directory}: Megatron's option {key} = {shown(value)} is not supported")
     heads, hidden = get("num_attention_heads"), get("hidden_size")
     if not (heads and hidden and get("num_layers")):
         return {}
@@ -297,7 +329,7 @@ def _model_keys(arguments: Record, directory: Path) -> dict[str, Any]:
         "hidden_dropout_prob": get("hidden_dropout"),
         "attention_probs_dropout_prob": get("attention_dropout"),
         "position_embedding_type": "rope" if rope else get("position_embedding_type"),
-        "rotary_base": float(get("rotary_base") or 10000),
+        "rotary_base": get("rotary_base") or 10000.0,
         "normalization": get("normalization"),
         "tie_word_embeddings": not get("untie_embeddings_and_output_weights", False),
         "add_bias_linear": get("add_bias_linear", True),

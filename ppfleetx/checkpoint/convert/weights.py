@@ -16,6 +16,7 @@ from ppfleetx.checkpoint.slices import MODEL, NUMPY_OF_DTYPE, Index, TensorSlice
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.model import ModelConfig
 from ppfleetx.models.gpt.shape import parameter_shapes
+from ppfleetx.utils.foreign_files import shown
 
 # Dimension that counts vocabulary entries, by canonical name.
 VOCAB_DIM = {"embedding.word_embeddings.weight": 0, "head.weight": 1, "head.bias": 0}
@@ -65,6 +66,10 @@ def fitted(weights: Weights, model: ModelConfig) -> dict[str, LazyTensor]:
     Raises:
         CheckpointError: tensors are missing, left over or of another shape.
     """
+    if model.num_layers > len(weights.tensors):  # and what follows takes time and memory for each layer
+        raise CheckpointError(
+            f"{weights.place} has {len(weights.tensors)} tensors, the Model section {model.num_layers} layers"
+        )
     shapes = parameter_shapes(model)
     missing = [name for name in shapes if name not in weights.tensors]
     extra = [name for name in weights.tensors if name not in shapes]
@@ -157,4 +162,5 @@ def _padded(tensor: LazyTensor, name: str, shape: Index, model: ModelConfig, pla
 
 
 def _some(names: list[str]) -> str:
-    return f"{', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}"
+    first = ", ".join(name if len(name) <= 200 else shown(name) for name in names[:4])
+    return f"{first} and {len(names) - 4} more" if len(names) > 4 else first
