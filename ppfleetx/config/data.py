@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Literal
 
@@ -41,7 +42,7 @@ _CORPUS_KEYS = (
     "eod_id",
     "cache_dir",
 )
-_SHARES = re.compile(r"\s*(\d+\.?\d*|\.\d+)([,/\s]+(\d+\.?\d*|\.\d+))*\s*")
+_SHARES = re.compile(r"\s*(\d+(\.\d*)?|\.\d+)([,/\s]+(\d+(\.\d*)?|\.\d+))*\s*", re.ASCII)
 
 
 class DatasetConfig(Section):
@@ -99,8 +100,8 @@ class DatasetConfig(Section):
                 raise RuleError(
                     ("weights", "input_dir"), f"{len(self.weights)} weights for {len(entries)} corpora"
                 )
-            if not sum(self.weights) > 0:
-                raise RuleError(("weights",), "at least one weight must be greater than 0")
+            if not 0 < sum(self.weights) < math.inf:
+                raise RuleError(("weights",), "must have a sum that is greater than 0 and finite")
         return self
 
     @property
@@ -155,7 +156,7 @@ class DatasetConfig(Section):
             shares = tuple(float(share) for share in re.split(r"[,/\s]+", self.split.strip()))
         else:
             raise RuleError(("split",), rule)
-        if not 1 <= len(shares) <= 3 or not sum(shares) > 0:
+        if not 1 <= len(shares) <= 3 or not 0 < sum(shares) < math.inf:
             raise RuleError(("split",), rule)
         return self
 

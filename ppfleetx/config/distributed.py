@@ -7,13 +7,13 @@ from typing import Annotated, Literal
 
 from pydantic import model_validator
 
-from ppfleetx.config.fields import Bool, CountInt, NumberChoice, PositiveInt, RuleError, Section
+from ppfleetx.config.fields import Bool, CountInt, Degree, NumberChoice, RuleError, Section
 
 
 class ShardingConfig(Section):
     """Optimizer states, gradients and parameters divided over the sharding ranks (ZeRO)."""
 
-    sharding_degree: PositiveInt = 1
+    sharding_degree: Degree = 1
     """Ranks that share one copy of the states; they also split the batch."""
     sharding_stage: Annotated[Literal[1, 2, 3], NumberChoice] = 1
     """1 divides optimizer states, 2 also gradients, 3 also parameters."""
@@ -28,13 +28,13 @@ class ShardingConfig(Section):
 class DistributedConfig(Section):
     """World size = dp x mp x pp x sharding x sep."""
 
-    dp_degree: PositiveInt | None = None
+    dp_degree: Degree | None = None
     """Data parallel replicas; null: what the world size leaves (1 when it is not known)."""
-    mp_degree: PositiveInt = 1
+    mp_degree: Degree = 1
     """Tensor parallel ranks of one layer."""
-    pp_degree: PositiveInt = 1
+    pp_degree: Degree = 1
     """Pipeline stages."""
-    sep_degree: PositiveInt = 1
+    sep_degree: Degree = 1
     """Ranks that split each sequence."""
     sharding: ShardingConfig = ShardingConfig()
     pp_layers: tuple[CountInt | tuple[CountInt, ...], ...] | None = None

@@ -2,9 +2,36 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
 
-_UNSET = object()
+UNSET: Any = object()
+"""Stands for "no value", where None is a value."""
+
+_MAX_TEXT = 80
+_MAX_KEY = 120
+_MAX_RULE = 2000
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = _MAX_TEXT
+_short.maxlist = _short.maxtuple = _short.maxset = 8
+_short.maxdict, _short.maxlevel, _short.maxlong = 6, 3, 40
+
+
+def shown(value: Any) -> str:
+    """``value`` as it appears in a message: as Python writes it, but never more than a line or two.
+
+    A long text ends in ``...`` with its length; of long lists and mappings the first few items are shown.
+    """
+    if isinstance(value, str) and len(value) > _MAX_TEXT:
+        return f"{value[:_MAX_TEXT]!r}... ({len(value):,} characters)"
+    return _short.repr(value)
+
+
+def shown_key(key: str) -> str:
+    """A dotted key as it appears in a message: control characters escaped, a long one without its middle."""
+    text = key if key.isprintable() else repr(key)[1:-1]
+    return text if len(text) <= _MAX_KEY else f"{text[: _MAX_KEY - 40]}...{text[-37:]}"
 
 
 class UserError(ValueError):
@@ -21,7 +48,7 @@ class ConfigError(UserError):
     Args:
         rule: what is wrong and what would be right, as a sentence.
         key: dotted key, e.g. ``Model.num_layers``.
-        value: the offending value, when there is one.
+        value: the offending value, when there is one; the message shows it shortened.
         place: where it was written, ``file:line`` or ``-o override 2``.
         hint: what to do about it, e.g. the nearest key.
     """
@@ -31,19 +58,21 @@ class ConfigError(UserError):
         rule: str,
         *,
         key: str | None = None,
-        value: Any = _UNSET,
+        value: Any = UNSET,
         place: str | None = None,
         hint: str | None = None,
     ) -> None:
         self.rule, self.key, self.place, self.hint = rule, key, place, hint
-        self.value = None if value is _UNSET else value
-        head = key or ""
-        if key is not None and value is not _UNSET:
-            head += f" = {value!r}"
+        self.value = None if value is UNSET else value
+        head = "" if key is None else shown_key(key) or "''"
+        if key is not None and value is not UNSET:
+            head += f" = {shown(value)}"
         if place is not None:
             head += f" ({place})" if head else place
+        if len(rule) > _MAX_RULE:
+            rule = f"{rule[:_MAX_RULE]}..."
         message = f"{head}: {rule}" if head else rule
-        super().__init__(f"{message} {hint}" if hint else message)
+        super().__init__(message if not hint else f"{message}{'' if hint.startswith(chr(10)) else ' '}{hint}")
 
 
 class DataError(UserError):

@@ -13,7 +13,14 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-FLOAT_TEXT = re.compile(r"[-+]?(\d+(_\d+)*(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
+FLOAT_TEXT = re.compile(r"[-+]?(\d+(_\d+)*(\.\d*)?|\.\d+)([eE][-+]?\d+)?", re.ASCII)
+_MAX_NUMBER = 64  # characters
+MAX_COUNT = 2**63 - 1
+"""Counts are kept in 64 bits, in checkpoints and by Paddle."""
+MAX_LAYERS = 10_000
+"""The deepest networks that were ever trained have about 1000."""
+MAX_RANKS = 2**20
+"""Processes of one job."""
 
 
 class Section(BaseModel):
@@ -46,7 +53,7 @@ class Says:
 
 def _float_from_text(value: Any) -> Any:
     """``'2e-5'`` is a string to YAML 1.1 (no dot), a number to everybody who writes it."""
-    if isinstance(value, str) and FLOAT_TEXT.fullmatch(value.strip()):
+    if isinstance(value, str) and len(value) <= _MAX_NUMBER and FLOAT_TEXT.fullmatch(value.strip()):
         return float(value)
     return value
 
@@ -70,19 +77,23 @@ def _no_bool(value: Any) -> Any:
 
 Text = Annotated[str, Field(strict=True), Says("a text")]
 Bool = Annotated[bool, Field(strict=True), Says("true or false")]
-Int = Annotated[int, Field(strict=True), Says("an integer")]
-CountInt = Annotated[int, Field(strict=True, ge=0), Says("an integer of at least 0")]
+Int = Annotated[int, Field(strict=True, ge=-MAX_COUNT, le=MAX_COUNT), Says("an integer")]
+CountInt = Annotated[int, Field(strict=True, ge=0, le=MAX_COUNT), Says("an integer of at least 0")]
 IntervalOrZero = Annotated[
     int,
     BeforeValidator(_zero_for_never),
-    Field(strict=True, ge=0),
+    Field(strict=True, ge=0, le=MAX_COUNT),
     Says("an integer (0 or less, or null: never)"),
 ]
-Interval = Annotated[int, Field(strict=True, ge=1), Says("an integer (0 or less: never)")]
+Interval = Annotated[int, Field(strict=True, ge=1, le=MAX_COUNT), Says("an integer (0 or less: never)")]
 OptionalInterval = Annotated[Interval | None, BeforeValidator(_never)]
 NumberChoice = BeforeValidator(_no_bool)
-PositiveInt = Annotated[int, Field(strict=True, ge=1), Says("an integer of at least 1")]
+PositiveInt = Annotated[int, Field(strict=True, ge=1, le=MAX_COUNT), Says("an integer of at least 1")]
 NumThreads = Annotated[int, Field(strict=True, ge=1, le=1024), Says("an integer from 1 to 1024")]
+Degree = Annotated[int, Field(strict=True, ge=1, le=MAX_RANKS), Says(f"an integer from 1 to {MAX_RANKS}")]
+NumLayers = Annotated[
+    int, Field(strict=True, ge=1, le=MAX_LAYERS), Says(f"an integer from 1 to {MAX_LAYERS}")
+]
 # Paddle's kernels count along one dimension of a tensor in 32 bits.
 MAX_SIZE = 2**31 - 1
 Size = Annotated[int, Field(strict=True, ge=1, le=MAX_SIZE), Says("an integer of at least 1, below 2^31")]

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.tree import Node, merge
+from ppfleetx.config.errors import ConfigError, shown
+from ppfleetx.config.tree import Node, copy_tree, merge, plain_value, same_value
 
 _RENAMED = {
     "Quantization": "Compress.Quantization",
@@ -59,7 +59,7 @@ def modernize(tree: Node) -> tuple[Node, tuple[str, ...]]:
     Raises:
         ConfigError: an old and the new spelling of one key are both given, with different values.
     """
-    tree = _copy(tree)
+    tree = copy_tree(tree)
     warnings = [
         *_rename(tree),
         *_each(tree, "Engine.mix_precision.use_pure_fp16", _pure_fp16),
@@ -69,12 +69,6 @@ def modernize(tree: Node) -> tuple[Node, tuple[str, ...]]:
         *_warn_split_qkv(tree),
     ]
     return tree, tuple(warnings)
-
-
-def _copy(node: Node) -> Node:
-    if isinstance(node.value, dict):
-        return Node({key: _copy(child) for key, child in node.value.items()}, node.place, node.text)
-    return node
 
 
 def _find(tree: Node, pattern: str) -> Iterator[tuple[Node, str, str]]:
@@ -95,19 +89,28 @@ def _find(tree: Node, pattern: str) -> Iterator[tuple[Node, str, str]]:
 
 def _set(tree: Node, key: str, node: Node, old: str) -> None:
     *sections, last = key.split(".")
-    for section in sections:
+    for depth, section in enumerate(sections):
         child = tree.value.get(section)
-        if child is None or not isinstance(child.value, dict):
+        if child is None or child.value is None:
             child = tree.value[section] = Node({}, node.place)
+        elif not isinstance(child.value, dict):
+            raise ConfigError(
+                f"must be a section: {old} ({node.place}) is now {key}",
+                key=".".join(sections[: depth + 1]),
+                value=plain_value(child),
+                place=child.place,
+            )
         tree = child
     present = tree.value.get(last)
     if present is not None and isinstance(present.value, dict) and isinstance(node.value, dict):
         node = merge(present, node)
-    elif present is not None and present.value not in (None, node.value) and not _is_stronger(node, present):
+    elif not (
+        present is None or present.value is None or same_value(present, node) or _is_stronger(node, present)
+    ):
         raise ConfigError(
-            f"contradicts its old spelling {old} = {node.value!r} ({node.place})",
+            f"contradicts its old spelling {old} = {shown(plain_value(node))} ({node.place})",
             key=key,
-            value=present.value,
+            value=plain_value(present),
             place=present.place,
         )
     tree.value[last] = node

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import yaml
 
-from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.bases import read_with_bases
 from ppfleetx.config.fleetx_compat import modernize
 from ppfleetx.config.overrides import apply_overrides
 from ppfleetx.config.resolve import resolve
 from ppfleetx.config.sections import RunConfig
-from ppfleetx.config.tree import Node, merge, read_yaml, strip_marks
 from ppfleetx.config.validate import validate
 
 
@@ -30,50 +29,24 @@ def load_config(
     Raises:
         ConfigError: anything wrong, with key, value, place and rule.
     """
+    cfg, origins, warnings = read_config(path, overrides)
+    return resolve(cfg, origins, warnings, world_size)
+
+
+def read_config(
+    path: str | Path, overrides: Sequence[str] = ()
+) -> tuple[RunConfig, dict[str, str], tuple[str, ...]]:
+    """The configuration as it is written, with the place of every value and warnings.
+
+    Each section is sound; what follows from the rest is not filled in, and no rule between sections is
+    checked. The arguments are those of :func:`load_config`.
+    """
     tree, warnings = read_with_bases(Path(path))
     tree, more = modernize(apply_overrides(tree, overrides, RunConfig))
     cfg, origins = validate(tree, RunConfig)
-    return resolve(cfg, origins, tuple(dict.fromkeys((*warnings, *more))), world_size)
+    return cfg, origins, tuple(dict.fromkeys((*warnings, *more)))
 
 
 def dump_config(cfg: RunConfig) -> str:
     """``cfg`` as YAML with every key; loading it gives an equal configuration."""
     return yaml.safe_dump(cfg.model_dump(), sort_keys=False, allow_unicode=True, width=110)
-
-
-def read_with_bases(path: Path, chain: tuple[Path, ...] = ()) -> tuple[Node, tuple[str, ...]]:
-    """The tree of ``path`` merged over its ``_base_`` files (the last of a list is strongest), and warnings.
-
-    Old spellings are rewritten file by file, so that a file's old spelling replaces its base's new one.
-    """
-    here = path.resolve()
-    if here in chain:
-        circle = " -> ".join(p.name for p in (*chain[chain.index(here) :], here))
-        raise ConfigError(f"_base_ files form a circle: {circle}", place=str(path))
-    tree = read_yaml(path)
-    base_node = tree.value.pop("_base_", None)
-    tree, warnings = modernize(tree)
-    if base_node is None or base_node.value is None:
-        return strip_marks(tree), warnings
-    merged: Node | None = None
-    for name in _base_names(base_node):
-        base_path = path.parent / name
-        if not base_path.exists():
-            raise ConfigError("there is no such file", key="_base_", value=name, place=base_node.place)
-        base, more = read_with_bases(base_path, (*chain, here))
-        warnings = tuple(dict.fromkeys((*more, *warnings)))
-        merged = base if merged is None else merge(merged, base)
-    return (strip_marks(tree) if merged is None else merge(merged, tree)), warnings
-
-
-def _base_names(node: Node) -> list[str]:
-    items = node.value if isinstance(node.value, list) else [node]
-    for item in items:
-        if not isinstance(item.value, str):
-            raise ConfigError(
-                "must be a file name or a list of file names",
-                key="_base_",
-                value=item.value,
-                place=item.place,
-            )
-    return [item.value for item in items]

@@ -11,6 +11,7 @@ from ppfleetx.config.fields import Fraction, PositiveFloat, RuleError, Section, 
 
 BLOCK_LINEARS = ("attention.qkv", "attention.out_proj", "mlp.fc1", "mlp.fc2")
 """Linears of one block that can have an adapter; canonical names without ``decoder.layers.{i}.``."""
+_MAX_PATTERNS, _MAX_PATTERN = 64, 200
 
 
 class LoraConfig(Section):
@@ -48,7 +49,7 @@ class LoraConfig(Section):
         names = [f"decoder.layers.{i}.{linear}" for i in range(num_layers) for linear in BLOCK_LINEARS]
         for pattern in self.targets:
             if not any(fnmatchcase(name, pattern) for name in names):
-                known = [*(f"*.{linear}" for linear in BLOCK_LINEARS), *names]
+                known = [f"*.{linear}" for linear in BLOCK_LINEARS] + names[: len(BLOCK_LINEARS)]
                 near = difflib.get_close_matches(pattern, known, n=2, cutoff=0.0)
                 raise RuleError(
                     ("lora.targets",),
@@ -59,4 +60,11 @@ class LoraConfig(Section):
     def _check(self) -> LoraConfig:
         if not self.targets:
             raise RuleError(("targets",), "names no linear; for none at all set Model.lora to null")
+        longest = max(map(len, self.targets))
+        if len(self.targets) > _MAX_PATTERNS or longest > _MAX_PATTERN:
+            raise RuleError(
+                ("targets",),
+                f"holds {len(self.targets)} patterns of up to {longest} characters; {_MAX_PATTERNS} of "
+                f"{_MAX_PATTERN} are enough for any model",
+            )
         return self

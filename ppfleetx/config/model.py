@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal
 
 from pydantic import model_validator
@@ -12,6 +13,7 @@ from ppfleetx.config.fields import (
     CountInt,
     Fraction,
     NonNegativeFloat,
+    NumLayers,
     PositiveFloat,
     PositiveInt,
     RuleError,
@@ -35,7 +37,7 @@ class ModelConfig(Section):
     """The vocabulary is padded to a multiple of this, whatever `Distributed.mp_degree` is."""
     hidden_size: Size
     """Width of the residual stream."""
-    num_layers: Size
+    num_layers: NumLayers
     """Number of transformer layers over all pipeline stages."""
     num_attention_heads: Size
     """Number of query heads."""
@@ -114,7 +116,7 @@ class ModelConfig(Section):
     """Recompute every n-th layer, counted from layer 0."""
     sequence_parallel: Bool = False
     """Split norms and dropouts over the tensor-parallel ranks along the sequence (needs `mp_degree` > 1)."""
-    virtual_pp_degree: PositiveInt = 1
+    virtual_pp_degree: NumLayers = 1
     """Model chunks per pipeline stage (interleaved schedule)."""
     num_classes: PositiveInt | None = None
     """Classes of the finetuning head (GPTFinetuneModule), 1 for a task that predicts a number; null: the
@@ -169,11 +171,16 @@ class ModelConfig(Section):
 
     def is_recomputed(self, layer: int) -> bool:
         """Whether layer ``layer`` (0-based, over the whole model) is recomputed in the backward pass."""
-        if not self.use_recompute or layer in (self.no_recompute_layers or ()):
-            return False
-        if self.recompute_layers is not None:
-            return layer in self.recompute_layers
-        return layer % self.recompute_interval == 0
+        return layer in self.recomputed_layers()
+
+    def recomputed_layers(self) -> Collection[int]:
+        """The layers (0-based, over the whole model) that are recomputed in the backward pass."""
+        if not self.use_recompute:
+            return ()
+        chosen = self.recompute_layers
+        if chosen is None:
+            chosen = range(0, self.num_layers, self.recompute_interval)
+        return frozenset(chosen) - frozenset(self.no_recompute_layers or ())
 
     @model_validator(mode="after")
     def _check_heads(self) -> ModelConfig:

@@ -61,9 +61,10 @@ class LRConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _style_from_name(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or values.get("name") not in _STYLE_OF_NAME:
+        name = values.get("name") if isinstance(values, dict) else None
+        if not isinstance(name, str) or name not in _STYLE_OF_NAME:
             return values
-        style = _STYLE_OF_NAME[values["name"]]
+        style = _STYLE_OF_NAME[name]
         given = values.get("decay_style")
         if given is not None and given != style:
             raise RuleError(

@@ -5,13 +5,18 @@ Loading, the planner, the documentation and the test matrix all use this table.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import cache
+from itertools import chain, product
+from operator import itemgetter
 
 AXES = ("dp", "pp", "sharding", "sep", "mp")
 """Order of the axes in a global rank, from the slowest to the fastest changing (fleet's order)."""
+
+_MAX_TRIED, _MAX_VARIED = 5_000, 500  # factorisations that nearest_plan looks at
 
 CONFIG_KEYS = {
     "dp": "Distributed.dp_degree",
@@ -83,10 +88,15 @@ class ParallelPlan:
 
     def groups(self, axis: str) -> list[list[int]]:
         """Global ranks that communicate along ``axis``, one list per group."""
+        return [list(group) for group in self.iter_groups(axis)]
+
+    def iter_groups(self, axis: str) -> Iterator[range]:
+        """:meth:`groups` one by one."""
         stride = math.prod(getattr(self, name) for name in AXES[AXES.index(axis) + 1 :])
-        size = getattr(self, axis)
-        starts = (r for r in range(self.world_size) if self.coordinates(r)[axis] == 0)
-        return [[start + i * stride for i in range(size)] for start in starts]
+        length = stride * getattr(self, axis)
+        for block in range(0, self.world_size, length):
+            for start in range(block, block + stride):
+                yield range(start, start + length, stride)
 
     def __str__(self) -> str:
         text = f"dp {self.dp}, mp {self.mp}, pp {self.pp}, sharding {self.sharding}"
@@ -236,19 +246,33 @@ def _legal(plans: Iterable[ParallelPlan], work: Workload | None) -> list[Paralle
 
 
 def _candidates(world_size: int) -> Iterator[ParallelPlan]:
-    divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    for mp, pp, sharding, sep in product(divisors, repeat=4):
-        if world_size % (mp * pp * sharding * sep):
-            continue
-        plan = ParallelPlan(world_size // (mp * pp * sharding * sep), mp, pp, sharding, sep)
-        stages = (1, 2, 3) if sharding > 1 else (1,)
-        for stage, split_sequence, chunks in product(stages, (False, True), (1, 2)):
-            full = replace(
-                plan, sharding_stage=stage, sequence_parallel=split_sequence, virtual_pp_degree=chunks
-            )
-            yield full
-            if _offloads(full):
-                yield replace(full, sharding_offload=True)
+    for degrees in _factorizations(world_size):
+        yield from _with_options(ParallelPlan(*degrees))
+
+
+def _factorizations(world_size: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """(dp, mp, pp, sharding, sep) whose product is ``world_size``."""
+    for mp in _divisors(world_size):
+        for pp in _divisors(world_size // mp):
+            for sharding in _divisors(world_size // (mp * pp)):
+                rest = world_size // (mp * pp * sharding)
+                for sep in _divisors(rest):
+                    yield rest // sep, mp, pp, sharding, sep
+
+
+@cache
+def _divisors(number: int) -> tuple[int, ...]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(sorted({*small, *(number // n for n in small)}))
+
+
+def _with_options(plan: ParallelPlan) -> Iterator[ParallelPlan]:
+    stages = (1, 2, 3) if plan.sharding > 1 else (1,)
+    for stage, split_sequence, chunks in product(stages, (False, True), (1, 2)):
+        full = replace(plan, sharding_stage=stage, sequence_parallel=split_sequence, virtual_pp_degree=chunks)
+        yield full
+        if _offloads(full):
+            yield replace(full, sharding_offload=True)
 
 
 def _offloads(plan: ParallelPlan) -> bool:
@@ -265,19 +289,38 @@ def _offloads(plan: ParallelPlan) -> bool:
 def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = None) -> ParallelPlan | None:
     """The legal plan of ``world_size`` processes whose degrees differ least from ``plan``'s.
 
-    Changing the data-parallel degree costs least, because it does not cut the model differently.
+    Changing the data-parallel degree costs least, because it does not cut the model differently. Plans with
+    the options of ``plan`` are preferred. Only the nearest few thousand are tried; where none of them is
+    legal, it is the plan with data parallelism alone.
     """
-    options = ("sharding_stage", "sequence_parallel", "virtual_pp_degree", "sep")
-    every = [p for p in _candidates(world_size) if not p.sharding_offload]
-    alike = [p for p in every if all(getattr(p, option) == getattr(plan, option) for option in options)]
-    legal = _legal(alike, work) or _legal(every, work)
-
-    def distance(other: ParallelPlan) -> float:
-        cost = {"dp": 1.0, "sharding": 2.0, "mp": 4.0, "pp": 4.0, "sep": 8.0}
-        return sum(c * abs(math.log2(getattr(plan, a) / getattr(other, a))) for a, c in cost.items())
-
-    nearest = min(legal, key=distance, default=None)
+    nearest_first = heapq.nsmallest(_MAX_TRIED, _distances(plan, world_size), key=itemgetter(0))
+    near = [degrees for _, degrees in nearest_first]
+    options = {
+        key: getattr(plan, key) for key in ("sharding_stage", "sequence_parallel", "virtual_pp_degree")
+    }
+    alike = (ParallelPlan(*degrees, **options) for degrees in near if degrees[-1] == plan.sep)
+    every = (
+        option
+        for degrees in near[:_MAX_VARIED]
+        for option in _with_options(ParallelPlan(*degrees))
+        if not option.sharding_offload
+    )
+    candidates = chain(
+        (p for p in alike if p.sharding > 1 or p.sharding_stage == 1), every, [ParallelPlan(dp=world_size)]
+    )
+    nearest = next((p for p in candidates if not violations(p, work)), None)
     if nearest is None or not plan.sharding_offload:
         return nearest
     offloading = replace(nearest, sharding_offload=True, sharding_stage=max(2, nearest.sharding_stage))
     return nearest if violations(offloading, work) else offloading
+
+
+def _distances(plan: ParallelPlan, world_size: int) -> Iterator[tuple[float, tuple[int, int, int, int, int]]]:
+    """Every factorisation of ``world_size``, behind how far it is from ``plan``."""
+    dp, mp, pp, sharding, sep = (
+        {n: cost * abs(math.log2(n / getattr(plan, axis))) for n in _divisors(world_size)}
+        for axis, cost in (("dp", 1.0), ("mp", 4.0), ("pp", 4.0), ("sharding", 2.0), ("sep", 8.0))
+    )
+    for degrees in _factorizations(world_size):
+        a, b, c, d, e = degrees
+        yield dp[a] + mp[b] + pp[c] + sharding[d] + sep[e], degrees

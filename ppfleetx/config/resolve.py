@@ -7,9 +7,9 @@ from typing import Any
 
 from ppfleetx.config.batch import BatchPlan, resolve_batch
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.fields import RuleError
+from ppfleetx.config.fields import MAX_RANKS, RuleError
 from ppfleetx.config.finetuning import FINETUNE_MODULE, finetuning_violations, glue_task, num_outputs
-from ppfleetx.config.plan import nearest_plan, violations
+from ppfleetx.config.plan import AXES, CONFIG_KEYS, ParallelPlan, nearest_plan, violations
 from ppfleetx.config.sections import RunConfig, plan_of, workload_of
 from ppfleetx.config.validate import violation_error
 
@@ -35,6 +35,7 @@ def resolve(
 
 
 def _with_data_parallel(cfg: RunConfig, world_size: int | None, origins: dict[str, str]) -> RunConfig:
+    _refuse_too_many(plan_of(cfg), world_size)
     if world_size is None:
         return _change(cfg, "Distributed", dp_degree=cfg.Distributed.dp_degree or 1)
     if cfg.Distributed.dp_degree is None:
@@ -56,6 +57,17 @@ def _with_data_parallel(cfg: RunConfig, world_size: int | None, origins: dict[st
         if near
         else f"No plan fits {world_size} processes.",
     )
+
+
+def _refuse_too_many(plan: ParallelPlan, world_size: int | None) -> None:
+    if world_size is not None and world_size > MAX_RANKS:
+        raise ConfigError(f"{world_size:,} processes were started; a job has at most {MAX_RANKS:,}")
+    if plan.world_size > MAX_RANKS:
+        degrees = sorted(AXES, key=lambda axis: -getattr(plan, axis))
+        raise RuleError(
+            tuple(CONFIG_KEYS[axis] for axis in degrees if getattr(plan, axis) > 1),
+            f"the degrees multiply to {plan.world_size:,} processes; a job has at most {MAX_RANKS:,}",
+        )
 
 
 def _batch_of(cfg: RunConfig) -> BatchPlan:

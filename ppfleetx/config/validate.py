@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.fields import RuleError, Section
+from ppfleetx.config.errors import UNSET, ConfigError, shown, shown_key
+from ppfleetx.config.fields import MAX_COUNT, RuleError, Section
 from ppfleetx.config.sections import RunConfig
-from ppfleetx.config.tree import Node
-from ppfleetx.config.words import describe, field_types, is_text_only, item_type, section_in
+from ppfleetx.config.suggest import nearest_keys
+from ppfleetx.config.tree import Node, is_index
+from ppfleetx.config.words import describe, field_types, is_mapping, is_text_only, item_type, section_in
 
 _MAX_ERRORS = 8
-_NOTHING = object()
 
 SectionT = TypeVar("SectionT", bound=Section)
 
@@ -31,7 +30,8 @@ def validate(tree: Node, root: type[RunConfig]) -> tuple[RunConfig, dict[str, st
     try:
         return root.model_validate(plain), origins
     except ValidationError as error:
-        raise _config_error(error, plain, root, origins) from None
+        # What is missing at the top is missing in the file.
+        raise _config_error(error, plain, root, {"": tree.place, **origins}) from None
 
 
 def section_of(section: type[SectionT], values: dict[str, Any]) -> SectionT:
@@ -48,19 +48,21 @@ def section_of(section: type[SectionT], values: dict[str, Any]) -> SectionT:
 
 def violation_error(violation: RuleError, prefix: str, values: Any, origins: dict[str, str]) -> ConfigError:
     """``violation`` as an error that names every key concerned with its value and place."""
+    return ConfigError(**_violation(violation, prefix, values, origins))
+
+
+def _violation(violation: RuleError, prefix: str, values: Any, origins: dict[str, str]) -> dict[str, Any]:
     keys = [f"{prefix}.{key}" if prefix else key for key in violation.keys]
     written = [key for key in keys if key in origins] or keys[:1]
     key, others = written[0], written[1:]
-    value = _value_at(values, key)
-    also = [f"{other} = {_value_at(values, other)!r} ({origins[other]})" for other in others]
-    arguments = {} if value is _NOTHING else {"value": value}
-    return ConfigError(
-        violation.rule,
-        key=key,
-        place=_place_of(key, origins) or ("default" if origins else None),
-        hint=f"[with {', '.join(also)}]" if also else None,
-        **arguments,
-    )
+    also = [f"{other} = {shown(_value_at(values, other))} ({origins[other]})" for other in others]
+    return {
+        "rule": violation.rule,
+        "key": key,
+        "value": _value_at(values, key),
+        "place": _place_of(key, origins) or ("default" if origins else None),
+        "hint": f"[with {', '.join(also)}]" if also else None,
+    }
 
 
 def _to_plain(node: Node, annotation: Any, key: str, origins: dict[str, str]) -> Any:
@@ -90,38 +92,56 @@ def _to_plain(node: Node, annotation: Any, key: str, origins: dict[str, str]) ->
 def _config_error(
     error: ValidationError, plain: Any, root: type[Section], origins: dict[str, str]
 ) -> ConfigError:
-    found: dict[str, ConfigError] = {}
-    for detail in error.errors():
-        one = _one_error(detail, plain, root, origins)
-        found.setdefault(one.key or "", one)
+    details = error.errors(include_url=False, include_input=False)
+    found: dict[str, ErrorDetails] = {}
+    around: set[str] = set()
+    for detail in details:
+        key = _blamed(detail, root)
+        if key not in found:
+            found[key] = detail
+            around.update(key[:dot] for dot, sign in enumerate(key) if sign == ".")
     # A wrong item makes its list wrong too: the item says more.
-    found = {key: one for key, one in found.items() if not any(k.startswith(f"{key}.") for k in found)}
-    first, *rest = found.values()
+    telling = [detail for key, detail in found.items() if key not in around]
+    first, *rest = (_one_error(detail, plain, root, origins) for detail in telling[:_MAX_ERRORS])
     if not rest:
-        return first
-    shown = "".join(f"\n  {one}" for one in rest[: _MAX_ERRORS - 1])
-    more = len(rest) - (_MAX_ERRORS - 1)
-    tail = f"\n  and {more} more" if more > 0 else ""
-    arguments = {} if first.value is None else {"value": first.value}
-    hint = f"{first.hint or ''}\nfurther errors:{shown}{tail}".lstrip(" ")
-    return ConfigError(first.rule, key=first.key, place=first.place, hint=hint, **arguments)
+        return ConfigError(**first)
+    said = {first["hint"]}
+    for one in rest:
+        one["hint"] = None if one["hint"] in said else one["hint"]
+        said.add(one["hint"])
+    shown_rest = "".join(f"\n  {ConfigError(**one)}" for one in rest)
+    more = len(telling) - _MAX_ERRORS
+    tail = f"\n  and {more:,} more" if more > 0 else ""
+    hint = f"{first['hint'] or ''}\nfurther errors:{shown_rest}{tail}"
+    return ConfigError(**{**first, "hint": hint})
 
 
-def _one_error(detail: ErrorDetails, plain: Any, root: type[Section], origins: dict[str, str]) -> ConfigError:
+def _blamed(detail: ErrorDetails, root: type[Section]) -> str:
+    """Dotted key that an error is about."""
+    path = _follow(detail["loc"], root)[2]
+    cause = detail.get("ctx", {}).get("error")
+    return ".".join([*path, *cause.keys[:1]] if isinstance(cause, RuleError) else path)
+
+
+def _one_error(
+    detail: ErrorDetails, plain: Any, root: type[Section], origins: dict[str, str]
+) -> dict[str, Any]:
+    """Arguments of the ConfigError for one of pydantic's errors."""
     section, annotation, path = _follow(detail["loc"], root)
     key = ".".join(path)
     cause = detail.get("ctx", {}).get("error")
     if isinstance(cause, RuleError):
-        return violation_error(cause, key, plain, origins)
+        return _violation(cause, key, plain, origins)
+    said = {"key": key, "place": _place_of(key, origins), "hint": None}
     if detail["type"] == "missing":
-        return ConfigError(
-            f"is required ({describe(annotation)}) and is not given", key=key, place=_place_of(key, origins)
-        )
-    value, place = _value_at(plain, key), _place_of(key, origins)
+        return {**said, "rule": f"is required ({describe(annotation)}) and is not given"}
     if detail["type"] == "extra_forbidden":
-        rule = f"there is no such key in {'.'.join(path[:-1]) or 'a configuration'}."
-        return ConfigError(rule, key=key, place=place, hint=_nearest(path, section, root))
-    return ConfigError(f"must be {describe(annotation)}", key=key, value=value, place=place)
+        rule = f"there is no such key in {shown_key('.'.join(path[:-1])) or 'a configuration'}."
+        return {**said, "rule": rule, "hint": nearest_keys(path, section, root)}
+    rule = f"must be {describe(annotation)}"
+    if detail.get("ctx", {}).get("le") == MAX_COUNT:
+        rule += ", and at most 2^63 - 1"
+    return {**said, "rule": rule, "value": _value_at(plain, key)}
 
 
 def _follow(location: tuple[int | str, ...], root: type[Section]) -> tuple[type[Section], Any, list[str]]:
@@ -139,57 +159,25 @@ def _follow(location: tuple[int | str, ...], root: type[Section]) -> tuple[type[
         elif item_type(annotation) is not None and isinstance(part, int):
             annotation = item_type(annotation)
             path.append(str(part))
-        elif isinstance(part, str) and annotation is not None and _is_mapping(annotation):
+        elif isinstance(part, str) and annotation is not None and is_mapping(annotation):
             annotation = item_type(annotation)
             path.append(part)
     return section, annotation, path
-
-
-def _is_mapping(annotation: Any) -> bool:
-    return "a mapping (values" in describe(annotation)
 
 
 def _value_at(values: Any, key: str) -> Any:
     for part in key.split("."):
         if isinstance(values, dict) and part in values:
             values = values[part]
-        elif isinstance(values, (list, tuple)) and part.isdigit() and int(part) < len(values):
+        elif isinstance(values, (list, tuple)) and is_index(part) and int(part) < len(values):
             values = values[int(part)]
         else:
-            return _NOTHING
+            return UNSET
     return values
 
 
 def _place_of(key: str, origins: dict[str, str]) -> str | None:
     """Place of ``key`` or of the nearest mapping around it."""
-    while key:
-        if key in origins:
-            return origins[key]
+    while key and key not in origins:
         key = key.rpartition(".")[0]
-    return None
-
-
-def _nearest(path: list[str], section: type[Section], root: type[Section]) -> str:
-    prefix = ".".join(path[:-1])
-    here = difflib.get_close_matches(path[-1], field_types(section), n=3, cutoff=0.6)
-    near = [f"{prefix}.{name}" if prefix else name for name in here]
-    everywhere = all_keys(root)
-    same_name = [key for key in everywhere if key.rpartition(".")[2] == path[-1]]
-    near += [key for key in same_name if key not in near]
-    if not near:
-        elsewhere = [key for key in everywhere if key not in (path[0], prefix)]
-        near = difflib.get_close_matches(".".join(path), elsewhere, n=2, cutoff=0.75)
-    if near:
-        return f"Did you mean {' or '.join(near[:3])}?"
-    return f"Keys here: {', '.join(field_types(section))}."
-
-
-def all_keys(root: type[Section], prefix: str = "") -> list[str]:
-    """Dotted names of every key below ``root``, sections included."""
-    keys = []
-    for name, annotation in field_types(root).items():
-        keys.append(prefix + name)
-        section = section_in(annotation)
-        if section is not None:
-            keys += all_keys(section, f"{prefix}{name}.")
-    return keys
+    return origins.get(key)

@@ -45,6 +45,11 @@ def item_type(annotation: Any) -> Any:
     return None
 
 
+def is_mapping(annotation: Any) -> bool:
+    """Whether a mapping with keys of the user's own is among the alternatives."""
+    return any(get_origin(part) is dict for part in members(annotation))
+
+
 def is_text_only(annotation: Any) -> bool:
     """Whether every scalar the field accepts, null aside, is a text."""
     scalars = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 from ppfleetx.config.model import ModelConfig
 from ppfleetx.config.plan import AXES, ParallelPlan
 from ppfleetx.config.sections import RunConfig
@@ -10,6 +12,7 @@ from ppfleetx.models.gpt.shape import flops_per_step, parameter_count, trained_c
 
 _MAX_GROUPS_SHOWN = 2
 _MAX_RANKS_SHOWN = 8
+_MAX_STAGES_SHOWN = 64
 _RANKS_PER_NODE = 8
 
 
@@ -58,15 +61,15 @@ def _plan_lines(cfg: RunConfig) -> list[str]:
 
 
 def _groups(plan: ParallelPlan, axis: str) -> str:
-    groups = plan.groups(axis)
-    shown = ", ".join(_ranks(group) for group in groups[:_MAX_GROUPS_SHOWN])
-    more = ", ..." if len(groups) > _MAX_GROUPS_SHOWN else ""
-    return f"{len(groups)} group{'s' if len(groups) > 1 else ''} of {len(groups[0])}: {shown}{more}"
+    count = plan.world_size // getattr(plan, axis)
+    shown = ", ".join(_ranks(group) for group in islice(plan.iter_groups(axis), _MAX_GROUPS_SHOWN))
+    more = ", ..." if count > _MAX_GROUPS_SHOWN else ""
+    return f"{count} group{'s' if count > 1 else ''} of {getattr(plan, axis)}: {shown}{more}"
 
 
-def _ranks(group: list[int]) -> str:
+def _ranks(group: range) -> str:
     if len(group) <= _MAX_RANKS_SHOWN:
-        return str(group)
+        return str(list(group))
     return f"[{group[0]}, {group[1]}, {group[2]}, ..., {group[-1]}]"
 
 
@@ -79,7 +82,9 @@ def _pipeline_lines(cfg: RunConfig, plan: ParallelPlan) -> list[str]:
         if plan.virtual_pp_degree > 1:
             text += f" ({plan.virtual_pp_degree} chunks of {chunks[0]})"
     else:
-        text = "stages of " + ", ".join("+".join(map(str, stage)) for stage in stages) + " layers"
+        sizes = ["+".join(map(str, stage[:_MAX_STAGES_SHOWN])) for stage in stages[:_MAX_STAGES_SHOWN]]
+        more = ", ..." if plan.num_chunks > _MAX_STAGES_SHOWN else ""
+        text = f"stages of {', '.join(sizes)}{more} layers"
     idle = bubble_share(plan, cfg.batch.accumulate_steps)
     micro_batches = f"{cfg.batch.accumulate_steps} micro batches per step"
     return [_line("pipeline", text), _line("bubble", f"{idle:.1%} of the time is idle ({micro_batches})")]
@@ -189,7 +194,7 @@ def _binary(num_bytes: int) -> str:
 
 
 def _recompute(model: ModelConfig) -> str:
-    count = sum(model.is_recomputed(layer) for layer in range(model.num_layers))
+    count = len(model.recomputed_layers())
     if count == 0:
         return "none"
     return f"{model.recompute_granularity or 'full'}, {count} of {model.num_layers} layers"

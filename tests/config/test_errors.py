@@ -164,8 +164,8 @@ WRONG_FILES = [
     ("_base_: [small.yaml, 3]\n", ["_base_ = 3", "file name"]),
     ("_base_: wrong.yaml\n", ["circle: wrong.yaml -> wrong.yaml"]),
     ("_base_: small.yaml\nEngine:\n  _inherited_: 3\n", ["_inherited_ = 3", "wrong.yaml:3"]),
-    ("Model: &a\n  x: *a\n", ["nested too deeply"]),
-    ("_base_: small.yaml\nModel:\n  <<: {a: 1}\n", ["a key must be a plain word"]),
+    ("Model: &a\n  x: *a\n", ["Model.x (", "wrong.yaml:2", "*a is part of what it refers to"]),
+    ("_base_: small.yaml\nModel:\n  <<: {a: 1}\n", ["Model.<< (", "wrong.yaml:3", "merge keys"]),
     ("_base_: small.yaml\nModel: !!python/object:os.system {}\n", ["wrong.yaml:2"]),
 ]
 

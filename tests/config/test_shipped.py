@@ -10,8 +10,8 @@ import pytest
 from ppfleetx.config.docs import field_docs, json_schema
 from ppfleetx.config.loader import dump_config, load_config
 from ppfleetx.config.sections import RunConfig
+from ppfleetx.config.suggest import all_keys
 from ppfleetx.config.unsupported import not_supported_reasons, without_effect
-from ppfleetx.config.validate import all_keys
 from ppfleetx.config.words import field_types, section_in
 from ppfleetx.core.check import bubble_share, check_report
 from ppfleetx.models.gpt.shape import parameter_count

@@ -19,14 +19,10 @@ from ppfleetx.checkpoint.lazy import FLOAT_DTYPES
 from ppfleetx.config.effects import network
 from ppfleetx.config.errors import CheckpointError, DataError
 from ppfleetx.config.finetuning import FINETUNE_MODULE
-from ppfleetx.config.fleetx_compat import modernize
-from ppfleetx.config.loader import read_with_bases
+from ppfleetx.config.loader import read_config
 from ppfleetx.config.model import ModelConfig
-from ppfleetx.config.overrides import apply_overrides
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.rope import RopeScalingConfig
-from ppfleetx.config.sections import RunConfig
-from ppfleetx.config.validate import validate
 from ppfleetx.utils.foreign_files import read_json
 from ppfleetx.utils.process_env import import_paddle
 
@@ -128,10 +124,7 @@ def model_of(weights: Weights, given: ModelConfig | None) -> ModelConfig:
 
 def load_model_section(path: str | Path, overrides: tuple[str, ...] = ()) -> ModelConfig:
     """The `Model` section of a configuration file, whose other sections may be absent. Raises ConfigError."""
-    tree, _ = read_with_bases(Path(path))
-    tree, _ = modernize(apply_overrides(tree, overrides, RunConfig))
-    cfg, _ = validate(tree, RunConfig)
-    return cfg.Model
+    return read_config(path, overrides)[0].Model
 
 
 def check_logits(job: Conversion, written: Path, *, length: int = 32, seed: int = 0) -> float:
