@@ -11,75 +11,26 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from math import prod
-from pathlib import PurePosixPath
+from pathlib import Path
 from typing import Any
 
-from ppfleetx.checkpoint.slices import MODEL, NUMPY_OF_DTYPE, OPTIMIZER, Index
+from ppfleetx.checkpoint.entries import (
+    CHUNK_BYTES,
+    FileEntry,
+    TensorEntry,
+    check_together,
+    read_files,
+    read_tensors,
+)
 from ppfleetx.config.errors import CheckpointError
+from ppfleetx.utils.foreign_files import MAX_JSON_DEPTH, MAX_JSON_VALUES, parse_json, read_bounded, shown
 
 FORMAT, VERSION = "ppfleetx-checkpoint", 1
 MANIFEST_FILE, MARKER_FILE, LATEST_FILE = "manifest.json", "COMPLETE", "latest"
 BEST_FILE = "best"
-CHUNK_BYTES = 4 * 1024 * 1024
+_MAX_SEALED_BYTES = 4096
 _RANK_DIR = re.compile(r"mp_\d{2,}_sharding_\d{2,}_pp_\d{2,}")
 _STEP_DIR = re.compile(r"epoch_(\d+)_step_(\d+)")
-
-
-@dataclass(frozen=True)
-class SliceEntry:
-    """Where one piece of a tensor lies.
-
-    `start` is the position of its first byte in `file`; `crc32` has one checksum for each
-    `CHUNK_BYTES` of its bytes (the last chunk may be shorter).
-    """
-
-    offset: Index
-    shape: Index
-    file: str
-    start: int
-    num_bytes: int
-    crc32: tuple[str, ...]
-    flat: tuple[int, int] | None = None
-
-    @property
-    def size(self) -> int:
-        return self.flat[1] - self.flat[0] if self.flat else prod(self.shape)
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """A tensor of the model or of the optimizer, and its pieces. `vocab_dim` as in TensorSlice."""
-
-    name: str
-    kind: str
-    state: str
-    dtype: str
-    shape: Index
-    slices: tuple[SliceEntry, ...]
-    vocab_dim: int | None = None
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        return self.kind, self.name, self.state
-
-    @property
-    def label(self) -> str:
-        """For messages."""
-        return f"{self.kind} {self.name} {self.state}".rstrip()
-
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * NUMPY_OF_DTYPE[self.dtype].itemsize
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """A safetensors file: its size, and size and CRC-32 of its header (length field included)."""
-
-    num_bytes: int
-    header_bytes: int
-    header_crc32: str
 
 
 @dataclass(frozen=True)
@@ -120,24 +71,36 @@ class Manifest:
         return text.encode()
 
     @classmethod
-    def from_bytes(cls, content: bytes, where: str) -> Manifest:
-        """Parse and check. Raises CheckpointError naming `where`."""
+    def from_bytes(cls, content: bytes, where: str, *, data_bytes: int = 0) -> Manifest:
+        """Parse and check.
+
+        Args:
+            content: the file's content.
+            where: its name, for messages.
+            data_bytes: size of the files it is about, as far as known: so many checksums it may have more.
+
+        Raises:
+            CheckpointError: it is of another format or version, or says what cannot be.
+        """
+        document = parse_json(
+            content,
+            where,
+            max_values=MAX_JSON_VALUES + data_bytes // CHUNK_BYTES,
+            max_depth=MAX_JSON_DEPTH + 8,  # a configuration of others is kept a few levels down
+        )
+        if document.pop("format", None) != FORMAT:
+            raise CheckpointError(f"{where} is not the manifest of a ppfleetx checkpoint")
+        version = document.pop("version", None)
+        if version != VERSION:
+            raise CheckpointError(
+                f"{where} has format version {shown(version)}; this program reads version {VERSION}"
+            )
+        if document.pop("chunk_bytes", None) != CHUNK_BYTES:
+            raise CheckpointError(f"{where}: checksums over chunks of another size than {CHUNK_BYTES}")
         try:
-            document = json.loads(content)
-            if document.pop("format") != FORMAT:
-                raise CheckpointError(f"{where} is not the manifest of a ppfleetx checkpoint")
-            version = document.pop("version")
-            if version != VERSION:
-                raise CheckpointError(
-                    f"{where} has format version {version}; this program reads version {VERSION}"
-                )
-            if document.pop("chunk_bytes") != CHUNK_BYTES:
-                raise CheckpointError(f"{where}: checksums over chunks of another size than {CHUNK_BYTES}")
-            return _checked(cls(**_typed(document)), where)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"{where} cannot be understood: {type(error).__name__} {error}") from error
+            return cls(**_checked(document))
+        except ValueError as error:
+            raise CheckpointError(f"{where}: {error}") from error
 
 
 def rank_directory(mp: int = 0, sharding: int = 0, pp: int = 0) -> str:
@@ -158,6 +121,11 @@ def parse_step_directory(name: str) -> tuple[int, int] | None:
     """(epoch, step), or None when `name` is not that of a checkpoint."""
     match = _STEP_DIR.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
+
+
+def read_sealed(path: Path) -> dict[str, str] | None:
+    """Fields of a sealed file, or None when it was torn or altered. Raises CheckpointError for no file."""
+    return unseal(read_bounded(path, _MAX_SEALED_BYTES))
 
 
 def seal(**fields: str | int) -> bytes:
@@ -188,64 +156,49 @@ def marker_of(manifest: bytes, saved_at_ns: int) -> bytes:
     )
 
 
-def _typed(document: dict[str, Any]) -> dict[str, Any]:
-    tensors = [_tensor_entry(entry) for entry in document["tensors"]]
+_OBJECT, _OPTIONAL_OBJECT = (dict,), (dict, type(None))
+# Types of what a manifest says beside files and tensors, and of what this program itself keeps in `state`.
+_TYPES: dict[str, tuple[type, ...]] = {
+    "step": (int,),
+    "epoch": (int,),
+    "state": _OBJECT,
+    "plan": _OBJECT,
+    "ranks": (list,),
+    "vocab_size": (int, type(None)),
+    "config": (dict, str, type(None)),
+    "fingerprints": _OBJECT,
+}
+_STATE_TYPES = dict.fromkeys(
+    ("train", "progress", "schedule", "scaler", "source", "rng", "rng_of_ranks"), _OPTIONAL_OBJECT
+)
+
+
+def _checked(document: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `Manifest` from the parsed file. Raises ValueError naming what is wrong."""
+    if absent := {"step", "epoch", "files", "tensors"} - document.keys():
+        raise ValueError(f"it lacks {', '.join(sorted(absent))}")
+    if unknown := sorted(document.keys() - Manifest.__dataclass_fields__):
+        raise ValueError(f"it has the unknown key {shown(unknown[0])}")
+    _check_types(document, _TYPES, "")
+    _check_types(document.get("state", {}), _STATE_TYPES, "state.")
+    config = document.get("config")
+    if isinstance(config, dict):
+        _check_types(config, {"Model": _OPTIONAL_OBJECT}, "config.")
+        _check_types(config.get("Model") or {}, {"lora": _OPTIONAL_OBJECT}, "config.Model.")
+    ranks = document.get("ranks", [])
+    for rank in ranks:
+        if not isinstance(rank, dict) or not isinstance(rank.get("directory"), str | None):
+            raise ValueError("one of ranks is no object with a directory")
+    files, tensors = read_files(document["files"]), read_tensors(document["tensors"])
+    check_together(files, tensors)
     keyed = {entry.key: entry for entry in tensors}
-    if len(keyed) != len(tensors):
-        raise ValueError("a tensor is listed twice")
-    files = {path: FileEntry(**entry) for path, entry in document["files"].items()}
-    return {**document, "files": files, "tensors": keyed, "ranks": tuple(document["ranks"])}
+    return {**document, "files": files, "tensors": keyed, "ranks": tuple(ranks)}
 
 
-def _tensor_entry(entry: dict[str, Any]) -> TensorEntry:
-    slices = tuple(
-        SliceEntry(
-            **{
-                **piece,
-                "offset": tuple(piece["offset"]),
-                "shape": tuple(piece["shape"]),
-                "crc32": tuple(piece["crc32"]),
-                "flat": None if piece["flat"] is None else tuple(piece["flat"]),
-            }
-        )
-        for piece in entry["slices"]
-    )
-    return TensorEntry(**{**entry, "shape": tuple(entry["shape"]), "slices": slices})
-
-
-def _checked(manifest: Manifest, where: str) -> Manifest:
-    for path in manifest.files:
-        parts = PurePosixPath(path).parts
-        if not parts or PurePosixPath(path).is_absolute() or ".." in parts:
-            raise CheckpointError(f"{where} names the file {path!r}, which is not inside the checkpoint")
-    for entry in manifest.tensors.values():
-        problem = _problem(entry, manifest.files)
-        if problem:
-            raise CheckpointError(f"{where}, {entry.kind} {entry.name} {entry.state}: {problem}")
-    return manifest
-
-
-def _problem(entry: TensorEntry, files: Mapping[str, FileEntry]) -> str | None:
-    """What is impossible about a tensor's entry, if anything."""
-    if entry.kind not in (MODEL, OPTIMIZER):
-        return f"unknown kind {entry.kind!r}"
-    if entry.dtype not in NUMPY_OF_DTYPE:
-        return f"unknown element type {entry.dtype!r}"
-    item = NUMPY_OF_DTYPE[entry.dtype].itemsize
-    for piece in entry.slices:
-        if piece.file not in files:
-            return f"lies in {piece.file}, which is not listed"
-        if piece.num_bytes != piece.size * item or len(piece.crc32) != -(-piece.num_bytes // CHUNK_BYTES):
-            return "sizes contradict each other"
-        if not len(piece.offset) == len(piece.shape) == len(entry.shape):
-            return "a slice has another number of dimensions than the tensor"
-        extents = zip(piece.offset, piece.shape, entry.shape, strict=True)
-        if any(start < 0 or start + length > size for start, length, size in extents):
-            return "a slice reaches beyond the tensor"
-        if piece.flat and not 0 <= piece.flat[0] < piece.flat[1] <= prod(piece.shape):
-            return "a flat interval reaches beyond its box"
-    if not entry.slices:
-        return "it has no slices"
-    if sum(piece.size for piece in entry.slices) != prod(entry.shape):
-        return "its slices do not make up the whole tensor"
-    return None
+def _check_types(values: dict[str, Any], types: Mapping[str, tuple[type, ...]], prefix: str) -> None:
+    for key, allowed in types.items():
+        if key in values:
+            value = values[key]
+            is_count = type(value) is not int or 0 <= value < 1 << 63
+            if type(value) not in allowed or not is_count:
+                raise ValueError(f"{prefix}{key} is {shown(value)}, which it cannot be")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -11,22 +12,24 @@ from typing import Any
 import numpy as np
 
 from ppfleetx.checkpoint import storage
+from ppfleetx.checkpoint.entries import CHUNK_BYTES, SliceEntry, TensorEntry
 from ppfleetx.checkpoint.manifest import (
     FORMAT,
     MANIFEST_FILE,
     MARKER_FILE,
     VERSION,
     Manifest,
-    SliceEntry,
-    TensorEntry,
-    unseal,
+    read_sealed,
 )
-from ppfleetx.checkpoint.slices import MODEL, NUMPY_OF_DTYPE, Index, boxes_of_interval, intersect
+from ppfleetx.checkpoint.slices import MODEL, NUMPY_OF_DTYPE, Index, intersect
 from ppfleetx.config.errors import CheckpointError
+from ppfleetx.utils.foreign_files import MAX_JSON_BYTES, read_bounded, shown
 
 # Rows are read in blocks of about this many bytes, so that a narrow column of a large matrix does not
 # need the memory of the matrix.
 _BLOCK_BYTES = 64 * 1024 * 1024
+_BYTES_OF_A_CHECKSUM = 32  # in a manifest, with quotation marks and indentation
+_NUMBER = re.compile(r"[0-9]{1,19}")
 
 
 class Checkpoint:
@@ -109,7 +112,7 @@ class Checkpoint:
         """Fill `result`, the box at `offset`, from all slices that reach into it."""
         found = 0
         for piece in entry.slices:
-            for box_offset, box_shape, first in _boxes(piece):
+            for box_offset, box_shape, first in piece.boxes():
                 common = intersect((offset, result.shape), (box_offset, box_shape))
                 if common is not None:
                     found += prod(common[1])
@@ -161,14 +164,16 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     path = Path(path)
     manifest_path = path / MANIFEST_FILE
     marker = read_marker(path)
-    content = _content(manifest_path)
+    data_bytes = _data_bytes(path)
+    most = MAX_JSON_BYTES + _BYTES_OF_A_CHECKSUM * (data_bytes // CHUNK_BYTES)
+    content = read_bounded(manifest_path, most)
     if len(content) != int(marker["manifest_bytes"]):
         raise CheckpointError(
             f"{manifest_path} has {len(content)} bytes instead of {marker['manifest_bytes']}: it is damaged"
         )
     if hashlib.sha256(content).hexdigest() != marker["manifest_sha256"]:
         raise CheckpointError(f"{manifest_path} is damaged: its checksum differs from that in {MARKER_FILE}")
-    manifest = Manifest.from_bytes(content, str(manifest_path))
+    manifest = Manifest.from_bytes(content, str(manifest_path), data_bytes=data_bytes)
     for relative, entry in manifest.files.items():
         storage.check_file(path, relative, entry)
     return Checkpoint(path, manifest, int(marker["saved_at_ns"]))
@@ -177,21 +182,27 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 def read_marker(path: Path) -> dict[str, str]:
     """Fields of the completeness marker; raises CheckpointError when it is missing or damaged."""
     marker_path = path / MARKER_FILE
-    if not marker_path.is_file():
+    if not marker_path.exists():
         raise CheckpointError(f"checkpoint {path} is not complete: it has no file {MARKER_FILE}")
-    fields = unseal(_content(marker_path))
+    fields = read_sealed(marker_path)
     if fields is None:
         raise CheckpointError(f"{marker_path} is damaged: its checksum is wrong")
     if fields.get("format") != f"{FORMAT}-{VERSION}":
-        raise CheckpointError(f"{marker_path} is of format {fields.get('format')}, not {FORMAT}-{VERSION}")
+        raise CheckpointError(
+            f"{marker_path} is of format {shown(fields.get('format'))}, not {FORMAT}-{VERSION}"
+        )
+    numbers = [fields.get(key, "") for key in ("manifest_bytes", "saved_at_ns")]
+    if "manifest_sha256" not in fields or not all(_NUMBER.fullmatch(number) for number in numbers):
+        raise CheckpointError(f"{marker_path} lacks the size and checksum of the manifest, or its time")
     return fields
 
 
-def _content(path: Path) -> bytes:
+def _data_bytes(path: Path) -> int:
+    """Size of the data files in a step directory: so long its manifest may be, having checksums of them."""
     try:
-        return path.read_bytes()
+        return sum(file.stat().st_size for file in path.glob("*/*.safetensors"))
     except OSError as error:
-        raise CheckpointError(f"checkpoint file {path} cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror}") from error
 
 
 def _wanted_box(entry: TensorEntry, offset: Index | None, shape: Index | None) -> tuple[Index, Index]:
@@ -207,12 +218,3 @@ def _wanted_box(entry: TensorEntry, offset: Index | None, shape: Index | None) -
             f"{entry.name} has shape {list(entry.shape)}: no part of shape {list(shape)} is at {list(offset)}"
         )
     return offset, shape
-
-
-def _boxes(piece: SliceEntry) -> Iterator[tuple[Index, Index, int]]:
-    """A piece as boxes contiguous in it: (global offset, shape, position of the first element)."""
-    if piece.flat is None:
-        yield piece.offset, piece.shape, 0
-        return
-    for offset, shape, first in boxes_of_interval(piece.shape, *piece.flat):
-        yield tuple(o + b for o, b in zip(offset, piece.offset, strict=True)), shape, first

@@ -6,8 +6,10 @@ elements of a box in row-major order. A slice of a tensor is a box, or a flat in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, product
 from math import prod
 
 import numpy as np
@@ -135,3 +137,20 @@ def boxes_of_interval(shape: Sequence[int], start: int, end: int) -> Iterator[tu
         yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]), first * row - start
     for offset, box, at in boxes_of_interval(shape[1:], 0, end - last * row):
         yield (last, *offset), (1, *box), last * row - start + at
+
+
+def covers_once(shape: Sequence[int], boxes: Iterable[tuple[Index, Index]]) -> bool:
+    """Whether boxes (offset, shape) cover every index of an array of ``shape`` exactly once.
+
+    The function that is 1 inside of a box is a sum over its corners: of steps up and down, +1 where an even
+    number of coordinates is the far one, else -1. Such sums are equal only if their corners are. So the boxes
+    tile the array, without overlaps and holes, when all their corners add up to those of the array; this
+    takes time linear in their number, whatever they look like.
+    """
+    ends: Counter[Index] = Counter()
+    whole = ((0,) * len(shape), tuple(shape))
+    for weight, box in chain([(-1, whole)], ((1, box) for box in boxes)):
+        sides = [((start, 1), (start + length, -1)) for start, length in zip(*box, strict=True)]
+        for corner in product(*sides):
+            ends[tuple(at for at, _ in corner)] += weight * prod(sign for _, sign in corner)
+    return not any(ends.values())

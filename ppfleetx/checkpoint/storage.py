@@ -18,10 +18,11 @@ from typing import BinaryIO
 
 import numpy as np
 
-from ppfleetx.checkpoint.manifest import CHUNK_BYTES, FileEntry, SliceEntry
+from ppfleetx.checkpoint.entries import CHUNK_BYTES, FileEntry, SliceEntry
 from ppfleetx.checkpoint.slices import TensorSlice
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.utils.files import fsync_dir
+from ppfleetx.utils.foreign_files import opened
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -100,12 +101,9 @@ def exchange(one: Path, other: Path) -> bool:
 def check_file(directory: Path, relative: str, entry: FileEntry) -> None:
     """Raise CheckpointError unless the file is there with its size and its header."""
     path = directory / relative
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            header = file.read(entry.header_bytes)
-    except OSError as error:
-        raise CheckpointError(f"checkpoint file {path} cannot be read: {error.strerror}") from error
+    with opened(path) as file:
+        header = file.read(entry.header_bytes)
+        size = file.seek(0, os.SEEK_END)
     if size != entry.num_bytes:
         raise CheckpointError(f"checkpoint file {path} has {size} bytes instead of {entry.num_bytes}")
     if f"{zlib.crc32(header):08x}" != entry.header_crc32:

@@ -11,7 +11,8 @@ from ppfleetx.checkpoint.convert.hf import copy_tokenizer
 from ppfleetx.checkpoint.convert.ours import TOKENIZER_DIR, find_tokenizer_dir
 from ppfleetx.checkpoint.convert.weights import VOCAB_DIM
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.checkpoint.manifest import Manifest, TensorEntry, rank_directory
+from ppfleetx.checkpoint.entries import TensorEntry
+from ppfleetx.checkpoint.manifest import Manifest, rank_directory
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import MODEL, TensorSlice
 from ppfleetx.checkpoint.writer import commit, save_checkpoint, saving, write_rank

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from ppfleetx.checkpoint.entries import TensorEntry
 from ppfleetx.checkpoint.lazy import LazyTensor
-from ppfleetx.checkpoint.manifest import Manifest, TensorEntry
+from ppfleetx.checkpoint.manifest import Manifest
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import MODEL, NUMPY_OF_DTYPE, Index, TensorSlice
 from ppfleetx.config.errors import CheckpointError
