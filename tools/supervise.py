@@ -4,9 +4,9 @@
     python tools/supervise.py --max-restarts 3 -- \\
         python -m paddle.distributed.launch --nproc_per_node 4 tools/train.py -c FILE
 
-Each start has `-o Engine.save_load.resume=auto` added, so it continues from the newest complete
-checkpoint. A mistake of the user (exit code 2) is not tried again; SIGTERM and Ctrl-C are passed on and
-end the supervisor too. Nothing the command started is left running.
+Each start has `-o Engine.save_load.resume=auto` added, unless the command says so itself, and so continues
+from the newest complete checkpoint. A mistake of the user (exit code 2) is not tried again; SIGTERM and
+Ctrl-C are passed on and end the supervisor too. Nothing the command started is left running.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ppfleetx.utils.cli import run_tool
-from ppfleetx.utils.supervisor import supervise
+from ppfleetx.utils.supervisor import supervise, with_resume
 
 
 def main() -> int:
@@ -34,7 +34,7 @@ def main() -> int:
     if not command:
         parser.error("give the command to run after --")
     return supervise(
-        [*command, "-o", "Engine.save_load.resume=auto"],
+        with_resume(command),
         max_restarts=args.max_restarts,
         backoff=args.backoff,
         grace=args.grace,

@@ -13,8 +13,10 @@ from ppfleetx.config.fleetx_compat import modernize
 from ppfleetx.config.parse import Budget, read_yaml
 from ppfleetx.config.tree import Node, merge, plain_value, strip_marks
 
-_MAX_CHAIN = 32
-_MAX_FILES = 256
+MAX_CHAIN = 32
+"""Files that name each other in a chain."""
+MAX_FILES = 256
+"""Files that are named in all, each as often as it is."""
 
 
 def read_with_bases(path: Path) -> tuple[Node, tuple[str, ...]]:
@@ -62,10 +64,10 @@ class _Reader:
                 f"_base_ files form a circle: {circle}", **(entry or {"place": shown_path(path)})
             )
         self._num_files += 1
-        if len(chain) >= _MAX_CHAIN or self._num_files > _MAX_FILES:
-            rule = f"files are named {_MAX_CHAIN} deep here"
-            if self._num_files > _MAX_FILES:
-                rule = f"_base_ names more than {_MAX_FILES} files in all"
+        if len(chain) >= MAX_CHAIN or self._num_files > MAX_FILES:
+            rule = f"files are named {MAX_CHAIN} deep here"
+            if self._num_files > MAX_FILES:
+                rule = f"_base_ names more than {MAX_FILES} files in all"
             raise ConfigError(f"{rule}, which no configuration needs", **entry)
         known = self._found.get(here)
         if known is not None:

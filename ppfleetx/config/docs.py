@@ -17,8 +17,11 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
+from ppfleetx.config.bases import MAX_CHAIN, MAX_FILES
 from ppfleetx.config.effects import Effect, keys_of
 from ppfleetx.config.fields import Section
+from ppfleetx.config.files import MAX_FILE_BYTES
+from ppfleetx.config.parse import MAX_DEPTH, MAX_VALUES
 from ppfleetx.config.plan import LEGAL
 from ppfleetx.config.sections import RunConfig
 from ppfleetx.config.words import describe, field_types, section_in
@@ -32,8 +35,13 @@ A configuration is one YAML file with the sections below. `_base_: other.yaml` (
 one strongest) names files it builds on, relative to itself: mappings merge key by key, everything else
 replaces. `_inherited_: False` inside a mapping drops what the bases have there. On the command line
 `-o Section.key=value` replaces one value; the value is YAML, list items are named by index
-(`Data.Train.dataset.split.0=90`), and `null` or `None` is nothing. Unknown keys, wrong types and values that
-do not fit together are errors that name the place.
+(`Data.Train.dataset.split.0=90`), and `null` or `None` is nothing. One key may be given several times with
+equal values; unequal ones are an error. Unknown keys, wrong types and values that do not fit together are
+errors that name the place.
+
+Files are plain YAML: no tags, no merge keys (`<<`), no second document. Aliases (`&name`, `*name`) are read.
+A file has at most {max_file} bytes, {max_depth} levels and, with its bases and all that aliases repeat,
+{max_values} values; at most {max_files} files name each other, {max_chain} deep. What is larger is refused.
 
 Editors complete and check these files with the schema in `ppfleetx/configs/schema.json`: put
 `# yaml-language-server: $schema=<path to schema.json>` into the first line.
@@ -73,7 +81,14 @@ def config_markdown() -> str:
     """The text of ``docs/config.md``."""
     sections = "\n".join(_section_markdown(name, kind) for name, kind in _walk(RunConfig))
     rules = "\n".join(f"- {_without_numbers(rule.sentence)}" for rule in LEGAL)
-    return f"{_HEAD}\n{sections}\n## Legal parallel plans\n\n{rules}\n\n{_EFFECTS_HEAD}\n{_effect_rows()}\n"
+    head = _HEAD.format(
+        max_file=f"{MAX_FILE_BYTES:,}",
+        max_depth=MAX_DEPTH,
+        max_values=f"{MAX_VALUES:,}",
+        max_files=MAX_FILES,
+        max_chain=MAX_CHAIN,
+    )
+    return f"{head}\n{sections}\n## Legal parallel plans\n\n{rules}\n\n{_EFFECTS_HEAD}\n{_effect_rows()}\n"
 
 
 def _effect_rows() -> str:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from ppfleetx.config.batch import BatchPlan, resolve_batch
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fields import MAX_RANKS, RuleError
 from ppfleetx.config.finetuning import FINETUNE_MODULE, finetuning_violations, glue_task, num_outputs
+from ppfleetx.config.lengths import length_violations, position_violations, workload_of
 from ppfleetx.config.plan import AXES, CONFIG_KEYS, ParallelPlan, nearest_plan, violations
-from ppfleetx.config.sections import RunConfig, plan_of, workload_of
+from ppfleetx.config.sections import RunConfig, plan_of
 from ppfleetx.config.validate import violation_error
 
 
@@ -112,11 +114,12 @@ def _change(cfg: RunConfig, section: str, **values: Any) -> RunConfig:
 def _violations(cfg: RunConfig, batch: BatchPlan) -> Iterator[RuleError]:
     yield from _noop_layers(cfg)
     plan, work = plan_of(cfg), workload_of(cfg, batch.accumulate_steps)
-    for broken in violations(plan, work):
+    # Lengths one by one: the message names the one that does not fit.
+    for broken in (*violations(plan, replace(work, seq_len=None)), *length_violations(cfg, plan)):
         near = nearest_plan(plan, plan.world_size, work) if plan.world_size > 1 else None
         hint = f". The nearest legal plan for {plan.world_size}: {near}" if near else ""
         yield RuleError(broken.keys, broken.sentence + hint)
-    yield from _lengths(cfg)
+    yield from position_violations(cfg)
     yield from _schedules(cfg)
     yield from _tokens(cfg)
     yield from finetuning_violations(cfg)
@@ -141,27 +144,6 @@ def _noop_layers(cfg: RunConfig) -> Iterator[RuleError]:
             (key, "Model.num_layers", "Distributed.pp_degree", "Model.virtual_pp_degree"),
             f"num_layers {cfg.Model.num_layers} and {len(places)} empty places do not divide into {chunks} "
             "equal parts",
-        )
-
-
-def _lengths(cfg: RunConfig) -> Iterator[RuleError]:
-    longest, position_key = cfg.Model.max_position_embeddings, "Model.max_position_embeddings"
-    lengths = {
-        f"Data.{name}.dataset.max_seq_len": split.dataset.max_seq_len
-        for name, split in (("Train", cfg.Data.Train), ("Eval", cfg.Data.Eval), ("Test", cfg.Data.Test))
-        if split is not None
-    }
-    if cfg.Model.module == "GPTEvalModule":
-        lengths["Offline_Eval.max_seq_len"] = cfg.Offline_Eval.max_seq_len
-    for key, length in lengths.items():
-        if length > longest:
-            yield RuleError(
-                (key, position_key), f"sequences of {length} tokens exceed max_position_embeddings {longest}"
-            )
-    if cfg.Model.module == "GPTGenerationModule" and cfg.Generation.max_dec_len >= longest:
-        yield RuleError(
-            ("Generation.max_dec_len", position_key),
-            f"{cfg.Generation.max_dec_len} new tokens and a prompt exceed max_position_embeddings {longest}",
         )
 
 

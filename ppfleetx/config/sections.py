@@ -27,7 +27,7 @@ from ppfleetx.config.fields import Section
 from ppfleetx.config.generation import GenerationConfig, InferenceConfig, OfflineEvalConfig, TensorRTConfig
 from ppfleetx.config.model import ModelConfig
 from ppfleetx.config.optimizer import GradClipConfig, LRConfig, OptimizerConfig, WeightDecayScheduleConfig
-from ppfleetx.config.plan import ParallelPlan, Workload
+from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.serve import ServeConfig
 
 __all__ = [
@@ -60,7 +60,6 @@ __all__ = [
     "TokenizerConfig",
     "WeightDecayScheduleConfig",
     "plan_of",
-    "workload_of",
 ]
 
 
@@ -130,18 +129,4 @@ def plan_of(cfg: RunConfig) -> ParallelPlan:
         sequence_parallel=cfg.Model.sequence_parallel,
         virtual_pp_degree=cfg.Model.virtual_pp_degree,
         pp_layers=distributed.layers_of_chunks(cfg.Model.num_layers, cfg.Model.virtual_pp_degree),
-    )
-
-
-def workload_of(cfg: RunConfig, accumulate_steps: int | None = None) -> Workload:
-    """The numbers of model and data that the plan has to divide."""
-    model = cfg.Model
-    return Workload(
-        num_layers=model.num_layers,
-        num_heads=model.num_attention_heads,
-        num_groups=model.kv_heads,
-        ffn_size=model.ffn_size,
-        padded_vocab=model.padded_vocab_size,
-        seq_len=cfg.Data.Train.dataset.max_seq_len if cfg.Data.Train else None,
-        accumulate_steps=accumulate_steps,
     )

@@ -122,20 +122,12 @@ def check_plan(cfg: RunConfig) -> None:
     Raises:
         ConfigError: naming the key.
     """
-    section, multiple = cfg.Offline_Eval, length_multiple(cfg)
-    if section.cloze_eval and cfg.plan.sep > 1:
+    if cfg.Offline_Eval.cloze_eval and cfg.plan.sep > 1:
         raise ConfigError(
             "whether a word is right is known only to a rank that has all its tokens; with cloze_eval: True "
             "use dp_degree or mp_degree instead (a checkpoint of any plan loads)",
             key="Distributed.sep_degree",
             value=cfg.plan.sep,
-        )
-    if section.max_seq_len % multiple:
-        raise ConfigError(
-            f"must be a multiple of {multiple}: this plan splits windows into so many parts "
-            "(Distributed.sep_degree, or mp_degree with Model.sequence_parallel)",
-            key="Offline_Eval.max_seq_len",
-            value=section.max_seq_len,
         )
 
 

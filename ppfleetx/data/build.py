@@ -152,7 +152,8 @@ def _records(cfg: RunConfig, dataset_cfg: DatasetConfig) -> GlueDataset | Prompt
             f"{tokenizer.place} has ids up to {tokenizer.vocab_size - 1}, but Model.vocab_size is "
             f"{cfg.Model.vocab_size}: it is not the model's tokenizer"
         )
-    multiple = min(dataset_cfg.max_seq_len, math.lcm(_LENGTH_MULTIPLE, cfg.plan.mp, cfg.plan.sep))
+    # Sequence parallelism within split sequences cuts them into mp x sep parts.
+    multiple = min(dataset_cfg.max_seq_len, math.lcm(_LENGTH_MULTIPLE, cfg.plan.mp * cfg.plan.sep))
     if dataset_cfg.is_glue:
         require_libraries()
         return GlueDataset(TASKS[dataset_cfg.name], dataset_cfg, tokenizer, multiple)

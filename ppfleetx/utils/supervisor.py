@@ -14,10 +14,49 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
+from ppfleetx.config.errors import ConfigError
 from ppfleetx.utils.cli import EXIT_USER_ERROR
 from ppfleetx.utils.log import configure_logging
 
 _MAX_BACKOFF = 300.0
+_TRUE = ("true", "yes", "on")
+
+
+RESUME = "Engine.save_load.resume"
+
+
+def with_resume(command: Sequence[str]) -> list[str]:
+    """``command`` with ``-o Engine.save_load.resume=auto``, unless it says itself that it resumes.
+
+    Raises:
+        ConfigError: it says that it does not; each start after a failure would then be a new run.
+    """
+    said = [
+        text.partition("=")[2].strip() for text in _overrides(command) if text.split("=")[0].strip() == RESUME
+    ]
+    for value in said:
+        if value.strip("'\"").lower() not in ("auto", *_TRUE):
+            raise ConfigError(
+                "the supervisor starts a run that failed again, to go on from its last checkpoint; leave the "
+                f"override out, or give {RESUME}=auto or true",
+                key=RESUME,
+                value=value,
+                place="the supervised command",
+            )
+    return list(command) if said else [*command, "-o", f"{RESUME}=auto"]
+
+
+def _overrides(command: Sequence[str]) -> Iterator[str]:
+    """What follows ``-o`` and ``--override`` in the forms that argparse takes."""
+    takes_next = False
+    for argument in command:
+        if takes_next:
+            yield argument
+        takes_next = not takes_next and argument in ("-o", "--override")
+        if argument.startswith("--override="):
+            yield argument.removeprefix("--override=")
+        elif argument.startswith("-o") and argument != "-o":
+            yield argument.removeprefix("-o")
 
 
 def supervise(command: Sequence[str], *, max_restarts: int, backoff: float, grace: float) -> int:

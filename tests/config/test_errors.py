@@ -103,7 +103,23 @@ def test_wrong_override(small, override, pieces):
 
 
 WRONG_COMBINATIONS = [
-    (["Engine.max_steps=1", "Engine.max_steps=2"], ["already set by override 1", "override 2"]),
+    (
+        ["Engine.max_steps=1", "Engine.max_steps=2"],
+        ["Engine.max_steps = 2 (-o override 2)", "already set by override 1 to 1;"],
+    ),
+    (
+        ["Engine.max_steps=1", "Engine.max_steps=1", "Engine.max_steps=1.5"],
+        ["Engine.max_steps = 1.5 (-o override 3)", "already set by override 2 to 1;"],
+    ),
+    (
+        ["Engine.mix_precision.enable=1", "Engine.mix_precision.enable=True"],
+        ["already set by override 1 to 1;"],
+    ),
+    (
+        ["Optimizer.lr.max_lr=1e-3", "Optimizer.lr={max_lr: 1e-4}"],
+        ["Optimizer.lr = {'max_lr': 0.0001}", "already set by override 1 (Optimizer.lr.max_lr) to 0.001;"],
+    ),
+    (["Optimizer.lr.max_lr=1e-3", "Optimizer=null"], ["already set by override 1 (Optimizer.lr.max_lr)"]),
     (["Global.local_batch_size=null", "Global.micro_batch_size=null"], ["no batch size is given"]),
     (
         ["Optimizer.lr.warmup_rate=0.1", "Optimizer.lr.warmup_steps=5"],
@@ -145,6 +161,23 @@ def test_wrong_combination(small, overrides, pieces):
         load_config(small, overrides)
     for piece in pieces:
         assert piece in str(caught.value)
+
+
+def test_overrides_that_say_the_same_twice(small):
+    equal = [
+        ["Engine.max_steps=7", "Engine.max_steps=7"],
+        ["Engine.max_steps=7", " Engine.max_steps = 7"],
+        ["Optimizer.lr.max_lr=1e-3", "Optimizer.lr.max_lr=0.001"],
+        ["Engine.save_load.output_dir=a", "Engine.save_load.output_dir='a'"],
+        ["Data.Train.dataset.split=[9, 1]", "Data.Train.dataset.split=[9, 1]"],
+        ["Optimizer.lr.max_lr=1e-3", "Optimizer.lr={max_lr: 1e-3, min_lr: 1e-4}"],
+        ["Data.Train.dataset.split.1=3", "Data.Train.dataset.split=[9, 3]"],
+        ["Optimizer.lr={max_lr: 1e-3, min_lr: 1e-4}", "Optimizer.lr.min_lr=1e-5"],
+    ]
+    for overrides in equal:
+        cfg = load_config(small, overrides)
+        assert cfg.origins[overrides[-1].partition("=")[0].strip()] == "-o override 2"
+    assert load_config(small, equal[-1]).Optimizer.lr.min_lr == 1e-5  # the later says more
 
 
 WRONG_FILES = [

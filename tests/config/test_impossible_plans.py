@@ -1,9 +1,12 @@
 """Plans that cannot be are refused with the rule they break and the nearest legal plan."""
 
+import json
+
 import pytest
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
+from ppfleetx.data.build import build_dataset
 
 FILE = "ppfleetx/configs/nlp/gpt/pretrain_gpt_1.3B_dp8.yaml"
 D, M = "Distributed", "Model"
@@ -47,6 +50,31 @@ IMPOSSIBLE = [
         "dp 4, mp 2",
     ),
     (8, f"{D}.dp_degree=4 {D}.sep_degree=2 {SEQ_1023}", "sequence length 1023", "dp 8"),
+    (
+        8,
+        f"{D}.dp_degree=4 {D}.sep_degree=2 Data.Eval.dataset.max_seq_len=1023",
+        "Data.Eval.dataset.max_seq_len = 1023 (-o override 3)",
+        "dp 8",
+    ),
+    (
+        8,
+        f"{D}.dp_degree=4 {D}.mp_degree=2 {M}.sequence_parallel=True Data.Eval.dataset.max_seq_len=33",
+        "sequence parallelism needs a sequence length (33) that divides by mp_degree 2",
+        "dp 4, mp 2, pp 1, sharding 1",
+    ),
+    (
+        8,
+        f"{D}.dp_degree=1 {D}.sep_degree=8 Data.Train.dataset.max_seq_len=1022 "
+        "Data.Eval.dataset.max_seq_len=1020",
+        "the sequence length 1022 must divide by sep_degree 8",
+        "sep 2",
+    ),
+    (
+        8,
+        f"{D}.dp_degree=4 {D}.sep_degree=2 {M}.module=GPTEvalModule Offline_Eval.max_seq_len=511",
+        "Offline_Eval.max_seq_len = 511",
+        "dp 8",
+    ),
     (8, f"{D}.dp_degree=1 {D}.sep_degree=8 {M}.num_query_groups=4", "exchanges sequence parts", "sep 4"),
     (
         8,
@@ -87,6 +115,36 @@ def test_the_rule_and_the_nearest_plan_are_named(processes, overrides, rule, nea
     if nearest:
         named = message.partition("nearest ")[2].partition(f"plan for {processes}: ")[2]
         assert nearest in named, message
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        f"{D}.sep_degree=2 {M}.module=GPTEvalModule {SEQ_1023}",  # only Offline_Eval is read
+        f"{D}.sep_degree=2 Data.Test.dataset.max_seq_len=1023",  # nobody reads it
+        f"{D}.mp_degree=2 Data.Eval.dataset.max_seq_len=1023",  # sequences stay whole
+        f"{D}.sep_degree=2 Data.Eval=null",
+    ],
+)
+def test_lengths_that_are_not_read_or_not_split_are_free(overrides):
+    assert load_config(FILE, [f"{D}.dp_degree=4", *overrides.split()], world_size=8).plan.dp == 4
+
+
+def test_texts_are_cut_to_lengths_that_every_split_divides(tmp_path):
+    """Sequence parallelism within split sequences: 4 x 4 parts, of samples far below max_seq_len."""
+    tokenizer = {
+        "version": "1.0",
+        "model": {"type": "BPE", "vocab": {"a": 0, "<|endoftext|>": 1}, "merges": []},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "response": "a"}\n')
+    data = f"name: PromptResponseDataset, input_dir: {tmp_path}, split: train"
+    overrides = [
+        f"Data={{Train: {{dataset: {{{data}}}}}, tokenizer: {{dir: {tmp_path}}}}}",
+        *f"{D}.dp_degree=1 {D}.mp_degree=4 {D}.sep_degree=4 {M}.sequence_parallel=True".split(),
+    ]
+    dataset = build_dataset(load_config(FILE, overrides, world_size=16), "Train")
+    assert dataset.length_multiple == 16
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_perplexity_of_a_text(place: Path) -> None:
         ),
         (
             {"Offline_Eval__max_seq_len": 13, "Distributed__mp_degree": 2, "Model__sequence_parallel": True},
-            ["Offline_Eval.max_seq_len = 13", "multiple of 2"],
+            ["Offline_Eval.max_seq_len = 13", "divides by mp_degree 2"],
         ),
     ],
 )

@@ -11,7 +11,12 @@ from pathlib import Path
 
 import pytest
 
-SUPERVISE = str(Path(__file__).resolve().parents[2] / "tools/supervise.py")
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_config
+from ppfleetx.utils.supervisor import with_resume
+
+ROOT = Path(__file__).resolve().parents[2]
+SUPERVISE = str(ROOT / "tools/supervise.py")
 # Counts its starts in a file, then does what it is told.
 COUNTING = """
 import os, pathlib, subprocess, sys, time
@@ -48,6 +53,49 @@ def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:
 def test_every_start_asks_to_resume(tmp_path: Path) -> None:
     _, starts = supervise(tmp_path, "sys.exit(sys.argv[2:] != ['-o', 'Engine.save_load.resume=auto'])")
     assert starts == 1
+
+
+RESUME = "Engine.save_load.resume"
+
+
+@pytest.mark.parametrize(
+    ("given", "added"),
+    [
+        ([], ["-o", f"{RESUME}=auto"]),
+        (["-o", "Engine.max_steps=5", f"-o{RESUME}2=x"], ["-o", f"{RESUME}=auto"]),
+        ([f"{RESUME}=false"], ["-o", f"{RESUME}=auto"]),  # no override
+        (["-o", f"{RESUME}=auto"], []),
+        ([f"-o{RESUME} = auto"], []),
+        ([f"--override={RESUME}=True"], []),
+        (["--override", f"{RESUME}='auto'", "-o", "Engine.max_steps=5"], []),
+    ],
+)
+def test_resuming_is_added_where_the_command_does_not_say_it(given: list[str], added: list[str]) -> None:
+    command = ["python", "tools/train.py", "-c", "FILE", *given]
+    assert with_resume(command) == [*command, *added]
+
+
+def test_a_command_that_does_not_resume_is_refused_in_words() -> None:
+    for value in ("False", "off", "null", ""):
+        command = [sys.executable, SUPERVISE, "--", "python", "tools/train.py", "-o", f"{RESUME}={value}"]
+        if value == "False":
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 2
+            assert f"{RESUME} = 'False' (the supervised command)" in done.stderr
+            assert "Traceback" not in done.stderr
+        with pytest.raises(ConfigError, match="leave the override out"):
+            with_resume(command)
+
+
+def test_the_command_of_the_readme_is_accepted() -> None:
+    """A run that was told to resume is supervised like any other."""
+    overrides = ["-o", f"{RESUME}=auto", "--check"]
+    file = "ppfleetx/configs/nlp/gpt/pretrain_gpt_tiny.yaml"
+    command = [sys.executable, SUPERVISE, "--", sys.executable, "tools/train.py", "-c", file, *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    # As supervisors added it before they looked.
+    load_config(ROOT / file, [f"{RESUME}=auto", f"{RESUME}=auto"])
 
 
 def test_what_outlives_the_command_is_ended(tmp_path: Path) -> None:
