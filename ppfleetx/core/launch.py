@@ -57,8 +57,12 @@ def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig,
     logger.info(said)
     from ppfleetx.core.engine.watch import check_configuration
     from ppfleetx.distributed.init import init_distributed
+    from ppfleetx.distributed.tf32 import allow_tf32
 
+    tf32 = allow_tf32(cfg.Global.allow_tf32)  # before Global.flags, which may say otherwise
     ctx = init_distributed(cfg)
+    if ctx.device == "gpu":
+        logger.info(tf32)
     check_configuration(cfg, ctx)
     return cfg, ctx
 

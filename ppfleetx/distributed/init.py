@@ -34,10 +34,18 @@ def init_distributed(cfg: RunConfig) -> ParallelContext:
     return ctx
 
 
+# Values of the flags that an earlier run in this process has set, from before it did.
+_flags_before: dict[str, Any] = {}
+
+
 def _set_flags(cfg: RunConfig) -> None:
+    paddle.set_flags(_flags_before)
+    _flags_before.clear()
     for name, value in cfg.Global.flags.items():
         try:
+            before = paddle.get_flags(name)
             paddle.set_flags({name: value})
+            _flags_before.update(before)
         except (ValueError, RuntimeError, TypeError) as error:
             unknown = isinstance(error, ValueError)
             key = f"Global.flags.{name}"

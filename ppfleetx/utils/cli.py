@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from ppfleetx.config.errors import PeerEndedError, UserError
+from ppfleetx.utils.installed import not_installed
 
 EXIT_USER_ERROR = 2
 EXIT_PEER_LOST = 3
@@ -39,15 +40,16 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 def run_tool(main: Callable[[], int | None]) -> None:
     """Run a tool's ``main`` and end the process with its exit code.
 
-    A :class:`UserError` is printed as one message and ends with code 2, the end of another process of
-    the job likewise with code 3. When the reader of standard output has gone (``| head -1``), nobody wants
-    the rest: the tool ends without a word, with code 141. Anything else is a defect of the program and
-    keeps its traceback. Characters that the encoding of standard output lacks are written as escapes.
+    A :class:`UserError`, or a library that is not installed, is printed as one message and ends with code 2,
+    the end of another process of the job likewise with code 3. When the reader of standard output has gone
+    (``| head -1``), nobody wants the rest: the tool ends without a word, with code 141. Anything else is a
+    defect of the program and keeps its traceback. Characters that the encoding of standard output lacks are
+    written as escapes.
     """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        code = main()
+        code = _call(main)
         sys.stdout.flush()
     except UserError as error:
         # This process ends anyway; a launcher that ends it a moment sooner must not change the exit code.
@@ -68,6 +70,16 @@ def run_tool(main: Callable[[], int | None]) -> None:
         print("interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED
     sys.exit(code or 0)
+
+
+def _call(main: Callable[[], int | None]) -> int | None:
+    try:
+        return main()
+    except ModuleNotFoundError as error:
+        user_error = not_installed(error)
+        if user_error is None:
+            raise
+        raise user_error from None
 
 
 def _reader_has_gone() -> bool:

@@ -23,6 +23,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ppfleetx.utils.cpu import AVX512, flags_in, read_cpuinfo
+from ppfleetx.utils.installed import not_installed
+from ppfleetx.utils.log import get_logger
 
 SWITCH = "PPFLEETX_TUNE_CPU"
 
@@ -32,6 +34,12 @@ _MALLOC = {
     "MALLOC_TRIM_THRESHOLD_": (-1, 2**31 - 1),
     "MALLOC_TOP_PAD_": (-2, 64 << 20),
 }
+
+_TOO_LATE = (
+    "CPU settings come too late, because Paddle is imported already: this run may take several times as "
+    "long as it could. In your program, call prepare_process() of ppfleetx.utils.process_env before "
+    "`import paddle`"
+)
 
 
 def mkl_cpu_type(cpuinfo: str) -> str | None:
@@ -53,8 +61,15 @@ def thread_count(environ: Mapping[str, str], num_cpus: int) -> int:
     return max(1, num_cpus // max(1, ranks_here))
 
 
+# What the last call has done, and the variables it has set.
+_said: str | None = None
+_ours: dict[str, str] = {}
+
+
 def prepare_process(*, device: str = "cpu") -> str:
     """Apply the settings to this process; call before Paddle is imported.
+
+    Once Paddle is there, only malloc can still be set: a warning then says so, the first time.
 
     Args:
         device: "cpu" sets math threads and Paddle's own copying too; other devices keep Paddle's choice.
@@ -62,24 +77,28 @@ def prepare_process(*, device: str = "cpu") -> str:
     Returns:
         One line for the log that says what was set, kept or skipped.
     """
+    global _said
     if os.environ.get(SWITCH, "1") in {"0", "false", "off"}:
         return f"CPU settings: left alone ({SWITCH}={os.environ[SWITCH]})"
-    assert "paddle" not in sys.modules, "prepare_process() must run before Paddle is imported"
-    said = [_set_mkl(), _set_malloc()]
-    if device == "cpu":
-        said += [_set_threads(), _set_contiguous_copies()]
-    return "CPU settings: " + ", ".join(part for part in said if part) + f" ({SWITCH}=0 leaves them alone)"
+    if "paddle" not in sys.modules:
+        done = [_set_mkl(), _set_malloc()]
+        if device == "cpu":
+            done += [_set_threads(), _set_contiguous_copies()]
+    elif _said is None:
+        # FLAGS_use_stride_kernel must not change any more: Paddle ends at the first strided tensor there is.
+        done = [_set_malloc()]
+        if device == "cpu":
+            get_logger().warning(_TOO_LATE)
+    else:
+        return _said
+    _said = "CPU settings: " + ", ".join(part for part in done if part) + f" ({SWITCH}=0 leaves them alone)"
+    return _said
 
 
 def _set_mkl() -> str:
     name = "MKL_DEBUG_CPU_TYPE"
-    if name in os.environ:
-        return f"{name}={os.environ[name]} (yours)"
-    value = mkl_cpu_type(read_cpuinfo())
-    if value is None:
-        return "MKL's own choice"
-    os.environ[name] = value
-    return f"{name}={value}"
+    value = os.environ.get(name) if _is_theirs(name) else mkl_cpu_type(read_cpuinfo())
+    return "MKL's own choice" if value is None else _set(name, value)
 
 
 def _set_malloc() -> str:
@@ -96,21 +115,29 @@ def _set_malloc() -> str:
 
 
 def _set_threads() -> str:
-    name = "OMP_NUM_THREADS"
-    if name in os.environ and not _set_by_launcher(name):
-        return f"{name}={os.environ[name]} (yours)"
-    os.environ[name] = str(thread_count(os.environ, available_cpus()))
-    return f"{name}={os.environ[name]}"
+    name, value = "OMP_NUM_THREADS", str(thread_count(os.environ, available_cpus()))
+    if _set_by_launcher(name):
+        os.environ.pop(name, None)
+    return _set(name, value)
 
 
 def _set_contiguous_copies() -> str:
     # With strided views, Paddle's CPU kernels copy a transposed tensor element by element, up to 70 times
     # slower than the transpose kernel that is used without them.
-    name = "FLAGS_use_stride_kernel"
-    if name in os.environ:
+    return _set("FLAGS_use_stride_kernel", "0")
+
+
+def _is_theirs(name: str) -> bool:
+    """Whether the user has set a variable, and not a call before this one."""
+    return os.environ.get(name) not in (None, _ours.get(name))
+
+
+def _set(name: str, value: str) -> str:
+    """Set a variable that the user has not set; gives what to say of it."""
+    if _is_theirs(name):
         return f"{name}={os.environ[name]} (yours)"
-    os.environ[name] = "0"
-    return f"{name}=0"
+    os.environ[name] = _ours[name] = value
+    return f"{name}={value}"
 
 
 def _set_by_launcher(name: str) -> bool:
@@ -132,13 +159,21 @@ def import_paddle() -> None:
     """Import Paddle without the banner it prints whenever OMP_NUM_THREADS is not 1.
 
     The banner warns of data parallel ranks that share cores, which :func:`thread_count` has seen to.
-    Everything else Paddle prints while it loads is passed on.
+    Everything else Paddle prints while it loads is passed on. Where it is imported already, nothing happens.
+
+    Raises:
+        NotInstalledError: there is no Paddle.
     """
+    if "paddle" in sys.modules:
+        return
     said = io.StringIO()
     with contextlib.redirect_stderr(said), warnings.catch_warnings(), _quick_imports():
         # Said on every machine without a compiler cache; we compile nothing.
         warnings.filterwarnings("ignore", message="No ccache found")
-        importlib.import_module("paddle")
+        try:
+            importlib.import_module("paddle")
+        except ModuleNotFoundError as error:
+            raise not_installed(error) or error from None
     _undo_root_logging(said)
     # Paddle's C++ handler would print a stack trace; SIGTERM just ends the process until a run takes it over.
     if threading.current_thread() is threading.main_thread():

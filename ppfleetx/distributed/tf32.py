@@ -1,0 +1,33 @@
+"""TF32: float32 matrix products of NVIDIA GPUs from Ampere on, of numbers rounded to 10 bits of mantissa."""
+
+from __future__ import annotations
+
+import os
+
+import paddle
+from paddle.base import core
+
+OVERRIDE = "NVIDIA_TF32_OVERRIDE"
+"""With "0" in it, NVIDIA's libraries never use TF32, whatever a program asks for."""
+
+# Paddle has had switches since 2.0; where a build for GPUs has these flags, they decide.
+_FLAGS = ("FLAGS_cublas_allow_tf32", "FLAGS_cudnn_allow_tf32")
+
+
+def allow_tf32(allowed: bool) -> str:
+    """Set for this process whether cuBLAS and cuDNN may use TF32; a line for the log that says it.
+
+    May be called again at any time: Paddle asks for each product.
+    """
+    core.set_cublas_switch(allowed)
+    core.set_cudnn_switch(allowed)
+    for flag in _FLAGS:
+        if flag in core.globals():
+            paddle.set_flags({flag: allowed})
+    theirs = os.environ.get(OVERRIDE)
+    if theirs is not None and (theirs != "0") != allowed:
+        state = "off" if theirs == "0" else "on"
+        return f"float32 matrix products: TF32 is {state}, {OVERRIDE}={theirs} overrides Global.allow_tf32"
+    if allowed:
+        return "float32 matrix products: rounded to TF32 where the GPU can (Global.allow_tf32 = True)"
+    return "float32 matrix products: exact, without TF32 (Global.allow_tf32 = False)"

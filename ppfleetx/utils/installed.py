@@ -1,0 +1,38 @@
+"""What to say where a library that this program needs is not installed."""
+
+from __future__ import annotations
+
+from ppfleetx.config.errors import UserError
+
+# Import name -> name of the distribution; those of requirements.txt but Paddle.
+_DISTRIBUTIONS = {
+    "numpy": "numpy",
+    "pydantic": "pydantic",
+    "yaml": "pyyaml",
+    "rich": "rich",
+    "safetensors": "safetensors",
+    "tiktoken": "tiktoken",
+    "tokenizers": "tokenizers",
+    "zstandard": "zstandard",
+}
+
+
+class NotInstalledError(UserError):
+    """A library that is needed is not there; the message says how to install it."""
+
+
+def not_installed(error: ModuleNotFoundError) -> NotInstalledError | None:
+    """What the user can do about a failed import; None where it is a defect of the program."""
+    missing = (error.name or "").partition(".")[0]
+    if missing == "paddle":
+        return NotInstalledError(
+            "Paddle is not installed in this Python: on a CPU run `pip install -r requirements.txt` (or `pip "
+            "install paddlepaddle==3.3.1`), on a GPU install paddlepaddle-gpu 3.3.x for your CUDA as "
+            "PaddlePaddle's installation page says"
+        )
+    if missing in _DISTRIBUTIONS:
+        return NotInstalledError(
+            f"{_DISTRIBUTIONS[missing]} is not installed in this Python: run `pip install -e .` in the "
+            "project's directory, which installs all that is missing but Paddle"
+        )
+    return None

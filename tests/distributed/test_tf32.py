@@ -1,0 +1,80 @@
+"""TF32: switched in Paddle by the configuration, and said once where there is a GPU."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import paddle
+import pytest
+from paddle.base import core
+
+from ppfleetx.config.loader import load_config
+from ppfleetx.core import launch
+from ppfleetx.distributed import init
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.tf32 import OVERRIDE, allow_tf32
+
+NANO = Path(__file__).resolve().parents[2] / "ppfleetx/configs/debug/gpt_nano.yaml"
+
+
+@pytest.fixture(autouse=True)
+def switches(monkeypatch):
+    """Paddle's switches, which builds for the CPU have too, are put back."""
+    monkeypatch.delenv(OVERRIDE, raising=False)
+    before = core.get_cublas_switch(), core.get_cudnn_switch()
+    yield lambda: (core.get_cublas_switch(), core.get_cudnn_switch())
+    core.set_cublas_switch(before[0])
+    core.set_cudnn_switch(before[1])
+
+
+def test_the_switches_follow_in_both_directions(switches):
+    for allowed in (True, False, True):
+        said = allow_tf32(allowed)
+        assert switches() == (allowed, allowed)
+        assert said.endswith(f"(Global.allow_tf32 = {allowed})")
+        assert ("exact" in said) != allowed
+
+
+def test_flags_of_builds_that_have_them_follow_too(monkeypatch):
+    """`FLAGS_cublas_allow_tf32`, for which one that a CPU build has stands here."""
+    monkeypatch.setattr("ppfleetx.distributed.tf32._FLAGS", ("FLAGS_benchmark", "FLAGS_of_a_gpu_build"))
+    before = paddle.get_flags("FLAGS_benchmark")
+    try:
+        for allowed in (True, False):
+            allow_tf32(allowed)
+            assert paddle.get_flags("FLAGS_benchmark") == {"FLAGS_benchmark": allowed}
+    finally:
+        paddle.set_flags(before)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "allowed", "words"),
+    [
+        ("0", True, "TF32 is off, NVIDIA_TF32_OVERRIDE=0 overrides Global.allow_tf32"),
+        ("1", False, "TF32 is on, NVIDIA_TF32_OVERRIDE=1 overrides Global.allow_tf32"),
+        ("0", False, "exact"),
+        ("1", True, "rounded to TF32"),
+    ],
+)
+def test_what_the_environment_overrides_is_said(monkeypatch, theirs, allowed, words):
+    monkeypatch.setenv(OVERRIDE, theirs)
+    assert words in allow_tf32(allowed)
+
+
+@pytest.mark.parametrize(("device", "allowed"), [("gpu", True), ("gpu", False), ("cpu", False)])
+def test_it_is_said_at_the_start_on_a_gpu(monkeypatch, caplog, switches, device, allowed):
+    started = replace(ParallelContext.single(), device=device)
+    monkeypatch.setattr(init, "init_distributed", lambda cfg: started)
+    cfg = load_config(NANO, [f"Global.allow_tf32={allowed}"])
+    logger = logging.getLogger("ppfleetx")
+    monkeypatch.setattr(launch, "configure_logging", lambda quiet: logger)
+    monkeypatch.setattr(logger, "propagate", True)
+    with caplog.at_level(logging.INFO):
+        assert launch.start_with(cfg) == (cfg, started)
+    assert switches() == (allowed, allowed)
+    said = [line for line in caplog.messages if line.startswith("float32 matrix products: ")]
+    assert len(said) == (device == "gpu")
+
+
+def test_float32_is_exact_unless_asked_otherwise():
+    assert load_config(NANO).Global.allow_tf32 is False
