@@ -22,7 +22,8 @@ class Effect(Enum):
     SHAPE = "Which parameters there are. Weights that do not fit are refused."
     FUNCTION = (
         "What given weights compute. Weights trained with another value are refused, in evaluation and "
-        "generation and as the start of a new run too."
+        "generation and as the start of a new run too; but a new run may start from weights with another "
+        "`rotary_base` or `rope_scaling`, to learn longer sequences, and the log names it."
     )
     DATA = (
         "Which samples are read, in which order. Refused where it changes them, unless "

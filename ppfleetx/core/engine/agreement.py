@@ -17,8 +17,17 @@ from ppfleetx.utils.log import get_logger
 Fingerprints = Mapping[str, str | None]
 
 
-def check_same_function(checkpoint: Checkpoint, model: ModelConfig) -> None:
+# What a new run may change in a trained network: it learns longer sequences then.
+_STRETCHING = ("rotary_base", "rope_scaling")
+
+
+def check_same_function(checkpoint: Checkpoint, model: ModelConfig, *, may_stretch: bool = False) -> None:
     """Refuse weights that have the right shapes but were trained as another function.
+
+    Args:
+        checkpoint: the weights.
+        model: the network they are for.
+        may_stretch: whether rotary positions may be stretched otherwise; the log then says so.
 
     Raises:
         CheckpointError: naming the first key that differs, with both values.
@@ -29,7 +38,11 @@ def check_same_function(checkpoint: Checkpoint, model: ModelConfig) -> None:
     trained = ModelConfig(**{k: v for k, v in saved["Model"].items() if k in ModelConfig.model_fields})
     now = network(model, (Effect.FUNCTION,))
     for key, then in network(trained, (Effect.FUNCTION,)).items():
-        if then != now[key]:
+        if then != now[key] and may_stretch and key in _STRETCHING:
+            get_logger().info(
+                f"the weights were trained with Model.{key} = {then!r} and go on with {now[key]!r}"
+            )
+        elif then != now[key]:
             raise CheckpointError(
                 f"checkpoint {checkpoint.path} was trained with Model.{key} = {then!r}, "
                 f"this configuration has {now[key]!r}: the same weights would compute something else; "

@@ -142,7 +142,7 @@ class Start:
         beside = [name for name in model_names if is_beside_base(name)]
         new = beside if is_new_run else []
         with joint_errors(self.ctx):
-            check_same_function(self.checkpoint, model)
+            check_same_function(self.checkpoint, model, may_stretch=is_new_run)
             if self.resumes and beside and not set(beside) & set(self.checkpoint.names()):
                 raise CheckpointError(
                     f"checkpoint {self.checkpoint.path} is of a model before finetuning (it has no "
