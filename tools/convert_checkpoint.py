@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Convert checkpoints: Hugging Face, FleetX and Megatron-LM in; ppfleetx and Hugging Face out.
 
-  --from hf        GPT-2 and Llama directories (safetensors or pytorch_model.bin, sharded or not)
+  --from hf        GPT-2 and Llama directories of Hugging Face, Llamas of PaddleNLP and PaddleFormers
+                   (safetensors, pytorch_model.bin or model_state.pdparams, sharded or not)
   --from fleetx    model.pdparams, alone or in rank directories (tensor and pipeline parallel)
   --from megatron  classic mp_rank_XX[_YYY]/model_optim_rng.pt, weights only
   --from ppfleetx  anything Engine.save_load.ckpt_dir accepts
@@ -41,6 +42,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--plan", metavar="mp=N,pp=M", help="ppfleetx to ppfleetx: rank directories of this plan")
     add("--check-logits", action="store_true",
         help="compare logits of source and result on random tokens (Hugging Face on one side)")  # fmt: skip
+    add("--transformers", metavar="PYTHON", help="with --check-logits: ask transformers too, with this "
+        "interpreter, which has torch and transformers")  # fmt: skip
     return parser.parse_args(arguments)
 
 
@@ -67,11 +70,14 @@ def main() -> None:
     )
     if args.check_logits and "hf" not in (args.source, args.target):
         raise ConfigError("--check-logits needs Hugging Face's format on one side")
+    if args.transformers is not None and not args.check_logits:
+        raise ConfigError("--transformers belongs to --check-logits")
     written = convert(job)
     print(f"written: {written}")
     if args.check_logits:
-        difference = check_logits(job, written)
-        print(f"logits of source and result differ by at most {difference:.3g}")
+        difference = check_logits(job, written, python_with_transformers=args.transformers)
+        rounded = "" if args.dtype is None else f", with the source's weights in {args.dtype}"
+        print(f"logits of source and result differ by at most {difference:.3g}{rounded}")
 
 
 def parse_plan(text: str) -> dict[str, int]:

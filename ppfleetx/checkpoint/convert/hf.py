@@ -12,24 +12,27 @@ from typing import Any
 import numpy as np
 
 from ppfleetx.checkpoint.convert.hf_config import hf_config
-from ppfleetx.checkpoint.convert.safetensors_file import INDEX, SINGLE, read_safetensors, write_sharded
+from ppfleetx.checkpoint.convert.hf_files import (
+    CONFIG,
+    GENERATION_CONFIG,
+    read_generation_config,
+    read_hf_config,
+    read_stored,
+)
+from ppfleetx.checkpoint.convert.paddle_layout import in_hf_layout
+from ppfleetx.checkpoint.convert.safetensors_file import write_sharded
 from ppfleetx.checkpoint.convert.weights import Weights
 from ppfleetx.checkpoint.lazy import LazyTensor, derive
-from ppfleetx.checkpoint.pickled import check_claims, flatten
-from ppfleetx.checkpoint.torch_file import naming, read_torch_file
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.model import ModelConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.models.gpt.hf import GPT2_PREFIX, Rule, rules
-from ppfleetx.models.gpt.hf_keys import model_keys
+from ppfleetx.models.gpt.hf_keys import model_keys, without_paddle
 from ppfleetx.models.gpt.hf_rope import rope_notes
 from ppfleetx.models.gpt.shape import parameter_shapes
 from ppfleetx.utils.files import atomic_write
-from ppfleetx.utils.foreign_files import read_json, shown
 from ppfleetx.utils.log import get_logger
 
-CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
-PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -41,19 +44,20 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 MAX_FILE_BYTES = 5 * 1000**3
-_MAX_CONFIG_BYTES = 8 * 1024 * 1024
 
 
 def read_hf(directory: str | Path) -> Weights:
-    """Weights of a Hugging Face GPT-2 or Llama; nothing but headers is read before a tensor is asked for.
+    """Weights of a Hugging Face GPT-2 or Llama, or of a Llama of PaddleNLP or PaddleFormers.
+
+    Nothing but headers is read before a tensor is asked for.
 
     Raises:
         CheckpointError: files are missing or damaged, or the network is one that ours cannot be.
     """
     directory = Path(directory)
-    config = read_json(directory / CONFIG, max_bytes=_MAX_CONFIG_BYTES)
-    stored = hf_tensors(directory)
-    keys, shapes = _network(config, stored, directory)
+    config, files = read_hf_config(directory), read_stored(directory)
+    keys, shapes = _network(config, files.tensors, directory)
+    stored = in_hf_layout(files, config, keys, directory)
     if keys["position_embedding_type"] == "rope":
         for note in rope_notes(config):
             get_logger().warning(f"{directory}: {note}")
@@ -65,10 +69,9 @@ def read_hf(directory: str | Path) -> Weights:
         used.update(theirs)
         tensors[rule.ours] = _joined(rule, [stored[name] for name in theirs], shapes[rule.ours], directory)
     _check_left_over(set(stored) - used, keys, stored, directory)
-    source: dict[str, Any] = {"format": "hf", "config": config}
-    if (directory / GENERATION_CONFIG).is_file():
-        path = directory / GENERATION_CONFIG
-        source["generation_config"] = read_json(path, max_bytes=_MAX_CONFIG_BYTES)
+    source: dict[str, Any] = {"format": "hf", "config": without_paddle(config, keys)}
+    if (generation_config := read_generation_config(directory)) is not None:
+        source["generation_config"] = generation_config
     has_tokenizer = any((directory / name).is_file() for name in TOKENIZER_FILES)
     return Weights(
         str(directory),
@@ -96,21 +99,6 @@ def _network(
             f"{directory / CONFIG} says {model.num_layers} layers; there are {len(stored)} tensors"
         )
     return keys, parameter_shapes(model)
-
-
-def hf_tensors(directory: Path) -> dict[str, LazyTensor]:
-    """All tensors of a directory under Hugging Face's names, from whichever files hold them."""
-    if (directory / INDEX).is_file():
-        return _indexed(directory, INDEX, read_safetensors)
-    if (directory / SINGLE).is_file():
-        return read_safetensors(directory / SINGLE)
-    if (directory / PICKLE_INDEX).is_file():
-        return _indexed(directory, PICKLE_INDEX, _read_pickle)
-    if (directory / PICKLE).is_file():
-        return _read_pickle(directory / PICKLE)
-    raise CheckpointError(
-        f"{directory} holds no weights: neither {SINGLE} nor {PICKLE}, nor an index of them"
-    )
 
 
 def write_hf(
@@ -171,37 +159,6 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     with atomic_write(path, "w") as file:
         json.dump(content, file, indent=2)
         file.write("\n")
-
-
-def _read_pickle(path: Path) -> dict[str, LazyTensor]:
-    tree = read_torch_file(path)
-    if not isinstance(tree, dict):
-        raise CheckpointError(f"{path} holds no state dict")
-    with naming(path):
-        tensors = flatten(tree)
-        check_claims(tensors.values(), path.stat().st_size)
-    return tensors
-
-
-def _indexed(directory: Path, index: str, read: Any) -> dict[str, LazyTensor]:
-    where = read_json(directory / index).get("weight_map")
-    if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
-        raise CheckpointError(f"{directory / index} has no weight_map from tensors to files")
-    tensors: dict[str, LazyTensor] = {}
-    for name in dict.fromkeys(where.values()):
-        if Path(name).name != name or "\0" in name:
-            raise CheckpointError(f"{directory / index} names {shown(name)}, which is not a file beside it")
-        if not (directory / name).exists():
-            raise CheckpointError(f"{directory / index} names the file {name}, which is missing beside it")
-        found = read(directory / name)
-        if twice := sorted(tensors.keys() & found.keys()):
-            raise CheckpointError(f"{directory / name} holds {shown(twice[0])}, which another file holds too")
-        tensors |= found
-    if absent := [name for name in where if name not in tensors]:
-        raise CheckpointError(
-            f"{directory / index} lists {shown(absent[0])}, which is not in {where[absent[0]]}"
-        )
-    return tensors
 
 
 def _present(stored: Mapping[str, LazyTensor], name: str, directory: Path) -> str:

@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ppfleetx.checkpoint.convert.fleetx import read_fleetx
-from ppfleetx.checkpoint.convert.hf import CONFIG, hf_tensors, read_hf, write_hf
+from ppfleetx.checkpoint.convert.hf import read_hf, write_hf
 from ppfleetx.checkpoint.convert.layout import merge, reshard
+from ppfleetx.checkpoint.convert.logits import Probe, our_logits
 from ppfleetx.checkpoint.convert.megatron import read_megatron
 from ppfleetx.checkpoint.convert.ours import load_tokenizer, read_ppfleetx, write_ppfleetx
-from ppfleetx.checkpoint.convert.reference import hf_logits
-from ppfleetx.checkpoint.convert.weights import ForeignCheckpoint, Weights, fitted
+from ppfleetx.checkpoint.convert.weights import Weights, fitted
 from ppfleetx.checkpoint.lazy import FLOAT_DTYPES
 from ppfleetx.config.effects import network
 from ppfleetx.config.errors import CheckpointError, DataError
@@ -23,11 +21,8 @@ from ppfleetx.config.loader import read_config
 from ppfleetx.config.model import ModelConfig
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.rope import RopeScalingConfig
-from ppfleetx.utils.foreign_files import read_json
-from ppfleetx.utils.process_env import import_paddle
 
 SOURCES, TARGETS = ("hf", "fleetx", "megatron", "ppfleetx"), ("ppfleetx", "hf")
-LOGIT_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -127,54 +122,47 @@ def load_model_section(path: str | Path, overrides: tuple[str, ...] = ()) -> Mod
     return read_config(path, overrides)[0].Model
 
 
-def check_logits(job: Conversion, written: Path, *, length: int = 32, seed: int = 0) -> float:
-    """Largest difference between logits of Hugging Face's tensors and of our network, on random tokens.
+def check_logits(
+    job: Conversion,
+    written: Path,
+    *,
+    length: int = 32,
+    seed: int = 0,
+    python_with_transformers: str | None = None,
+) -> float:
+    """Largest difference between logits of Hugging Face's files and of our network, on random tokens.
 
-    Hugging Face's side is computed in NumPy from the tensors as they lie in its files, ours by our layers
-    from the checkpoint as it was written (or, converting to Hugging Face, as it was read).
+    Hugging Face's side is computed in NumPy from the configuration and the tensors as they lie in its files
+    (of the source, of the result, or of both), ours by our layers from the checkpoint as it was written (or,
+    converting to Hugging Face, as it was read). Where the conversion rounds, the source's tensors are
+    rounded to the same element type first.
+
+    Args:
+        job, written: the conversion, and what :func:`convert` returned.
+        length: tokens of each of the two sequences.
+        seed: of the tokens.
+        python_with_transformers: an interpreter that has `torch` and `transformers`, which is asked as well.
 
     Raises:
         CheckpointError: neither side of the conversion is Hugging Face's, or the logits differ by more
-            than LOGIT_TOLERANCE (relative to the largest one where that is above 1).
+            than `logits.TOLERANCE` (relative to the largest one where that is above 1).
     """
     if job.source != "hf" and job.target != "hf":
         raise CheckpointError("--check-logits needs Hugging Face's format on one side")
-    hf_dir = job.input if job.source == "hf" else job.output
-    config = read_json(hf_dir / CONFIG)
     if job.target == "ppfleetx":
         weights = read_ppfleetx(written)
         model = ModelConfig(**weights.model)
     else:
         weights = read_weights(job)
         model = model_of(weights, job.model)
-    length = min(length, model.max_position_embeddings)
-    tokens = np.random.default_rng(seed).integers(0, model.vocab_size, (2, length))
-    expected = hf_logits(config, hf_tensors(hf_dir), tokens)
-    found = our_logits(weights, model, tokens)
-    difference = float(np.abs(found - expected).max())
-    if not difference <= LOGIT_TOLERANCE * max(1.0, float(np.abs(expected).max())):
-        raise CheckpointError(f"the logits of source and result differ by {difference:.3g}")
-    return difference
-
-
-def our_logits(weights: Weights, model: ModelConfig, tokens: np.ndarray) -> np.ndarray:
-    """Logits [b, s, vocabulary] of our network in float32, on one card."""
-    import_paddle()
-    import paddle
-
-    from ppfleetx.checkpoint.training import load_model
-    from ppfleetx.models.gpt.stages import gpt_stages
-    from ppfleetx.models.staged import StagedModel
-    from ppfleetx.nn.factory import LocalFactory
-    from ppfleetx.nn.stage import canonical_parameters
-
-    network = StagedModel(gpt_stages(model, LocalFactory()))
-    network.eval()
-    checkpoint = ForeignCheckpoint(Path(weights.place), weights.with_tensors(fitted(weights, model)))
-    load_model(canonical_parameters(network).items(), checkpoint)
-    with paddle.no_grad():
-        logits = network(paddle.to_tensor(tokens))
-    return logits.transpose([1, 0, 2]).numpy()[..., : model.vocab_size]
+    sides = [(job.input, job.dtype)] if job.source == "hf" else []
+    sides += [(job.output, None)] if job.target == "hf" else []
+    probe = Probe.of(model, length, seed)
+    found = our_logits(weights, model, probe.tokens, probe.positions)
+    return max(
+        probe.compare(found, directory, rounded_to, python_with_transformers)
+        for directory, rounded_to in sides
+    )
 
 
 def _check(job: Conversion) -> None:

@@ -21,6 +21,8 @@ from ppfleetx.utils.foreign_files import opened, parse_json, shown
 _MAX_HEADER = 100_000_000  # the library's own limit
 _MAX_DIMS = 32  # NumPy's
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# What the metadata's `format` says where PaddleNLP and PaddleFormers wrote the file.
+PADDLE_FORMATS = frozenset({"np", "paddle", "pd"})
 
 
 def read_safetensors(path: str | Path) -> dict[str, LazyTensor]:
@@ -33,16 +35,40 @@ def read_safetensors(path: str | Path) -> dict[str, LazyTensor]:
         CheckpointError: it is damaged or no such file.
     """
     path = Path(path)
+    table, metadata, start, size = _header(path)
+    if metadata.get("format") in PADDLE_FORMATS:
+        table = {name: _bfloat16_of_paddle(entry) for name, entry in table.items()}
+    places = {name: _place(path, name, entry) for name, entry in table.items()}
+    _check_layout(path, places, size - start)
+    return {name: _tensor(path, place, start) for name, place in places.items()}
+
+
+def safetensors_format(path: str | Path) -> str | None:
+    """What a file says of its format: `pt` of PyTorch, one of PADDLE_FORMATS, or another; None: nothing.
+
+    Raises:
+        CheckpointError: it is damaged or no such file.
+    """
+    _, metadata, _, _ = _header(Path(path))
+    return metadata.get("format")
+
+
+def _header(path: Path) -> tuple[dict[str, Any], dict[str, str], int, int]:
+    """Entries of the tensors, metadata, where the data begin, and the size of the file."""
     with opened(path) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
         length = _header_length(path, file.read(8), size)
         header = file.read(length)
     table = parse_json(header, f"the header of {path}")
-    _check_metadata(path, table.pop("__metadata__", None))
-    places = {name: _place(path, name, entry) for name, entry in table.items()}
-    _check_layout(path, places, size - 8 - length)
-    return {name: _tensor(path, place, 8 + length) for name, place in places.items()}
+    metadata = table.pop("__metadata__", None)
+    _check_metadata(path, metadata)
+    return table, metadata or {}, 8 + length, size
+
+
+def _bfloat16_of_paddle(entry: Any) -> Any:
+    """An entry with 16-bit integers without sign as what Paddle means by them."""
+    return {**entry, "dtype": "BF16"} if isinstance(entry, dict) and entry.get("dtype") == "U16" else entry
 
 
 def write_sharded(

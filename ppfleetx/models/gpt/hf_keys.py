@@ -44,9 +44,8 @@ _MAPPED = {
 }  # fmt: skip
 # Where a file came from, how it is stored, what runs it, how it generates and what else it may be used for.
 _WITHOUT_EFFECT = {
-    "model_type", "architectures", "transformers_version", "paddlenlp_version", "paddleformers_version",
-    "_name_or_path", "name_or_path", "_commit_hash", "torch_dtype", "dtype", "unsloth_version",
-    "unsloth_fixed", "transformers.js_config", "is_llama_config",
+    "model_type", "architectures", "transformers_version", "_name_or_path", "name_or_path", "_commit_hash",
+    "torch_dtype", "dtype", "unsloth_version", "unsloth_fixed", "transformers.js_config", "is_llama_config",
     "use_cache", "output_hidden_states", "output_attentions", "_output_attentions", "return_dict",
     "torchscript", "use_bfloat16", "tf_legacy_loss", "chunk_size_feed_forward", "gradient_checkpointing",
     "attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled",
@@ -68,8 +67,11 @@ _WITHOUT_EFFECT = {
     "begin_suppress_tokens", "epsilon_cutoff", "eta_cutoff", "num_assistant_tokens",
     "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind",
     "target_lookbehind",
-    # PaddleNLP's and PaddleFormers' parallelism, kernels and training; which tensors are fused, the
-    # tensors say themselves
+}  # fmt: skip
+# PaddleNLP's and PaddleFormers' parallelism, kernels and training. Which tensors are fused, the tensors say
+# themselves.
+_OF_PADDLE = {
+    "paddlenlp_version", "paddleformers_version",
     "seq_length", "use_recompute", "recompute", "recompute_granularity", "recompute_use_reentrant",
     "no_recompute_layers", "pp_recompute_interval", "use_flash_attention", "fuse_attention_qkv",
     "fuse_attention_ffn", "fuse_linear", "fuse_rms_norm", "use_fused_rms_norm", "use_fused_rope",
@@ -132,6 +134,20 @@ def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     return _KEYS[kind](config)
 
 
+def without_paddle(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """A ``config.json`` for transformers: what Paddle's libraries alone write there is taken out, what they
+    leave out is put in.
+
+    Args:
+        config: one that :func:`model_keys` accepts.
+        keys: what it made of it.
+    """
+    if _OF_PADDLE.isdisjoint(config):
+        return dict(config)
+    kept = {key: value for key, value in config.items() if key not in _OF_PADDLE | _SWITCHED_OFF.keys()}
+    return kept | {"tie_word_embeddings": keys["tie_word_embeddings"]}
+
+
 def _classify(config: Mapping[str, Any], kind: str) -> None:
     """Raise CheckpointError unless every key is mapped, without effect or switched off."""
     off = _SWITCHED_OFF | _OF_ONE_FAMILY[kind]
@@ -144,7 +160,7 @@ def _classify(config: Mapping[str, Any], kind: str) -> None:
             if not any(type(value) is type(one) and value == one for one in off[key]):
                 why = f": {_WHY[key]}" if key in _WHY else ""
                 raise CheckpointError(f"{key}: {shown(value)} of this {kind} is not supported{why}")
-        elif key not in _MAPPED[kind] and key not in _WITHOUT_EFFECT:
+        elif key not in _MAPPED[kind] | _WITHOUT_EFFECT | _OF_PADDLE:
             unknown.append(shown(key))
     if unknown:
         raise CheckpointError(
