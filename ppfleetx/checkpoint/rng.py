@@ -16,6 +16,7 @@ from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.plan import AXES
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import gather
+from ppfleetx.utils.log import get_logger
 
 # Words of the Mersenne twisters' states: NumPy's of 32 bits, Paddle's of 64 bits and its position.
 _NUMPY_KEYS, _PADDLE_ENGINE_WORDS = 624, 312
@@ -95,6 +96,9 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(state: Mapping[str, Any], *, streams: bool = True) -> None:
     """Restore what `rng_state` gave, the tracker's streams only with `streams`.
 
+    Paddle has a generator for each device that a process sees. Saved with others than there are here, none of
+    them fits: Paddle's stay as the seed made them, which a warning says.
+
     Raises:
         CheckpointError: it is not such a state.
     """
@@ -119,7 +123,7 @@ def _paddle_state() -> dict[str, Any]:
 
     streams = _tracker().get_states_tracker()
     return {
-        "device": paddle.device.get_device().split(":")[0],
+        "device": _device(),
         "default": [_encode(state) for state in paddle.get_rng_state()],
         "tracker": {name: [_encode(state) for state in states] for name, states in streams.items()},
     }
@@ -128,13 +132,29 @@ def _paddle_state() -> dict[str, Any]:
 def _set_paddle_state(saved: Mapping[str, Any], *, streams: bool) -> None:
     import paddle
 
-    device = paddle.device.get_device().split(":")[0]
-    if saved["device"] != device:
-        raise ValueError(f"they are those of device {saved['device']}, this one is {device}")
+    default = [_decode(entry) for entry in saved["default"]]
+    tracked = {name: [_decode(entry) for entry in s] for name, s in saved.get("tracker", {}).items()}
+    then, now = (saved["device"], len(default)), (_device(), len(paddle.get_rng_state()))
+    if then != now:
+        get_logger().warning(
+            f"generators: the checkpoint has Paddle's of {_devices(*then)}, this process sees "
+            f"{_devices(*now)}; they stay as Global.seed made them (dropout does not depend on them)"
+        )
+        return
     if streams:  # first: Paddle changes the default generators on the way
-        tracked = saved.get("tracker", {})
-        _tracker().set_states_tracker({n: [_decode(entry) for entry in s] for n, s in tracked.items()})
-    paddle.set_rng_state([_decode(entry) for entry in saved["default"]])
+        _tracker().set_states_tracker(tracked)
+    paddle.set_rng_state(default)
+
+
+def _device() -> str:
+    import paddle
+
+    return paddle.device.get_device().split(":")[0]
+
+
+def _devices(kind: str, count: int) -> str:
+    """``the cpu``, ``1 gpu``, ``8 gpus``."""
+    return "the cpu" if kind == "cpu" else f"{count} {kind}{'s' if count != 1 else ''}"
 
 
 def _tracker() -> Any:

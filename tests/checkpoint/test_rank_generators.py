@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
+from unittest import mock
 
+import paddle
 import pytest
 
 from ppfleetx.checkpoint.rng import gather_rng_state, restore_rng_state
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.distributed.context import ParallelContext
-from tests.checkpoint.rank_generators import draw
+from tests.checkpoint.rank_generators import draw, seed_differently
 from tests.helpers.ranks import Pools
 
 CASES = "tests.checkpoint.rank_generators:"
@@ -66,3 +69,49 @@ def test_a_missing_rank_is_refused() -> None:
     state["rng_of_ranks"]["ranks"] = []
     with pytest.raises(CheckpointError, match=r"generators of rank 0; set .*load_rng to False"):
         restore_rng_state(state, ctx)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """The process sees so many GPUs. Each stands for the CPU's generator."""
+
+    take, give_back = paddle.get_rng_state, paddle.set_rng_state
+
+    def see(count: int) -> None:
+        def set_states(states: list[object]) -> None:
+            assert len(states) == count, "Paddle takes a state for each visible device"
+            give_back(states[:1])
+
+        monkeypatch.setattr(paddle.device, "get_device", lambda: "gpu:0")
+        monkeypatch.setattr(paddle, "get_rng_state", lambda: take() * count)
+        monkeypatch.setattr(paddle, "set_rng_state", set_states)
+
+    return see
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (8, 1, "Paddle's of 8 gpus, this process sees 1 gpu;"),
+        (2, 4, "Paddle's of 2 gpus, this process sees 4 gpus;"),
+        (0, 2, "Paddle's of the cpu, this process sees 2 gpus;"),
+        (4, 4, ""),
+    ],
+)
+def test_other_devices_than_those_saved_are_said_and_passed_over(
+    gpus: Callable[[int], None], caplog: pytest.LogCaptureFixture, before: int, after: int, words: str
+) -> None:
+    """Python's and NumPy's generators continue in any case."""
+    ctx = ParallelContext.single()
+    if before:
+        gpus(before)
+    state = gather_rng_state(ctx)
+    expected = draw()
+    gpus(after)
+    seed_differently(ctx, 3)
+    heard = mock.patch.object(logging.getLogger("ppfleetx"), "propagate", True)
+    with caplog.at_level(logging.WARNING), heard:
+        assert restore_rng_state(state, ctx)
+    drawn = draw()
+    assert drawn[:2] == expected[:2] and (drawn[2] == expected[2]) == (not words)
+    assert len(caplog.messages) == bool(words) and words in "".join(caplog.messages)
