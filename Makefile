@@ -10,7 +10,7 @@ CONFIG  := ppfleetx/configs/nlp/gpt/pretrain_gpt_tiny.yaml
 .PHONY: help quickstart test parity lint docs clean
 
 help:  ## Show this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # One stamp per set of requirements: a second run finds it and installs nothing.
 $(VENV)/.run: requirements.txt pyproject.toml ppfleetx/nn/cpu_ops/kernels.cc ppfleetx/nn/cpu_ops/ops.py

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 
 class ProgressBar:
@@ -27,6 +28,7 @@ class ProgressBar:
         show: bool | Literal["auto"] = "auto",
     ) -> None:
         self._progress = None
+        self._above = contextlib.ExitStack()
         if sys.stderr.isatty() if show == "auto" else show:
             self._progress = _make_progress(unit)
             self._task = self._progress.add_task(description, total=total, completed=completed, text="")
@@ -34,12 +36,18 @@ class ProgressBar:
     def __enter__(self) -> Self:
         if self._progress is not None:
             self._progress.start()
+            # Lines for a file or a pipe must reach it; only a terminal's own lines are drawn above the bar.
+            if sys.stdout.isatty():
+                above = _AboveBar(self._progress.console)
+                self._above.enter_context(contextlib.redirect_stdout(above))
+                self._above.callback(above.finish)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._progress is not None:
+            self._above.close()
             self._progress.stop()
 
     def advance(self, amount: float, text: str | None = None) -> None:
@@ -50,6 +58,36 @@ class ProgressBar:
             self._progress.update(self._task, advance=amount)
         else:
             self._progress.update(self._task, advance=amount, text=text)
+
+
+class _AboveBar:
+    """Standard output while the bar is drawn: whole lines go above it, as long as they are.
+
+    ``rich`` would do the same, but cut lines at the terminal's width.
+    """
+
+    def __init__(self, console: Any) -> None:
+        from rich.ansi import AnsiDecoder
+
+        self._console, self._stream, self._begun = console, sys.stdout, ""
+        self._decode = AnsiDecoder().decode_line
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in lines:
+            self._console.print(self._decode(line), soft_wrap=True)
+        return len(text)
+
+    def flush(self) -> None:
+        """A line that has only begun stays here until it ends."""
+
+    def finish(self) -> None:
+        """Write a line that has not ended."""
+        if self._begun:
+            self.write("\n")
 
 
 def _make_progress(unit: str):  # rich is imported here only: --help stays quick
@@ -71,7 +109,6 @@ def _make_progress(unit: str):  # rich is imported here only: --help stays quick
         TextColumn("{task.fields[text]}"),
         console=Console(file=sys.stderr),
         refresh_per_second=4,
-        # Lines for a file or a pipe must reach it; only a terminal's own lines are drawn above the bar.
-        redirect_stdout=sys.stdout.isatty(),
+        redirect_stdout=False,
         redirect_stderr=False,
     )

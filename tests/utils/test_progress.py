@@ -1,0 +1,70 @@
+"""The progress bar on a terminal, which a pseudo-terminal of 80 columns stands for."""
+
+import contextlib
+import fcntl
+import os
+import pty
+import struct
+import sys
+import termios
+import threading
+
+import pytest
+
+from ppfleetx.utils.log import configure_logging
+from ppfleetx.utils.progress import ProgressBar
+
+
+@contextlib.contextmanager
+def terminal():
+    """Standard output and errors are a terminal within; gives what was drawn, afterwards."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    drawn = bytearray()
+
+    def read():
+        with contextlib.suppress(OSError):  # the other end is closed
+            while data := os.read(master, 1 << 16):
+                drawn.extend(data)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    with os.fdopen(slave, "w") as stream, contextlib.redirect_stdout(stream):
+        with contextlib.redirect_stderr(stream):
+            yield drawn
+    reader.join(timeout=10)
+    os.close(master)
+
+
+def test_log_lines_longer_than_the_terminal_is_wide_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("COLUMNS", raising=False)
+    logger = configure_logging()
+    line = "global step 1, " + ", ".join(f"number {i}: {i / 7:.9f}" for i in range(12))
+    assert len(line) > 240
+    with terminal() as drawn:
+        stdout = sys.stdout
+        with ProgressBar("training", total=3, unit="step", show=True) as bar:
+            assert sys.stdout is not stdout and sys.stdout.isatty()
+            bar.advance(1, "loss 3.5")
+            logger.info(line)
+            print("two", "words", sep="\n")
+            print("no end", end="")
+        assert sys.stdout is stdout
+    lines = drawn.decode().replace("\x1b[2K", "").split("\r\n")
+    assert [text for text in lines if text.endswith(f"] - {line}")], "the line stands there whole"
+    assert [text.rpartition("\r")[2] for text in lines if text.endswith(("two", "words", "no end"))] == [
+        "two",
+        "words",
+        "no end",
+    ]
+    assert "training" in lines[0] and "loss 3.5" in "".join(lines)
+
+
+def test_without_a_terminal_nothing_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    stdout = sys.stdout
+    with ProgressBar("training", total=3, unit="step") as bar:
+        assert sys.stdout is stdout
+        bar.advance(1)
+        print("line")
+    assert capsys.readouterr() == ("line\n", "")
