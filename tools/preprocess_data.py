@@ -46,6 +46,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--suffixes", default="", metavar=".py,.txt", help="in folders take only files with these endings")
     add("--split-on", choices=["file", "line", "blank-line"], default="file",
         help="what one document of a plain text file is (file)")  # fmt: skip
+    add(
+        "--max-document-mb",
+        type=float,
+        default=64,
+        metavar="N",
+        help="longest line, paragraph or packed file, in 10^6 bytes; what is longer is left out (64)",
+    )
     add("--strict", action="store_true", help="an empty or unreadable document is an error")
     add("--overwrite", action="store_true", help="replace an output that is there already")
     return parser.parse_args(arguments)
@@ -71,9 +78,17 @@ def main() -> None:
         append_eod=args.append_eod,
         workers=workers,
         strict=args.strict,
+        max_document_bytes=max_document_bytes(args.max_document_mb),
         overwrite=args.overwrite,
     )
     print(report)
+
+
+def max_document_bytes(megabytes: float) -> int:
+    """The bytes of --max-document-mb."""
+    if not 0.001 <= megabytes <= 2000:
+        raise DataError(f"--max-document-mb {megabytes:g}: from 0.001 to 2000 is possible")
+    return round(1e6 * megabytes)
 
 
 def available_cores() -> int:

@@ -65,7 +65,7 @@ class DatasetConfig(Section):
     task."""
     input_dir: Text | tuple[Text, ...] = "./data"
     """A corpus prefix, a directory of corpora, or a list of them. Of the others: the directory of the files
-    `{split}.jsonl` or `{split}.tsv`."""
+    `{split}.jsonl` (or `.jsonl.gz`, `.jsonl.zst`) or `{split}.tsv`."""
     weights: tuple[NonNegativeFloat, ...] | None = None
     """Share of each entry of `input_dir` in the blend, normalised; null: by its number of tokens."""
     split: Text | tuple[NonNegativeFloat, ...] = (969, 30, 1)

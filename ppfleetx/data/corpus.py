@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import gzip
-import io
 import os
-import re
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 from ppfleetx.config.errors import DataError
+from ppfleetx.data.cut_documents import Kind, cut_documents, paragraphs
+from ppfleetx.data.json_lines import load_line
+from ppfleetx.data.text_files import MAX_LINE_BYTES, TextFile, is_packed
 
 CHUNK_BYTES = 2 << 20
-Kind = Literal["json", "line", "paragraph", "file"]
-_BLANK_LINES = re.compile(rb"\r?\n(?:[ \t]*\r?\n)+")
-_LEADING_BLANK_LINES = re.compile(rb"\A(?:[ \t]*\r?\n)+")
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -43,14 +39,17 @@ class Chunk:
     Attributes:
         kind: as of `Source`.
         paths: the file the data are from, or the files to read.
-        data: bytes of whole documents; None for kind "file".
+        data: bytes of whole documents. None for kind "file"; of the other kinds, for a document that is too
+            long.
         num_disk_bytes: how much of the files on disk this is (compressed, if they are); for the progress bar.
+        max_document_bytes: what is longer is left out.
     """
 
     kind: Kind
     paths: tuple[Path, ...]
     data: bytes | None
     num_disk_bytes: int
+    max_document_bytes: int = MAX_LINE_BYTES
 
 
 def find_sources(
@@ -74,8 +73,12 @@ def find_sources(
     """
     sources = []
     for entry in map(Path, inputs):
-        if not entry.exists():
-            raise DataError(f"no such file or folder: {entry}")
+        try:
+            entry.stat()
+        except FileNotFoundError:
+            raise DataError(f"no such file or folder: {entry}") from None
+        except (OSError, ValueError) as error:  # ValueError: the name holds a zero byte
+            raise DataError(f"cannot read {entry}: {getattr(error, 'strerror', None) or error}") from error
         if not entry.is_file() and not entry.is_dir():
             raise DataError(f"{entry} is neither a file nor a folder; pipes cannot be read")
         paths = [entry] if entry.is_file() else _files_below(entry, tuple(suffixes))
@@ -104,123 +107,73 @@ def _kind_of(path: Path, split_on: str) -> Kind:
     return {"file": "file", "line": "line", "blank-line": "paragraph"}[split_on]
 
 
-def read_chunks(sources: Sequence[Source], chunk_bytes: int | None = None) -> Iterator[Chunk]:
+def read_chunks(
+    sources: Sequence[Source],
+    chunk_bytes: int | None = None,
+    max_document_bytes: int = MAX_LINE_BYTES,
+) -> Iterator[Chunk]:
     """The corpus in order, in chunks of about ``chunk_bytes``; a document larger than that is one chunk.
+
+    Args:
+        max_document_bytes: a longer document is a chunk without data. A plain file that is one document may
+            be as long as it is on disk.
 
     Raises:
         DataError: a file cannot be read, or is damaged.
     """
-    chunk_bytes = CHUNK_BYTES if chunk_bytes is None else chunk_bytes
+    chunk_bytes = min(CHUNK_BYTES if chunk_bytes is None else chunk_bytes, max_document_bytes)
     group: list[Source] = []
     for source in sources:
-        if group and (source.kind != "file" or _size(group) + source.num_bytes > chunk_bytes):
-            yield _file_chunk(group)
+        # A packed file may hold far more than its size tells, so it is a chunk of its own.
+        fits = _size(group) + source.num_bytes <= chunk_bytes and not is_packed(source.path)
+        if group and (source.kind != "file" or not fits):
+            yield _file_chunk(group, max_document_bytes)
             group = []
         if source.kind == "file":
             group.append(source)
         else:
-            yield from _document_chunks(source, chunk_bytes)
+            yield from _document_chunks(source, chunk_bytes, max_document_bytes)
     if group:
-        yield _file_chunk(group)
+        yield _file_chunk(group, max_document_bytes)
 
 
 def _size(group: list[Source]) -> int:
     return sum(source.num_bytes for source in group)
 
 
-def _file_chunk(group: list[Source]) -> Chunk:
-    return Chunk("file", tuple(source.path for source in group), None, _size(group))
+def _file_chunk(group: list[Source], max_document_bytes: int) -> Chunk:
+    return Chunk("file", tuple(source.path for source in group), None, _size(group), max_document_bytes)
 
 
-def _document_chunks(source: Source, chunk_bytes: int) -> Iterator[Chunk]:
+def _document_chunks(source: Source, chunk_bytes: int, max_document_bytes: int) -> Iterator[Chunk]:
     """Blocks of a file, each cut behind its last whole document."""
-    find_end = _end_of_last_paragraph if source.kind == "paragraph" else _end_of_last_line
-    pending: list[bytes] = []
     done = 0
-    with open_text(source.path) as (stream, raw):
-        while block := _read(stream, source.path, chunk_bytes):
-            end = find_end(block)
-            if end == 0:
-                pending.append(block)
-                continue
-            position = raw.tell()
-            yield Chunk(source.kind, (source.path,), b"".join([*pending, block[:end]]), position - done)
-            pending, done = [block[end:]], position
-        rest = b"".join(pending)
-        if rest:
-            yield Chunk(source.kind, (source.path,), rest, raw.tell() - done)
+    with TextFile(source.path) as file:
+        blocks = iter(lambda: file.read(chunk_bytes), b"")
+        for data in cut_documents(blocks, source.kind, max_document_bytes):
+            yield Chunk(source.kind, (source.path,), data, file.position - done, max_document_bytes)
+            done = file.position
 
 
-def _end_of_last_line(block: bytes) -> int:
-    return block.rfind(b"\n") + 1
+def read_file(path: Path, max_document_bytes: int = MAX_LINE_BYTES) -> bytes | None:
+    """The whole of a file, unpacked; None when it is packed and longer than ``max_document_bytes``."""
+    with TextFile(path) as file:
+        return file.read_all(max(max_document_bytes, path.stat().st_size))
 
 
-def _end_of_last_paragraph(block: bytes) -> int:
-    end = max(block.rfind(b"\n\n") + 2, block.rfind(b"\n\r\n") + 3)
-    return end if end > 3 else 0
+def documents_of(chunk: Chunk) -> Iterator[bytes | None]:
+    """Raw documents of a chunk, one for each line, paragraph or file; empty ones too.
 
-
-class open_text:  # noqa: N801 - used like a function
-    """Context manager: (stream of the uncompressed bytes, the file beneath it)."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> tuple[BinaryIO, BinaryIO]:
-        try:
-            self._raw = self._path.open("rb", buffering=0)
-        except OSError as error:
-            raise DataError(f"cannot read {self._path}: {error.strerror}") from error
-        stream: BinaryIO = self._raw
-        if self._path.suffix == ".gz":
-            stream = gzip.GzipFile(fileobj=self._raw)
-        elif self._path.suffix == ".zst":
-            import zstandard
-
-            stream = zstandard.ZstdDecompressor().stream_reader(self._raw, read_across_frames=True)
-        return stream, self._raw
-
-    def __exit__(self, *_: object) -> None:
-        self._raw.close()
-
-
-def read_file(path: Path) -> bytes:
-    """The whole of a file, uncompressed."""
-    with open_text(path) as (stream, _):
-        return _read(stream, path, -1)
-
-
-def _read(stream: BinaryIO, path: Path, num_bytes: int) -> bytes:
-    """Read ``num_bytes`` (-1: all), fewer only at the end of the file."""
-    parts: list[bytes] = []
-    missing = num_bytes
-    try:
-        while missing != 0:
-            part = stream.read(missing if missing > 0 else io.DEFAULT_BUFFER_SIZE << 7)
-            if not part:
-                break
-            parts.append(part)
-            missing -= len(part) if num_bytes > 0 else 0
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"cannot read {path}: {error}") from error
-    except Exception as error:
-        if type(error).__name__ != "ZstdError":  # not imported unless a .zst file is read
-            raise
-        raise DataError(f"cannot read {path}: {error}") from error
-    return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def documents_of(chunk: Chunk) -> Iterator[bytes]:
-    """Raw documents of a chunk, one for each line, paragraph or file; empty ones too."""
-    if chunk.data is None:
+    None stands for one that is longer than the chunk's ``max_document_bytes``.
+    """
+    if chunk.kind == "file":
         for path in chunk.paths:
-            yield read_file(path).removeprefix(_BOM)
+            content = read_file(path, chunk.max_document_bytes)
+            yield None if content is None else content.removeprefix(_BOM)
+    elif chunk.data is None:
+        yield None
     elif chunk.kind == "paragraph":
-        # A cut behind one blank line can leave further ones at the start of the next chunk.
-        text = _LEADING_BLANK_LINES.sub(b"", chunk.data.removeprefix(_BOM))
-        for paragraph in _BLANK_LINES.split(text):
-            if paragraph.strip():
-                yield paragraph.strip(b"\r\n")
+        yield from paragraphs(chunk.data.removeprefix(_BOM))
     else:
         lines = chunk.data.removeprefix(_BOM).split(b"\n")
         if not lines[-1]:
@@ -231,14 +184,14 @@ def documents_of(chunk: Chunk) -> Iterator[bytes]:
 
 def iterate_texts(sources: Sequence[Source], key: str = "text") -> Iterator[str]:
     """Texts of a corpus, for training a tokenizer; what is no text (bad json, not UTF-8) is passed over."""
-    import json
-
     for chunk in read_chunks(sources):
         for document in documents_of(chunk):
+            if document is None:
+                continue
             try:
-                text = document.decode("utf-8")
-                text = json.loads(text).get(key) if chunk.kind == "json" and text.strip() else text
-            except (ValueError, AttributeError, RecursionError):
+                is_record = chunk.kind == "json" and document.strip()
+                text = load_line(document).get(key) if is_record else document.decode("utf-8")
+            except (ValueError, AttributeError):
                 continue
             if isinstance(text, str) and text:
                 yield text

@@ -10,26 +10,38 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import PurePath
 from typing import Literal
 
 DetokenizerName = Literal["wikitext", "ptb", "lambada", "none"]
 
 
-def _literal(*pairs: tuple[str, str]) -> list[tuple[re.Pattern[str], str]]:
-    return [(re.compile(re.escape(old)), new) for old, new in pairs]
+_Rule = Callable[[str], str]
 
 
-def _inside(opening: str, closing: str) -> tuple[re.Pattern[str], str]:
+def _literal(*pairs: tuple[str, str]) -> list[_Rule]:
+    return [partial(re.compile(re.escape(old)).sub, new) for old, new in pairs]
+
+
+def _inside(opening: str, closing: str) -> _Rule:
     """Spaces just within a pair of brackets or quotes go."""
-    first, last = re.escape(opening), re.escape(closing)
-    return re.compile(rf"{first}\s*([^{last}]*?)\s*{last}"), rf"{opening}\1{closing}"
+
+    def apply(text: str) -> str:
+        # No regular expression: where pairs do not close, one would look to the end of the text each time.
+        parts, position = [], 0
+        while (start := text.find(opening, position)) >= 0 and (end := text.find(closing, start + 1)) >= 0:
+            parts += [text[position : start + 1], text[start + 1 : end].strip(), closing]
+            position = end + 1
+        return "".join([*parts, text[position:]])
+
+    return apply
 
 
 _WIKITEXT = [
     *_literal(("s '", "s'")),
     # Meant for years (' 90s) and written so that it fits hardly anything; it is part of the numbers.
-    (re.compile(r"/' [0-9]/"), "/'[0-9]/"),
+    partial(re.compile(r"/' [0-9]/").sub, "/'[0-9]/"),
     *_literal((" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", ".")),
     *_literal(*((f" {sign} ", f"{sign} ") for sign in ":;.!?,")),
     *(_inside(*pair) for pair in ("()", "[]", "{}", '""', "''")),
@@ -40,7 +52,7 @@ _WIKITEXT = [
 _PTB = _literal(
     (" '", "'"), (" \n", "\n"), ("\n ", "\n"), (" n't", "n't"), (" N ", "1 "), ("$ 1", "$1"), ("# 1", "#1")
 )
-_RULES: dict[str, list[tuple[re.Pattern[str], str]]] = {
+_RULES: dict[str, list[_Rule]] = {
     "wikitext": _WIKITEXT,
     "ptb": _PTB,
     "lambada": [],
@@ -53,8 +65,8 @@ def detokenizer(name: DetokenizerName) -> Callable[[str], str]:
     rules = _RULES[name]
 
     def detokenize(text: str) -> str:
-        for pattern, replacement in rules:
-            text = pattern.sub(replacement, text)
+        for rule in rules:
+            text = rule(text)
         return text
 
     return detokenize

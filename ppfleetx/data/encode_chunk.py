@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,9 +10,12 @@ import numpy as np
 
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.corpus import Chunk, documents_of
+from ppfleetx.data.json_lines import load_line
 from ppfleetx.data.tokenizer import Tokenizer
 
 _PLACES_KEPT = 5  # of each kind of problem; their number is counted in full
+_MOST_IN_VAIN = 300_000  # lines without a document, one after the other
+_UNITS = {"json": "line", "line": "line", "paragraph": "paragraph"}
 
 
 @dataclass
@@ -80,7 +82,13 @@ class ChunkEncoder:
         parts: dict[str, list[np.ndarray]] = {key: [] for key in self._keys}
         lengths: dict[str, list[int]] = {key: [] for key in self._keys}
         for document in documents_of(chunk):
+            if document == b"":  # a file may consist of nothing else
+                result.skip("empty")
+                result.num_seen += 1
+                continue
             try:
+                if document is None:
+                    raise _Skip(f"longer than {chunk.max_document_bytes / 1e6:g} MB (--max-document-mb)")
                 texts = self._texts(document, is_json=chunk.kind == "json")
                 encoded = [self._encode(text) for text in texts]
             except _Skip as problem:
@@ -102,10 +110,9 @@ class ChunkEncoder:
     def _texts(self, document: bytes, is_json: bool) -> list[str]:
         """Text of each key of a document."""
         try:
-            text = document.decode("utf-8")
+            texts = _json_texts(document, self._keys) if is_json else [document.decode("utf-8")]
         except UnicodeDecodeError:
             raise _Skip("not UTF-8") from None
-        texts = _json_texts(text, self._keys) if is_json else [text]
         if not any(texts):
             raise _Skip("empty")
         return texts
@@ -117,12 +124,14 @@ class ChunkEncoder:
             raise _Skip("holds half a surrogate pair") from None
 
 
-def _json_texts(line: str, keys: tuple[str, ...]) -> list[str]:
+def _json_texts(line: bytes, keys: tuple[str, ...]) -> list[str]:
     if not line or line.isspace():
         raise _Skip("empty")
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
+        record = load_line(line)
+    except UnicodeDecodeError:
+        raise
+    except ValueError:
         raise _Skip("not JSON") from None
     if not isinstance(record, dict):
         raise _Skip("not a JSON object")
@@ -147,7 +156,8 @@ class Problems:
         self.counts: Counter[str] = Counter()
         self.places: dict[str, list[str]] = {}
         self._path: Path | None = None
-        self._num_seen = 0
+        self._num_seen = 0  # of this file
+        self._num_in_vain = 0  # of these, since the last document
 
     @property
     def total(self) -> int:
@@ -158,10 +168,11 @@ class Problems:
         """Take over the problems of a chunk; chunks come in the order of the corpus.
 
         Raises:
-            DataError: there is one, and ``strict``.
+            DataError: there is one, and ``strict``; or so many one after the other that the file is none of
+                this kind.
         """
         if self._path != chunk.paths[0]:
-            self._path, self._num_seen = chunk.paths[0], 0
+            self._path, self._num_seen, self._num_in_vain = chunk.paths[0], 0, 0
         self.counts += result.skipped
         for problem, positions in result.places.items():
             places = self.places.setdefault(problem, [])
@@ -170,12 +181,16 @@ class Problems:
                 raise DataError(f"{found[0]}: {problem}")
             places += found[: _PLACES_KEPT - len(places)]
         self._num_seen += result.num_seen
+        self._num_in_vain = 0 if result.num_documents else self._num_in_vain + result.num_seen
+        if self._num_in_vain > _MOST_IN_VAIN and chunk.kind != "file":
+            which = "first" if self._num_in_vain == self._num_seen else "last"
+            count = f"{which} {self._num_in_vain:,} {_UNITS[chunk.kind]}s"
+            raise DataError(f"{self._path}: none of its {count} is a document: {'; '.join(self.lines())}")
 
     def _place(self, chunk: Chunk, position: int) -> str:
         if chunk.kind == "file":
             return str(chunk.paths[position])
-        unit = "paragraph" if chunk.kind == "paragraph" else "line"
-        return f"{chunk.paths[0]}, {unit} {self._num_seen + position + 1}"
+        return f"{chunk.paths[0]}, {_UNITS[chunk.kind]} {self._num_seen + position + 1}"
 
     def lines(self) -> list[str]:
         """One line for each kind of problem, the most frequent first."""

@@ -6,7 +6,7 @@ ranks, is for :func:`window_batches`; neither changes which tokens are scored af
 
 from __future__ import annotations
 
-import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +17,8 @@ import numpy as np
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.generation import OfflineEvalConfig
 from ppfleetx.data.detokenize import detokenizer, detokenizer_of_file
+from ppfleetx.data.json_lines import load_line
+from ppfleetx.data.text_files import TextFile
 from ppfleetx.data.tokenizer import Tokenizer
 
 MicroBatch = dict[str, np.ndarray]
@@ -149,7 +151,11 @@ def read_evaluation_set(cfg: OfflineEvalConfig, tokenizer: Tokenizer) -> Sliding
 
 
 def read_text(cfg: OfflineEvalConfig, place: str | None = None) -> str:
-    """The file ``Offline_Eval.eval_path``, without a byte order mark; ``place``: where the key was given.
+    """The file ``Offline_Eval.eval_path`` (``.gz``, ``.zst``: unpacked), without a byte order mark.
+
+    Args:
+        cfg: the section.
+        place: where the key was given.
 
     Raises:
         ConfigError: it is not given, cannot be read, or holds nothing but white space.
@@ -159,12 +165,15 @@ def read_text(cfg: OfflineEvalConfig, place: str | None = None) -> str:
         what = "jsonl file (cloze_eval: True)" if cfg.cloze_eval else "text file"
         raise ConfigError(f"names no file; give -o {_KEY}=FILE, a {what}", key=_KEY, place=place)
     try:
-        # Not read_text(): line ends are part of the text.
-        text = Path(name).read_bytes().decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise ConfigError(f"cannot be read: {why}", key=_KEY, value=name, place=place) from error
-    if not text.strip():
+        with TextFile(Path(name)) as file:
+            text = file.read_all().decode("utf-8-sig")
+    except DataError as error:
+        raise ConfigError(str(error), key=_KEY, place=place) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            "cannot be read: it is not UTF-8 text", key=_KEY, value=name, place=place
+        ) from error
+    if not text or text.isspace():
         raise ConfigError("is empty", key=_KEY, value=name, place=place)
     return text
 
@@ -186,18 +195,21 @@ def count_words(text: str) -> int:
 
 def _read_cloze(cfg: OfflineEvalConfig, text: str, tokenizer: Tokenizer) -> LastWords:
     # Not splitlines(): a text may hold form feeds and other separators that end no line of a file.
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     windows = []
-    for number, line in lines:
-        place = f"{cfg.eval_path}:{number}"
-        windows.append(_cloze_window(_text_of(line, place), cfg, tokenizer, place))
+    number, end = 1, 0
+    for match in re.finditer(r"[^\n]+", text):
+        number += text.count("\n", end, match.start())
+        end = match.start()
+        if not match[0].isspace():
+            place = f"{cfg.eval_path}:{number}"
+            windows.append(_cloze_window(_text_of(match[0], place), cfg, tokenizer, place))
     return LastWords(windows)
 
 
 def _text_of(line: str, place: str) -> str:
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        value = load_line(line.encode())
+    except ValueError as error:
         raise DataError(f"{place}: is not JSON: {error}") from error
     text = value.get("text") if isinstance(value, dict) else None
     if not isinstance(text, str):

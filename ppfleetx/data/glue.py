@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
 from ppfleetx.config.errors import DataError
+from ppfleetx.data.json_lines import shortened
+from ppfleetx.data.text_files import read_lines
 from ppfleetx.utils.log import get_logger
 
 _ENTAILMENT = ("entailment", "not_entailment")
@@ -104,13 +106,15 @@ def read_glue(task: GlueTask, directory: str | Path, part: str) -> GlueExamples:
             label; with file and line.
     """
     path = Path(directory) / f"{part}.tsv"
-    content = _content(path, task)
-    rows = _rows(content, path)
+    digest = blake2b(digest_size=16)
+    rows = _rows(path, task, digest.update)
     has_header = not (task.headerless and not part.startswith("test"))
-    columns, width = _columns(task, rows, path, part) if has_header else (task.headerless, _COLA_FIELDS)
+    columns, width = task.headerless, _COLA_FIELDS
+    if has_header:
+        columns, width = _columns(task, next(rows, (1, ""))[1], path, part)
     is_labelled = not part.startswith("test")
     texts, labels, left_out = [], [], 0
-    for number, line in rows[1:] if has_header else rows:
+    for number, line in rows:
         fields = line.split("\t")
         if len(fields) != width:
             if not (task.has_bad_rows and is_labelled):  # answers on a test file are numbered by its lines
@@ -124,39 +128,28 @@ def read_glue(task: GlueTask, directory: str | Path, part: str) -> GlueExamples:
         get_logger().warning(f"{path}: left out {left_out} lines that do not have {width} fields")
     if not texts:
         raise DataError(f"{path} holds no example")
-    digest = blake2b(content, digest_size=16).hexdigest()
-    return GlueExamples(path, texts, labels if is_labelled else None, digest)
+    return GlueExamples(path, texts, labels if is_labelled else None, digest.hexdigest())
 
 
-def _content(path: Path, task: GlueTask) -> bytes:
-    if not path.is_file():
+def _rows(path: Path, task: GlueTask, see: Callable[[bytes], object]) -> Iterator[tuple[int, str]]:
+    """(line number, line) of all lines that are not empty."""
+    if not path.exists():
         raise DataError(
             f"there is no file {path}; {task.title} is read from GLUE's own TSV files, one per part "
             "(Data.*.dataset.input_dir names their directory, split the part)"
         )
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    for number, line in read_lines(path, see):
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\r")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}:{number}: this is not UTF-8 text") from error
+        if text:
+            yield number, text
 
 
-def _rows(content: bytes, path: Path) -> list[tuple[int, str]]:
-    """(line number, line) of all lines that are not empty."""
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path}:{line}: this is not UTF-8 text") from error
-    # Not splitlines(): texts hold separators of Unicode that end no line of a TSV file.
-    lines = (line.removesuffix("\r") for line in text.split("\n"))
-    return [(number, line) for number, line in enumerate(lines, 1) if line]
-
-
-def _columns(
-    task: GlueTask, rows: list[tuple[int, str]], path: Path, part: str
-) -> tuple[dict[str, int], int]:
-    """Column of each name in the header, and their number."""
-    header = rows[0][1].split("\t") if rows else []
+def _columns(task: GlueTask, line: str, path: Path, part: str) -> tuple[dict[str, int], int]:
+    """Column of each name in the header line, and their number."""
+    header = line.split("\t")
     needed = task.texts if part.startswith("test") else (*task.texts, task.label)
     absent = [name for name in needed if name not in header]
     if absent:
@@ -170,12 +163,14 @@ def _columns(
 def _label(task: GlueTask, text: str, place: str) -> float:
     if not task.is_regression:
         if text not in task.labels:
-            raise DataError(f"{place}: unknown label {text!r}; {task.title} has {', '.join(task.labels)}")
+            raise DataError(
+                f"{place}: unknown label {shortened(text)}; {task.title} has {', '.join(task.labels)}"
+            )
         return task.labels.index(text)
     try:
         score = float(text)
     except ValueError:
         score = -1.0
     if not 0.0 <= score <= _HIGHEST_SCORE:
-        raise DataError(f"{place}: the score {text!r} is no number from 0 to {_HIGHEST_SCORE:g}")
+        raise DataError(f"{place}: the score {shortened(text)} is no number from 0 to {_HIGHEST_SCORE:g}")
     return score

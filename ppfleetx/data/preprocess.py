@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Literal
 
 from ppfleetx.config.errors import DataError
-from ppfleetx.data.corpus import Source, read_chunks
+from ppfleetx.data.corpus import Chunk, Source, read_chunks
 from ppfleetx.data.encode_chunk import ChunkEncoder, Problems
 from ppfleetx.data.indexed import IndexedDatasetWriter, bin_path, idx_path, optimal_dtype
 from ppfleetx.data.ordered_pool import map_in_order
+from ppfleetx.data.text_files import MAX_LINE_BYTES
 from ppfleetx.data.tokenizer import Tokenizer
 from ppfleetx.utils.progress import ProgressBar
 
@@ -71,6 +72,7 @@ def preprocess(
     workers: int = 1,
     strict: bool = False,
     overwrite: bool = False,
+    max_document_bytes: int = MAX_LINE_BYTES,
     show_progress: bool | Literal["auto"] = "auto",
 ) -> Report:
     """Encode a corpus into ``{output_prefix}_{key}_document.{bin,idx}``.
@@ -88,6 +90,7 @@ def preprocess(
         workers: processes that encode; 1 encodes in this process.
         strict: a document that would be left out is an error.
         overwrite: replace an existing pair.
+        max_document_bytes: a longer document is left out; see `ppfleetx.data.corpus.read_chunks`.
         show_progress: True, False, or "auto" for terminals only.
 
     Raises:
@@ -100,7 +103,8 @@ def preprocess(
     encoder = ChunkEncoder(tokenizer, tuple(keys), append_eod, optimal_dtype(tokenizer.vocab_size))
     report = Report(outputs=list(outputs.values()))
     try:
-        _encode_all(sources, encoder, outputs, workers, strict, show_progress, report)
+        chunks = read_chunks(sources, max_document_bytes=max_document_bytes)
+        _encode_all(sources, chunks, encoder, outputs, workers, strict, show_progress, report)
     except OSError as error:  # what cannot be read is a DataError already
         raise DataError(f"cannot write {os.fspath(output_prefix)}: {error}") from error
     report.seconds = time.perf_counter() - began
@@ -110,6 +114,7 @@ def preprocess(
 
 def _encode_all(
     sources: Sequence[Source],
+    chunks: Iterable[Chunk],
     encoder: ChunkEncoder,
     outputs: dict[str, str],
     workers: int,
@@ -121,7 +126,7 @@ def _encode_all(
     total = sum(source.num_bytes for source in sources)
     with ExitStack() as stack:
         # Outermost, so that the workers are forked before the progress bar starts its thread.
-        results = stack.enter_context(map_in_order(encoder, read_chunks(sources), workers))
+        results = stack.enter_context(map_in_order(encoder, chunks, workers))
         writers = {
             key: stack.enter_context(IndexedDatasetWriter(prefix, encoder.dtype))
             for key, prefix in outputs.items()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,10 +18,14 @@ import numpy as np
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.glue import GlueTask, read_glue
 from ppfleetx.data.gpt_dataset import PADDING, Sample
+from ppfleetx.data.json_lines import load_line, shortened
+from ppfleetx.data.text_files import read_lines
 
 if TYPE_CHECKING:
     from ppfleetx.config.data import DatasetConfig
     from ppfleetx.data.tokenizer import Tokenizer
+
+_FIELDS_NAMED = 10  # in a message
 
 
 class RecordDataset:
@@ -157,7 +162,8 @@ class PromptResponseDataset(RecordDataset):
     """
 
     def __init__(self, cfg: DatasetConfig, tokenizer: Tokenizer, length_multiple: int = 1) -> None:
-        path = Path(cfg.input_dir) / f"{cfg.split}.jsonl"
+        paths = [Path(cfg.input_dir) / f"{cfg.split}.jsonl{packed}" for packed in ("", ".gz", ".zst")]
+        path = next((path for path in paths if path.exists()), paths[0])
         self.pairs, digest = read_pairs(path, cfg.prompt_field, cfg.response_field)
         super().__init__(cfg, tokenizer, path, digest, length_multiple)
 
@@ -199,36 +205,33 @@ def read_pairs(path: Path, prompt_field: str, response_field: str) -> tuple[list
     Raises:
         DataError: see :class:`PromptResponseDataset`.
     """
-    if not path.is_file():
+    if not path.exists():
         raise DataError(
-            f"there is no file {path}; PromptResponseDataset reads {{split}}.jsonl in the directory "
-            "Data.*.dataset.input_dir"
+            f"there is no file {path}; PromptResponseDataset reads {{split}}.jsonl (or .jsonl.gz, "
+            ".jsonl.zst) in the directory Data.*.dataset.input_dir"
         )
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    pairs = []
-    for number, line in enumerate(content.split(b"\n"), 1):
+    pairs, digest = [], blake2b(digest_size=16)
+    for number, line in read_lines(path, digest.update):
         if line.strip():
             pairs.append(_pair(line, f"{path}:{number}", prompt_field, response_field))
     if not pairs:
         raise DataError(f"{path} holds no record")
-    return pairs, blake2b(content, digest_size=16).hexdigest()
+    return pairs, digest.hexdigest()
 
 
 def _pair(line: bytes, place: str, *fields: str) -> tuple[str, str]:
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        record = load_line(line)
+    except ValueError as error:
         raise DataError(f"{place}: this is not a line of JSON: {error}") from error
     if not isinstance(record, dict):
         raise DataError(f"{place}: must be an object with {' and '.join(fields)}")
     for field in fields:
         text = record.get(field)
         if not isinstance(text, str):
-            names = ", ".join(record) or "none"
-            raise DataError(f"{place}: field {field!r} must be a text; the record's fields: {names}")
+            names = ", ".join(map(shortened, islice(record, _FIELDS_NAMED))) or "none"
+            more = ", ..." if len(record) > _FIELDS_NAMED else ""
+            raise DataError(f"{place}: field {field!r} must be a text; the record's fields: {names}{more}")
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise DataError(f"{place}: field {field!r} holds a lone surrogate, which is not text")
     return record[fields[0]], record[fields[1]]

@@ -120,7 +120,10 @@ def test_an_empty_prompt_begins_with_the_separator(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('{"prompt": "a"}', r"train\.jsonl:2: field 'response' must be a text; the record's fields: prompt"),
+        (
+            '{"prompt": "a"}',
+            r"train\.jsonl:2: field 'response' must be a text; the record's fields: 'prompt'",
+        ),
         ('{"prompt": 1, "response": ""}', r"train\.jsonl:2: field 'prompt' must be a text"),
         ("[]", r"train\.jsonl:2: must be an object with prompt and response"),
         ("{", r"train\.jsonl:2: this is not a line of JSON"),

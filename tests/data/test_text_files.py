@@ -1,0 +1,237 @@
+"""Compressed text: whole or refused, wherever it is read; and what is no text, or more than memory holds."""
+
+import gzip
+import json
+import os
+import random
+import struct
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from ppfleetx.config.data import DatasetConfig
+from ppfleetx.config.errors import ConfigError, DataError, UserError
+from ppfleetx.config.generation import OfflineEvalConfig
+from ppfleetx.data import text_files
+from ppfleetx.data.corpus import find_sources, iterate_texts
+from ppfleetx.data.cut_documents import cut_documents
+from ppfleetx.data.evaluation import read_text
+from ppfleetx.data.glue import TASKS, read_glue
+from ppfleetx.data.indexed import IndexedDataset
+from ppfleetx.data.json_lines import load_line
+from ppfleetx.data.preprocess import preprocess
+from ppfleetx.data.records import PromptResponseDataset
+from ppfleetx.data.text_files import TextFile, read_lines
+from tests.helpers.texts import random_text, small_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return small_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    """More than one block of a zstandard frame (128 KiB)."""
+    rng = random.Random(4)
+    return [" ".join(["x", *random_text(rng).split()]) for _ in range(2000)]
+
+
+def zstd(data: bytes, **parameters: object) -> bytes:
+    options = zstandard.ZstdCompressionParameters.from_level(3, **parameters)
+    return zstandard.ZstdCompressor(compression_params=options).compress(data)
+
+
+def as_lines(texts: list[str]) -> bytes:
+    return b"".join(json.dumps({"text": t, "prompt": t, "response": t}).encode() + b"\n" for t in texts)
+
+
+def read(path: Path) -> bytes:
+    with TextFile(path) as file:
+        return file.read_all()
+
+
+def skippable(num_bytes: int) -> bytes:
+    return struct.pack("<II", 0x184D2A53, num_bytes) + b"s" * num_bytes
+
+
+LONG = b"".join(b"%d words of a text\n" % i for i in range(30_000))
+FRAMES = {
+    "one": [zstd(LONG)],
+    "checksum, no content size": [zstd(LONG, write_checksum=True, write_content_size=False)],
+    "several": [zstd(LONG[:99]), zstd(b""), zstd(LONG[99:], write_checksum=True)],
+    "skippable": [skippable(5), zstd(LONG), skippable(300_000), zstd(b"a" * 500_000), skippable(0)],
+}
+
+
+@pytest.mark.parametrize("frames", FRAMES.values(), ids=FRAMES.keys())
+def test_a_zstandard_file_ends_with_a_frame(frames: list[bytes], tmp_path: Path) -> None:
+    path, whole = tmp_path / "a.zst", b"".join(frames)
+    path.write_bytes(whole)
+    text = read(path)
+    assert text == b"".join(zstandard.ZstdDecompressor().decompressobj().decompress(f) for f in frames)
+    ends = {sum(map(len, frames[:n])) for n in range(1, len(frames) + 1)}
+    rng = random.Random(1)
+    for end in sorted(ends):
+        for cut in {end, end - 1, end - 4, end + 1, end + 4, rng.randrange(end)}:
+            path.write_bytes(whole[:cut])
+            if cut in ends or cut > len(whole):
+                assert text.startswith(read(path))
+            else:
+                with pytest.raises(DataError, match=r"a\.zst: it is (cut off|empty)"):
+                    read(path)
+    for rest, why in (
+        (b"x", "Unknown frame"),
+        (b"\0\0\0\0", "no zstandard frame"),
+        (b"garbage " * 9, "no zstandard"),
+    ):
+        path.write_bytes(whole + rest)
+        with pytest.raises(DataError, match=why):
+            read(path)
+
+
+@pytest.mark.parametrize("name", ["a.zst", "a.gz"])
+def test_nothing_is_no_compressed_file(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(DataError, match="it is empty"):
+        read(tmp_path / name)
+    (tmp_path / name).write_bytes(b"plain text")
+    with pytest.raises(DataError, match="cannot read"):
+        read(tmp_path / name)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("name", "split_on"),
+    [("a.jsonl.zst", "file"), ("a.txt.zst", "file"), ("a.txt.zst", "line"), ("a.txt.zst", "blank-line"),
+     ("a.jsonl.gz", "file"), ("a.txt.gz", "line")],
+)  # fmt: skip
+def test_a_corpus_that_is_cut_off_is_not_taken(tmp_path, tokenizer, texts, strict, name, split_on) -> None:
+    data = (
+        as_lines(texts)
+        if "json" in name
+        else ("\n\n" if split_on == "blank-line" else "\n").join(texts).encode()
+    )
+    packed = zstd(data) if name.endswith("zst") else gzip.compress(data)
+    (tmp_path / name).write_bytes(packed[: 3 * len(packed) // 4])
+    sources = find_sources([tmp_path / name], split_on=split_on)
+    with pytest.raises(DataError, match=rf"cannot read .*{name}"):
+        preprocess(sources, tmp_path / "out", tokenizer, strict=strict, show_progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == [name], "nothing is left of the output"
+    with pytest.raises(DataError, match=rf"cannot read .*{name}"):
+        list(iterate_texts(sources))  # what train_tokenizer.py reads
+    (tmp_path / name).write_bytes(packed)
+    assert "".join(iterate_texts(sources)).replace("\n", "") == "".join(texts).replace("\n", "")
+
+
+def test_so_are_evaluation_sets_and_records(tmp_path, tokenizer, texts) -> None:
+    packed = zstd(as_lines(texts))
+    path = tmp_path / "train.jsonl.zst"
+    cfg = DatasetConfig(name="PromptResponseDataset", input_dir=str(tmp_path), split="train")
+    path.write_bytes(packed)
+    assert len(PromptResponseDataset(cfg, tokenizer)) == len(texts)
+    assert read_text(OfflineEvalConfig(eval_path=str(path))) == as_lines(texts).decode()
+    path.write_bytes(packed[:-5])
+    with pytest.raises(DataError, match="cut off"):
+        PromptResponseDataset(cfg, tokenizer)
+    with pytest.raises(ConfigError, match=r"Offline_Eval\.eval_path.*cut off"):
+        read_text(OfflineEvalConfig(eval_path=str(path)))
+
+
+def test_only_files_are_read(tmp_path, tokenizer) -> None:
+    os.mkfifo(tmp_path / "train.jsonl")
+    os.mkfifo(tmp_path / "train.tsv")
+    cfg = DatasetConfig(name="PromptResponseDataset", input_dir=str(tmp_path), split="train")
+    for look in (
+        lambda: PromptResponseDataset(cfg, tokenizer),
+        lambda: read_glue(TASKS["SST2"], tmp_path, "train"),
+        lambda: read_text(OfflineEvalConfig(eval_path=str(tmp_path / "train.tsv"))),
+        lambda: find_sources([tmp_path / "train.jsonl"]),
+    ):
+        with pytest.raises(UserError, match=r"a pipe|pipes cannot be read"):
+            look()
+    for name, why in (("/dev/zero", "a device"), (str(tmp_path), "a folder"), ("n" * 300, "too long")):
+        with pytest.raises(ConfigError, match=why):
+            read_text(OfflineEvalConfig(eval_path=name))
+    with pytest.raises(DataError, match="too long"):
+        find_sources(["n" * 300])
+
+
+def test_a_bomb_is_refused_before_it_fills_memory(tmp_path, tokenizer, monkeypatch) -> None:
+    """3 GiB in one line, 3 GiB of good lines, and of empty ones."""
+    monkeypatch.setattr(text_files, "_FREE_BYTES", 1_000_000)
+    cases = [
+        (b'{"text": "', b"a", "text does not do"),
+        (b"", as_lines(["text " * 10_000]), "text does not do"),
+        (b"", b"\n", r"none of its first [\d,]+ lines is a document"),
+    ]
+    for beginning, unit, words in cases:
+        block = unit * ((8 << 20) // len(unit))
+        (tmp_path / "a.jsonl.zst").write_bytes(zstd(beginning) + 384 * zstd(block))
+        tracemalloc.start()
+        with pytest.raises(DataError, match=words):
+            preprocess(find_sources([tmp_path]), tmp_path / "out", tokenizer, show_progress=False)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 200_000_000
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"a" * (64 << 20)))
+    with pytest.raises(DataError, match="text does not do"):
+        list(iterate_texts(find_sources([tmp_path / "a.txt.gz"])))
+
+
+@pytest.mark.parametrize("split_on", ["line", "blank-line"])
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 50])
+def test_what_is_too_long_is_left_out_and_nothing_else(split_on: str, block: int) -> None:
+    rng = random.Random(block)
+    end = b"\n" if split_on == "line" else b"\n\n"
+    for _ in range(40):
+        documents = [bytes([97 + i]) * rng.choice([1, 20, 48, 60, 200]) for i in range(rng.randint(1, 12))]
+        text = end.join(documents) + end * rng.randint(0, 1)
+        blocks = [text[i : i + block] for i in range(0, len(text), block)]
+        kind = "line" if split_on == "line" else "paragraph"
+        found = list(cut_documents(blocks, kind, 50))
+        kept = [d for piece in found if piece is not None for d in piece.split(b"\n") if d]
+        assert kept == [d for d in documents if len(d) < 50]
+        assert found.count(None) == sum(len(d) > 50 for d in documents)
+
+
+def test_a_long_line_is_counted_with_its_number(tmp_path, tokenizer, texts) -> None:
+    lines = as_lines(["first", "x" * 3_000_000, "third"])
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(" ".join(texts * 20).encode()))
+    sources = find_sources([tmp_path / "a.jsonl", tmp_path / "b.txt.gz"])
+    report = preprocess(sources, tmp_path / "out", tokenizer, max_document_bytes=2_000_000)
+    assert report.problems.places == {
+        "longer than 2 MB (--max-document-mb)": [f"{tmp_path}/a.jsonl, line 2", f"{tmp_path}/b.txt.gz"]
+    }
+    data = IndexedDataset(tmp_path / "out_text_document")
+    assert [tokenizer.decode(data.get(i).tolist()) for i in range(len(data))] == ["first", "third"]
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: longer than 2 MB"):
+        preprocess(sources, tmp_path / "s", tokenizer, max_document_bytes=2_000_000, strict=True)
+
+
+def test_lines_of_records_have_a_longest_length(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(text_files, "_BLOCK_BYTES", 8)
+    monkeypatch.setattr(text_files, "MAX_LINE_BYTES", 20)
+    path, seen = tmp_path / "a", []
+    path.write_bytes(b"\xef\xbb\xbfone\r\n\n" + b"t" * 18 + b"\n\nlast")
+    assert list(read_lines(path, seen.append)) == [
+        (1, b"\xef\xbb\xbfone\r"), (2, b""), (3, b"t" * 18), (4, b""), (5, b"last")
+    ]  # fmt: skip
+    assert b"".join(seen) == path.read_bytes()
+    path.write_bytes(b"one\n" + b"t" * 40)
+    with pytest.raises(DataError, match=r"a:2: the line is longer than 20 bytes"):
+        list(read_lines(path))
+
+
+def test_values_beside_the_texts_are_few() -> None:
+    """What takes a few bytes each in the file takes a hundred each in memory."""
+    text = json.dumps({"text": '{}[],"\\' * 700_000}).encode()
+    assert len(load_line(text)["text"]) == 4_900_000
+    for line in (b"[" + b"{}," * 2_000_000 + b"{}]", b'{"text": [' + b'"",' * 4_000_000 + b"1]}"):
+        with pytest.raises(ValueError, match="beside its texts"):
+            load_line(line)
+    with pytest.raises(ValueError, match="nested"):
+        load_line(b"[" * 100_000)
