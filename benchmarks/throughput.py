@@ -115,14 +115,10 @@ def make_runner(layers: int, hidden: int, heads: int):
 
     prepare_process()
     import_paddle()
-    from ppfleetx.config.sections import GradClipConfig, ModelConfig, OptimizerConfig
+    from ppfleetx.config.sections import ModelConfig, OptimizerConfig, RunConfig
+    from ppfleetx.core.module.gpt import GPTModule
     from ppfleetx.distributed.context import ParallelContext
-    from ppfleetx.models.gpt.stages import gpt_stages
-    from ppfleetx.models.staged import StagedModel
-    from ppfleetx.nn.factory import LocalFactory
-    from ppfleetx.nn.loss import token_loss
-    from ppfleetx.optims.build import build_optimizer
-    from ppfleetx.parallel.local import LocalRunner
+    from ppfleetx.parallel.apply import parallelize
 
     model_cfg = ModelConfig(
         vocab_size=VOCAB,
@@ -133,15 +129,8 @@ def make_runner(layers: int, hidden: int, heads: int):
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
-    model = StagedModel(gpt_stages(model_cfg, LocalFactory()), seed=0)
-    optimizer_cfg = OptimizerConfig(grad_clip=GradClipConfig(clip_norm=1.0))
-    optimizer = build_optimizer(optimizer_cfg, [(p.info.name, p) for p in model.parameters()])
-
-    def loss(model, batch):
-        logits = model(batch["tokens"], position_ids=batch["position_ids"])
-        return token_loss(logits, batch["labels"], batch["loss_mask"], VOCAB)
-
-    return LocalRunner(model, loss, optimizer, ParallelContext.single(), seed=0, clip_norm=1.0)
+    cfg = RunConfig(Model=model_cfg, Optimizer=OptimizerConfig(grad_clip={"clip_norm": 1.0}))
+    return parallelize(GPTModule(cfg), cfg, ParallelContext.single(), train=True)
 
 
 def run_nanogpt(

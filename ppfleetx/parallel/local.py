@@ -10,13 +10,13 @@ import paddle
 
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.parallel.grad_sync import GradientSync
-from ppfleetx.parallel.precision import Precision
 from ppfleetx.parallel.runner import MicroBatch
-from ppfleetx.parallel.step import StepRunner, to_tensors
+from ppfleetx.parallel.step import StepOptions, StepRunner, to_tensors
 
 if TYPE_CHECKING:
+    from ppfleetx.models.module import BasicModule
+    from ppfleetx.nn.stage import LayerFactory
     from ppfleetx.optims.adamw import Optimizer
-    from ppfleetx.parallel.apply import LossFunction
 
 
 class LocalRunner(StepRunner):
@@ -24,43 +24,44 @@ class LocalRunner(StepRunner):
 
     Args:
         model: callable container of the stages, a ``paddle.nn.Layer``.
-        loss_fn: ``(model, micro batch of tensors) -> (loss sum, number of valid tokens)``.
+        module: the task: what of the model's outputs is the loss.
+        factory: made the layers; knows how the model's outputs are sliced.
         optimizer: None for a runner that only evaluates.
         ctx: this process's place.
         sync: sums and clips gradients; None: those of a process that is alone.
-        seed: ``Global.seed``, for the dropout streams.
-        clip_norm: global gradient norm to clip to; 0 measures it only.
-        precision: what is computed in which type; None: all in float32.
+        options: seed, clipping and precision.
     """
 
     def __init__(
         self,
         model: paddle.nn.Layer,
-        loss_fn: LossFunction,
+        module: BasicModule,
+        factory: LayerFactory,
         optimizer: Optimizer | None,
         ctx: ParallelContext,
         sync: GradientSync | None = None,
-        *,
-        seed: int,
-        clip_norm: float,
-        precision: Precision | None = None,
+        options: StepOptions | None = None,
     ) -> None:
         sync = sync or GradientSync(model.parameters(), ctx)
         stages = list(enumerate(model.stages))
-        more = {"seed": seed, "clip_norm": clip_norm, "precision": precision}
-        super().__init__(model, stages, optimizer, ctx, sync, **more)
-        self._loss_fn = loss_fn
+        super().__init__(model, stages, optimizer, ctx, sync, options or StepOptions())
+        self._module, self._factory = module, factory
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> float:
         losses = []
         for batch in micro_batches:
-            micro_loss, _ = self._loss_fn(self.model, to_tensors(batch))
+            micro_loss = self._loss_sum(batch)
             (micro_loss / num_valid).backward()
             losses.append(micro_loss.detach())
         return sum(micro.item() for micro in losses)
 
     def _forward(self, micro_batches: Sequence[MicroBatch]) -> float:
-        return sum(self._loss_fn(self.model, to_tensors(batch))[0].item() for batch in micro_batches)
+        return sum(self._loss_sum(batch).item() for batch in micro_batches)
+
+    def _loss_sum(self, micro_batch: MicroBatch) -> paddle.Tensor:
+        batch = to_tensors(micro_batch)
+        outputs = self._module.forward(self.model, batch)
+        return self._module.loss(outputs, batch, self._factory)[0]
 
     @paddle.no_grad()
     def compute(

@@ -19,14 +19,14 @@ from paddle.distributed.fleet.meta_parallel import LayerDesc, PipelineLayer
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.stage import Stage, build_stage
 from ppfleetx.parallel.grad_sync import GradientSync
-from ppfleetx.parallel.precision import Precision
 from ppfleetx.parallel.runner import MicroBatch
-from ppfleetx.parallel.step import StepRunner, to_tensors
+from ppfleetx.parallel.step import StepOptions, StepRunner, to_tensors
 
 if TYPE_CHECKING:
     from ppfleetx.config.plan import ParallelPlan
+    from ppfleetx.models.module import BasicModule
+    from ppfleetx.nn.stage import LayerFactory
     from ppfleetx.optims.adamw import Optimizer
-    from ppfleetx.parallel.apply import LossFunction
 
 
 def chunk_bounds(plan: ParallelPlan, num_stages: int) -> list[int]:
@@ -113,7 +113,7 @@ class PipelineRunner(StepRunner):
     Args:
         pipeline: what ``fleet.distributed_model`` made of a :class:`StagePipeline`.
         loss: the object given to the pipeline as its loss function.
-        optimizer, ctx, sync, seed, clip_norm, precision: see :class:`StepRunner`.
+        optimizer, ctx, sync, options: see :class:`StepRunner`.
     """
 
     def __init__(
@@ -123,14 +123,10 @@ class PipelineRunner(StepRunner):
         optimizer: Optimizer | None,
         ctx: ParallelContext,
         sync: GradientSync,
-        *,
-        seed: int,
-        clip_norm: float,
-        precision: Precision | None = None,
+        options: StepOptions,
     ) -> None:
         stages = pipeline._layers.held_stages()
-        more = {"seed": seed, "clip_norm": clip_norm, "precision": precision}
-        super().__init__(pipeline._layers, stages, optimizer, ctx, sync, **more)
+        super().__init__(pipeline._layers, stages, optimizer, ctx, sync, options)
         self._pipeline, self._loss = pipeline, loss
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> float:
@@ -165,11 +161,13 @@ class PipelineLoss:
     """The loss at the end of the pipeline, remembering the sum of what it computed.
 
     Args:
-        loss_fn: ``(model, batch) -> (loss sum, count)``; here the model's output is already known.
+        module: the task.
+        factory: made the layers; knows how the logits are sliced.
     """
 
-    def __init__(self, loss_fn: LossFunction) -> None:
-        self._loss_fn, self._scale, self._sums = loss_fn, 1.0, []
+    def __init__(self, module: BasicModule, factory: LayerFactory) -> None:
+        self._module, self._factory = module, factory
+        self._scale, self._sums = 1.0, []
 
     def begin(self, scale: float) -> None:
         """Forget; from now on give the loss sum of a micro batch times ``scale``."""
@@ -180,7 +178,7 @@ class PipelineLoss:
         return float(sum(loss.item() for loss in self._sums))
 
     def __call__(self, logits: paddle.Tensor, batch: dict[str, paddle.Tensor]) -> paddle.Tensor:
-        loss, _ = self._loss_fn(lambda *_, **__: logits, batch)
+        loss, _ = self._module.loss(logits, batch, self._factory)
         self._sums.append(loss.detach())
         # Paddle sends 16 or 32 bits of it to the other stages; an evaluation's is float64.
         return loss.astype("float32") * self._scale

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ppfleetx.distributed.checks import NonFinitePlace
 
 MicroBatch = dict[str, np.ndarray]
+"""Arrays of a micro batch by name, on the host."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +27,21 @@ if TYPE_CHECKING:
 _LOSS_AXES = ("dp", "sharding", "sep", "pp")
 
 
+@dataclass(frozen=True)
+class StepOptions:
+    """What a step needs to know beside model, optimizer and plan.
+
+    Attributes:
+        seed: ``Global.seed``, for the dropout streams.
+        clip_norm: global gradient norm to clip to; 0 measures it only.
+        precision: what is computed in which type.
+    """
+
+    seed: int = 0
+    clip_norm: float = 0.0
+    precision: Precision = field(default_factory=Precision)
+
+
 class StepRunner(ABC):
     """Forward and backward of all micro batches, sum of the gradients, clip, update.
 
@@ -35,9 +51,7 @@ class StepRunner(ABC):
         optimizer: None for a runner that only evaluates.
         ctx: this process's place.
         sync: sums and clips gradients.
-        seed: ``Global.seed``, for the dropout streams.
-        clip_norm: global gradient norm to clip to; 0 measures it only.
-        precision: what is computed in which type; None: all in float32.
+        options: seed, clipping and precision.
 
     Attributes:
         checks: ``Engine.checks``. Unless ``off``, a loss or gradient norm that is not finite is an error;
@@ -52,14 +66,11 @@ class StepRunner(ABC):
         optimizer: Optimizer | None,
         ctx: ParallelContext,
         sync: GradientSync,
-        *,
-        seed: int,
-        clip_norm: float,
-        precision: Precision | None = None,
+        options: StepOptions,
     ) -> None:
-        self._precision = precision or Precision()
+        self._precision = options.precision
         self.model, self._optimizer, self._ctx, self._sync = model, optimizer, ctx, sync
-        self._clip_norm, self._streams = clip_norm, DropoutStreams(seed, ctx)
+        self._clip_norm, self._streams = options.clip_norm, DropoutStreams(options.seed, ctx)
         self._streams.attach(stages)
         self._search = NonFiniteSearch(stages)
         self.checks = "cheap"

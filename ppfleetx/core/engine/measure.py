@@ -79,7 +79,7 @@ class Classification:
         self._rows: list[list[float]] = []
 
     def add(self, runner: Runner, micro_batches: Sequence[MicroBatch]) -> None:
-        found = runner.compute(self._module.outputs, micro_batches)
+        found = runner.compute(self._module.forward, micro_batches)
         if self._ctx.rank_on("mp"):
             return  # the first tensor-parallel rank has the same
         for batch, outputs in zip(micro_batches, found, strict=True):

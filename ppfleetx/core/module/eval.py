@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import paddle
 
 from ppfleetx.core.module.gpt import GPTModule
-from ppfleetx.nn.stage import LayerFactory, Stage
+from ppfleetx.models.module import Tensors
+from ppfleetx.nn.stage import LayerFactory
 
 
 class GPTEvalModule(GPTModule):
@@ -18,22 +16,11 @@ class GPTEvalModule(GPTModule):
     rows in which every such token was the likeliest. NaN where logits are not finite.
     """
 
-    def stages(self, factory: LayerFactory) -> list[Stage]:
-        self._token_scores = factory.token_scores
-        return super().stages(factory)
-
     def loss(
-        self, model: Any, batch: dict[str, paddle.Tensor], token_loss: Callable[..., Any]
+        self, outputs: paddle.Tensor, batch: Tensors, factory: LayerFactory
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
         mask = batch["loss_mask"]
-        logits_sbv = model(
-            batch["tokens"],
-            position_ids=batch.get("position_ids"),
-            document_start=batch.get("document_start"),
-        )
-        log_probs, is_greedy = self._token_scores(
-            logits_sbv, batch["labels"], mask, self.cfg.Model.vocab_size
-        )
+        log_probs, is_greedy = factory.token_scores(outputs, batch["labels"], mask, self.cfg.Model.vocab_size)
         if not self.cfg.Offline_Eval.cloze_eval:
             return -log_probs.sum(), mask.sum()
         is_row = (mask != 0).any(axis=1)  # and not filled up at the end of the set

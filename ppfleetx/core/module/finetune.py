@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import paddle
@@ -10,8 +9,8 @@ import paddle.nn.functional as F
 
 from ppfleetx.config.finetuning import glue_task, num_outputs
 from ppfleetx.config.sections import RunConfig
-from ppfleetx.core.module.base import BasicModule
 from ppfleetx.models.gpt.stages import gpt_classification_stages
+from ppfleetx.models.module import BasicModule, Tensors
 from ppfleetx.nn.stage import LayerFactory, Stage
 
 
@@ -28,16 +27,16 @@ class GPTFinetuneModule(BasicModule):
     def stages(self, factory: LayerFactory) -> list[Stage]:
         return gpt_classification_stages(self.cfg.Model, factory, self.num_outputs)
 
-    def outputs(self, model: Any, batch: dict[str, paddle.Tensor]) -> paddle.Tensor:
+    def forward(self, model: Any, batch: Tensors) -> paddle.Tensor:
         """``[b, outputs]`` float32 at the last of each sequence's ``lengths`` tokens."""
         scores_sbc = model(batch["tokens"]).astype("float32")
         rows = paddle.arange(batch["lengths"].shape[0])
         return paddle.gather_nd(scores_sbc, paddle.stack([batch["lengths"] - 1, rows], axis=1))
 
     def loss(
-        self, model: Any, batch: dict[str, paddle.Tensor], token_loss: Callable[..., Any]
+        self, outputs: paddle.Tensor, batch: Tensors, factory: LayerFactory
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        outputs, labels, weights = self.outputs(model, batch), batch["labels"], batch["loss_mask"]
+        labels, weights = batch["labels"], batch["loss_mask"]
         if self.num_outputs == 1:
             each = (outputs.squeeze(-1) - labels).square()
         else:

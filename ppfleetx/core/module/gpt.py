@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import paddle
 
-from ppfleetx.core.module.base import BasicModule
 from ppfleetx.models.gpt.stages import gpt_stages
+from ppfleetx.models.module import BasicModule, Tensors
 from ppfleetx.nn.stage import LayerFactory, Stage
 
 
@@ -19,11 +16,6 @@ class GPTModule(BasicModule):
         return gpt_stages(self.cfg.Model, factory)
 
     def loss(
-        self, model: Any, batch: dict[str, paddle.Tensor], token_loss: Callable[..., Any]
+        self, outputs: paddle.Tensor, batch: Tensors, factory: LayerFactory
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        logits_sbv = model(
-            batch["tokens"],
-            position_ids=batch.get("position_ids"),
-            document_start=batch.get("document_start"),
-        )
-        return token_loss(logits_sbv, batch["labels"], batch["loss_mask"], self.cfg.Model.vocab_size)
+        return factory.token_loss(outputs, batch["labels"], batch["loss_mask"], self.cfg.Model.vocab_size)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections import RunConfig
-from ppfleetx.core.module.base import BasicModule
 from ppfleetx.core.module.eval import GPTEvalModule
 from ppfleetx.core.module.finetune import GPTFinetuneModule
 from ppfleetx.core.module.gpt import GPTModule
+from ppfleetx.models.module import BasicModule
 
 # Generation runs the same network and never asks for its loss.
 MODULES: dict[str, type[BasicModule]] = {

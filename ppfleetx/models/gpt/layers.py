@@ -1,14 +1,14 @@
 """The four layers of a GPT: embedding, block, final norm, head.
 
-The state that travels between them is a tuple of tensors, so that a pipeline can send it:
-``(hidden [s, b, h], position_ids [b, s] if rotary, document_start [b, s] if given)``. The first stage
-takes ``(tokens [b, s], position_ids [b, s], document_start [b, s] if given)``, the last gives logits
-``[s, b, V]``.
+What travels between them is a tuple of tensors, so that a pipeline can send it: :class:`TrunkState`, packed.
+The first stage takes ``(tokens [b, s], position_ids [b, s], document_start [b, s] if given)``, the last gives
+logits ``[s, b, V]``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import paddle
 from paddle import nn
@@ -25,6 +25,31 @@ from ppfleetx.nn.stage import LayerFactory
 State = tuple[paddle.Tensor, ...]
 
 
+class TrunkState(NamedTuple):
+    """What the blocks hand on.
+
+    Attributes:
+        hidden: ``[s, b, h]``, or this rank's part of it.
+        position_ids: ``[b, s]`` where blocks turn by positions (rotary), else None.
+        document_start: ``[b, s]`` first position each row may attend to; None: all before it.
+    """
+
+    hidden: paddle.Tensor
+    position_ids: paddle.Tensor | None = None
+    document_start: paddle.Tensor | None = None
+
+    @classmethod
+    def unpack(cls, state: State, *, carries_positions: bool) -> TrunkState:
+        """The state that :meth:`pack` made a tuple of."""
+        hidden, *rest = state
+        position_ids = rest.pop(0) if carries_positions else None
+        return cls(hidden, position_ids, rest[0] if rest else None)
+
+    def pack(self) -> State:
+        """The tensors that are there, in order."""
+        return tuple(tensor for tensor in self if tensor is not None)
+
+
 class Embedding(TokenEmbedding):
     """First stage. ``carries_positions``: whether the blocks need position ids (rotary)."""
 
@@ -33,10 +58,9 @@ class Embedding(TokenEmbedding):
         self.carries_positions = carries_positions
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> State:
-        tokens, position_ids, *document_start = state
+        tokens, position_ids, document_start = TrunkState.unpack(state, carries_positions=True)
         hidden = super().forward(tokens, position_ids)
-        positions = (position_ids,) if self.carries_positions else ()
-        return (hidden, *positions, *document_start)
+        return TrunkState(hidden, position_ids if self.carries_positions else None, document_start).pack()
 
 
 @dataclass(frozen=True)
@@ -123,15 +147,14 @@ class Block(nn.Layer):
         self.dropout = factory.dropout(shape.hidden_dropout)
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> State:
-        hidden, *rest = state
-        position_ids = rest[0] if self.carries_positions else None
-        document_start = rest[-1] if len(rest) > int(self.carries_positions) else None
+        trunk = TrunkState.unpack(state, carries_positions=self.carries_positions)
+        hidden, position_ids, document_start = trunk
         granularity = self.granularity if cache is None and may_recompute(self) else None
         if granularity == "full":
             hidden = recompute(self.transform, hidden, position_ids, document_start)
         else:
             hidden = self.transform(hidden, position_ids, document_start, cache, granularity == "full_attn")
-        return (hidden, *rest)
+        return trunk._replace(hidden=hidden).pack()
 
     def transform(
         self,

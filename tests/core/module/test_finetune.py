@@ -42,13 +42,17 @@ def batch_of(expected, **changes):
     return {name: paddle.to_tensor(array) for name, array in arrays.items()}
 
 
+def loss_of(module, model, batch):
+    return module.loss(module.forward(model, batch), batch, LocalFactory())
+
+
 def test_scores_and_loss_equal_hugging_face(golden):
     module, model, expected = golden
     batch = batch_of(expected)
-    outputs = module.outputs(model, batch).numpy()
+    outputs = module.forward(model, batch).numpy()
     assert outputs.shape == expected["logits"].shape == (4, 3)
     np.testing.assert_allclose(outputs, expected["logits"], rtol=0, atol=1e-4)
-    loss, count = module.loss(model, batch, token_loss=None)
+    loss, count = loss_of(module, model, batch)
     assert (loss / count).item() == pytest.approx(float(expected["loss"]), rel=1e-5)
     assert mean_loss(outputs.astype(np.float64), expected["labels"]) == pytest.approx(
         float(expected["loss"]), rel=1e-5
@@ -60,13 +64,13 @@ def test_padding_and_what_does_not_count_change_nothing(golden):
     wider = np.concatenate([expected["tokens"], np.full((4, 8), 7)], axis=1)
     mask = np.array([1, 1, 0, 1], np.float32)
     (first, count), (second, _) = (
-        module.loss(model, batch_of(expected, loss_mask=mask, **changes), token_loss=None)
+        loss_of(module, model, batch_of(expected, loss_mask=mask, **changes))
         for changes in ({}, {"tokens": wider})
     )
     assert count.item() == 3
     assert second.item() == pytest.approx(first.item(), rel=1e-5)
     others = batch_of(expected, labels=np.array([2, 0, 2, 1]), loss_mask=mask)
-    assert module.loss(model, others, token_loss=None)[0].item() == first.item()
+    assert loss_of(module, model, others)[0].item() == first.item()
 
 
 def test_a_number_is_learnt_by_its_squared_error():
@@ -74,8 +78,8 @@ def test_a_number_is_learnt_by_its_squared_error():
     arrays = {"tokens": np.arange(10).reshape(2, 5), "lengths": np.array([5, 2])}
     arrays |= {"labels": np.array([3.5, 1.0], np.float32), "loss_mask": np.ones(2, np.float32)}
     batch = {name: paddle.to_tensor(array) for name, array in arrays.items()}
-    outputs = module.outputs(model, batch).numpy()
-    loss, _ = module.loss(model, batch, token_loss=None)
+    outputs = module.forward(model, batch).numpy()
+    loss, _ = loss_of(module, model, batch)
     assert loss.item() == pytest.approx(float(((outputs[:, 0] - arrays["labels"]) ** 2).sum()), rel=1e-6)
     assert mean_loss(outputs, arrays["labels"]) == pytest.approx(loss.item() / 2, rel=1e-6)
 
