@@ -21,7 +21,7 @@ from ppfleetx.checkpoint.slices import (
     boxes_of_interval,
     covers_once,
 )
-from ppfleetx.utils.foreign_files import shown
+from ppfleetx.config.errors import shown
 
 CHUNK_BYTES = 4 * 1024 * 1024
 MAX_HEADER_BYTES = 8 + 100_000_000  # of a safetensors file, with its length

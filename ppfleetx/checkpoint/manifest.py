@@ -22,8 +22,8 @@ from ppfleetx.checkpoint.entries import (
     read_files,
     read_tensors,
 )
-from ppfleetx.config.errors import CheckpointError
-from ppfleetx.utils.foreign_files import MAX_JSON_DEPTH, MAX_JSON_VALUES, parse_json, read_bounded, shown
+from ppfleetx.config.errors import CheckpointError, shown
+from ppfleetx.utils.foreign_files import MAX_JSON_DEPTH, MAX_JSON_VALUES, parse_json, read_bounded
 
 FORMAT, VERSION = "ppfleetx-checkpoint", 1
 MANIFEST_FILE, MARKER_FILE, LATEST_FILE = "manifest.json", "COMPLETE", "latest"

@@ -14,8 +14,8 @@ from ppfleetx.checkpoint.lazy import LazyTensor, derive
 from ppfleetx.checkpoint.pickled import PADDLE_NAMES, PickledArray, check_claims
 from ppfleetx.checkpoint.torch_file import naming
 from ppfleetx.checkpoint.unpickle import Unpickler
-from ppfleetx.config.errors import CheckpointError
-from ppfleetx.utils.foreign_files import opened, shown
+from ppfleetx.config.errors import CheckpointError, shown
+from ppfleetx.utils.foreign_files import opened
 
 _NAME_TABLE = "StructuredToParameterName@@"
 _CHUNKED = "UnpackBigParamInfor@@"  # sic: Paddle's own spelling

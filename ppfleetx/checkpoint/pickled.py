@@ -17,8 +17,7 @@ from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.checkpoint.pickle_input import RawBytes
 from ppfleetx.checkpoint.slices import DTYPE_OF_NAME, DTYPE_OF_NUMPY, NUMPY_OF_DTYPE, Index
 from ppfleetx.checkpoint.unpickle import Name, Record, RefusedPickleError, UnsoundPickleError, checked_key
-from ppfleetx.config.errors import CheckpointError
-from ppfleetx.utils.foreign_files import shown
+from ppfleetx.config.errors import CheckpointError, shown
 
 _PLAIN_DTYPE = re.compile(r"[<>=|]?([?bBhHiIlLqQefd]|[biuf][1248])")
 _LATIN = ("latin1", "latin-1")

@@ -22,8 +22,8 @@ from ppfleetx.checkpoint.manifest import (
     read_sealed,
 )
 from ppfleetx.checkpoint.slices import MODEL, NUMPY_OF_DTYPE, Index, intersect
-from ppfleetx.config.errors import CheckpointError
-from ppfleetx.utils.foreign_files import MAX_JSON_BYTES, read_bounded, shown
+from ppfleetx.config.errors import CheckpointError, shown
+from ppfleetx.utils.foreign_files import MAX_JSON_BYTES, read_bounded
 
 # Rows are read in blocks of about this many bytes, so that a narrow column of a large matrix does not
 # need the memory of the matrix.

@@ -22,8 +22,8 @@ from ppfleetx.checkpoint.pickle_input import MAX_DESCRIPTION_BYTES
 from ppfleetx.checkpoint.pickled import TORCH_NAMES, TorchStorage, storage_dtype
 from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE
 from ppfleetx.checkpoint.unpickle import RefusedPickleError, Unpickler
-from ppfleetx.config.errors import CheckpointError
-from ppfleetx.utils.foreign_files import opened, shown
+from ppfleetx.config.errors import CheckpointError, shown
+from ppfleetx.utils.foreign_files import opened
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001

@@ -9,7 +9,7 @@ not read but noted down with their place in the file.
 A pickle can also be small and mean something huge: a list that holds itself, a tuple of two of the tuple
 before, a copy of a copy. So instructions and copies are counted, and keys are plain values, whose hash is
 quickly computed and differs. What comes out may still be a structure without an end: never walk it whole, and
-never print it (`ppfleetx.utils.foreign_files.shown` is safe).
+never print it (`ppfleetx.config.errors.shown` is safe).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Name:
     is_record: bool = False
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Record:
     """Stands for an object of a class that is not there: its arguments and its state, and no behaviour."""
 
@@ -97,6 +97,9 @@ class Record:
     args: tuple[Any, ...] = ()
     state: Any = None
     items: list[Any] = field(default_factory=list)
+
+    def __repr__(self) -> str:  # not what it holds, which may have no end
+        return f"<{self.class_name}>"
 
     def set_state(self, state: Any) -> None:
         self.state = state

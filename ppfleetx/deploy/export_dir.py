@@ -3,7 +3,8 @@
 ::
 
     rank_0/
-      export.json        the manifest: what the program is, and size and SHA-256 of every other file
+      export.json        the manifest: what the program is, size and SHA-256 of every other file, and its own
+                         checksum, so that an edited one is noticed
       model.json         the program
       model.pdiparams    its weights
       model_cpu_ops_16.json
@@ -17,17 +18,21 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import StrictInt, StrictStr, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.errors import CheckpointError, ConfigError, shown
+from ppfleetx.utils.foreign_files import opened, read_json
 
-FORMAT, VERSION = "ppfleetx-export", 2
+FORMAT, VERSION = "ppfleetx-export", 3
+_READ = (2, 3)  # manifests of 2 have no checksum
 RANK_DIRECTORY, MANIFEST_FILE, PROGRAM, TOKENIZER_DIRECTORY = "rank_0", "export.json", "model", "tokenizer"
 PROGRAM_FILE, WEIGHTS_FILE = f"{PROGRAM}.json", f"{PROGRAM}.pdiparams"
+_FIRST_WITH_CHECKSUM = 3
+_MAX_MANIFEST_BYTES = 16 * 1024 * 1024
 _KEY = "Inference.model_dir"
 _AGAIN = "export the model again with tools/export.py"
 
@@ -36,8 +41,8 @@ _AGAIN = "export the model again with tools/export.py"
 class FileEntry:
     """What a file of an export must be: ``size`` in bytes and SHA-256 as hexadecimal digits."""
 
-    size: int
-    sha256: str
+    size: StrictInt
+    sha256: StrictStr
 
 
 @dataclass(frozen=True, config={"extra": "forbid"})
@@ -58,20 +63,21 @@ class ExportManifest:
         files: what each file must be, by its path in the directory.
     """
 
-    vocab_size: int
-    end_id: int
-    end_token: str
-    max_positions: int
+    vocab_size: StrictInt
+    end_id: StrictInt
+    end_token: StrictStr
+    max_positions: StrictInt
     model: dict[str, Any]
     generation: dict[str, Any]
-    tokenizer_fingerprint: str
-    checkpoint: str
+    tokenizer_fingerprint: StrictStr
+    checkpoint: StrictStr
     inputs: dict[str, str]
-    paddle_version: str
+    paddle_version: StrictStr
     files: dict[str, FileEntry]
 
     def write(self, directory: Path) -> None:
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        content["checksum"] = _checksum(content)
         text = json.dumps(content, ensure_ascii=False, indent=1)
         (directory / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
 
@@ -131,19 +137,51 @@ def _find(model_dir: Path) -> Path:
 
 def _read(path: Path) -> ExportManifest:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path, max_bytes=_MAX_MANIFEST_BYTES)
         written_as, version = content.pop("format"), content.pop("version")
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (CheckpointError, KeyError) as error:
         raise _error(path, f"is damaged: it is no manifest of an export; {_AGAIN}") from error
-    if (written_as, version) != (FORMAT, VERSION):
+    if written_as != FORMAT or type(version) is not int or version not in _READ:
+        known = " and ".join(map(str, _READ))
         raise _error(
-            path, f"is of format {written_as} {version}, this version reads {FORMAT} {VERSION}; {_AGAIN}"
+            path,
+            f"is of format {shown(written_as)} {shown(version)}, this version reads {FORMAT} {known}; "
+            f"{_AGAIN}",
         )
+    checksum = content.pop("checksum", None)
+    if version >= _FIRST_WITH_CHECKSUM:
+        whole = {"format": written_as, "version": version, **content}
+        if checksum != _checksum(whole):
+            raise _error(path, f"is damaged or was edited: its checksum is another one; {_AGAIN}")
     try:
-        return TypeAdapter(ExportManifest).validate_python(content)
+        manifest = TypeAdapter(ExportManifest).validate_python(content)
     except ValidationError as error:
         field = ".".join(map(str, error.errors()[0]["loc"]))
-        raise _error(path, f"is damaged: {field} is not what an export has there; {_AGAIN}") from error
+        raise _error(path, f"is damaged: {shown(field)} is not what an export has there; {_AGAIN}") from error
+    if field := _impossible(manifest):
+        raise _error(path, f"is damaged: {field} is not what an export has there; {_AGAIN}")
+    return manifest
+
+
+def _impossible(manifest: ExportManifest) -> str | None:
+    """The field whose value no export has, if there is one."""
+    positions = manifest.model.get("max_position_embeddings")
+    if type(positions) is not int or not 1 <= manifest.max_positions <= positions:
+        return "max_positions"
+    if not 0 <= manifest.end_id < manifest.vocab_size < 1 << 31:
+        return "end_id"
+    return next((f"files.{shown(name)}" for name in manifest.files if not _is_inside(name)), None)
+
+
+def _is_inside(name: str) -> bool:
+    parts = PurePosixPath(name).parts
+    return bool(parts) and not PurePosixPath(name).is_absolute() and ".." not in parts and "\0" not in name
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    """SHA-256 of what a manifest says, however it is laid out in the file."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _check_file(path: Path, entry: FileEntry, verify: bool) -> None:
@@ -157,9 +195,9 @@ def _check_file(path: Path, entry: FileEntry, verify: bool) -> None:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with opened(path, ConfigError) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _error(path: Path, rule: str) -> ConfigError:
-    return ConfigError(rule, key=_KEY, value=str(path))
+    return ConfigError(f"{path}: {rule}", key=_KEY)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ppfleetx.config.errors import CheckpointError, UserError
+from ppfleetx.config.errors import CheckpointError, UserError, shown
 
 MAX_JSON_BYTES = 64 * 1024 * 1024
 MAX_JSON_VALUES = 2_500_000  # with the bytes above, less than 1 GB of Python's objects
@@ -28,7 +28,6 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-_MOST_SHOWN = 8
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -114,36 +113,6 @@ def parse_json(
         except UnicodeEncodeError:
             raise error(f"{place} holds a lone surrogate, which is not text") from None
     return value
-
-
-def shown(value: Any, width: int = 80) -> str:
-    """A value from a file as messages show it: on one line, and shortened.
-
-    Of a container only what lies in it directly: those out of a pickle may hold each other without an end.
-    """
-    if isinstance(value, dict | list | tuple | set | frozenset):
-        if len(value) > _MOST_SHOWN:
-            return f"a {type(value).__name__} of {len(value)} items"
-        if isinstance(value, dict):
-            text = ", ".join(f"{_shown_item(key)}: {_shown_item(item)}" for key, item in value.items())
-            text = f"{{{text}}}"
-        else:
-            text = f"[{', '.join(map(_shown_item, value))}]"
-    else:
-        text = _shown_item(value, width)
-    return text if len(text) <= width else f"{text[:width]}..."
-
-
-def _shown_item(value: Any, width: int = 80) -> str:
-    if isinstance(value, str | bytes):
-        return repr(value) if len(value) <= width else f"{value[:width]!r}..."
-    if isinstance(value, bool) or value is None or isinstance(value, float):
-        return repr(value)
-    if isinstance(value, int):
-        return repr(value) if value.bit_length() <= 256 else f"an integer of {value.bit_length()} bits"
-    if isinstance(value, dict | list | tuple | set | frozenset):
-        return "..."
-    return f"a {type(value).__name__}"
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

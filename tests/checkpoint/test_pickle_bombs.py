@@ -14,7 +14,7 @@ from ppfleetx.checkpoint.paddle_file import read_paddle_file
 from ppfleetx.checkpoint.pickled import PLAIN_NAMES, check_claims, flatten
 from ppfleetx.checkpoint.torch_file import read_torch_file
 from ppfleetx.checkpoint.unpickle import Unpickler
-from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.errors import CheckpointError, shown
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "torch"
 PROTOCOL_4 = b"\x80\x04"
@@ -106,6 +106,14 @@ def test_deep_and_wide_structures_that_mean_nothing_are_harmless():
     assert load(b"]" * 100_000 + b"a" * 99_999 + b".") != []
     assert load(b")" + b"\x85" * 200_000 + b".") != ()
     assert load(b"N" * 100_000 + b"(1" * 100_000 + b".") is None  # each mark is found at once
+
+
+def test_objects_in_messages_do_not_show_what_they_hold():
+    """A record whose state is two of the record before, sixty times: its text would have no end."""
+    record = b"cmegatron\nThing\n)R"
+    steps = [record + b"h" + bytes([i]) + b"h" + bytes([i]) + b"\x86bq" + bytes([i + 1]) for i in range(60)]
+    found = load(PROTOCOL_4 + record + b"q\x00" + b"".join(steps) + b".", record_prefixes=["megatron."])
+    assert shown(found) == "<megatron.Thing>" and len(shown({"a": [found, found.state]})) < 200
 
 
 def test_names_of_tensors_are_told_apart_and_short():

@@ -1,6 +1,9 @@
 """A directory that is no sound export is refused in one sentence."""
 
+import hashlib
 import json
+import os
+import random
 import shutil
 from pathlib import Path
 
@@ -26,7 +29,7 @@ def test_the_directory_or_the_one_it_is_in(copy: Path) -> None:
 
 
 def test_no_export(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Inference.model_dir = '.*nowhere': there is no such directory"):
+    with pytest.raises(ConfigError, match=r"Inference\.model_dir: .*nowhere: there is no such directory"):
         open_export(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="holds no exported model"):
         open_export(tmp_path)
@@ -42,35 +45,100 @@ def test_damage_is_found(copy: Path, name: str) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=rf"{name}': is damaged: its checksum"):
+    with pytest.raises(ConfigError, match=rf"{name}: is damaged: its checksum"):
         open_export(copy)
     open_export(copy, verify=False)
     path.write_bytes(content[:-1])
-    with pytest.raises(ConfigError, match=rf"{name}': is damaged: it has \d+ bytes instead of"):
+    with pytest.raises(ConfigError, match=rf"{name}: is damaged: it has \d+ bytes instead of"):
         open_export(copy, verify=False)
     path.unlink()
-    with pytest.raises(ConfigError, match=rf"{name}': is missing"):
+    with pytest.raises(ConfigError, match=rf"{name}: is missing"):
         open_export(copy, verify=False)
 
 
-def test_another_version(copy: Path) -> None:
+def seal(content: dict) -> str:
+    """The text of a manifest, with the checksum that belongs to it."""
+    body = {key: value for key, value in content.items() if key != "checksum"}
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return json.dumps(body | {"checksum": hashlib.sha256(text.encode()).hexdigest()})
+
+
+def test_an_edited_manifest_is_found(copy: Path) -> None:
     path = copy / "export.json"
-    manifest = json.loads(path.read_text())
-    for change, words in (
-        ({"version": 1}, "is of format ppfleetx-export 1, this version reads ppfleetx-export 2; export"),
-        ({"format": "another"}, "is of format another 2"),
-        ({"surprise": 1}, "damaged: surprise is not what an export has there"),
-        ({"generation": None}, "damaged: generation is not"),
-        ({"files": []}, "damaged: files is not"),
-        ({"files": {"model.json": {"size": 1}}}, r"damaged: files\.model\.json\.sha256 is not"),
+    text = path.read_text()
+    manifest = json.loads(text)
+    for change in (
+        {"max_positions": 65},
+        {"end_id": 0},
+        {"end_token": "x"},
+        {"vocab_size": 999},
+        {"generation": {"temperature": 5.0}},
+        {"model": manifest["model"] | {"max_position_embeddings": 128}},
+        {"paddle_version": "0"},
+        {"checksum": "0" * 64},
+        {"checksum": None},
     ):
         path.write_text(json.dumps(manifest | change))
+        with pytest.raises(ConfigError, match="is damaged or was edited: its checksum"):
+            open_export(copy, verify=False)
+    path.write_text(json.dumps(manifest, indent=4, sort_keys=True))  # the same, laid out in another way
+    open_export(copy, verify=False)
+    found, rng = 0, random.Random(0)
+    for _ in range(60):
+        damaged = bytearray(text.encode())
+        damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            open_export(copy, verify=False)
+        except ConfigError:
+            found += 1
+            continue
+        assert json.loads(damaged) == manifest  # a blank became another blank
+    assert found > 50
+
+
+def test_manifests_that_lie(copy: Path) -> None:
+    os.mkfifo(copy / "pipe")
+    path = copy / "export.json"
+    manifest = json.loads(path.read_text())
+    files = manifest["files"]
+    for change, words in (
+        (
+            {"version": 1},
+            "is of format 'ppfleetx-export' 1, this version reads ppfleetx-export 2 and 3",
+        ),
+        ({"version": True}, "is of format 'ppfleetx-export' True"),
+        ({"version": [3]}, r"is of format 'ppfleetx-export' \[3\]"),
+        ({"format": "another"}, "is of format 'another' 3"),
+        ({"surprise": 1}, "damaged: 'surprise' is not what an export has there"),
+        ({"generation": None}, "damaged: 'generation' is not"),
+        ({"max_positions": "64"}, "damaged: 'max_positions' is not"),
+        ({"max_positions": 10**12}, "damaged: max_positions is not"),
+        ({"max_positions": -5}, "damaged: max_positions is not"),
+        ({"end_id": 10**6}, "damaged: end_id is not"),
+        ({"end_id": True}, "damaged: 'end_id' is not"),
+        ({"files": []}, "damaged: 'files' is not"),
+        ({"files": {"model.json": {"size": 1}}}, r"damaged: 'files\.model\.json\.sha256' is not"),
+        ({"files": files | {"../x": files["model.json"]}}, r"damaged: files\.'\.\./x' is not"),
+        ({"files": files | {"/dev/zero": files["model.json"]}}, r"damaged: files\.'/dev/zero' is not"),
+        ({"files": files | {"pipe": files["model.json"]}}, "pipe: is missing"),
+    ):
+        path.write_text(seal(manifest | change))
         with pytest.raises(ConfigError, match=words):
             open_export(copy)
-    for content in ("{", "[]", "{}"):
+    for content in ("{", "[]", "{}", "", '{"format": 1, "format": 1}', "[" * 100_000, '{"format": NaN}'):
         path.write_text(content)
         with pytest.raises(ConfigError, match="is no manifest of an export"):
             open_export(copy)
     path.unlink()
     with pytest.raises(ConfigError, match=r"export\.json is missing"):
         open_export(copy)
+
+
+def test_manifests_of_before_are_read(copy: Path) -> None:
+    """Those of format 2 have no checksum; the rest of them is as it was."""
+    path = copy / "export.json"
+    manifest = json.loads(path.read_text())
+    del manifest["checksum"]
+    path.write_text(json.dumps(manifest | {"version": 2}))
+    assert open_export(copy)[1].max_positions == 64

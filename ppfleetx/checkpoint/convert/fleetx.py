@@ -19,9 +19,8 @@ from ppfleetx.checkpoint.convert.weights import ForeignCheckpoint, Weights
 from ppfleetx.checkpoint.lazy import LazyTensor, derive
 from ppfleetx.checkpoint.manifest import parse_step_directory
 from ppfleetx.checkpoint.paddle_file import read_paddle_file
-from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.model import ModelConfig
-from ppfleetx.utils.foreign_files import shown
 
 MODEL_FILE = "model.pdparams"
 _RANK = re.compile(r"mp_(\d{2,})_sharding_(\d{2,})_pp_(\d{2,})")

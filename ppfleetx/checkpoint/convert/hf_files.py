@@ -18,8 +18,8 @@ from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.checkpoint.paddle_file import read_paddle_file
 from ppfleetx.checkpoint.pickled import check_claims, flatten
 from ppfleetx.checkpoint.torch_file import naming, read_torch_file
-from ppfleetx.config.errors import CheckpointError
-from ppfleetx.utils.foreign_files import read_json, shown
+from ppfleetx.config.errors import CheckpointError, shown
+from ppfleetx.utils.foreign_files import read_json
 
 CONFIG, PADDLE_CONFIG, GENERATION_CONFIG = "config.json", "model_config.json", "generation_config.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"

@@ -24,11 +24,11 @@ from ppfleetx.checkpoint.lazy import LazyTensor, derive
 from ppfleetx.checkpoint.pickled import check_claims, flatten
 from ppfleetx.checkpoint.torch_file import naming, read_torch_file
 from ppfleetx.checkpoint.unpickle import Record
-from ppfleetx.config.errors import CheckpointError, ConfigError
+from ppfleetx.config.errors import CheckpointError, ConfigError, shown
 from ppfleetx.config.model import ModelConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.models.gpt.hf import pair_columns
-from ppfleetx.utils.foreign_files import read_bounded, shown
+from ppfleetx.utils.foreign_files import read_bounded
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _MAX_TRACKER_BYTES = 100

@@ -14,9 +14,9 @@ import numpy as np
 
 from ppfleetx.checkpoint.lazy import LazyTensor, read_bytes
 from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE, Index
-from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.utils.files import atomic_write
-from ppfleetx.utils.foreign_files import opened, parse_json, shown
+from ppfleetx.utils.foreign_files import opened, parse_json
 
 _MAX_HEADER = 100_000_000  # the library's own limit
 _MAX_DIMS = 32  # NumPy's

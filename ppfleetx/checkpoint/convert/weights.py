@@ -14,10 +14,9 @@ from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.checkpoint.manifest import Manifest
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import MODEL, NUMPY_OF_DTYPE, Index, TensorSlice
-from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.model import ModelConfig
 from ppfleetx.models.gpt.shape import parameter_shapes
-from ppfleetx.utils.foreign_files import shown
 
 # Dimension that counts vocabulary entries, by canonical name.
 VOCAB_DIM = {"embedding.word_embeddings.weight": 0, "head.weight": 1, "head.bias": 0}

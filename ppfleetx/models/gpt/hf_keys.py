@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.models.gpt.hf_rope import PLACES, rope_keys
 from ppfleetx.models.gpt.hf_values import check_values
-from ppfleetx.utils.foreign_files import shown
 
 _GPT2_ACTIVATIONS = {
     "gelu_new": "gelu",

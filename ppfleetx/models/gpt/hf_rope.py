@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ppfleetx.config.errors import CheckpointError, ConfigError
+from ppfleetx.config.errors import CheckpointError, ConfigError, shown
 from ppfleetx.config.model import ModelConfig
 from ppfleetx.config.rope import REFUSED_TYPES, RopeScalingConfig
 from ppfleetx.config.validate import section_of
-from ppfleetx.utils.foreign_files import shown
 
 PLACES = ("rope_scaling", "rope_parameters")
 DEFAULT_BASE = 10000.0

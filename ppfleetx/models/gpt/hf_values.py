@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.fields import MAX_SIZE
-from ppfleetx.utils.foreign_files import shown
 
 
 @dataclass(frozen=True)
