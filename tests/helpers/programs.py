@@ -9,7 +9,8 @@ process like any other, and forks the Python programs it starts in the same way 
 For the program nothing is loaded yet: modules that need Paddle are hidden until it imports one of them, so
 "before Paddle is imported" means what it means elsewhere. What a fork cannot show is what happens while
 Python starts and Paddle loads (environment variables read there, hash seeds); every program is therefore
-also executed by a test or two, with :mod:`subprocess` itself.
+also executed by a test or two, with :mod:`subprocess` itself. ``PPFLEETX_TESTS_EXECUTE=1`` executes them
+all.
 """
 
 from __future__ import annotations
@@ -45,14 +46,16 @@ SET_CHILD_SUBREAPER = 36  # prctl(2)
 SET_PARENT_DEATH_SIGNAL = 1
 
 
+SWITCH = "PPFLEETX_TESTS_EXECUTE"  # set to 1, nothing is forked
 IN_NAMESPACE = ["ip", "netns", "exec"]
 NAMESPACES = Path("/run/netns")
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET of setns(2)
 
 
 def is_forkable(command: object) -> bool:
-    """Whether a command is this Python with a script or a module, perhaps in a network namespace."""
-    if isinstance(command, str | bytes | os.PathLike):
+    """Whether a command is this Python with a script or a module, perhaps in a network namespace, and
+    forking is not switched off."""
+    if isinstance(command, str | bytes | os.PathLike) or os.environ.get(SWITCH) == "1":
         return False
     words = _words(command)
     if words[:3] == IN_NAMESPACE:

@@ -113,3 +113,9 @@ def test_other_commands_are_executed():
     assert programs.is_forkable([sys.executable, "-u", "a.py"])
     assert programs.is_forkable(["ip", "netns", "exec", "node", sys.executable, "-m", "module"])
     assert programs.run([sys.executable, "-c", "print(1)"], timeout=60).stdout == "1\n"
+
+
+def test_forking_can_be_switched_off(monkeypatch):
+    assert programs.is_forkable([sys.executable, "program.py"])
+    monkeypatch.setenv("PPFLEETX_TESTS_EXECUTE", "1")
+    assert not programs.is_forkable([sys.executable, "program.py"])
