@@ -29,9 +29,12 @@ def terminal():
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
-    with os.fdopen(slave, "w") as stream, contextlib.redirect_stdout(stream):
-        with contextlib.redirect_stderr(stream):
-            yield drawn
+    with (
+        os.fdopen(slave, "w") as stream,
+        contextlib.redirect_stdout(stream),
+        contextlib.redirect_stderr(stream),
+    ):
+        yield drawn
     reader.join(timeout=10)
     os.close(master)
 
