@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ppfleetx.checkpoint import storage
 from ppfleetx.checkpoint.convert.fleetx import is_fleetx, open_fleetx
+from ppfleetx.checkpoint.foreign import described
 from ppfleetx.checkpoint.manifest import (
     BEST_FILE,
     LATEST_FILE,
@@ -48,13 +49,14 @@ def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
 
     Raises:
         CheckpointError: there is nothing sound where it should be; the message names the newest
-            checkpoint that is good.
+            checkpoint that is good. For a checkpoint of another program it says how to convert it.
     """
     path = Path(path)
     if path.name in (LATEST_FILE, BEST_FILE) and path.is_file():
         return _follow(path, verify)
     if not path.is_dir():
-        raise CheckpointError(f"there is no checkpoint directory {path}{_instead(path.parent)}")
+        absent = f"there is no checkpoint directory {path}"
+        raise CheckpointError(described(path) or f"{absent}{_instead(path.parent)}")
     if is_fleetx(path):
         return path
     if is_rank_directory(path.name):
@@ -242,7 +244,7 @@ def _resolve_output_directory(path: Path, verify: bool) -> Path:
         if newest is None:
             if of_fleetx := [child for child in _step_directories(path) if is_fleetx(child)]:
                 return max(of_fleetx, key=lambda child: parse_step_directory(child.name))
-            raise CheckpointError(f"there is no complete checkpoint in {path}")
+            raise CheckpointError(described(path) or f"there is no complete checkpoint in {path}")
         return _sound(newest, path, verify)
     return _follow(latest, verify)
 

@@ -8,6 +8,7 @@ from ppfleetx.config.model import ModelConfig
 from ppfleetx.config.plan import AXES, ParallelPlan
 from ppfleetx.config.sections import RunConfig
 from ppfleetx.config.unsupported import not_supported_reasons, without_effect
+from ppfleetx.core.sources import refuse_foreign
 from ppfleetx.models.gpt.shape import flops_per_step, parameter_count, trained_count
 
 _MAX_GROUPS_SHOWN = 2
@@ -17,7 +18,12 @@ _RANKS_PER_NODE = 8
 
 
 def check_report(cfg: RunConfig) -> str:
-    """Plan, parameters, batches, FLOPs, precision, recompute and schedules of ``cfg``, as lines of text."""
+    """Plan, parameters, batches, FLOPs, precision, recompute and schedules of ``cfg``, as lines of text.
+
+    Raises:
+        ConfigError: weights are to come from a checkpoint of another program.
+    """
+    refuse_foreign(cfg)
     lines = [
         *_plan_lines(cfg),
         *_model_lines(cfg),

@@ -12,6 +12,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.finetuning import FINETUNE_MODULE
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.unsupported import not_supported_reasons, without_effect
+from ppfleetx.core.sources import refuse_foreign, sources
 from ppfleetx.data.build import build_dataset
 from ppfleetx.data.prefixes import find_prefixes, open_tokens
 from ppfleetx.utils.log import configure_logging
@@ -68,7 +69,7 @@ def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig,
 
 
 def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
-    """Raise at once, and not after Paddle has been loaded, when a corpus or ``ckpt_dir`` is not there."""
+    """Raise at once, and not after Paddle has been loaded, when a corpus or a checkpoint is not there."""
     for mode in reads:
         section = getattr(cfg.Data, mode)
         if mode == "Test" and cfg.Model.module != FINETUNE_MODULE:
@@ -80,9 +81,10 @@ def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
         for entry in (entries,) if isinstance(entries, str) else entries:
             for prefix in find_prefixes(entry):
                 open_tokens(prefix)
-    base = None if cfg.Model.lora is None else cfg.Model.lora.base
-    for directory in (cfg.Engine.save_load.ckpt_dir, base):
-        if directory is not None:
+    refuse_foreign(cfg)
+    for key, directory in sources(cfg):
+        # A run that resumes no longer needs the weights it once started from.
+        if key != "Engine.save_load.init_from" or not cfg.Engine.save_load.resume:
             resolve_checkpoint(directory, verify=False)
 
 

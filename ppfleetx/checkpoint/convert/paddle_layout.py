@@ -16,13 +16,12 @@ from ppfleetx.checkpoint.convert.hf_files import Stored
 from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.checkpoint.slices import Index
 from ppfleetx.config.errors import CheckpointError
+from ppfleetx.models.gpt.hf_keys import of_paddle
 from ppfleetx.utils.log import get_logger
 
 _PREFIX = "llama."
 _FUSED = (".qkv_proj.weight", ".gate_up_fused_proj.weight", ".up_gate_proj.weight")
 _HEAD = "lm_head.weight"
-# Keys by which these libraries mark a configuration as theirs.
-_MARKS = ("paddlenlp_version", "paddleformers_version")
 
 
 def in_hf_layout(
@@ -39,8 +38,8 @@ def in_hf_layout(
     Raises:
         CheckpointError: projections are fused, or it cannot be told how a matrix lies.
     """
-    marked = stored.formats == {None} and any(mark in config for mark in _MARKS)
-    if config["model_type"] != "llama" or not (stored.is_paddle or marked):
+    is_theirs = stored.is_paddle or (stored.formats == {None} and of_paddle(config))
+    if config["model_type"] != "llama" or not is_theirs:
         return stored.tensors
     if "pt" in stored.formats:
         raise CheckpointError(f"{directory}: some of its files are PyTorch's and some Paddle's")

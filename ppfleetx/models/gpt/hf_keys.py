@@ -133,6 +133,11 @@ def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     return _KEYS[kind](config)
 
 
+def of_paddle(config: Mapping[str, Any]) -> bool:
+    """Whether PaddleNLP or PaddleFormers says that it wrote a configuration."""
+    return any(mark in config for mark in ("paddlenlp_version", "paddleformers_version"))
+
+
 def without_paddle(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
     """A ``config.json`` for transformers: what Paddle's libraries alone write there is taken out, what they
     leave out is put in.
