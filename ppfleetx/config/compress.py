@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from ppfleetx.config.fields import Bool, Int, RuleError, Section, Text, UnitFloat
+
+_BLOCK = re.compile(r"block_\d{1,5}", re.ASCII)
 
 
 class QuantizationConfig(Section):
@@ -28,8 +31,8 @@ class QuantizationConfig(Section):
     """Bits of activations."""
     quantizable_layer_type: tuple[Text, ...] = ("Linear", "ColumnParallelLinear", "RowParallelLinear")
     """Kinds of layers that are quantised."""
-    skip_tensor_map: dict[str, tuple[Int, ...]] = Field(default_factory=dict)
-    """Layer name -> layer numbers that stay unquantised."""
+    skip_tensor_map: dict[str, tuple[Literal["linear1", "linear2"], ...]] = Field(default_factory=dict)
+    """Linears that stay unquantised: `block_3: [linear2]` is the second one of layer 3's MLP."""
     freeze_embedding: Bool = False
     """Do not train the embeddings."""
 
@@ -38,6 +41,11 @@ class QuantizationConfig(Section):
         for key in ("weight_bits", "activation_bits"):
             if not 2 <= getattr(self, key) <= 16:
                 raise RuleError((key,), "must be between 2 and 16")
+        for name in self.skip_tensor_map:
+            if not _BLOCK.fullmatch(name):
+                raise RuleError(
+                    (f"skip_tensor_map.{name}",), "names are block_0, block_1 and so on, one for each layer"
+                )
         return self
 
 

@@ -150,7 +150,8 @@ class EngineConfig(Section):
     run_mode: Literal["step", "epoch"] = "step"
     """Count logging, evaluation and saving in optimizer steps or in epochs."""
     accumulate_steps: PositiveInt | None = None
-    """Micro batches per optimizer step; null: `local_batch_size / micro_batch_size`."""
+    """Micro batches per optimizer step; null: `local_batch_size / micro_batch_size`. Where it contradicts
+    them, that of a file is replaced, with a warning, and that of the command line is an error."""
     logging_freq: PositiveInt = 1
     """Optimizer steps between log lines."""
     eval_freq: IntervalOrZero = 500

@@ -79,5 +79,9 @@ class DataError(UserError):
     """Corpus, index or tokenizer files that are missing, damaged or too small."""
 
 
+class MissingDataError(DataError):
+    """Data files of which none is there."""
+
+
 class CheckpointError(UserError):
     """A checkpoint that is missing, damaged, or does not fit the model."""

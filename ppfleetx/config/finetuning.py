@@ -53,10 +53,6 @@ def _texts(cfg: RunConfig) -> Iterator[RuleError]:
                 (f"{key}.name", "Model.module"),
                 f"a GLUE task is learnt by Model.module = {FINETUNE_MODULE}, not by {cfg.Model.module}",
             )
-        if not dataset.is_corpus and cfg.Data.tokenizer is None:
-            yield RuleError(
-                (f"{key}.name",), f"{dataset.name} is made of texts: Data.tokenizer must name a tokenizer"
-            )
 
 
 def _task(cfg: RunConfig) -> Iterator[RuleError]:

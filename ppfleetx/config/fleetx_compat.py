@@ -17,6 +17,7 @@ _RENAMED = {
     "Engine.mix_precision.init_loss_scaling": "Engine.mix_precision.scale_loss",
     "Distributed.pp_recompute_interval": "Model.recompute_interval",
     "Model.pp_recompute_interval": "Model.recompute_interval",
+    "Distributed.sharding.comm_overlap": "Distributed.sharding.reduce_overlap",
     "Model.pretrained": "Engine.save_load.init_from",
     "Data.*.dataset.root": "Data.*.dataset.input_dir",
     "Data.*.dataset.max_length": "Data.*.dataset.max_seq_len",
@@ -29,8 +30,10 @@ _DROPPED = {
     "Model.fused_softmax_with_triangular": "Model.attention_kernel chooses the kernel, always causal",
     "Model.loss": "the task decides the loss",
     "Model.metric": "the task decides the metric",
+    "Data.*.sampler.batch_size": "Global decides the batch sizes",
     "Data.*.loader.return_list": "batches have one form",
     "Data.*.loader.collate_fn": "the dataset decides how samples are joined",
+    "Engine.mix_precision.use_fp16_guard": "level decides what is computed in 16 bits",
     "Optimizer.multi_precision": "Engine.mix_precision decides it",
     "Optimizer.tensor_fusion": "it changes no result",
     "Optimizer.lr.run_mode": "the schedule counts optimizer steps",
@@ -42,19 +45,36 @@ _DROPPED = {
     "Generation.inference": "exporting says it",
     "Generation.early_finish": "generation ends when every sequence has ended",
     "Compress.Quantization.onnx_format": "exported models have one format",
+    "Compress.Quantization.for_tensorrt": "exported models have one format",
+    "Compress.Quantization.is_full_quantize": "quantizable_layer_type says what is quantised",
     "Tuning": "there is no automatic parallel mode",
     "Fused": "it changes no result",
     "FusedParameters": "it changes no result",
 }
 
 _VALUES: dict[str, dict[Any, Any]] = {
+    "Engine.mix_precision.level": {"o1": "O1", "o2": "O2"},
     "Optimizer.name": {"FusedAdamW": "AdamW"},
     "Data.*.sampler.name": {"DistributedBatchSampler": "GPTBatchSampler"},
 }
 
+# Key of Engine -> what it becomes (None: its default), and why.
+_UNLIMITED: dict[str, tuple[int | None, str]] = {
+    "max_steps": (2**31 - 1, "Engine.num_train_epochs ends the run"),
+    "eval_iters": (
+        None,
+        "sets of texts are read to their end, and of a corpus the default number of batches",
+    ),
+    "test_iters": (None, "sets of texts are read to their end"),
+}
 
-def modernize(tree: Node) -> tuple[Node, tuple[str, ...]]:
+
+def modernize(tree: Node, *, is_whole: bool = False) -> tuple[Node, tuple[str, ...]]:
     """``tree`` in today's spelling, and a warning for each old one.
+
+    Args:
+        tree: what one file says, or the whole configuration.
+        is_whole: which of them.
 
     Raises:
         ConfigError: an old and the new spelling of one key are both given, with different values.
@@ -67,6 +87,7 @@ def modernize(tree: Node) -> tuple[Node, tuple[str, ...]]:
         *_drop(tree),
         *_replace_values(tree),
         *_warn_split_qkv(tree),
+        *(_unlimited(tree) if is_whole else ()),
     ]
     return tree, tuple(warnings)
 
@@ -177,3 +198,19 @@ def _warn_split_qkv(tree: Node) -> Iterator[str]:
                 f"{path} = False ({mapping.value[name].place}) has no effect: the projections are one weight "
                 "always, with the same results"
             )
+
+
+def _unlimited(tree: Node) -> Iterator[str]:
+    """FleetX's "no limit" where epochs are counted."""
+    if not any(mapping.value[name].value == "epoch" for mapping, name, _ in _find(tree, "Engine.run_mode")):
+        return
+    for key, (limit, why) in _UNLIMITED.items():
+        for mapping, name, path in list(_find(tree, f"Engine.{key}")):
+            node = mapping.value.pop(name)
+            if node.value != -1:
+                mapping.value[name] = node
+                continue
+            if limit is not None:
+                mapping.value[name] = Node(limit, node.place)
+            became = "not used" if limit is None else f"read as {limit}"
+            yield f"{path} = -1 ({node.place}) is {became}: {why}"

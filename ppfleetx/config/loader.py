@@ -9,6 +9,8 @@ import yaml
 
 from ppfleetx.config.bases import read_with_bases
 from ppfleetx.config.fleetx_compat import modernize
+from ppfleetx.config.fleetx_scope import refuse_left_out
+from ppfleetx.config.foreign import refuse_foreign
 from ppfleetx.config.overrides import apply_overrides
 from ppfleetx.config.resolve import resolve
 from ppfleetx.config.sections import RunConfig
@@ -42,7 +44,9 @@ def read_config(
     checked. The arguments are those of :func:`load_config`.
     """
     tree, warnings = read_with_bases(Path(path))
-    tree, more = modernize(apply_overrides(tree, overrides, RunConfig))
+    refuse_foreign(tree, frozenset(RunConfig.model_fields))
+    tree, more = modernize(apply_overrides(tree, overrides, RunConfig), is_whole=True)
+    refuse_left_out(tree)
     cfg, origins = validate(tree, RunConfig)
     return cfg, origins, tuple(dict.fromkeys((*warnings, *more)))
 

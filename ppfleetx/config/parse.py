@@ -14,6 +14,7 @@ import yaml
 
 from ppfleetx.config.errors import UNSET, ConfigError, shown
 from ppfleetx.config.files import MAX_FILE_BYTES, read_text, shown_path
+from ppfleetx.config.foreign import refuse_foreign_text
 from ppfleetx.config.tree import Node, plain_scalar
 
 MAX_DEPTH = 40
@@ -63,12 +64,17 @@ def read_yaml(
         ConfigError: the file cannot be read, is no YAML, has no mapping, or is larger than any configuration.
     """
     text = read_text(path, key=key, value=value, place=place)
-    node = parse_yaml(text, shown_path(path), budget, with_lines=True)
+    try:
+        node = parse_yaml(text, shown_path(path), budget, with_lines=True)
+    except ConfigError:
+        refuse_foreign_text(text, shown_path(path))
+        raise
     if node is None:
         raise ConfigError(
             "the file is empty; a configuration has sections such as Model", place=shown_path(path)
         )
     if not isinstance(node.value, dict):
+        refuse_foreign_text(text, shown_path(path))
         kind = "list" if isinstance(node.value, list) else "single value"
         raise ConfigError(f"the file holds a {kind}; sections such as `Model:` are needed", place=node.place)
     return node

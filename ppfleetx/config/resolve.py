@@ -26,13 +26,13 @@ def resolve(
     """
     try:
         cfg = _with_data_parallel(cfg, world_size, origins)
-        batch = _batch_of(cfg)
+        batch, more = _batch_of(cfg, origins)
         cfg = _with_derived(cfg, batch)
         for violation in _violations(cfg, batch):
             raise violation
     except RuleError as violation:
         raise violation_error(violation, "", cfg.model_dump(mode="json"), origins) from None
-    cfg._batch, cfg._origins, cfg._warnings = batch, origins, warnings
+    cfg._batch, cfg._origins, cfg._warnings = batch, origins, (*warnings, *more)
     return cfg
 
 
@@ -72,14 +72,23 @@ def _refuse_too_many(plan: ParallelPlan, world_size: int | None) -> None:
         )
 
 
-def _batch_of(cfg: RunConfig) -> BatchPlan:
-    sizes = cfg.Global
-    return resolve_batch(
+def _batch_of(cfg: RunConfig, origins: dict[str, str]) -> tuple[BatchPlan, tuple[str, ...]]:
+    """The batch sizes, and a warning where a file's ``accumulate_steps`` gives way to them, as in FleetX."""
+    sizes, steps, key = cfg.Global, cfg.Engine.accumulate_steps, "Engine.accumulate_steps"
+    local, micro = sizes.local_batch_size or sizes.global_batch_size, sizes.micro_batch_size
+    gives_way = None not in (steps, local, micro) and not origins.get(key, "-o").startswith("-o")
+    batch = resolve_batch(
         sizes.global_batch_size,
         sizes.local_batch_size,
-        sizes.micro_batch_size,
-        cfg.Engine.accumulate_steps,
+        micro,
+        None if gives_way else steps,
         data_size=plan_of(cfg).data_size,
+    )
+    if not gives_way or batch.accumulate_steps == steps:
+        return batch, ()
+    return batch, (
+        f"{key} = {steps} ({origins[key]}) is not used: it follows from local_batch_size "
+        f"{batch.local_batch_size} / micro_batch_size {micro} = {batch.accumulate_steps}",
     )
 
 

@@ -51,6 +51,15 @@ def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
     return [reason for applies, reason in table if applies]
 
 
+def missing(cfg: RunConfig) -> list[str]:
+    """Sentences, each naming its key, for what a run with ``cfg`` needs and the configuration leaves open."""
+    splits = {name: getattr(cfg.Data, name) for name in ("Train", "Eval", "Test")}
+    texts = [name for name, split in splits.items() if split is not None and not split.dataset.is_corpus]
+    if not texts or cfg.Data.tokenizer is not None:
+        return []
+    return [f"Data.tokenizer: the texts of Data.{texts[0]} need one (-o Data.tokenizer.dir=DIR)"]
+
+
 def without_effect(cfg: RunConfig) -> list[str]:
     """Sentences, each naming its keys, for what was asked for and changes nothing in this run.
 

@@ -12,7 +12,7 @@ from ppfleetx.config.fields import MAX_COUNT, RuleError, Section
 from ppfleetx.config.sections import RunConfig
 from ppfleetx.config.suggest import nearest_keys
 from ppfleetx.config.tree import Node, is_index
-from ppfleetx.config.words import describe, field_types, is_mapping, is_text_only, item_type, section_in
+from ppfleetx.config.words import describe, field_types, inside, is_text_only
 
 _MAX_ERRORS = 8
 
@@ -70,15 +70,15 @@ def _to_plain(node: Node, annotation: Any, key: str, origins: dict[str, str]) ->
     if key:
         origins[key] = node.place
     if isinstance(node.value, dict):
-        section = section_in(annotation)
-        types = field_types(section) if section else {}
-        default = None if section else item_type(annotation)
+        within = inside(annotation)
+        types = field_types(within.section) if within.section else {}
+        default = None if within.section else within.item
         return {
             name: _to_plain(child, types.get(name, default), f"{key}.{name}" if key else name, origins)
             for name, child in node.value.items()
         }
     if isinstance(node.value, list):
-        item = item_type(annotation)
+        item = inside(annotation).item
         return [_to_plain(child, item, f"{key}.{i}", origins) for i, child in enumerate(node.value)]
     if node.value is None:
         # A section with nothing below its name is a section of defaults.
@@ -134,7 +134,8 @@ def _one_error(
         return _violation(cause, key, plain, origins)
     said = {"key": key, "place": _place_of(key, origins), "hint": None}
     if detail["type"] == "missing":
-        return {**said, "rule": f"is required ({describe(annotation)}) and is not given"}
+        hint = "A file that others name in _base_ may lack it." if path[:1] == ["Model"] else None
+        return {**said, "rule": f"is required ({describe(annotation)}) and is not given.", "hint": hint}
     if detail["type"] == "extra_forbidden":
         rule = f"there is no such key in {shown_key('.'.join(path[:-1])) or 'a configuration'}."
         return {**said, "rule": rule, "hint": nearest_keys(path, section, root)}
@@ -150,18 +151,15 @@ def _follow(location: tuple[int | str, ...], root: type[Section]) -> tuple[type[
     annotation: Any = root
     path: list[str] = []
     for part in location:
-        inner = section_in(annotation)
-        if inner is not None and isinstance(part, str):
-            if part == inner.__name__:
+        within = inside(annotation)
+        if within.section is not None and isinstance(part, str):
+            if part == within.section.__name__:
                 continue
-            section, annotation = inner, field_types(inner).get(part)
+            section, annotation = within.section, field_types(within.section).get(part)
             path.append(part)
-        elif item_type(annotation) is not None and isinstance(part, int):
-            annotation = item_type(annotation)
+        elif within.is_mapping or (within.item is not None and isinstance(part, int)):
+            annotation = within.item
             path.append(str(part))
-        elif isinstance(part, str) and annotation is not None and is_mapping(annotation):
-            annotation = item_type(annotation)
-            path.append(part)
     return section, annotation, path
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -45,9 +46,29 @@ def item_type(annotation: Any) -> Any:
     return None
 
 
-def is_mapping(annotation: Any) -> bool:
-    """Whether a mapping with keys of the user's own is among the alternatives."""
-    return any(get_origin(part) is dict for part in members(annotation))
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """What an annotation is made of: a section, items or values of a type, and whether keys are free."""
+
+    section: type[Section] | None
+    item: Any
+    is_mapping: bool
+
+
+_inside: dict[int, tuple[Any, Inside]] = {}
+
+
+def inside(annotation: Any) -> Inside:
+    """``section_in``, ``item_type`` and whether a mapping with keys of the user's own is an alternative.
+
+    Remembered for each annotation object: hashing one takes longer than all the rest.
+    """
+    known = _inside.get(id(annotation))
+    if known is None or known[0] is not annotation:
+        is_mapping = any(get_origin(part) is dict for part in members(annotation))
+        known = annotation, Inside(section_in(annotation), item_type(annotation), is_mapping)
+        _inside[id(annotation)] = known
+    return known[1]
 
 
 def is_text_only(annotation: Any) -> bool:

@@ -7,7 +7,7 @@ from itertools import islice
 from ppfleetx.config.model import ModelConfig
 from ppfleetx.config.plan import AXES, ParallelPlan
 from ppfleetx.config.sections import RunConfig
-from ppfleetx.config.unsupported import not_supported_reasons, without_effect
+from ppfleetx.config.unsupported import missing, not_supported_reasons, without_effect
 from ppfleetx.core.sources import refuse_foreign
 from ppfleetx.models.gpt.shape import flops_per_step, parameter_count, trained_count
 
@@ -36,6 +36,7 @@ def check_report(cfg: RunConfig) -> str:
     ]
     lines += [_line("note", note) for note in (*cfg.warnings, *without_effect(cfg))]
     device = "gpu" if cfg.Global.device == "auto" else cfg.Global.device
+    lines += [_line("missing", reason) for reason in missing(cfg)]
     lines += [_line("not yet", reason) for reason in not_supported_reasons(cfg, device)]
     return "\n".join([*lines, "The configuration is valid."])
 

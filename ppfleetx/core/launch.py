@@ -11,10 +11,10 @@ from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.finetuning import FINETUNE_MODULE
 from ppfleetx.config.loader import load_config
+from ppfleetx.config.tree import is_index
 from ppfleetx.config.unsupported import not_supported_reasons, without_effect
 from ppfleetx.core.sources import refuse_foreign, sources
-from ppfleetx.data.build import build_dataset
-from ppfleetx.data.prefixes import find_prefixes, open_tokens
+from ppfleetx.data.build import build_dataset, open_corpora
 from ppfleetx.utils.log import configure_logging
 from ppfleetx.utils.process_env import import_paddle, prepare_process
 
@@ -74,13 +74,10 @@ def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
         section = getattr(cfg.Data, mode)
         if mode == "Test" and cfg.Model.module != FINETUNE_MODULE:
             continue  # nothing else reads it
-        if section is not None and not section.dataset.is_corpus:
+        if section is not None and section.dataset.is_corpus:
+            open_corpora(cfg, mode)
+        elif section is not None:
             build_dataset(cfg, mode)
-            continue
-        entries = () if section is None else section.dataset.input_dir
-        for entry in (entries,) if isinstance(entries, str) else entries:
-            for prefix in find_prefixes(entry):
-                open_tokens(prefix)
     refuse_foreign(cfg)
     for key, directory in sources(cfg):
         # A run that resumes no longer needs the weights it once started from.
@@ -118,7 +115,7 @@ def _is_installed(distribution: str) -> bool:
 def _refuse_unsupported(cfg: RunConfig, device: str) -> None:
     reasons = not_supported_reasons(cfg, device)
     if reasons:
-        raise ConfigError("this configuration is valid, but cannot run yet: " + " ".join(reasons))
+        raise ConfigError("this configuration is valid, but cannot run yet:\n  " + "\n  ".join(reasons))
 
 
 def world_size(environ: Mapping[str, str]) -> int:
@@ -133,7 +130,7 @@ def rank(environ: Mapping[str, str]) -> int:
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:
     text = environ.get(name, str(default))
-    if not text.isdigit():
+    if not is_index(text):
         raise ConfigError(
             "the launcher's variable is not a number", key=name, value=text, place="environment"
         )

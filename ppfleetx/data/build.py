@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from ppfleetx.config.errors import ConfigError, DataError
+from ppfleetx.config.errors import ConfigError, DataError, MissingDataError
 from ppfleetx.data.blended import BlendedDataset, blend_sizes, normalise
 from ppfleetx.data.glue import TASKS
 from ppfleetx.data.glue_metrics import require_libraries
@@ -21,6 +21,7 @@ from ppfleetx.data.prefixes import find_prefixes, open_tokens
 from ppfleetx.data.records import GlueDataset, PromptResponseDataset
 from ppfleetx.data.sampler import GlobalBatchSampler, Tail
 from ppfleetx.data.split import MODES, split_ranges
+from ppfleetx.data.tokenizer_files import GPT2_FILES
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def build_dataset(
         eod_id=_eod_id(cfg, dataset_cfg),
         vocab_size=cfg.Model.vocab_size,
     )
-    parts = _parts(dataset_cfg, mode)
+    parts = _parts(cfg, mode)
     num_samples = requested_samples(cfg, mode)
     one_epoch = sum((part.num_tokens - 1) // options.sequence_length for part in parts)
     if mode != "Train" and not section.sampler.drop_last:
@@ -146,7 +147,12 @@ def _records(cfg: RunConfig, dataset_cfg: DatasetConfig) -> GlueDataset | Prompt
     """A dataset of texts, whose tokens the model must know."""
     tokenizer = load_tokenizer(cfg)
     if tokenizer is None:
-        raise ConfigError("names no files, and the texts of Data need a tokenizer", key="Data.tokenizer")
+        raise ConfigError(
+            f"names no files, and {dataset_cfg.name} is made of texts. Give a tokenizer's directory with "
+            "-o Data.tokenizer.dir=DIR; tools/train_tokenizer.py makes one, and vocab.json and merges.txt of "
+            f"GPT-2 are at {GPT2_FILES} (nothing is downloaded)",
+            key="Data.tokenizer",
+        )
     if tokenizer.vocab_size > cfg.Model.vocab_size:
         raise DataError(
             f"{tokenizer.place} has ids up to {tokenizer.vocab_size - 1}, but Model.vocab_size is "
@@ -161,16 +167,32 @@ def _records(cfg: RunConfig, dataset_cfg: DatasetConfig) -> GlueDataset | Prompt
 
 
 def load_tokenizer(cfg: RunConfig) -> Tokenizer | None:
-    """The tokenizer of ``Data.tokenizer``; None when the configuration names none."""
+    """The tokenizer of ``Data.tokenizer``; None when the configuration names none.
+
+    Raises:
+        DataError: its files are missing or damaged; the message names the key.
+    """
     from ppfleetx.data.tokenizer import Tokenizer
 
     files = cfg.Data.tokenizer
-    if files is None:
+    key = next(
+        (key for key in ("dir", "tokenizer_file", "vocab_file") if files and getattr(files, key)), None
+    )
+    if key is None:
         return None
-    if files.vocab_file is not None:
-        return Tokenizer.from_vocab_and_merges(files.vocab_file, files.merges_file, eod_token=files.eos_token)
-    path = files.dir or files.tokenizer_file
-    return None if path is None else Tokenizer.load(path, eod_token=files.eos_token)
+    try:
+        if key == "vocab_file":
+            return Tokenizer.from_vocab_and_merges(
+                files.vocab_file, files.merges_file, eod_token=files.eos_token
+            )
+        return Tokenizer.load(getattr(files, key), eod_token=files.eos_token)
+    except DataError as error:
+        raise type(error)(f"Data.tokenizer.{key}{_place(cfg, f'Data.tokenizer.{key}')}: {error}") from error
+
+
+def _place(cfg: RunConfig, key: str) -> str:
+    """Where ``key`` was written, in brackets."""
+    return f" ({cfg.origins.get(key, 'default')})"
 
 
 def _eod_id(cfg: RunConfig, dataset_cfg: DatasetConfig) -> int | None:
@@ -187,18 +209,33 @@ def _seed(cfg: RunConfig, mode: Mode) -> int:
     return cfg.Global.seed if seed is None else seed
 
 
-def _parts(dataset_cfg: DatasetConfig, mode: Mode) -> list[CorpusPart]:
-    """The corpora of the section; if there are several, with normalised weights."""
-    given = dataset_cfg.input_dir
-    entries = [given] if isinstance(given, str) else list(given)
-    weights = dataset_cfg.weights
-    if weights is not None and len(weights) != len(entries):
-        key = f"Data.{mode}.dataset.weights"
-        raise ConfigError(f"{len(weights)} weights for {len(entries)} entries of input_dir", key=key)
+def open_corpora(cfg: RunConfig, mode: Mode) -> list[list[TokenStore]]:
+    """The corpora of each entry of ``Data.<mode>.dataset.input_dir``.
+
+    Raises:
+        DataError: one is missing or damaged; the message names the key, and how a corpus is made.
+    """
+    given, key = getattr(cfg.Data, mode).dataset.input_dir, f"Data.{mode}.dataset.input_dir"
+    entries = [given] if isinstance(given, str) else given
     try:
-        groups = [[_part(p, dataset_cfg.split, mode) for p in find_prefixes(entry)] for entry in entries]
+        return [[open_tokens(prefix) for prefix in find_prefixes(entry)] for entry in entries]
     except DataError as error:
-        raise DataError(f"Data.{mode}.dataset.input_dir: {error}") from error
+        hint = ""
+        if isinstance(error, MissingDataError):
+            hint = f". tools/preprocess_data.py makes a corpus of text; name it with -o {key}=PREFIX"
+        raise type(error)(f"{key}{_place(cfg, key)}: {error}{hint}") from error
+
+
+def _parts(cfg: RunConfig, mode: Mode) -> list[CorpusPart]:
+    """The corpora of the section; if there are several, with normalised weights."""
+    dataset_cfg = getattr(cfg.Data, mode).dataset
+    weights = dataset_cfg.weights
+    groups = [
+        [_part(corpus, dataset_cfg.split, mode) for corpus in group] for group in open_corpora(cfg, mode)
+    ]
+    if weights is not None and len(weights) != len(groups):
+        key = f"Data.{mode}.dataset.weights"
+        raise ConfigError(f"{len(weights)} weights for {len(groups)} entries of input_dir", key=key)
     parts = [part for group in groups for part in group]
     if len(parts) == 1:
         return parts
@@ -213,8 +250,7 @@ def _parts(dataset_cfg: DatasetConfig, mode: Mode) -> list[CorpusPart]:
     return _blend_parts(parts, dataset_cfg, mode)
 
 
-def _part(prefix: str, split: str | Sequence[float], mode: Mode) -> CorpusPart:
-    corpus = open_tokens(prefix)
+def _part(corpus: TokenStore, split: str | Sequence[float], mode: Mode) -> CorpusPart:
     first, last = split_ranges(len(corpus), split)[MODES.index(mode)]
     return CorpusPart(corpus, first, last, 1.0)
 

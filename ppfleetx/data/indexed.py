@@ -32,7 +32,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from ppfleetx.config.errors import DataError
+from ppfleetx.config.errors import DataError, MissingDataError
 from ppfleetx.utils.files import atomic_write
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -164,7 +164,9 @@ class IndexedDataset(TokenStore):
             there, missing = (bin_path, idx_path) if bin_path(text).is_file() else (idx_path, bin_path)
             raise DataError(f"{there(text)} exists but its partner {missing(text)} does not")
         if not idx_path(text).is_file():
-            raise DataError(f"no corpus at {text}: neither {bin_path(text)} nor {idx_path(text)} exists")
+            raise MissingDataError(
+                f"no corpus at {text}: neither {bin_path(text)} nor {idx_path(text)} exists"
+            )
         dtype, sizes, byte_offsets, document_indices = _read_index(idx_path(text))
         _check_index(text, dtype, sizes, byte_offsets, document_indices)
         super().__init__(

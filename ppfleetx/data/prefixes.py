@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ppfleetx.config.errors import DataError
+from ppfleetx.config.errors import MissingDataError
 from ppfleetx.data.fleetx_format import SUFFIXES as FLEETX_SUFFIXES
 from ppfleetx.data.fleetx_format import FleetXDataset
 from ppfleetx.data.indexed import IndexedDataset, TokenStore, bin_path, idx_path
@@ -26,7 +26,7 @@ def find_prefixes(entry: str | os.PathLike[str]) -> list[str]:
     """Prefixes that one entry of ``input_dir`` stands for: all corpora of a directory, by name, or itself.
 
     Raises:
-        DataError: the directory holds no corpus.
+        MissingDataError: the directory holds no corpus.
     """
     text = os.fspath(entry)
     if not Path(text).is_dir():
@@ -34,7 +34,9 @@ def find_prefixes(entry: str | os.PathLike[str]) -> list[str]:
     names = (str(path) for path in Path(text).iterdir() if path.is_file())
     found = sorted({_without_suffix(name) for name in names if name.endswith(_SUFFIXES)})
     if not found:
-        raise DataError(f"no corpus in {text}: it holds no {', '.join(f'*{suffix}' for suffix in _SUFFIXES)}")
+        raise MissingDataError(
+            f"no corpus in {text}: it holds no {', '.join(f'*{suffix}' for suffix in _SUFFIXES)}"
+        )
     return found
 
 

@@ -10,11 +10,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ppfleetx.config.errors import DataError
+from ppfleetx.config.errors import DataError, MissingDataError
 from ppfleetx.utils.files import atomic_write
 
 END_OF_DOCUMENT = "<|endoftext|>"
 TOKENIZER_FILE, VOCAB_FILE, MERGES_FILE = "tokenizer.json", "vocab.json", "merges.txt"
+GPT2_FILES = "https://huggingface.co/openai-community/gpt2"
+"""Where vocab.json and merges.txt of GPT-2 are, for people; nothing here opens it."""
 
 
 def _byte_characters() -> list[str]:
@@ -54,13 +56,14 @@ def read_definition(path: str | os.PathLike[str]) -> dict[str, Any]:
             return _read_tokenizer_json(path / TOKENIZER_FILE)
         if (path / VOCAB_FILE).is_file() or (path / MERGES_FILE).is_file():
             return read_vocab_and_merges(path / VOCAB_FILE, path / MERGES_FILE)
-        raise DataError(
+        raise MissingDataError(
             f"{path} holds no tokenizer: neither {TOKENIZER_FILE} nor {VOCAB_FILE} and {MERGES_FILE} is there"
         )
     if not path.exists():
-        raise DataError(
+        raise MissingDataError(
             f"no tokenizer at {path}: give a directory holding {TOKENIZER_FILE}, or {VOCAB_FILE} and "
-            f"{MERGES_FILE}; tools/train_tokenizer.py makes one from your text (nothing is downloaded)"
+            f"{MERGES_FILE}; tools/train_tokenizer.py makes one from your text, and GPT-2's is at "
+            f"{GPT2_FILES} (nothing is downloaded)"
         )
     content = _read_json(path)
     if "model" in content:

@@ -6,6 +6,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.unsupported import not_supported_reasons, without_effect
 from ppfleetx.core.check import check_report
+from ppfleetx.core.launch import start_with
 from tests.config.test_shipped import GPT
 
 GLUE = GPT / "finetune_gpt_345M_single_card_glue.yaml"
@@ -32,6 +33,15 @@ def test_the_report_tells_what_trains():
     assert f"{24 * 8 * (1024 + 3072 + 2 * 1024 + 2 * 5120) + 2048:,}" in report
 
 
+def test_a_missing_tokenizer_is_said_by_the_report_and_refused_by_the_run():
+    for path in (GLUE, SFT):
+        cfg = load_config(path, [*ON_CPU, "Data.tokenizer=null"])
+        assert "missing        Data.tokenizer: the texts of Data.Train need one" in check_report(cfg)
+        with pytest.raises(ConfigError, match=r"Data.tokenizer: names no files.*gpt2"):
+            start_with(cfg, reads=("Train", "Eval"))
+        assert "missing" not in check_report(load_config(path, ON_CPU))
+
+
 @pytest.mark.parametrize(
     ("path", "overrides", "words"),
     [
@@ -45,7 +55,6 @@ def test_the_report_tells_what_trains():
         ),
         (GLUE, ["Data.Train.dataset.split=dev_matched"], "SST2 wants one of train, dev, test"),
         (GLUE, ["Data.Eval.dataset.split=test"], "Data.Eval.dataset.split = 'test' .* hold no labels"),
-        (GLUE, ["Data.tokenizer=null"], "Data.tokenizer must name a tokenizer"),
         (GLUE, ["Model.module=GPTModule"], "is learnt by Model.module = GPTFinetuneModule, not by GPTModule"),
         (GLUE, ["Engine.eval_freq=0"], "the best is found by evaluating"),
         (GLUE, ["Data.Train.dataset.eod_mask_loss=True"], "SST2 has no such option; only GPTDataset has"),

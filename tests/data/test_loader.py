@@ -180,7 +180,9 @@ def test_the_evaluation_set_depends_on_neither_length_nor_pace(tmp_path: Path, t
 
 
 def test_mistakes_are_said_at_once(tmp_path: Path, toy_prefix: str) -> None:
-    with pytest.raises(DataError, match=r"Data\.Train\.dataset\.input_dir: no corpus at"):
+    with pytest.raises(
+        DataError, match=r"Data\.Train\.dataset\.input_dir \(.*\): no corpus at .*preprocess_data.py"
+    ):
         build_dataloader(make_config(tmp_path, str(tmp_path / "nowhere")), "Train")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="no corpus in"):
