@@ -21,6 +21,7 @@ SURPLUS = 0.005
 """Each corpus prepares this much more than its share, since the greedy order may run ahead of it."""
 
 
+_BYTES_PER_SAMPLE = 2 + 8 + 3 * 8  # the two arrays, and what they are made with
 _BLOCK_STEPS, _NUM_BLOCKS = 2048, 1024  # steps of a block, blocks walked side by side
 
 
@@ -142,6 +143,7 @@ class BlendedDataset:
                 )
             ),
             {"weights": self.weights, "num_samples": num_samples},
+            num_bytes=_BYTES_PER_SAMPLE * num_samples,
         )
         self._dataset_index = arrays["dataset_index"]
         self._dataset_sample_index = arrays["dataset_sample_index"]

@@ -9,7 +9,7 @@ import numpy as np
 
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.index_cache import load_or_build
-from ppfleetx.data.index_map import IndexMaps, build_index_maps, order_fingerprint, plan_epochs
+from ppfleetx.data.index_map import IndexMaps, build_index_maps, maps_bytes, order_fingerprint, plan_epochs
 from ppfleetx.data.indexed import TokenStore
 
 Sample = dict[str, np.ndarray]
@@ -119,6 +119,7 @@ class GPTDataset:
             ("document_index", "sample_index", "shuffle_index"),
             lambda: vars(build_index_maps(self.corpus.sizes, self.first, self.last, self.plan, seed)),
             about,
+            num_bytes=maps_bytes(self.last - self.first, self.plan),
         )
         return IndexMaps(**arrays)
 

@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from ppfleetx.config.errors import DataError
 from ppfleetx.utils.files import atomic_write
 from ppfleetx.utils.log import get_logger
+from ppfleetx.utils.memory import available_bytes
 
 Arrays = dict[str, np.ndarray]
 
@@ -23,7 +25,13 @@ _READ_BYTES = 16 << 20
 
 
 def load_or_build(
-    directory: Path, key: str, names: tuple[str, ...], build: Callable[[], Arrays], about: Mapping[str, Any]
+    directory: Path,
+    key: str,
+    names: tuple[str, ...],
+    build: Callable[[], Arrays],
+    about: Mapping[str, Any],
+    *,
+    num_bytes: int,
 ) -> Arrays:
     """The arrays stored under ``key``, memory-mapped; built and stored first when they are not there whole.
 
@@ -33,10 +41,21 @@ def load_or_build(
     Args:
         names: the arrays that ``build`` returns.
         about: what the key stands for, written to the JSON file for people to read.
+        num_bytes: memory that building takes, about.
+
+    Raises:
+        DataError: the arrays are not stored, and the machine has not the memory to build them.
     """
     stored = _load(directory, key, names)
     if stored is not None:
         return stored
+    available = available_bytes()
+    if available is not None and num_bytes > available:
+        raise DataError(
+            f"the order of the samples takes {num_bytes / 2**30:,.1f} GiB of memory to build, and "
+            f"{available / 2**30:,.1f} GiB are free. It holds Engine.max_steps x Global.global_batch_size "
+            "samples (Eval: eval_iters, Test: test_iters): make one of them smaller"
+        )
     built = build()
     try:
         directory.mkdir(parents=True, exist_ok=True)

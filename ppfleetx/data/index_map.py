@@ -84,6 +84,14 @@ def plan_epochs(tokens_per_epoch: int, sequence_length: int, num_samples: int | 
     return EpochPlan(tokens_per_epoch, sequence_length, num_epochs, separate)
 
 
+def maps_bytes(num_sequences: int, plan: EpochPlan) -> int:
+    """Bytes of the three arrays of so many sequences; what is needed besides to build them is small."""
+    documents = num_sequences * plan.num_epochs
+    position = 4 if documents <= np.iinfo(np.int32).max else 8
+    sample = 4 if plan.num_samples < np.iinfo(np.uint32).max - 1 else 8
+    return 4 * documents + 2 * position * (plan.num_samples + 1) + sample * plan.num_samples
+
+
 def build_index_maps(sizes: np.ndarray, first: int, last: int, plan: EpochPlan, seed: int) -> IndexMaps:
     """The maps of sequences ``[first, last)``.
 

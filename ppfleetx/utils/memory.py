@@ -13,12 +13,22 @@ _MADV_COLLAPSE = 25  # madvise(2), Linux 6.1: make huge pages of what is there, 
 
 def available_fraction() -> float:
     """Share of the machine's memory that programs can still get; 1 where the system does not tell."""
+    kibibytes = _kibibytes()
+    return kibibytes.get("MemAvailable", 1) / kibibytes.get("MemTotal", 1)
+
+
+def available_bytes() -> int | None:
+    """Memory that programs can still get; None where the system does not tell."""
+    kibibytes = _kibibytes().get("MemAvailable")
+    return None if kibibytes is None else kibibytes << 10
+
+
+def _kibibytes() -> dict[str, int]:
     try:
         lines = _MEMINFO.read_text().splitlines()
     except OSError:
-        return 1.0
-    kibibytes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
-    return kibibytes.get("MemAvailable", 1) / kibibytes.get("MemTotal", 1)
+        return {}
+    return {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
 
 
 def back_by_huge_pages(address: int, num_bytes: int) -> None:

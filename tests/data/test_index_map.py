@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ppfleetx.config.errors import DataError
-from ppfleetx.data.index_map import IndexMaps, build_index_maps, order_fingerprint, plan_epochs
+from ppfleetx.data.index_map import IndexMaps, build_index_maps, maps_bytes, order_fingerprint, plan_epochs
 from ppfleetx.data.indexed import IndexedDataset
 from ppfleetx.data.split import parse_split, split_ranges
 
@@ -26,6 +26,7 @@ def test_maps_equal_megatrons(toy_prefix: str, arguments, numbers, hashes: str) 
     plan = plan_epochs(int(sizes[first:last].sum()), length, num_samples)
     assert (plan.tokens_per_epoch, plan.num_epochs, plan.num_samples) == numbers
     maps = build_index_maps(sizes, first, last, plan, seed)
+    assert maps_bytes(last - first, plan) == sum(array.nbytes for array in vars(maps).values())
     arrays = (maps.document_index, maps.sample_index, maps.shuffle_index)
     assert [a.dtype for a in arrays] == [np.int32, np.int32, np.uint32]
     assert [hashlib.md5(a.tobytes()).hexdigest()[:12] for a in arrays] == hashes.split()

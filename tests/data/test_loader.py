@@ -179,6 +179,17 @@ def test_the_evaluation_set_depends_on_neither_length_nor_pace(tmp_path: Path, t
     assert all(other == first for other in others)
 
 
+@pytest.mark.parametrize("keys", [("Engine.max_steps=1000000000000",), ("Engine.eval_iters=1000000000000",)])
+def test_more_samples_than_memory_holds_are_refused(
+    tmp_path: Path, toy_prefix: str, keys: tuple[str, ...], write_corpus
+) -> None:
+    mode = "Eval" if "eval" in keys[0] else "Train"
+    other = write_corpus([[1, 2, 3] * 50] * 100, "other")
+    for corpora in (toy_prefix, [toy_prefix, other]):
+        with pytest.raises(DataError, match=r"takes [0-9,.]+ GiB of memory to build.*Engine.max_steps"):
+            build_dataloader(make_config(tmp_path, corpora, *keys), mode)
+
+
 def test_mistakes_are_said_at_once(tmp_path: Path, toy_prefix: str) -> None:
     with pytest.raises(
         DataError, match=r"Data\.Train\.dataset\.input_dir \(.*\): no corpus at .*preprocess_data.py"

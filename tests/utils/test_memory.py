@@ -3,17 +3,19 @@ import mmap
 import numpy as np
 
 from ppfleetx.utils import memory
-from ppfleetx.utils.memory import available_fraction, back_by_huge_pages
+from ppfleetx.utils.memory import available_bytes, available_fraction, back_by_huge_pages
 
 
 def test_available_fraction(tmp_path, monkeypatch) -> None:
     assert 0 < available_fraction() <= 1
     monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
     assert available_fraction() == 1.0
+    assert available_bytes() is None
     (tmp_path / "meminfo").write_text(
         "MemTotal:  1000 kB\nMemFree: 1 kB\nMemAvailable: 250 kB\nHugePages_Total: 0\n"
     )
     assert available_fraction() == 0.25
+    assert available_bytes() == 250 << 10
 
 
 def test_huge_pages_keep_what_was_written() -> None:
