@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$|
 _WHOLE_TEXT = r"(?s:.+)"
 # tiktoken's regular expressions keep a stack entry for each character inside `\s+(?!\S)`, a million at most.
 _LONG_RUN = 100_000
+_MOST_SPLITTING = 20_000_000  # splitting a token takes time with the square of its length
 _WHITE_SPACE = "".join(map(chr, [*range(9, 14), 32, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B)]))
 _WHITE_SPACE += "\u2028\u2029\u202f\u205f\u3000"
 _NOT_WHITE_SPACE = re.compile(f"[^{_WHITE_SPACE}]")
@@ -68,7 +70,7 @@ class Unsupported(Exception):  # noqa: N818 - control flow between the two engin
 def build_engine(definition: dict[str, Any], place: str) -> Engine:
     """The quick engine if it gives the right ids, else the general one (which is logged)."""
     try:
-        return TiktokenEngine(definition)
+        return TiktokenEngine(definition, place)
     except Unsupported as reason:
         get_logger().warning(
             "%s: %s, so it is encoded with the tokenizers library, several times slower", place, reason
@@ -85,11 +87,9 @@ class TokenizersEngine:
     def __init__(self, definition: dict[str, Any], place: str = "the tokenizer") -> None:
         import tokenizers
 
-        self._definition = definition
-        try:
+        self._definition, self._place = definition, place
+        with _library_errors(f"{place} is damaged or of an unknown kind"):
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(definition))
-        except Exception as error:  # the library raises nothing narrower
-            raise DataError(f"{place} is damaged or of an unknown kind: {error}") from error
         self._tokenizer.encode_special_tokens = True  # text is only text
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -105,10 +105,22 @@ class TokenizersEngine:
 
     def encode(self, text: str) -> np.ndarray:
         text.encode("utf-8")  # the library's message for a lone surrogate says nothing
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        with _library_errors(f"{self._place} cannot encode a text"):
+            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+@contextmanager
+def _library_errors(what: str) -> Iterator[None]:
+    """What ``tokenizers`` raises (nothing narrower than Exception, or a panic of Rust) as DataError."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"{what}: {error}") from error
 
 
 class TiktokenEngine:
@@ -121,10 +133,10 @@ class TiktokenEngine:
     name = "tiktoken"
     is_byte_level = True
 
-    def __init__(self, definition: dict[str, Any]) -> None:
+    def __init__(self, definition: dict[str, Any], place: str = "the tokenizer") -> None:
         import tiktoken
 
-        self._definition = definition
+        self._definition, self._place = definition, place
         model = definition["model"]
         _check_model(definition, model)
         self._pattern, self._prefix_space = _pre_tokenizer(definition.get("pre_tokenizer"))
@@ -153,7 +165,7 @@ class TiktokenEngine:
 
     @cached_property
     def _exact(self) -> TokenizersEngine:
-        return TokenizersEngine(self._definition)
+        return TokenizersEngine(self._definition, self._place)
 
     @cached_property
     def ids(self) -> dict[str, int]:
@@ -247,19 +259,23 @@ def _pre_tokenizer(described: dict[str, Any] | None) -> tuple[str, bool]:
     steps = [described] if described else []
     if described and described.get("type") == "Sequence":
         steps = described.get("pretokenizers", [])
-    if not steps or steps[-1].get("type") != "ByteLevel":
+    is_list = isinstance(steps, list) and all(isinstance(step, dict) for step in steps)
+    if not is_list or not steps or steps[-1].get("type") != "ByteLevel":
         raise Unsupported("its pre-tokenizer does not end in ByteLevel")
     prefix_space, use_regex = steps[-1].get("add_prefix_space", True), steps[-1].get("use_regex", True)
+    if not (isinstance(prefix_space, bool) and isinstance(use_regex, bool)):
+        raise Unsupported("its ByteLevel has options of another kind")
     if len(steps) == 1:
         return (GPT2_PATTERN if use_regex else _WHOLE_TEXT), prefix_space
-    pattern = steps[0].get("pattern", {}).get("Regex")
+    described_pattern = steps[0].get("pattern")
+    pattern = described_pattern.get("Regex") if isinstance(described_pattern, dict) else None
     is_plain_split = steps[0].get("type") == "Split" and not steps[0].get("invert")
     if (
         len(steps) > 2
         or use_regex
         or prefix_space
         or not is_plain_split
-        or pattern is None
+        or not isinstance(pattern, str)
         or steps[0].get("behavior") != "Isolated"
     ):
         raise Unsupported("its pre-tokenizer is not ByteLevel, alone or after one Split by a pattern")
@@ -295,6 +311,8 @@ def _whole_piece_tokens(id_of: dict[bytes, int], live: dict[bytes, int]) -> list
     tiktoken does the same, except that it would also join two neighbours to such a token.
     """
     extra = [token for token in id_of if len(token) > 1 and token not in live]
+    if sum(len(token) ** 2 for token in extra) > _MOST_SPLITTING:
+        raise Unsupported("too many of its tokens are made by no merge")
     for token in extra:
         if len(split_by_ranks(token, live)) == 2:
             raise Unsupported(f"its token {token!r} is made by no merge, though its halves are tokens")

@@ -10,13 +10,20 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ppfleetx.config.errors import DataError, MissingDataError
+from ppfleetx.config.errors import DataError, MissingDataError, shown
 from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.foreign_files import read_bounded, read_json
 
 END_OF_DOCUMENT = "<|endoftext|>"
 TOKENIZER_FILE, VOCAB_FILE, MERGES_FILE = "tokenizer.json", "vocab.json", "merges.txt"
 GPT2_FILES = "https://huggingface.co/openai-community/gpt2"
 """Where vocab.json and merges.txt of GPT-2 are, for people; nothing here opens it."""
+# Far beyond any tokenizer there is; without bounds a file of some megabytes asks for gigabytes or hours.
+_MAX_MERGES_BYTES = 16 * 1024 * 1024
+_MAX_ID = (1 << 24) - 1
+_MAX_VOCABULARY = 1 << 19
+_MAX_TOKEN = 4096
+_MAX_MERGED = 8_000_000
 
 
 def _byte_characters() -> list[str]:
@@ -51,21 +58,25 @@ def read_definition(path: str | os.PathLike[str]) -> dict[str, Any]:
         DataError: nothing there, or what is there is damaged.
     """
     path = Path(path)
+    try:
+        path.stat()
+    except FileNotFoundError:
+        raise MissingDataError(
+            f"no tokenizer at {path}: give a directory holding {TOKENIZER_FILE}, or {VOCAB_FILE} and "
+            f"{MERGES_FILE}; tools/train_tokenizer.py makes one from your text, and GPT-2's is at "
+            f"{GPT2_FILES} (nothing is downloaded)"
+        ) from None
+    except (OSError, ValueError) as error:  # ValueError: the name holds a zero byte
+        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if path.is_dir():
-        if (path / TOKENIZER_FILE).is_file():
-            return _read_tokenizer_json(path / TOKENIZER_FILE)
+        if (path / TOKENIZER_FILE).exists():
+            return _checked(read_json(path / TOKENIZER_FILE, error=DataError), path / TOKENIZER_FILE)
         if (path / VOCAB_FILE).is_file() or (path / MERGES_FILE).is_file():
             return read_vocab_and_merges(path / VOCAB_FILE, path / MERGES_FILE)
         raise MissingDataError(
             f"{path} holds no tokenizer: neither {TOKENIZER_FILE} nor {VOCAB_FILE} and {MERGES_FILE} is there"
         )
-    if not path.exists():
-        raise MissingDataError(
-            f"no tokenizer at {path}: give a directory holding {TOKENIZER_FILE}, or {VOCAB_FILE} and "
-            f"{MERGES_FILE}; tools/train_tokenizer.py makes one from your text, and GPT-2's is at "
-            f"{GPT2_FILES} (nothing is downloaded)"
-        )
-    content = _read_json(path)
+    content = read_json(path, error=DataError)
     if "model" in content:
         return _checked(content, path)
     return read_vocab_and_merges(path, path.with_name(MERGES_FILE))
@@ -79,15 +90,18 @@ def read_vocab_and_merges(
     Raises:
         DataError: a file is missing or damaged.
     """
-    vocab = _read_json(Path(vocab_path))
+    vocab = read_json(Path(vocab_path), error=DataError)
+    lines = _read_text(Path(merges_path), _MAX_MERGES_BYTES).split("\n")
     merges = []
-    for number, line in enumerate(_read_text(Path(merges_path)).split("\n"), start=1):
+    for number, line in enumerate(lines, start=1):
         line = line.rstrip("\r")
         if not line or (number == 1 and line.startswith("#version")):
             continue
         pair = line.split(" ")
         if len(pair) != 2:
-            raise DataError(f"{merges_path}:{number}: expected two tokens and a space between, got {line!r}")
+            raise DataError(
+                f"{merges_path}:{number}: expected two tokens and a space between, got {shown(line)}"
+            )
         merges.append(pair)
     return _checked(make_definition(vocab, merges, [END_OF_DOCUMENT]), Path(vocab_path))
 
@@ -149,54 +163,76 @@ def merge_pairs(model: dict[str, Any]) -> list[tuple[str, str]]:
     return [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
 
 
-def _read_text(path: Path) -> str:
+def _read_text(path: Path, max_bytes: int) -> str:
+    content = read_bounded(path, max_bytes, DataError)
     try:
         # No newline translation: a merge may hold any character but a space and the line ends of its file.
-        return path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise DataError(f"cannot read the tokenizer file {path}: {error.strerror}") from error
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"the tokenizer file {path} is damaged: it is not UTF-8 ({error})") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    text = _read_text(path)
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"the tokenizer file {path} is damaged: not JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise DataError(f"the tokenizer file {path} is damaged: expected a JSON object at the top")
-    return content
-
-
-def _read_tokenizer_json(path: Path) -> dict[str, Any]:
-    return _checked(_read_json(path), path)
 
 
 def _checked(definition: dict[str, Any], path: Path) -> dict[str, Any]:
     """Check what the rest of the code relies on: a vocabulary of distinct ids and merges within it."""
     model = definition.get("model")
     if not isinstance(model, dict):
-        raise DataError(f"the tokenizer file {path} is damaged: it has no model")
+        raise _damaged(path, "it has no model")
+    for key in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if not isinstance(definition.get(key), dict | None):
+            raise _damaged(path, f"{key} is {shown(definition[key])}")
+    _check_added(definition.get("added_tokens"), path)
     model.setdefault("type", "BPE")  # very old files do not name it
-    if model["type"] != "BPE":
-        return definition
-    vocab, merges = model.get("vocab"), model.get("merges")
-    if not isinstance(vocab, dict) or not vocab or not isinstance(merges, list):
-        raise DataError(f"the tokenizer file {path} is damaged: a BPE model needs a vocabulary and merges")
-    if not all(type(token_id) is int and token_id >= 0 for token_id in vocab.values()):
-        raise DataError(f"{path}: token ids must be integers from 0 on")
+    if model["type"] == "BPE":
+        _check_vocabulary(model.get("vocab"), path)
+        _check_merges(model, path)
+    return definition
+
+
+def _check_added(tokens: Any, path: Path) -> None:
+    if not isinstance(tokens, list | None):
+        raise _damaged(path, f"added_tokens is {shown(tokens)}")
+    for added in tokens or []:
+        is_whole = isinstance(added, dict) and isinstance(added.get("content"), str)
+        if not is_whole or not _is_id(added.get("id")):
+            raise _damaged(path, f"added token {shown(added)}")
+
+
+def _check_vocabulary(vocab: Any, path: Path) -> None:
+    if not isinstance(vocab, dict) or not vocab:
+        raise _damaged(path, "a BPE model needs a vocabulary")
+    if len(vocab) > _MAX_VOCABULARY:
+        raise DataError(f"{path}: a vocabulary of {len(vocab)} tokens; the most are {_MAX_VOCABULARY}")
+    if not all(map(_is_id, vocab.values())):
+        raise DataError(f"{path}: token ids must be integers from 0 to {_MAX_ID}")
     if len(set(vocab.values())) != len(vocab):
-        raise DataError(f"the tokenizer file {path} is damaged: two tokens share an id")
+        raise _damaged(path, "two tokens share an id")
+    if longest := next((token for token in vocab if len(token) > _MAX_TOKEN), None):
+        raise DataError(f"{path}: the token {shown(longest)} is longer than {_MAX_TOKEN} characters")
+
+
+def _check_merges(model: dict[str, Any], path: Path) -> None:
+    merges = model.get("merges")
+    if not isinstance(merges, list):
+        raise _damaged(path, "a BPE model needs merges")
+    if wrong := [merge for merge in merges if not isinstance(merge, str | list)]:
+        raise _damaged(path, f"merge {shown(wrong[0])} is not a pair")
+    length = 0
     for pair in merge_pairs(model):
         if len(pair) != 2 or not all(isinstance(half, str) for half in pair):
-            raise DataError(f"the tokenizer file {path} is damaged: merge {pair!r} is not a pair")
-        missing = [token for token in (*pair, "".join(pair)) if token not in vocab]
+            raise _damaged(path, f"merge {shown(pair)} is not a pair")
+        missing = [token for token in (*pair, "".join(pair)) if token not in model["vocab"]]
         if missing:
-            raise DataError(f"{path}: merge {' '.join(pair)!r} needs {missing[0]!r}, not in the vocabulary")
-    for added in definition.get("added_tokens") or []:
-        is_whole = isinstance(added, dict) and isinstance(added.get("content"), str)
-        if not is_whole or type(added.get("id")) is not int:
-            raise DataError(f"the tokenizer file {path} is damaged: added token {added!r}")
-    return definition
+            raise DataError(
+                f"{path}: merge {shown(' '.join(pair))} needs {shown(missing[0])}, not in the vocabulary"
+            )
+        length += len(pair[0]) + len(pair[1])
+    if length > _MAX_MERGED:
+        raise DataError(f"{path}: its merges make more than {_MAX_MERGED} characters of tokens")
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_ID
+
+
+def _damaged(path: Path, what: str) -> DataError:
+    return DataError(f"the tokenizer file {path} is damaged: {what}")
