@@ -27,6 +27,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ppfleetx.checkpoint.background import BackgroundManager
+from ppfleetx.checkpoint.ownership import Ownership, new_run
 from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.checkpoint.slices import TensorSlice, whole
 from ppfleetx.checkpoint.writer import save_checkpoint
@@ -146,7 +147,8 @@ def compare(state: State, directory: Path, pairs: int) -> None:
 
 def stall(state: State, directory: Path, steps: int, step_seconds: float) -> None:
     """Steps that read for most of their time and change everything at their end, as training does."""
-    manager, a = BackgroundManager(directory, keep_max=1), np.ones((512, 512), np.float32)
+    manager = BackgroundManager(directory, Ownership(new_run(), keep_max=1))
+    a = np.ones((512, 512), np.float32)
     rounds = max(1, int(step_seconds / (seconds(lambda: [a @ a for _ in range(50)]) / 50)))
     pieces = slices_of(state, live=True)
     plain, saving, stalls = [], [], []

@@ -24,8 +24,12 @@ def main() -> None:
     if args.check:
         from ppfleetx.config.loader import load_config
         from ppfleetx.core.check import check_report
+        from ppfleetx.core.engine.run_directory import check_beginning
 
-        print(check_report(load_config(args.config, args.override)))
+        cfg = load_config(args.config, args.override)
+        print(check_report(cfg))
+        if cfg.Data.Train is not None:
+            check_beginning(cfg)
         return
     from ppfleetx.core.launch import start_process
 

@@ -53,7 +53,7 @@ class BackgroundManager(CheckpointManager):
         """
         assert self._task is None, "a save is still under way"
         pieces, path = list(tensors), self.output_dir / step_directory(epoch, step)
-        what = {"epoch": epoch, "step": step, "state": state, "keep_max": self.keep_max}
+        what = {"epoch": epoch, "step": step, "state": state, "ownership": self.ownership}
         if self._ctx.world_size == 1:
             write = partial(self._save_alone, **what)
         else:

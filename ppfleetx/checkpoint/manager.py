@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ppfleetx.checkpoint.ownership import Ownership
 from ppfleetx.checkpoint.shared_save import save_from_all_ranks
 from ppfleetx.checkpoint.slices import TensorSlice
 from ppfleetx.checkpoint.writer import save_checkpoint
@@ -15,9 +16,11 @@ from ppfleetx.utils.log import get_logger
 
 
 class CheckpointManager:
-    """Saves into one output directory and keeps the newest `keep_max` checkpoints (None: all).
+    """Saves into one output directory.
 
     Args:
+        ownership: the run that saves, and what it keeps; None: the checkpoints belong to no run, and replace
+            and delete nothing.
         ctx: this process's place in the job, all of which saves together.
         description: further arguments of `save_checkpoint` that stay the same for the whole run
             (`plan`, `config`, `fingerprints`, `vocab_size`, ...).
@@ -26,14 +29,12 @@ class CheckpointManager:
     def __init__(
         self,
         output_dir: str | Path,
-        keep_max: int | None = None,
+        ownership: Ownership | None = None,
         *,
         ctx: ParallelContext | None = None,
         **description: Any,
     ) -> None:
-        if keep_max is not None and keep_max < 1:
-            raise ValueError(f"keep_max must be 1 or more, got {keep_max}")
-        self.output_dir, self.keep_max = Path(output_dir), keep_max
+        self.output_dir, self.ownership = Path(output_dir), ownership
         self._ctx, self._description = ctx or ParallelContext.single(), description
 
     def save(
@@ -49,7 +50,7 @@ class CheckpointManager:
             step=step,
             tensors=tensors,
             state=state,
-            keep_max=self.keep_max,
+            ownership=self.ownership,
             **self._description,
         )
         get_logger().info(f"saved {path}")

@@ -47,6 +47,7 @@ class Manifest:
         vocab_size: true vocabulary size, for tensors with a `vocab_dim`.
         config: the resolved configuration.
         fingerprints: identity of tokenizer and data.
+        run: identity of the run that saved it; None: it belongs to no run (older versions, converted).
     """
 
     step: int
@@ -59,6 +60,7 @@ class Manifest:
     vocab_size: int | None = None
     config: Mapping[str, Any] | str | None = None
     fingerprints: Mapping[str, Any] = field(default_factory=dict)
+    run: str | None = None
 
     def to_bytes(self) -> bytes:
         """The file's content. Raises CheckpointError when the state is not JSON."""
@@ -167,6 +169,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "vocab_size": (int, type(None)),
     "config": (dict, str, type(None)),
     "fingerprints": _OBJECT,
+    "run": (str, type(None)),
 }
 _STATE_TYPES = dict.fromkeys(
     ("train", "progress", "schedule", "scaler", "source", "rng", "rng_of_ranks"), _OPTIONAL_OBJECT

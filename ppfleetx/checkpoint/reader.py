@@ -162,9 +162,20 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     finds the step directory.)
     """
     path = Path(path)
-    manifest_path = path / MANIFEST_FILE
     marker = read_marker(path)
-    data_bytes = _data_bytes(path)
+    content, data_bytes = read_manifest(path, marker)
+    manifest = Manifest.from_bytes(content, str(path / MANIFEST_FILE), data_bytes=data_bytes)
+    for relative, entry in manifest.files.items():
+        storage.check_file(path, relative, entry)
+    return Checkpoint(path, manifest, int(marker["saved_at_ns"]))
+
+
+def read_manifest(path: Path, marker: Mapping[str, str]) -> tuple[bytes, int]:
+    """Content of the manifest in step directory `path`, and the size of the data files it is about.
+
+    Raises CheckpointError when it has not the length and hash that its marker says.
+    """
+    manifest_path, data_bytes = path / MANIFEST_FILE, _data_bytes(path)
     most = MAX_JSON_BYTES + _BYTES_OF_A_CHECKSUM * (data_bytes // CHUNK_BYTES)
     content = read_bounded(manifest_path, most)
     if len(content) != int(marker["manifest_bytes"]):
@@ -173,10 +184,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         )
     if hashlib.sha256(content).hexdigest() != marker["manifest_sha256"]:
         raise CheckpointError(f"{manifest_path} is damaged: its checksum differs from that in {MARKER_FILE}")
-    manifest = Manifest.from_bytes(content, str(manifest_path), data_bytes=data_bytes)
-    for relative, entry in manifest.files.items():
-        storage.check_file(path, relative, entry)
-    return Checkpoint(path, manifest, int(marker["saved_at_ns"]))
+    return content, data_bytes
 
 
 def read_marker(path: Path) -> dict[str, str]:

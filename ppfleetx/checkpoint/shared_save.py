@@ -7,8 +7,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ppfleetx.checkpoint.directory import SAVING, describe_os_error
+from ppfleetx.checkpoint.housekeeping import SAVING, describe_os_error
 from ppfleetx.checkpoint.manifest import Manifest, rank_directory, step_directory
+from ppfleetx.checkpoint.ownership import Ownership
 from ppfleetx.checkpoint.slices import TensorSlice
 from ppfleetx.checkpoint.writer import RankIndex, commit, saving, write_rank
 from ppfleetx.config.errors import CheckpointError
@@ -25,7 +26,7 @@ def save_from_all_ranks(
     step: int,
     tensors: Iterable[TensorSlice],
     state: Mapping[str, Any],
-    keep_max: int | None = None,
+    ownership: Ownership | None = None,
     **description: Any,
 ) -> Path:
     """Save a checkpoint; every rank calls this, with the slices it is the one to write.
@@ -37,7 +38,7 @@ def save_from_all_ranks(
         CheckpointError: on all ranks, when one of them could not write; it is named.
     """
     pieces = list(tensors)
-    save = SharedSave(ctx, output_dir, epoch, step, state=state, keep_max=keep_max, **description)
+    save = SharedSave(ctx, output_dir, epoch, step, state=state, ownership=ownership, **description)
     on_all_ranks(ctx, save.open)
     try:
         indices = on_all_ranks(ctx, lambda: save.write(pieces))
@@ -61,11 +62,11 @@ class SharedSave:
         step: int,
         *,
         state: Mapping[str, Any],
-        keep_max: int | None = None,
+        ownership: Ownership | None = None,
         **description: Any,
     ) -> None:
         self._ctx, self._output_dir, self._at = ctx, output_dir, (epoch, step)
-        self._keep_max = keep_max
+        self._ownership = ownership
         self._description = {"epoch": epoch, "step": step, "state": state, **description}
         self._stack = ExitStack()
 
@@ -90,7 +91,7 @@ class SharedSave:
         ]
         manifest = Manifest(files={}, tensors={}, ranks=tuple(ranks), **self._description)
         indices = [index for index in written if index is not None]
-        return str(commit(self._staged, manifest, indices, keep_max=self._keep_max))
+        return str(commit(self._staged, manifest, indices, self._ownership))
 
     def close(self) -> None:
         """Remove what did not become a checkpoint, and let go of the output directory."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ppfleetx.checkpoint import directory, storage
+from ppfleetx.checkpoint import housekeeping, storage
 from ppfleetx.checkpoint.manifest import (
     MANIFEST_FILE,
     MARKER_FILE,
@@ -23,6 +23,7 @@ from ppfleetx.checkpoint.manifest import (
     rank_directory,
     step_directory,
 )
+from ppfleetx.checkpoint.ownership import Ownership
 from ppfleetx.checkpoint.reader import damage_of, open_checkpoint
 from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE, OPTIMIZER, TensorSlice
 from ppfleetx.config.errors import CheckpointError
@@ -52,7 +53,7 @@ def save_checkpoint(
     fingerprints: Mapping[str, Any] | None = None,
     vocab_size: int | None = None,
     rank_dir: str | None = None,
-    keep_max: int | None = None,
+    ownership: Ownership | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     verify: bool = True,
 ) -> Path:
@@ -63,7 +64,8 @@ def save_checkpoint(
         state: the trainer's own state, any JSON.
         plan, config, fingerprints, vocab_size: see Manifest.
         rank_dir: directory of this rank's files; that of rank (0, 0, 0) when None.
-        keep_max: delete the oldest complete checkpoints beyond this number, after saving.
+        ownership: the run that saves. Its checkpoint of the same name is replaced, and its oldest ones beyond
+            `keep_max` are deleted. None: the checkpoint belongs to no run, and replaces and deletes nothing.
         max_file_bytes: files are split at tensor boundaries so as not to exceed this.
         verify: read back and compare all checksums before the checkpoint gets its name.
 
@@ -88,10 +90,10 @@ def save_checkpoint(
                 config=config,
                 fingerprints=fingerprints or {},
             )
-            return commit(staged, manifest, [index], keep_max=keep_max)
+            return commit(staged, manifest, [index], ownership)
     except (OSError, CheckpointError) as error:
         name = step_directory(epoch, step)
-        why = directory.describe_os_error(error) if isinstance(error, OSError) else str(error)
+        why = housekeeping.describe_os_error(error) if isinstance(error, OSError) else str(error)
         raise CheckpointError(
             f"checkpoint {name} could not be written to {output_dir}: {why}. "
             "Earlier checkpoints are as they were."
@@ -106,14 +108,14 @@ class saving:  # noqa: N801  (a context manager reads as a verb)
 
     def __init__(self, output_dir: Path, epoch: int, step: int) -> None:
         self._output_dir = output_dir
-        self._staged = output_dir / f"{directory.SAVING}{step_directory(epoch, step)}"
+        self._staged = output_dir / f"{housekeeping.SAVING}{step_directory(epoch, step)}"
 
     def __enter__(self) -> Path:
         self._output_dir.mkdir(parents=True, exist_ok=True)
-        self._lock = directory.output_lock(self._output_dir)
+        self._lock = housekeeping.output_lock(self._output_dir)
         self._lock.__enter__()
         try:
-            directory.clear_leftovers(self._output_dir)
+            housekeeping.clear_leftovers(self._output_dir)
             self._staged.mkdir()
         except BaseException:
             self._lock.__exit__(None, None, None)
@@ -123,7 +125,7 @@ class saving:  # noqa: N801  (a context manager reads as a verb)
     def __exit__(self, *_: object) -> None:
         try:
             if self._staged.exists():
-                directory.remove_tree(self._staged)
+                housekeeping.remove_tree(self._staged)
         finally:
             self._lock.__exit__(None, None, None)
 
@@ -172,16 +174,18 @@ def commit(
     staged: Path,
     manifest: Manifest,
     indices: Sequence[RankIndex],
-    *,
-    keep_max: int | None = None,
+    ownership: Ownership | None = None,
 ) -> Path:
     """Turn what all ranks wrote and checked into a checkpoint: manifest, marker, name, `latest`, retention.
 
-    Raises CheckpointError when the ranks' slices do not make up whole tensors, or the manifest, a file's
-    size or its header are not what was written.
+    `ownership` as of `save_checkpoint`; the manifest gets its run.
+
+    Raises CheckpointError when the ranks' slices do not make up whole tensors, the manifest, a file's
+    size or its header are not what was written, or something else has the name.
     """
     files = {path: entry for index in indices for path, entry in index.files.items()}
-    manifest = replace(manifest, files=files, tensors=_merged(indices))
+    run = None if ownership is None else ownership.run
+    manifest = replace(manifest, files=files, tensors=_merged(indices), run=run)
     content = manifest.to_bytes()
     Manifest.from_bytes(content, "the checkpoint about to be saved")
     storage.write_small(staged / MANIFEST_FILE, content)
@@ -191,9 +195,11 @@ def commit(
     open_checkpoint(staged)
     output_dir = staged.parent
     target = output_dir / step_directory(manifest.epoch, manifest.step)
-    directory.publish(staged, target)
-    directory.write_latest(output_dir, target.name)
-    directory.keep_newest(output_dir, keep_max)
+    housekeeping.make_way(target, ownership)
+    housekeeping.publish(staged, target)
+    housekeeping.write_latest(output_dir, target.name)
+    if ownership is not None:
+        housekeeping.keep_newest(output_dir, ownership)
     return target
 
 

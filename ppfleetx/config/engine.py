@@ -90,7 +90,11 @@ class SaveLoadConfig(Section):
     save_epoch: OptionalInterval = 1
     """In run mode `epoch`, write a checkpoint every so many epochs; null: only at the end."""
     output_dir: Text = "./output"
-    """Directory of checkpoints, metrics.jsonl and the resolved config.yaml."""
+    """Directory of checkpoints, metrics.jsonl and the resolved config.yaml; of one run. A new run is refused
+    where another has been, unless it resumes it or overwrites it (see `resume` and `overwrite`)."""
+    overwrite: Bool = False
+    """Start anew where another run has been: that run's checkpoints, metrics and configuration are deleted
+    once this one is ready to train. What this run is started from is not deleted, nor what no run wrote."""
     async_save: Bool = False
     """Write checkpoints in the background: training waits for a copy of the state in host memory at most.
     Each rank holds one more copy of what it saves; one save is under way at a time, the next waits for it."""
@@ -106,7 +110,8 @@ class SaveLoadConfig(Section):
     command goes on after every interruption; true: the same, and an error when there is none or it is broken;
     false: do not look there. If none is continued, `ckpt_dir` or `init_from` decides, or the run is new."""
     keep_max: PositiveInt | None = None
-    """Keep only the newest so many checkpoints (and the best, see `keep_best`); null: all."""
+    """Keep only the newest so many checkpoints of this run (and the best, see `keep_best`); null: all. Those
+    of other runs, and what this run was started from, are never deleted."""
     keep_best: Literal["metric", "loss"] | None = None
     """Save after each evaluation that is the best so far, by the GLUE task's `metric` or by `loss`; the file
     `best` in `output_dir` names that checkpoint, and `keep_max` spares it. `ckpt_dir` may be that file."""
@@ -130,13 +135,10 @@ class SaveLoadConfig(Section):
 
     @model_validator(mode="after")
     def _check_start(self) -> SaveLoadConfig:
-        if self.init_from is not None and self.ckpt_dir is not None:
+        if self.resume and self.overwrite:
             raise RuleError(
-                ("init_from", "ckpt_dir"),
-                "a run starts from weights (init_from) or resumes a checkpoint (ckpt_dir), not both",
+                ("overwrite", "resume"), "a run goes on with the one in output_dir or overwrites it, not both"
             )
-        if self.init_from is not None and self.resume is True:
-            raise RuleError(("init_from", "resume"), "a run that must resume cannot start from other weights")
         return self
 
 

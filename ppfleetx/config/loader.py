@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
 from ppfleetx.config.bases import read_with_bases
 from ppfleetx.config.fleetx_compat import modernize
 from ppfleetx.config.fleetx_scope import refuse_left_out
@@ -49,8 +47,3 @@ def read_config(
     refuse_left_out(tree)
     cfg, origins = validate(tree, RunConfig)
     return cfg, origins, tuple(dict.fromkeys((*warnings, *more)))
-
-
-def dump_config(cfg: RunConfig) -> str:
-    """``cfg`` as YAML with every key; loading it gives an equal configuration."""
-    return yaml.safe_dump(cfg.model_dump(), sort_keys=False, allow_unicode=True, width=110)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ppfleetx.config.batch import BatchPlan, resolve_batch
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.fields import MAX_RANKS, RuleError
+from ppfleetx.config.fields import MAX_RANKS, RuleError, Section
 from ppfleetx.config.finetuning import FINETUNE_MODULE, finetuning_violations, glue_task, num_outputs
 from ppfleetx.config.lengths import length_violations, position_violations, workload_of
 from ppfleetx.config.plan import AXES, CONFIG_KEYS, ParallelPlan, nearest_plan, violations
@@ -24,6 +24,7 @@ def resolve(
     Raises:
         ConfigError: see :func:`ppfleetx.config.loader.load_config`.
     """
+    given = cfg
     try:
         cfg = _with_data_parallel(cfg, world_size, origins)
         batch, more = _batch_of(cfg, origins)
@@ -33,7 +34,20 @@ def resolve(
     except RuleError as violation:
         raise violation_error(violation, "", cfg.model_dump(mode="json"), origins) from None
     cfg._batch, cfg._origins, cfg._warnings = batch, origins, (*warnings, *more)
+    cfg._derived = frozenset(_filled_in(given, cfg, origins))
     return cfg
+
+
+def _filled_in(given: Section, resolved: Section, origins: dict[str, str], prefix: str = "") -> Iterator[str]:
+    """Keys that were null and are not any more, and keys nobody wrote that are not their defaults."""
+    for name, field in type(given).model_fields.items():
+        key, before, after = f"{prefix}{name}", getattr(given, name), getattr(resolved, name)
+        if isinstance(before, Section):
+            yield from _filled_in(before, after, origins, f"{key}.")
+        elif (before is None and after is not None) or (
+            key not in origins and before != field.get_default(call_default_factory=True)
+        ):
+            yield key
 
 
 def _with_data_parallel(cfg: RunConfig, world_size: int | None, origins: dict[str, str]) -> RunConfig:

@@ -82,6 +82,7 @@ class RunConfig(Section):
 
     _batch: BatchPlan | None = PrivateAttr(default=None)
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+    _derived: frozenset[str] = PrivateAttr(default=frozenset())
     _warnings: tuple[str, ...] = PrivateAttr(default=())
 
     @property
@@ -100,6 +101,11 @@ class RunConfig(Section):
     def origins(self) -> dict[str, str]:
         """Where each given value was written: dotted key -> ``file:line`` or ``-o override n``."""
         return dict(self._origins)
+
+    @property
+    def derived(self) -> frozenset[str]:
+        """Keys that got their values from other keys and the number of processes."""
+        return self._derived
 
     @property
     def warnings(self) -> tuple[str, ...]:

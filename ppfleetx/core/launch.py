@@ -13,6 +13,7 @@ from ppfleetx.config.finetuning import FINETUNE_MODULE
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.tree import is_index
 from ppfleetx.config.unsupported import not_supported_reasons, without_effect
+from ppfleetx.core.engine.run_directory import check_beginning
 from ppfleetx.core.sources import refuse_foreign, sources
 from ppfleetx.data.build import build_dataset, open_corpora
 from ppfleetx.utils.log import configure_logging
@@ -69,7 +70,8 @@ def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig,
 
 
 def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
-    """Raise at once, and not after Paddle has been loaded, when a corpus or a checkpoint is not there."""
+    """Raise at once, and not after Paddle has been loaded, when a corpus or a checkpoint is not there, or a
+    run in ``output_dir`` is in the way."""
     for mode in reads:
         section = getattr(cfg.Data, mode)
         if mode == "Test" and cfg.Model.module != FINETUNE_MODULE:
@@ -79,9 +81,12 @@ def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
         elif section is not None:
             build_dataset(cfg, mode)
     refuse_foreign(cfg)
+    if "Train" in reads:
+        check_beginning(cfg)
+    begins = "Train" in reads and not cfg.Engine.save_load.resume
     for key, directory in sources(cfg):
-        # A run that resumes no longer needs the weights it once started from.
-        if key != "Engine.save_load.init_from" or not cfg.Engine.save_load.resume:
+        # What does not begin no longer needs the weights that it, or the run it looks at, once started from.
+        if key != "Engine.save_load.init_from" or begins:
             resolve_checkpoint(directory, verify=False)
 
 

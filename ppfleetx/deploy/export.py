@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppfleetx.checkpoint.directory import publish, resolve_checkpoint
+from ppfleetx.checkpoint.directory import resolve_checkpoint
+from ppfleetx.checkpoint.housekeeping import publish
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections import RunConfig

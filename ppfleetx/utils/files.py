@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import IO
+
+_RANDOM_CHARACTERS = 8  # that tempfile.mkstemp puts into a name
 
 
 @contextlib.contextmanager
@@ -35,6 +39,23 @@ def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO]:
         with contextlib.suppress(FileNotFoundError):
             Path(name).unlink()
         raise
+
+
+def remove_unfinished(directory: Path, names: Iterable[str]) -> None:
+    """Remove what killed processes left of an :func:`atomic_write` to these files of ``directory``.
+
+    Nobody may be writing them meanwhile.
+    """
+    for name in names:
+        for path in directory.glob(f".{glob.escape(name)}.{'?' * _RANDOM_CHARACTERS}.tmp"):
+            path.unlink(missing_ok=True)
+
+
+def put_aside(path: Path) -> Path:
+    """Rename a file to the first free one of ``name.1.suffix``, ``name.2.suffix``, ...; the new name."""
+    names = (path.with_suffix(f".{number}{path.suffix}") for number in count(1))
+    aside = next(name for name in names if not name.exists())
+    return path.rename(aside)
 
 
 def fsync_dir(path: str | Path) -> None:

@@ -2,9 +2,11 @@
 
 import numpy as np
 
+from ppfleetx.checkpoint.ownership import Ownership
 from ppfleetx.checkpoint.slices import OPTIMIZER, TensorSlice, whole
 from ppfleetx.checkpoint.writer import save_checkpoint
 
+OWN = "0123" * 8
 RANK = "mp_00_sharding_00_pp_00"
 
 
@@ -24,7 +26,10 @@ def slices(seed=0):
         yield whole(name, np.array([0.9], np.float32), kind=OPTIMIZER, state="beta1_pow")
 
 
-def save(output_dir, step=1, epoch=0, *, tensors=None, state=None, **options):
+def save(output_dir, step=1, epoch=0, *, tensors=None, state=None, run=OWN, keep_max=None, **options):
+    """Save as a run does; one and the same unless `run` is another."""
+    if run is not None:
+        options["ownership"] = Ownership(run, keep_max, options.pop("spared", frozenset()))
     return save_checkpoint(
         output_dir,
         epoch=epoch,

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from ppfleetx.checkpoint.directory import newest_complete, newest_good, output_lock, resolve_checkpoint
+from ppfleetx.checkpoint.directory import newest_complete, newest_good, resolve_checkpoint
+from ppfleetx.checkpoint.housekeeping import output_lock
 from ppfleetx.checkpoint.manager import CheckpointManager
 from ppfleetx.checkpoint.manifest import marker_of
+from ppfleetx.checkpoint.ownership import Ownership
 from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.checkpoint.slices import TensorSlice, whole
 from ppfleetx.config.errors import CheckpointError
-from tests.checkpoint.checkpoints import RANK, arrays, save, slices
+from tests.checkpoint.checkpoints import OWN, RANK, arrays, save, slices
 
 
 def flip(path, position):
@@ -150,14 +152,14 @@ def test_keep_max_deletes_complete_ones_only(tmp_path):
     torn = tmp_path / "epoch_0_step_1"
     torn.mkdir()
     (torn / "notes").write_text("mine")
-    manager = CheckpointManager(tmp_path, keep_max=2, plan={"dp": 1})
+    manager = CheckpointManager(tmp_path, Ownership(OWN, keep_max=2), plan={"dp": 1})
     for step in (2, 3, 4):
         manager.save(epoch=0, step=step, tensors=slices(), state={})
     names = sorted(path.name for path in tmp_path.glob("epoch_*"))
     assert names == ["epoch_0_step_1", "epoch_0_step_3", "epoch_0_step_4"]
     assert newest_good(manager.output_dir).manifest.plan == {"dp": 1}
     with pytest.raises(ValueError, match="keep_max"):
-        CheckpointManager(tmp_path, keep_max=0)
+        Ownership(OWN, keep_max=0)
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
@@ -212,7 +214,7 @@ def _hold(path, held, release):
 
 @pytest.mark.parametrize("kind", ["process", "thread"])
 def test_two_savers_do_not_meet(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr("ppfleetx.checkpoint.directory._LOCK_SECONDS", 0.3)
+    monkeypatch.setattr("ppfleetx.checkpoint.housekeeping._LOCK_SECONDS", 0.3)
     context = multiprocessing.get_context("fork")
     make, event = (
         (context.Process, context.Event) if kind == "process" else (threading.Thread, threading.Event)

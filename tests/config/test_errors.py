@@ -125,7 +125,7 @@ WRONG_COMBINATIONS = [
         ["Optimizer.lr.warmup_rate=0.1", "Optimizer.lr.warmup_steps=5"],
         ["in steps or as a rate", "override 2"],
     ),
-    (["Engine.save_load.init_from=a", "Engine.save_load.ckpt_dir=b"], ["not both", "override 2"]),
+    (["Engine.save_load.resume=auto", "Engine.save_load.overwrite=True"], ["not both", "override 2"]),
     (["Generation.prompt=a", "Generation.prompt_file=b"], ["not both"]),
     (
         ["Distributed.sharding.sharding_offload=True", "Distributed.sharding.sharding_degree=2"],

@@ -1,15 +1,19 @@
 """Bases, overrides, values, dumps and old spellings."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.loader import dump_config, load_config
-from ppfleetx.config.sections import LRConfig, ModelConfig
+from ppfleetx.config.loader import load_config
+from ppfleetx.config.record import dump_config, run_record
+from ppfleetx.config.sections import LRConfig, ModelConfig, RunConfig
+from ppfleetx.config.words import field_types, section_in
 
 CONFIGS = Path(__file__).parents[2] / "ppfleetx" / "configs"
 
@@ -138,13 +142,38 @@ def test_dump_reloads_equal(path, tmp_path):
     assert cfg.warnings == ()
 
 
-def test_dump_of_a_started_job_keeps_its_degrees(small, tmp_path):
-    cfg = load_config(small, world_size=4)
-    again = tmp_path / "dump.yaml"
-    again.write_text(dump_config(cfg), encoding="utf-8")
-    assert load_config(again) == cfg
-    assert load_config(again).plan == cfg.plan
-    assert load_config(again).batch == cfg.batch
+def test_what_followed_from_other_keys_follows_anew_from_a_dump(small, write):
+    cfg = load_config(small, ["Optimizer.lr.name=LinearDecayWithWarmup"], world_size=4)
+    again = write("dump.yaml", dump_config(cfg))
+    assert load_config(again, world_size=4) == cfg
+    text = again.read_text(encoding="utf-8")
+    noted = ("dp_degree: 4", "global_batch_size: 32", "accumulate_steps: 2", "test_iters: 100")
+    for line in (*noted, "decay_steps: 100", "decay_style: linear"):
+        assert f" # {line}  # derived\n" in text, line
+    given = ["Distributed.mp_degree=2", "Global.micro_batch_size=2", "Engine.max_steps=50"]
+    other = load_config(again, given, world_size=4)
+    assert (other.plan.dp, other.plan.mp) == (2, 2)
+    assert (other.batch.global_batch_size, other.batch.accumulate_steps) == (16, 4)
+    assert other.Optimizer.lr.decay_steps == 50
+    assert load_config(again, ["Optimizer.lr.name=null"]).Optimizer.lr.decay_style == "cosine"
+
+
+def test_every_key_is_in_a_dump(small):
+    text = dump_config(load_config(small, ["Model.lora.rank=2", "Data.Eval.dataset.max_seq_len=64"]))
+    tree = yaml.safe_load(text)
+    written = {f"{section}.{key}" for section, keys in tree.items() for key in keys}
+    noted = set(re.findall(r"^ +# (\w+): ", text, re.MULTILINE))
+    for section, kind in field_types(RunConfig).items():
+        for key in field_types(section_in(kind)):
+            assert f"{section}.{key}" in written or key in noted
+
+
+def test_a_runs_record_goes_on_with_the_run(small, write):
+    cfg = load_config(small, ["Engine.save_load.overwrite=True"], world_size=2)
+    record = load_config(write("config.yaml", run_record(cfg)), ["Distributed.mp_degree=2"])
+    assert (record.Engine.save_load.resume, record.Engine.save_load.overwrite) == ("auto", False)
+    assert record.Model == cfg.Model
+    assert record.plan.world_size == 2
 
 
 OLD = """\

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.config.docs import field_docs, json_schema
-from ppfleetx.config.loader import dump_config, load_config
+from ppfleetx.config.loader import load_config
+from ppfleetx.config.record import dump_config
 from ppfleetx.config.sections import RunConfig
 from ppfleetx.config.suggest import all_keys
 from ppfleetx.config.unsupported import not_supported_reasons, without_effect

@@ -109,15 +109,6 @@ def test_two_runs_cannot_share_an_output_directory(tool: Tool, tmp_path: Path) -
     assert "another run is training in this directory" in done.stderr
 
 
-def test_a_new_run_puts_the_earlier_metrics_aside(tool: Tool, tmp_path: Path) -> None:
-    for _ in range(2):
-        done = tool.run(tmp_path, "Engine.max_steps=3", "Engine.eval_freq=0")
-        assert done.returncode == 0, done.stderr
-    assert "already holds checkpoints of an earlier run" in done.stdout
-    assert len(losses(tmp_path)) == 3
-    assert len((tmp_path / "metrics.1.jsonl").read_text().splitlines()) == 3
-
-
 def test_eval_tool_agrees_with_evaluation_while_training(tool: Tool, uninterrupted: Path) -> None:
     ckpt = f"Engine.save_load.ckpt_dir={uninterrupted}"
     done = tool.run(uninterrupted, ckpt, script="tools/eval.py", executed=True)

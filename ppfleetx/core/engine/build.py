@@ -10,9 +10,9 @@ from pathlib import Path
 from ppfleetx.checkpoint.base import BASE
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.finetuning import FINETUNE_MODULE
-from ppfleetx.config.loader import dump_config
 from ppfleetx.config.sections import RunConfig
 from ppfleetx.core.check import check_report
+from ppfleetx.core.engine.beginning import begin, find_sources
 from ppfleetx.core.engine.callbacks.base import Callback, EvalRecord
 from ppfleetx.core.engine.callbacks.memory import MemoryLog
 from ppfleetx.core.engine.callbacks.metrics import MetricsFile
@@ -26,6 +26,7 @@ from ppfleetx.core.engine.engine import Engine
 from ppfleetx.core.engine.measure import Classification, Measure, TokenLoss
 from ppfleetx.core.engine.pace import Pace
 from ppfleetx.core.engine.ranks import offload_notes, rank_table
+from ppfleetx.core.engine.run_directory import METRICS_FILE, hold, output_dir_of
 from ppfleetx.core.engine.start import Start, find_start
 from ppfleetx.core.module.registry import build_module
 from ppfleetx.data.build import build_dataloader, load_tokenizer
@@ -37,7 +38,6 @@ from ppfleetx.distributed.together import first_on_each_node, joint_errors
 from ppfleetx.optims.build import build_schedule
 from ppfleetx.parallel.apply import parallelize
 from ppfleetx.parallel.runner import Runner
-from ppfleetx.utils.files import atomic_write, exclusive_lock
 from ppfleetx.utils.log import get_logger
 
 
@@ -54,19 +54,16 @@ def train(cfg: RunConfig, ctx: ParallelContext) -> None:
         log.info(line)
     with contextlib.ExitStack() as stack:
         with joint_errors(ctx, name_ranks=False):
-            output_dir = make_output_dir(cfg, ctx)
             if ctx.is_main:
-                stack.enter_context(_run_lock(output_dir))
-        _train_in(output_dir, cfg, ctx)
+                hold(cfg, stack)
+        _train_in(output_dir_of(cfg), cfg, ctx)
 
 
 def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext) -> None:
+    """Train in a directory that is held; it becomes this run's when nothing else can be wrong."""
     log = get_logger()
-    start = find_start(cfg.Engine.save_load, output_dir, ctx)
+    cfg, start = find_sources(cfg, ctx)
     tokenizer, train_loader, eval_loader = first_on_each_node(ctx, lambda: _data(cfg, ctx, start))
-    if tokenizer is not None and ctx.is_main:
-        # Beside the checkpoints, where generation looks: they stay usable without the corpus' files.
-        tokenizer.save(output_dir / "tokenizer")
     runner = build_runner(cfg, ctx, train=True)
     for line in (*rank_table(ctx, runner), *offload_notes(ctx)):
         log.info(line)
@@ -80,12 +77,13 @@ def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext) -> None:
     schedule = start.restore(runner, schedule, fingerprints, cfg)
     if start.base_fingerprint is not None:
         fingerprints[BASE] = start.base_fingerprint
+    ownership = begin(cfg, ctx, start, pace, tokenizer)
     engine = Engine(
         cfg,
         ctx,
         runner,
         schedule=schedule,
-        saver=CheckpointSaver(cfg, ctx, output_dir, fingerprints),
+        saver=CheckpointSaver(cfg, ctx, output_dir, fingerprints, ownership),
         callbacks=_callbacks(cfg, ctx, output_dir),
         samples_per_epoch=train_loader.samples_per_epoch,
         pace=pace,
@@ -93,17 +91,6 @@ def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext) -> None:
     )
     engine.state = start.state
     engine.fit(train_loader, eval_loader)
-
-
-def _run_lock(output_dir: Path) -> contextlib.AbstractContextManager[None]:
-    return exclusive_lock(
-        output_dir / ".run.lock",
-        ConfigError(
-            "another run is training in this directory",
-            key="Engine.save_load.output_dir",
-            value=str(output_dir),
-        ),
-    )
 
 
 def evaluate(cfg: RunConfig, ctx: ParallelContext) -> EvalRecord:
@@ -181,26 +168,6 @@ def build_runner(cfg: RunConfig, ctx: ParallelContext, *, train: bool) -> Runner
     return runner
 
 
-def make_output_dir(cfg: RunConfig, ctx: ParallelContext) -> Path:
-    """Create the output directory; the main rank writes the resolved configuration into it.
-
-    Raises:
-        ConfigError: it cannot be created or written.
-    """
-    key, value = "Engine.save_load.output_dir", cfg.Engine.save_load.output_dir
-    directory = Path(value)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if ctx.is_main:
-            with atomic_write(directory / "config.yaml", "w") as file:
-                file.write(dump_config(cfg))
-    except OSError as error:
-        raise ConfigError(
-            f"cannot be written: {error.strerror}", key=key, value=value, place=cfg.origins.get(key)
-        ) from error
-    return directory
-
-
 def _loader(cfg: RunConfig, ctx: ParallelContext, mode: str, *, consumed_samples: int = 0) -> DataLoader:
     loader = build_dataloader(
         cfg,
@@ -234,7 +201,7 @@ def _callbacks(cfg: RunConfig, ctx: ParallelContext, output_dir: Path) -> list[C
     callbacks: list[Callback] = [
         TrainProgress(cfg.Engine.progress_bar),
         TrainLog(freq),
-        MetricsFile(output_dir / "metrics.jsonl", freq),
+        MetricsFile(output_dir / METRICS_FILE, freq),
         MemoryLog(),
     ]
     if visual_dl_is_installed():

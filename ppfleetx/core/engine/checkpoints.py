@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.background import BackgroundManager
 from ppfleetx.checkpoint.base import BASE
-from ppfleetx.checkpoint.directory import write_best
+from ppfleetx.checkpoint.housekeeping import write_best
 from ppfleetx.checkpoint.manager import CheckpointManager
 from ppfleetx.checkpoint.manifest import step_directory
+from ppfleetx.checkpoint.ownership import Ownership
 from ppfleetx.checkpoint.rng import gather_rng_state
 from ppfleetx.checkpoint.training import model_slices, optimizer_slices
 from ppfleetx.config.sections import RunConfig
@@ -27,13 +28,18 @@ class CheckpointSaver:
     background with ``Engine.save_load.async_save``."""
 
     def __init__(
-        self, cfg: RunConfig, ctx: ParallelContext, output_dir: Path, fingerprints: Fingerprints
+        self,
+        cfg: RunConfig,
+        ctx: ParallelContext,
+        output_dir: Path,
+        fingerprints: Fingerprints,
+        ownership: Ownership,
     ) -> None:
         manager = BackgroundManager if cfg.Engine.save_load.async_save else CheckpointManager
         self._ctx, self._trained_alone = ctx, fingerprints.get(BASE) is not None
         self._manager = manager(
             output_dir,
-            cfg.Engine.save_load.keep_max,
+            ownership,
             ctx=ctx,
             plan=asdict(cfg.plan),
             config=cfg.model_dump(mode="json"),
@@ -67,7 +73,7 @@ class CheckpointSaver:
         path = self._manager.output_dir / step_directory(engine.state.epoch, engine.state.step)
         with joint_errors(self._ctx, name_ranks=False):
             if self._ctx.is_main and path.is_dir():  # a run that resumed may have its first elsewhere
-                write_best(path, self._manager.keep_max)
+                write_best(path, self._manager.ownership)
 
     def poll(self) -> None:
         """Carry on with a save in the background."""

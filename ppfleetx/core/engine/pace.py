@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ppfleetx.config.errors import DataError
 from ppfleetx.config.sections import RunConfig
+from ppfleetx.core.engine.state import TrainState
 
 
 @dataclass(frozen=True)
@@ -56,3 +57,8 @@ class Pace:
             return 0, int(steps_done)
         epoch = int(steps_done // self.steps_per_epoch)
         return epoch, int(steps_done - epoch * self.steps_per_epoch)
+
+    def comes_to(self, state: TrainState, global_batch_size: int, epoch: int, step: int) -> bool:
+        """Whether a run that stands at ``state`` will have done this many epochs and steps at some time."""
+        samples = state.consumed_samples + (step - state.step) * global_batch_size
+        return state.step < step <= self.max_steps and self.position(samples / global_batch_size)[0] == epoch

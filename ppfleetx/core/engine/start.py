@@ -8,12 +8,12 @@ from pathlib import Path
 from ppfleetx.checkpoint.base import base_fingerprint, check_base, is_beside_base, refuse_without_base
 from ppfleetx.checkpoint.convert.weights import with_vocabulary
 from ppfleetx.checkpoint.directory import (
-    mend_latest,
     newest_complete,
     newest_good,
     open_resolved,
     resolve_checkpoint,
 )
+from ppfleetx.checkpoint.ownership import read_run
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.rng import restore_rng_state
 from ppfleetx.checkpoint.training import load_masters, load_model, load_optimizer
@@ -21,6 +21,7 @@ from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.finetuning import FINETUNE_MODULE
 from ppfleetx.config.sections import ModelConfig, RunConfig, SaveLoadConfig
 from ppfleetx.core.engine.agreement import Fingerprints, check_resumed, check_same_function, tell_changes
+from ppfleetx.core.engine.run_directory import CKPT_DIR, INIT_FROM, RESUME
 from ppfleetx.core.engine.state import TrainState
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import gather, joint_errors
@@ -40,6 +41,7 @@ class Start:
         state: progress of the run to begin with.
         ctx: this process's place in the job.
         base_fingerprint: of the frozen weights once they were loaded from ``Model.lora.base``.
+        found_by: the key that led to the checkpoint.
     """
 
     options: SaveLoadConfig
@@ -48,6 +50,7 @@ class Start:
     state: TrainState = field(default_factory=TrainState)
     ctx: ParallelContext = field(default_factory=ParallelContext.single)
     base_fingerprint: str | None = None
+    found_by: str | None = None
 
     def restore(
         self, runner: Runner, schedule: Schedule, fingerprints: Fingerprints, cfg: RunConfig
@@ -63,6 +66,11 @@ class Start:
         if not self.resumes:
             self._load_weights(runner, cfg.Model, is_new_run=True)
             get_logger().info(f"a new run with the weights of {self.checkpoint.path}")
+            if self.found_by != INIT_FROM:
+                get_logger().warning(
+                    f"{self.checkpoint.path} holds weights alone: optimizer, step and data position start "
+                    "afresh"
+                )
             return schedule
         self._load_weights(runner, cfg.Model)
         with joint_errors(self.ctx):
@@ -188,55 +196,53 @@ def find_start(options: SaveLoadConfig, output_dir: Path | None, ctx: ParallelCo
         if ctx.is_main:
             start = _decide(options, output_dir)
     path = None if start.checkpoint is None else str(start.checkpoint.path)
-    path, resumes = gather(ctx, (path, start.resumes))[0]
+    path, resumes, found_by = gather(ctx, (path, start.resumes, start.found_by))[0]
     with joint_errors(ctx):
         if path is not None and not ctx.is_main:
             checkpoint = open_resolved(path)
             start = _start_at(checkpoint, options) if resumes else Start(options, checkpoint)
-    start.ctx = ctx
+    start.ctx, start.found_by = ctx, found_by
     return start
 
 
 def _decide(options: SaveLoadConfig, output_dir: Path | None) -> Start:
-    if output_dir is not None and options.resume:
-        found = _newest(output_dir, options)
-        if found is not None:
-            return _resume(found, options)
+    if output_dir is None:  # a program that does not train
+        return _resume(_open(options.ckpt_dir, options), options, CKPT_DIR)
+    found = _newest(output_dir, options) if options.resume else None
+    if found is not None:
+        return _resume(found, options, RESUME)
     if options.ckpt_dir is not None:
-        checkpoint = open_resolved(resolve_checkpoint(options.ckpt_dir, verify=options.verify))
-        return _weights_of(checkpoint, options) if output_dir is None else _resume(checkpoint, options)
-    if output_dir is not None:
-        _warn_of_older_run(output_dir)
+        return _resume(_open(options.ckpt_dir, options), options, CKPT_DIR)
     if options.init_from is not None:
-        checkpoint = open_resolved(resolve_checkpoint(options.init_from, verify=options.verify))
-        return Start(options, checkpoint)
+        return Start(options, _open(options.init_from, options), found_by=INIT_FROM)
     return Start(options)
 
 
+def _open(place: str, options: SaveLoadConfig) -> Checkpoint:
+    return open_resolved(resolve_checkpoint(place, verify=options.verify))
+
+
 def _newest(output_dir: Path, options: SaveLoadConfig) -> Checkpoint | None:
-    """The checkpoint to continue in ``output_dir``; ``auto`` passes over damaged ones and says so."""
+    """The checkpoint to continue, of the run in ``output_dir``; ``auto`` passes over damaged ones."""
+    record = read_run(output_dir)
+    counts = (lambda _: True) if record is None else record.includes
     if options.resume == "auto":
-        found = newest_good(output_dir, verify=options.verify)
-        if found is not None:
-            mend_latest(found)
-        return found
+        return newest_good(output_dir, verify=options.verify, counts=counts)
     if newest_complete(output_dir) is None and options.ckpt_dir is not None:
         return None
-    return open_resolved(resolve_checkpoint(output_dir, verify=options.verify))
-
-
-def _resume(checkpoint: Checkpoint, options: SaveLoadConfig) -> Start:
-    if "train" not in checkpoint.state:
-        get_logger().warning(
-            f"{checkpoint.path} holds weights alone: optimizer, step and data position start afresh"
+    checkpoint = _open(str(output_dir), options)
+    if not counts(checkpoint):
+        raise CheckpointError(
+            f"the run in {output_dir} has no checkpoint yet, and {checkpoint.path} is another run's; "
+            "Engine.save_load.resume=auto begins where it began"
         )
-        return Start(options, checkpoint)
-    return _start_at(checkpoint, options)
+    return checkpoint
 
 
-def _weights_of(checkpoint: Checkpoint, options: SaveLoadConfig) -> Start:
-    """For a program that does not train: weights, and the steps they were trained for where that is known."""
-    return _start_at(checkpoint, options) if "train" in checkpoint.state else Start(options, checkpoint)
+def _resume(checkpoint: Checkpoint, options: SaveLoadConfig, found_by: str) -> Start:
+    start = _start_at(checkpoint, options) if "train" in checkpoint.state else Start(options, checkpoint)
+    start.found_by = found_by
+    return start
 
 
 def _start_at(checkpoint: Checkpoint, options: SaveLoadConfig) -> Start:
@@ -244,13 +250,3 @@ def _start_at(checkpoint: Checkpoint, options: SaveLoadConfig) -> Start:
     if options.reset_data:
         state.consumed_samples = state.epoch = 0
     return Start(options, checkpoint, resumes=True, state=state)
-
-
-def _warn_of_older_run(output_dir: Path) -> None:
-    older = newest_complete(output_dir)
-    if older is not None:
-        get_logger().warning(
-            f"{output_dir} already holds checkpoints of an earlier run (newest: {older.name}); this run "
-            "starts anew, will replace those of the same step, and until its first save resume=auto would "
-            "continue the earlier one. -o Engine.save_load.resume=auto now would do so too"
-        )

@@ -6,13 +6,12 @@ import errno
 import json
 import math
 import os
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppfleetx.core.engine.callbacks.base import Callback, EvalRecord, StepRecord
 from ppfleetx.core.engine.callbacks.window import Window
-from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.files import atomic_write, put_aside
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ class MetricsFile(Callback):
     """Appends one JSON object a line.
 
     On resume, lines later than the step resumed from are dropped first, so that the file always reads
-    like that of a run that was never interrupted. A run that starts anew puts an earlier run's file aside.
+    like that of a run that was never interrupted. A run that starts anew puts a file that is there aside.
     """
 
     def __init__(self, path: Path, logging_freq: int) -> None:
@@ -33,8 +32,8 @@ class MetricsFile(Callback):
     def on_fit_start(self, engine: Engine) -> None:
         if engine.state.step:
             keep_until(self._path, engine.state.step)
-        else:
-            put_aside(self._path)
+        elif self._path.exists():
+            get_logger().info(f"the metrics of an earlier run are now {put_aside(self._path)}")
 
     def on_step_end(self, engine: Engine, record: StepRecord) -> None:
         self._window.add(record)
@@ -99,16 +98,6 @@ def _scaling(record: StepRecord, skipped_steps: int) -> dict[str, Any]:
         "found_inf": int(record.skipped),
         "skipped_steps": skipped_steps,
     }
-
-
-def put_aside(path: Path) -> None:
-    """Rename an earlier run's file to the first free ``metrics.1.jsonl``, ``metrics.2.jsonl``, ..."""
-    if not path.exists():
-        return
-    names = (path.with_suffix(f".{number}{path.suffix}") for number in count(1))
-    aside = next(name for name in names if not name.exists())
-    path.rename(aside)
-    get_logger().info(f"the metrics of an earlier run are now {aside}")
 
 
 def keep_until(path: Path, step: int) -> None:

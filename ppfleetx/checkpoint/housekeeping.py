@@ -1,0 +1,198 @@
+"""What is done in an output directory: locking it, giving checkpoints their names, pointing to them, clearing
+up, and keeping the newest n of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+from ppfleetx.checkpoint import storage
+from ppfleetx.checkpoint.directory import complete_checkpoints
+from ppfleetx.checkpoint.manifest import (
+    BEST_FILE,
+    LATEST_FILE,
+    MANIFEST_FILE,
+    MARKER_FILE,
+    read_sealed,
+    seal,
+)
+from ppfleetx.checkpoint.ownership import Ownership, run_of
+from ppfleetx.checkpoint.reader import Checkpoint, read_marker
+from ppfleetx.config.errors import CheckpointError
+from ppfleetx.utils.files import atomic_write, remove_unfinished
+from ppfleetx.utils.log import get_logger
+
+# A checkpoint being written, one that made way for another of its name, one being deleted. The dot
+# keeps them out of every search: under its plain name a checkpoint is always complete.
+SAVING, REPLACED, DELETING = ".saving-", ".replaced-", ".deleting-"
+_LOCK_FILE = ".lock"
+_LOCK_SECONDS = 60.0
+_thread_locks: dict[Path, threading.Lock] = {}
+_thread_locks_guard = threading.Lock()
+
+
+def write_latest(output_dir: Path, name: str) -> None:
+    """Let `latest` say that `name` is the checkpoint to continue from."""
+    _write_pointer(output_dir / LATEST_FILE, name)
+
+
+def write_best(checkpoint: Path, ownership: Ownership) -> None:
+    """Let `best` beside a complete checkpoint name it: `keep_newest` spares it, and the former best no more.
+
+    Raises CheckpointError when the file cannot be written.
+    """
+    try:
+        with output_lock(checkpoint.parent):
+            _write_pointer(checkpoint.parent / BEST_FILE, checkpoint.name)
+            keep_newest(checkpoint.parent, ownership)
+    except OSError as error:
+        raise CheckpointError(
+            f"{checkpoint.parent / BEST_FILE} could not be written: {describe_os_error(error)}"
+        ) from error
+
+
+def _write_pointer(path: Path, name: str) -> None:
+    marker = read_marker(path.parent / name)
+    with atomic_write(path) as file:
+        storage.write_bytes(file, seal(checkpoint=name, manifest_sha256=marker["manifest_sha256"]))
+
+
+def mend_latest(checkpoint: Checkpoint) -> None:
+    """Let `latest` beside the newest good checkpoint name it, whatever a killed save or damage left in it.
+
+    The run that continues there calls this; it may have nothing left to save.
+    """
+    output_dir, name = checkpoint.path.parent, checkpoint.path.name
+    latest = output_dir / LATEST_FILE
+    fields = read_sealed(latest) if latest.exists() else None
+    if fields is not None and fields.get("checkpoint") == name:
+        return
+    with output_lock(output_dir):
+        write_latest(output_dir, name)
+
+
+@contextlib.contextmanager
+def output_lock(output_dir: Path) -> Iterator[None]:
+    """Hold `output_dir` for saving, among threads and processes; the system lets go when a process dies."""
+    with _thread_locks_guard:
+        thread_lock = _thread_locks.setdefault(output_dir.resolve(), threading.Lock())
+    # A record lock, because (unlike flock's) a child forked meanwhile does not inherit it.
+    with thread_lock, (output_dir / _LOCK_FILE).open("ab") as file:
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while not _try_lock(file.fileno()):
+            if time.monotonic() > deadline:
+                raise CheckpointError(f"another process is saving a checkpoint into {output_dir}")
+            time.sleep(0.1)
+        yield
+
+
+def clear_leftovers(output_dir: Path) -> None:
+    """Remove what killed saves and deletions left. The caller holds the lock, so nothing of it is in use."""
+    for path in sorted(output_dir.glob(f"{REPLACED}*")):
+        original = output_dir / path.name.removeprefix(REPLACED)
+        if not original.exists():  # killed between two renames: give the name back
+            storage.rename(path, original)
+    for prefix in (SAVING, REPLACED, DELETING):
+        for path in output_dir.glob(f"{prefix}*"):
+            remove_tree(path)
+    remove_unfinished(output_dir, (LATEST_FILE, BEST_FILE))
+
+
+def make_way(target: Path, ownership: Ownership | None) -> None:
+    """Let the name `target` be free, or that of a checkpoint which the run may replace.
+
+    A damaged checkpoint, of which nobody can tell whose it is, is put aside and told.
+
+    Raises:
+        CheckpointError: what is there is not the run's to replace.
+    """
+    if not (target.exists() or target.is_symlink()) or (ownership and ownership.covers(target)):
+        return
+    if not is_damaged(target) or (ownership and target.resolve() in ownership.spared):
+        raise CheckpointError(
+            f"{target} is there already, and this run did not make it or was started from it: it is not "
+            "replaced. Move it away, or save into another directory (Engine.save_load.output_dir)"
+        )
+    names = (target.with_name(f"{target.name}.damaged{number or ''}") for number in count())
+    aside = next(name for name in names if not name.exists())
+    storage.rename(target, aside)
+    get_logger().warning(f"a damaged checkpoint made way for a new one of its name: it is now {aside}")
+
+
+def is_damaged(path: Path) -> bool:
+    """Whether this is a checkpoint of this format that cannot be understood any more."""
+    if path.is_symlink() or not any((path / name).is_file() for name in (MANIFEST_FILE, MARKER_FILE)):
+        return False
+    try:
+        run_of(path)
+    except CheckpointError:
+        return True
+    return False
+
+
+def publish(saved: Path, target: Path) -> None:
+    """Give a complete checkpoint its name; one that has the name already is gone only afterwards."""
+    if not target.exists():
+        storage.rename(saved, target)
+        return
+    if storage.exchange(saved, target):
+        remove_tree(saved)
+        return
+    replaced = target.with_name(f"{REPLACED}{target.name}")
+    storage.rename(target, replaced)
+    storage.rename(saved, target)
+    remove_tree(replaced)
+
+
+def delete_checkpoint(path: Path) -> None:
+    """Delete a checkpoint such that, killed midway, it does not look like one any more."""
+    hidden = path.with_name(f"{DELETING}{path.name}")
+    storage.rename(path, hidden)
+    remove_tree(hidden)
+
+
+def keep_newest(output_dir: Path, ownership: Ownership) -> None:
+    """Delete complete checkpoints of a run until the newest `keep_max` of them, the best, and those to be
+    spared are left; incomplete directories and the checkpoints of others are not touched.
+
+    What cannot be deleted is reported and left: the new checkpoint is safe, and training goes on.
+    """
+    if ownership.keep_max is None:
+        return
+    best = output_dir / BEST_FILE
+    fields = read_sealed(best) if best.exists() else None
+    spared = None if fields is None else fields.get("checkpoint")
+    own = [path for path in complete_checkpoints(output_dir) if ownership.covers(path)]
+    for path in own[: -ownership.keep_max]:
+        if path.name == spared:
+            continue
+        try:
+            delete_checkpoint(path)
+        except OSError as error:
+            get_logger().warning(f"old checkpoint {path} could not be deleted: {error.strerror}")
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a directory that no name leads to any more; what resists is left for the next save."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # either may mean that another process has it
+        return False
+    return True
+
+
+def describe_os_error(error: OSError) -> str:
+    """An operating system error in words, with the file it is about."""
+    where = f" ({os.fsdecode(error.filename)})" if error.filename else ""
+    return f"{error.strerror or error}{where}"

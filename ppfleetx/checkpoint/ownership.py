@@ -1,0 +1,106 @@
+"""Whose a checkpoint is. A run deletes and replaces what it made itself, and nothing else.
+
+A run has an identity, drawn when it starts anew. Its manifests hold it, and the file `run_id` of its
+output directory; a run that resumes there keeps it. A checkpoint without one belongs to nobody.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from ppfleetx.checkpoint import storage
+from ppfleetx.checkpoint.manifest import MANIFEST_FILE, Manifest, read_sealed, seal
+from ppfleetx.checkpoint.reader import Checkpoint, read_manifest, read_marker
+from ppfleetx.config.errors import CheckpointError
+from ppfleetx.utils.files import atomic_write
+
+RUN_FILE = "run_id"
+# By hash of the manifest. Manifests are long: each is understood once for all the times that a run thins out
+# its checkpoints.
+_runs: dict[str, str | None] = {}
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """What a run may do in its output directory.
+
+    Attributes:
+        run: its identity.
+        keep_max: how many checkpoints of its own it keeps beside the best one; None: all.
+        spared: step directories, with all links followed, that it neither deletes nor replaces, whoever made
+            them: what it was started from.
+    """
+
+    run: str
+    keep_max: int | None = None
+    spared: frozenset[Path] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.keep_max is not None and self.keep_max < 1:
+            raise ValueError(f"keep_max must be 1 or more, got {self.keep_max}")
+
+    def covers(self, path: Path) -> bool:
+        """Whether the run may delete or replace this checkpoint."""
+        if path.is_symlink() or path.resolve() in self.spared:
+            return False
+        try:
+            return run_of(path) == self.run
+        except CheckpointError:
+            return False
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The file `run_id` of an output directory.
+
+    Attributes:
+        run: identity of the run that writes there.
+        continues: name of a checkpoint there that the run went on from though it is not its own; None for a
+            run that began with nothing from there.
+    """
+
+    run: str
+    continues: str | None = None
+
+    def includes(self, checkpoint: Checkpoint) -> bool:
+        """Whether a run that resumes there may go on from this checkpoint."""
+        return checkpoint.manifest.run == self.run or checkpoint.path.name == self.continues
+
+
+def new_run() -> str:
+    """An identity that no other run has."""
+    return secrets.token_hex(16)
+
+
+def read_run(output_dir: Path) -> RunRecord | None:
+    """Which run writes into the directory; None where none does, or the file is damaged."""
+    path = output_dir / RUN_FILE
+    fields = read_sealed(path) if path.is_file() else None
+    return (
+        None if fields is None or "run" not in fields else RunRecord(fields["run"], fields.get("continues"))
+    )
+
+
+def write_run(output_dir: Path, record: RunRecord) -> None:
+    """Let the directory say which run writes into it."""
+    fields = {"run": record.run}
+    if record.continues is not None:
+        fields["continues"] = record.continues
+    with atomic_write(output_dir / RUN_FILE) as file:
+        storage.write_bytes(file, seal(**fields))
+
+
+def run_of(path: Path) -> str | None:
+    """Identity of the run that saved the checkpoint in this step directory; None where it has none.
+
+    Raises:
+        CheckpointError: it is no complete checkpoint, or too damaged to tell.
+    """
+    marker = read_marker(path)
+    content, data_bytes = read_manifest(path, marker)
+    sha256 = marker["manifest_sha256"]
+    if sha256 not in _runs:
+        _runs[sha256] = Manifest.from_bytes(content, str(path / MANIFEST_FILE), data_bytes=data_bytes).run
+    return _runs[sha256]

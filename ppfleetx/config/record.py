@@ -1,0 +1,59 @@
+"""A configuration as YAML: every key, with what follows from other keys only noted, so that it can be used
+again where they differ."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from ppfleetx.config.fields import Section
+from ppfleetx.config.sections import RunConfig
+
+RECORD_MARK = "# The configuration of a run."
+_HEAD = f"""\
+{RECORD_MARK} Every key is here. What is marked as derived followed from other keys or from
+# the number of processes; it follows anew when the file is used again.
+# Engine.save_load.resume is auto, so that the file goes on with the run:
+#   python tools/train.py -c THIS_FILE
+"""
+_PLACEHOLDER = "derived-{}"
+_PLACEHOLDER_LINE = re.compile(r"^( *)(\w+): derived-(\d+)$", re.MULTILINE)
+
+
+def run_record(cfg: RunConfig) -> str:
+    """The file ``config.yaml`` of a run; training from it goes on with the run."""
+    save_load = cfg.Engine.save_load.model_copy(update={"resume": "auto", "overwrite": False})
+    engine = cfg.Engine.model_copy(update={"save_load": save_load})
+    return _HEAD + dump_config(cfg.model_copy(update={"Engine": engine}))
+
+
+def dump_config(cfg: RunConfig) -> str:
+    """``cfg`` as YAML with every key, derived ones as comments.
+
+    Loading it for as many processes gives an equal configuration.
+    """
+    derived: list[Any] = []
+    tree = _tree(cfg, "", cfg, derived)
+    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=110)
+    return _PLACEHOLDER_LINE.sub(lambda line: _comment(line, derived), text)
+
+
+def _tree(section: Section, prefix: str, cfg: RunConfig, derived: list[Any]) -> dict[str, Any]:
+    """``section`` as plain values; those of derived keys go to ``derived``."""
+    plain = section.model_dump()
+    for name in type(section).model_fields:
+        key, value = f"{prefix}{name}", getattr(section, name)
+        if isinstance(value, Section):
+            plain[name] = _tree(value, f"{key}.", cfg, derived)
+        elif key in cfg.derived:
+            derived.append(plain[name])
+            plain[name] = _PLACEHOLDER.format(len(derived) - 1)
+    return plain
+
+
+def _comment(line: re.Match[str], derived: list[Any]) -> str:
+    indent, name, number = line.groups()
+    value = yaml.safe_dump([derived[int(number)]], default_flow_style=True, width=1 << 20).strip()[1:-1]
+    return f"{indent}# {name}: {value}  # derived"
