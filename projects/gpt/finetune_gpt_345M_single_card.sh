@@ -29,6 +29,7 @@ given=" $* " overrides=()
 default() {
     [[ "$given" == *" $1="* ]] || overrides+=(-o "$1=$2")
 }
+default Engine.save_load.output_dir "./output/finetune_$task"
 default Engine.num_train_epochs "$epochs"
 for part in Train Eval; do
     default "Data.$part.dataset.name" "$task"

@@ -50,6 +50,14 @@ def test_pretraining_sizes(row):
     assert f"{params} parameters ({parameter_count(model):,})" in check_report(cfg)
 
 
+def test_finetuning_and_evaluation_do_not_write_where_pretraining_does():
+    pretraining = {load_config(path).Engine.save_load.output_dir for path in GPT.glob("pretrain_*.yaml")}
+    others = [path for kind in ("finetune", "eval") for path in sorted(GPT.glob(f"{kind}_*.yaml"))]
+    places = [load_config(path).Engine.save_load.output_dir for path in others]
+    assert len(others) == len(set(places)) == 3
+    assert not pretraining & set(places)
+
+
 def test_6_7b_has_its_size():
     """FleetX's single-card file of that name had hidden size 1024."""
     assert parameter_count(load_config(GPT / "pretrain_gpt_6.7B_sharding16.yaml").Model) == 6_654_402_560

@@ -269,6 +269,46 @@ def test_adapters_refuse_what_they_were_not_trained_on(
     assert re.search(words, message), message
 
 
+def test_adapters_in_the_directory_of_their_base_leave_it_alone(pools, files, base, tmp_path):
+    """It is refused; when it is to be overwritten, the base stays and everything works from it."""
+    from ppfleetx.checkpoint.convert.lora import merge_lora
+    from ppfleetx.checkpoint.ownership import run_of
+
+    output_dir = shutil.copytree(base, tmp_path / "run")
+    more = {**LLAMA, **LORA, "Model__lora__base": output_dir, "Engine__num_train_epochs": 2}
+    (message,) = pools(1).run(
+        "tests.e2e.finetuning:refused",
+        values=settings(files, output_dir, **more, Engine__save_load__overwrite=True),
+        world=1,
+        config=SFT,
+    )
+    assert "holds epoch_1_step_12, which this run did not make or is started from" in message
+    more["Global__global_batch_size"] = 32  # six steps in an epoch
+    values = settings(files, output_dir, **more)
+    before = {path: path.read_bytes() for path in output_dir.rglob("*") if path.is_file()}
+    (message,) = pools(1).run("tests.e2e.finetuning:refused", values=values, world=1, config=SFT)
+    assert "already holds a run (checkpoint epoch_1_step_12, run_id, metrics.jsonl" in message
+    assert {path: path.read_bytes() for path in output_dir.rglob("*") if path.is_file()} == before
+
+    for key in ("overwrite", "resume"):
+        go_on = {f"Engine__save_load__{key}": {"overwrite": True, "resume": "auto"}[key]}
+        steps = {"Engine__max_steps": {"overwrite": 10, "resume": 12}[key]}
+        steps |= {"Engine__save_load__lr_schedule": "config"}
+        run(pools, ONE_CARD, settings(files, output_dir, **more, **go_on, **steps), SFT)
+    kept = {path.name: run_of(path) for path in output_dir.glob("epoch_*")}
+    assert kept["epoch_1_step_12"] == run_of(base / "epoch_1_step_12") != kept["epoch_2_step_12"]
+    assert set(kept) <= {"epoch_1_step_12", "epoch_1_step_6", "epoch_1_step_10", "epoch_2_step_12"}
+    merged = merge_lora(output_dir, tmp_path / "merged")  # which base, the checkpoint knows
+    (loss,) = pools(1).run(
+        "tests.e2e.finetuning:evaluate",
+        values=settings(files, tmp_path, **LLAMA, Model__lora="null", Engine__save_load__ckpt_dir=merged),
+        world=1,
+        config=SFT,
+    )
+    last = [r["loss"] for r in finetuning.records(output_dir) if r["kind"] == "eval"][-1]
+    assert loss["loss"] == pytest.approx(last, rel=1e-5)
+
+
 def test_missing_files_are_named_by_the_tool(files):
     words = f"{files}/missing/train.tsv; SST-2 is read from GLUE's own TSV files"
     command = [sys.executable, *(str(argument).format(files=files) for argument in TRAIN)]

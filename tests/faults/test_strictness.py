@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ppfleetx.checkpoint.directory import resolve_checkpoint, write_latest
+from ppfleetx.checkpoint.directory import resolve_checkpoint
+from ppfleetx.checkpoint.housekeeping import write_latest
 from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.checkpoint.slices import OPTIMIZER, TensorSlice, whole
 from ppfleetx.checkpoint.writer import save_checkpoint

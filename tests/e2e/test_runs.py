@@ -1,0 +1,151 @@
+"""Several runs and one output directory, through the tools: nothing of another run is lost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ppfleetx.checkpoint.ownership import read_run, run_of
+from tests.e2e.conftest import ROOT, Tool, environment, losses
+from tests.helpers import programs
+
+SHORT = ("Engine.max_steps=3", "Engine.save_load.save_steps=1", "Engine.eval_freq=0")
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    files = (path for path in directory.rglob("*") if path.is_file() and not path.name.endswith(".lock"))
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+
+
+@pytest.fixture
+def used(tool: Tool, tmp_path: Path) -> Path:
+    """Output directory of a run of three steps with two checkpoints left."""
+    output_dir = tmp_path / "used"
+    done = tool.run(output_dir, *SHORT, "Engine.save_load.keep_max=2")
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in output_dir.glob("epoch_*")} == {"epoch_0_step_2", "epoch_0_step_3"}
+    return output_dir
+
+
+def test_a_second_run_is_refused_then_overwrites_or_goes_on(tool: Tool, used: Path) -> None:
+    before, run = content(used), read_run(used).run
+    assert {run_of(path) for path in used.glob("epoch_*")} == {run}
+    again = tool.run(used, *SHORT, "Engine.save_load.keep_max=1")
+    checked = programs.run(
+        [*tool.command("tools/train.py", used, *SHORT), "--check"], timeout=60, env=environment()
+    )
+    for done in (again, checked):
+        assert done.returncode == 2, done.stdout
+        assert "already holds a run (2 checkpoints, epoch_0_step_2 to epoch_0_step_3" in done.stderr
+        assert "Traceback" not in done.stderr
+    assert "The configuration is valid." in checked.stdout
+    assert content(used) == before
+
+    done = tool.run(used, "Engine.max_steps=4", "Engine.eval_freq=0", "Engine.save_load.resume=auto")
+    assert "lr_schedule" in done.stderr, "the schedule follows from max_steps"
+    more = ("Engine.save_load.resume=auto", "Engine.save_load.lr_schedule=config")
+    done = tool.run(used, "Engine.max_steps=4", "Engine.eval_freq=0", *more)
+    assert (done.returncode, read_run(used).run) == (0, run), done.stderr
+
+    done = tool.run(used, "Engine.max_steps=2", "Engine.eval_freq=0", "Engine.save_load.overwrite=True")
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in used.glob("epoch_*")} == {"epoch_0_step_2"}
+    assert run_of(used / "epoch_0_step_2") == read_run(used).run != run
+    assert [step for step, *_ in losses(used)] == [1, 2]
+
+
+def test_two_runs_started_at_once(tool: Tool, tmp_path: Path) -> None:
+    """One of them trains, the other is refused; what is there is all of one run."""
+    seeds = (1, 2)
+    jobs = [
+        programs.Popen(
+            tool.command("tools/train.py", tmp_path / "run", *SHORT, f"Global.seed={seed}"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        )
+        for seed in seeds
+    ]
+    outputs = [job.communicate(timeout=120) for job in jobs]
+    assert sorted(job.returncode for job in jobs) == [0, 2], outputs
+    winner = [job.returncode for job in jobs].index(0)
+    refusal = outputs[1 - winner][1]
+    assert "another run is training in this directory" in refusal or "already holds a run" in refusal
+    written = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+    assert written["Global"]["seed"] == seeds[winner]
+    assert [step for step, *_ in losses(tmp_path / "run")] == [1, 2, 3]
+    runs = {run_of(path) for path in (tmp_path / "run").glob("epoch_*")}
+    assert runs == {read_run(tmp_path / "run").run}
+
+
+def test_the_supervisor_starts_a_run_and_goes_on_with_it(tool: Tool, tmp_path: Path) -> None:
+    command = tool.command("tools/train.py", tmp_path / "run", *SHORT)
+    for _ in range(2):
+        supervised = [sys.executable, str(ROOT / "tools/supervise.py"), "--backoff", "0", "--", *command]
+        done = programs.run(supervised, timeout=120, env=environment())
+        assert done.returncode == 0, done.stderr
+    assert "nothing to train: 3 of 3 steps are done" in done.stdout
+
+
+def test_a_runs_configuration_is_used_again(tool: Tool, used: Path, tmp_path: Path) -> None:
+    """To go on with the run, and on a run that was started from its weights."""
+    config = used / "config.yaml"
+    command = [sys.executable, str(ROOT / "tools/train.py"), "-c", str(config)]
+    done = programs.run(command, timeout=60, env=environment())
+    assert "nothing to train: 3 of 3 steps are done" in done.stdout, done.stderr
+    two = [*command, "--check", "-o", "Distributed.mp_degree=2", "-o", "Global.micro_batch_size=1"]
+    checked = programs.run(two, timeout=60, env=environment())
+    assert checked.returncode == 0, checked.stderr
+    assert "mp 2" in checked.stdout
+    assert "local 4 = micro 1 x accumulate 4" in checked.stdout
+
+    output_dir = tmp_path / "started"
+    done = tool.run(output_dir, *SHORT, f"Engine.save_load.init_from={used}", config=config)
+    assert done.returncode == 0, done.stderr
+    written = yaml.safe_load((output_dir / "config.yaml").read_text())["Engine"]["save_load"]
+    assert written["init_from"] == str(used / "epoch_0_step_3"), "latest may name another one later"
+    for script, words in (("tools/eval.py", "eval at global step 3"), ("tools/train.py", "nothing to train")):
+        given = ["-c", str(output_dir / "config.yaml"), "-o", f"Engine.save_load.ckpt_dir={output_dir}"]
+        given = given if "eval" in script else given[:2]
+        done = programs.run([sys.executable, str(ROOT / script), *given], timeout=60, env=environment())
+        assert done.returncode == 0, done.stderr
+        assert words in done.stdout
+
+
+def test_killed_before_its_first_checkpoint(tool: Tool, tmp_path: Path) -> None:
+    """The same command begins again, as the same run and with one record of it."""
+    metrics, before, runs = tmp_path / "metrics.jsonl", b"", set()
+    long = ("Engine.max_steps=100000", "Engine.save_load.save_steps=null", "Engine.eval_freq=0")
+    command = tool.command("tools/train.py", tmp_path, *long, "Engine.save_load.resume=auto")
+    for _ in range(2):
+        process = programs.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()
+        )
+        deadline = time.monotonic() + 90
+        try:
+            while (first := first_line(metrics)) in (b"", before):
+                assert time.monotonic() < deadline and process.poll() is None
+                time.sleep(0.01)
+        finally:
+            process.kill()
+            process.wait()
+        before = first
+        assert losses(tmp_path)[0][0] == 1
+        runs.add(read_run(tmp_path).run)
+    assert len(runs) == 1
+    assert not list(tmp_path.glob("metrics.*.jsonl"))
+
+
+def first_line(path: Path) -> bytes:
+    """With its end; nothing while it has none."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return b""
+    return content[: content.find(b"\n") + 1]
