@@ -26,6 +26,7 @@ from ppfleetx.checkpoint.convert.hf_files import (
 from ppfleetx.checkpoint.convert.megatron import MODEL_FILES as MEGATRON_FILES
 from ppfleetx.checkpoint.convert.megatron import TRACKER
 from ppfleetx.checkpoint.convert.safetensors_file import INDEX, SINGLE
+from ppfleetx.checkpoint.manifest import is_rank_directory
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.models.gpt.hf_keys import model_keys, of_paddle
 
@@ -44,7 +45,7 @@ def described(path: Path) -> str | None:
     """
     if path.is_file():
         return _file(path)
-    if not path.is_dir() or is_fleetx(path):
+    if not path.is_dir() or is_fleetx(path) or is_rank_directory(path.name):
         return None
     return _megatron(path) or _distributed(path) or _hugging_face(path) or _other(path)
 

@@ -39,14 +39,14 @@ def resolve(
 
 
 def _filled_in(given: Section, resolved: Section, origins: dict[str, str], prefix: str = "") -> Iterator[str]:
-    """Keys that were null and are not any more, and keys nobody wrote that are not their defaults."""
+    """Keys whose values are not the given ones, and keys nobody wrote that have not their defaults."""
     for name, field in type(given).model_fields.items():
         key, before, after = f"{prefix}{name}", getattr(given, name), getattr(resolved, name)
         if isinstance(before, Section):
             yield from _filled_in(before, after, origins, f"{key}.")
-        elif (before is None and after is not None) or (
-            key not in origins and before != field.get_default(call_default_factory=True)
-        ):
+            continue
+        default = field.get_default(call_default_factory=True)
+        if after != before or (key not in origins and before != default):
             yield key
 
 
