@@ -14,6 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from ppfleetx.config.counts import counted
 from ppfleetx.utils.cli import add_config_arguments, run_tool
 
 
@@ -36,7 +37,7 @@ def main() -> None:
         loader = build_dataloader(cfg, mode, data_size=cfg.plan.data_size)
         print(f"{mode}: {loader.describe()}")
         print(
-            f"{mode}: {len(loader.dataset):,} samples prepared, order {loader.fingerprint}, "
+            f"{mode}: {counted(len(loader.dataset), 'sample', ',')} prepared, order {loader.fingerprint}, "
             f"{time.perf_counter() - started:.1f} s"
         )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from ppfleetx.config.counts import counted
 from ppfleetx.utils.cli import run_tool
 
 
@@ -28,7 +29,10 @@ def main() -> None:
     convert(args.input, args.output_prefix)
     written = IndexedDataset(args.output_prefix)
     documents = written.document_indices.shape[0] - 1
-    print(f"{args.output_prefix}: {documents:,} documents, {written.num_tokens:,} tokens, {written.dtype}")
+    print(
+        f"{args.output_prefix}: {counted(documents, 'document', ',')}, "
+        f"{counted(written.num_tokens, 'token', ',')}, {written.dtype}"
+    )
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.utils.cli import run_tool
 
@@ -84,11 +85,11 @@ def verify(path: str) -> int:
     if not damage:
         count = len(checkpoint.manifest.files)
         checked = (
-            f"all checksums right in {count} data file{'' if count == 1 else 's'}"
+            f"all checksums right in {counted(count, 'data file')}"
             if count
             else "all tensors readable; it has no checksums"
         )
-        print(f"sound: {checkpoint.path}, {len(checkpoint.manifest.tensors)} tensors, {checked}")
+        print(f"sound: {checkpoint.path}, {counted(len(checkpoint.manifest.tensors), 'tensor')}, {checked}")
     return 1 if damage else 0
 
 
@@ -102,7 +103,8 @@ def compare(one: str, other: str, pattern: re.Pattern[str] | None) -> int:
         kind, name, state = difference.key
         print(f"{kind} {name}{f'/{state}' if state else ''}: {difference.what}")
         count += 1
-    print(f"{count} tensors differ" if count else "no differences")
+    differ = f"{counted(count, 'tensor')} {'differs' if count == 1 else 'differ'}"
+    print(differ if count else "no differences")
     return 1 if count else 0
 
 

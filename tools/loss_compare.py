@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError, UserError
 from ppfleetx.utils.cli import run_tool
 
@@ -55,7 +56,7 @@ def main() -> int:
     allowed = 0.0 if args.bitwise else args.rtol
     same = all(difference.largest <= allowed for difference in differences)
     rule = "bit for bit" if args.bitwise else f"within {args.rtol:g}"
-    print(f"{len(runs[0])} steps: {'equal' if same else 'DIFFERENT'} ({rule})")
+    print(f"{counted(len(runs[0]), 'step')}: {'equal' if same else 'DIFFERENT'} ({rule})")
     return 0 if same else 1
 
 

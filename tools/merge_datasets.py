@@ -9,6 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from ppfleetx.config.counts import counted
 from ppfleetx.utils.cli import run_tool
 
 
@@ -28,8 +29,8 @@ def main() -> None:
     merged = IndexedDataset(args.output_prefix)
     documents = merged.document_indices.shape[0] - 1
     print(
-        f"{args.output_prefix}: {len(prefixes)} corpora, {documents:,} documents, "
-        f"{merged.num_tokens:,} tokens"
+        f"{args.output_prefix}: {counted(len(prefixes), 'corpus')}, {counted(documents, 'document', ',')}, "
+        f"{counted(merged.num_tokens, 'token', ',')}"
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.plan import AXES
 from ppfleetx.distributed.context import ParallelContext
@@ -154,7 +155,7 @@ def _device() -> str:
 
 def _devices(kind: str, count: int) -> str:
     """``the cpu``, ``1 gpu``, ``8 gpus``."""
-    return "the cpu" if kind == "cpu" else f"{count} {kind}{'s' if count != 1 else ''}"
+    return "the cpu" if kind == "cpu" else counted(count, kind)
 
 
 def _tracker() -> Any:

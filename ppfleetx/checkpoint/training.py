@@ -14,6 +14,7 @@ from ppfleetx.checkpoint.entries import TensorEntry
 from ppfleetx.checkpoint.lazy import cast
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import DTYPE_OF_NAME, MODEL, OPTIMIZER, Index, TensorSlice
+from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.utils.log import get_logger
 
@@ -293,9 +294,9 @@ def _check_names(
             f"checkpoint {checkpoint.path} holds parameters the model does not have{_listed('extra', extra)}"
             "; with Engine.save_load.allow_extra=True they are left out"
         )
-    for what, found in (("keep their initial values", missing), ("are left out", extra)):
+    for what, found in (("with initial values", missing), ("left out", extra)):
         if found:
-            get_logger().warning(f"{len(found)} parameters that {what}: {_first(found)}")
+            get_logger().warning(f"{counted(len(found), 'parameter')} {what}: {_first(found)}")
 
 
 def _check_shape(checkpoint: Checkpoint, entry: TensorEntry, place: Any) -> None:

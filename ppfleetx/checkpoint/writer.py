@@ -26,6 +26,7 @@ from ppfleetx.checkpoint.manifest import (
 from ppfleetx.checkpoint.ownership import Ownership
 from ppfleetx.checkpoint.reader import damage_of, open_checkpoint
 from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE, OPTIMIZER, TensorSlice
+from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.plan import AXES
 from ppfleetx.utils.files import fsync_dir
@@ -165,7 +166,7 @@ def write_rank(
     fsync_dir(target)
     problems = list(damage_of(staged, entries.values())) if verify else []
     if problems:
-        more = f", and {len(problems) - 1} more pieces" if len(problems) > 1 else ""
+        more = f", and {counted(len(problems) - 1, 'more piece')}" if len(problems) > 1 else ""
         raise CheckpointError(f"what is read back is not what was written: {problems[0]}{more}")
     return RankIndex(files, list(entries.values()))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ppfleetx.config.counts import counted
 from ppfleetx.config.fields import RuleError
 
 _GLOBAL = "Global.global_batch_size"
@@ -61,7 +62,7 @@ def resolve_batch(
 def _local_size(
     global_size: int | None, local_size: int | None, micro: int | None, steps: int | None, data_size: int
 ) -> int:
-    ranks = f"dp_degree x sharding_degree = {data_size} data ranks"
+    ranks = f"dp_degree x sharding_degree = {counted(data_size, 'data rank')}"
     if global_size is not None and local_size is not None:
         if global_size != local_size * data_size:
             raise RuleError(
@@ -75,7 +76,7 @@ def _local_size(
         if global_size % data_size:
             raise RuleError(
                 (_GLOBAL,),
-                f"{global_size} sequences cannot be shared evenly by {ranks}; "
+                f"{counted(global_size, 'sequence')} cannot be shared evenly by {ranks}; "
                 f"the nearest that can is {_nearest_multiple(global_size, data_size)}",
             )
         return global_size // data_size

@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
+from ppfleetx.config.counts import counted
 from ppfleetx.config.fields import (
     Bool,
     CountInt,
@@ -98,7 +99,8 @@ class DatasetConfig(Section):
         if self.weights is not None:
             if len(self.weights) != len(entries):
                 raise RuleError(
-                    ("weights", "input_dir"), f"{len(self.weights)} weights for {len(entries)} corpora"
+                    ("weights", "input_dir"),
+                    f"{counted(len(self.weights), 'weight')} for {counted(len(entries), 'corpus')}",
                 )
             if not 0 < sum(self.weights) < math.inf:
                 raise RuleError(("weights",), "must have a sum that is greater than 0 and finite")

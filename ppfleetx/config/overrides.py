@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, shown
 from ppfleetx.config.fields import Section
 from ppfleetx.config.parse import MAX_DEPTH, Budget, key_problem, parse_yaml
@@ -166,5 +167,7 @@ def _index(text: str, length: int, one: _Override) -> int:
     if not is_index(text):
         raise ConfigError(f"{shown(text)} is not an index of the list", key=one.key, place=one.place)
     if int(text) >= length:
-        raise ConfigError(f"the list has {length} items, numbered from 0", key=one.key, place=one.place)
+        raise ConfigError(
+            f"the list has {counted(length, 'item')}, numbered from 0", key=one.key, place=one.place
+        )
     return int(text)

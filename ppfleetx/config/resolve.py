@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ppfleetx.config.batch import BatchPlan, resolve_batch
+from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fields import MAX_RANKS, RuleError, Section
 from ppfleetx.config.finetuning import FINETUNE_MODULE, finetuning_violations, glue_task, num_outputs
@@ -65,13 +66,13 @@ def _with_data_parallel(cfg: RunConfig, world_size: int | None, origins: dict[st
     needed = f"{'a multiple of ' if cfg.Distributed.dp_degree is None else ''}{plan.world_size}"
     dp = "open" if cfg.Distributed.dp_degree is None else plan.dp
     raise ConfigError(
-        f"{world_size} processes were started, but dp {dp} x mp {plan.mp} x pp {plan.pp} x sharding "
-        f"{plan.sharding} x sep {plan.sep} needs {needed}.",
+        f"{counted(world_size, 'process')} {'was' if world_size == 1 else 'were'} started, but dp {dp} x "
+        f"mp {plan.mp} x pp {plan.pp} x sharding {plan.sharding} x sep {plan.sep} needs {needed}.",
         key="Distributed",
         place=origins.get("Distributed"),
         hint=f"The nearest plan for {world_size}: {near}."
         if near
-        else f"No plan fits {world_size} processes.",
+        else f"No plan fits {counted(world_size, 'process')}.",
     )
 
 
@@ -178,13 +179,14 @@ def _schedules(cfg: RunConfig) -> Iterator[RuleError]:
     if lr.num_warmup_steps > decay:
         yield RuleError(
             ("Optimizer.lr.warmup_steps", "Optimizer.lr.decay_steps", "Engine.max_steps"),
-            f"a warm-up of {lr.num_warmup_steps} steps is longer than the schedule of {decay} steps",
+            f"a warm-up of {counted(lr.num_warmup_steps, 'step')} is longer than the schedule of "
+            f"{counted(decay, 'step')}",
         )
     if (lr.wsd_decay_steps or 0) + lr.num_warmup_steps > decay:
         yield RuleError(
             ("Optimizer.lr.wsd_decay_steps", "Optimizer.lr.warmup_steps", "Optimizer.lr.decay_steps"),
             f"warm-up ({lr.num_warmup_steps}) and final decay ({lr.wsd_decay_steps}) are longer than the "
-            f"schedule of {decay} steps",
+            f"schedule of {counted(decay, 'step')}",
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
+from ppfleetx.config.counts import counted
 from ppfleetx.config.model import ModelConfig
 from ppfleetx.config.plan import AXES, ParallelPlan
 from ppfleetx.config.sections import RunConfig
@@ -71,7 +72,7 @@ def _groups(plan: ParallelPlan, axis: str) -> str:
     count = plan.world_size // getattr(plan, axis)
     shown = ", ".join(_ranks(group) for group in islice(plan.iter_groups(axis), _MAX_GROUPS_SHOWN))
     more = ", ..." if count > _MAX_GROUPS_SHOWN else ""
-    return f"{count} group{'s' if count > 1 else ''} of {getattr(plan, axis)}: {shown}{more}"
+    return f"{counted(count, 'group')} of {getattr(plan, axis)}: {shown}{more}"
 
 
 def _ranks(group: range) -> str:
@@ -85,7 +86,7 @@ def _pipeline_lines(cfg: RunConfig, plan: ParallelPlan) -> list[str]:
     stages = [chunks[stage :: plan.pp] for stage in range(plan.pp)]
     if len(set(chunks)) == 1:
         per_stage = sum(stages[0])
-        text = f"{plan.pp} stages of {per_stage} layers"
+        text = f"{plan.pp} stages of {counted(per_stage, 'layer')}"
         if plan.virtual_pp_degree > 1:
             text += f" ({plan.virtual_pp_degree} chunks of {chunks[0]})"
     else:
@@ -93,7 +94,7 @@ def _pipeline_lines(cfg: RunConfig, plan: ParallelPlan) -> list[str]:
         more = ", ..." if plan.num_chunks > _MAX_STAGES_SHOWN else ""
         text = f"stages of {', '.join(sizes)}{more} layers"
     idle = bubble_share(plan, cfg.batch.accumulate_steps)
-    micro_batches = f"{cfg.batch.accumulate_steps} micro batches per step"
+    micro_batches = f"{counted(cfg.batch.accumulate_steps, 'micro batch')} per step"
     return [_line("pipeline", text), _line("bubble", f"{idle:.1%} of the time is idle ({micro_batches})")]
 
 
@@ -105,16 +106,16 @@ def bubble_share(plan: ParallelPlan, micro_batches: int) -> float:
 def _model_lines(cfg: RunConfig) -> list[str]:
     model = cfg.Model
     count = parameter_count(model)
-    heads = f"{model.num_attention_heads} heads of {model.head_size}"
+    heads = f"{counted(model.num_attention_heads, 'head')} of {model.head_size}"
     if model.kv_heads != model.num_attention_heads:
-        heads += f" ({model.kv_heads} key/value heads)"
+        heads += f" ({counted(model.kv_heads, 'key/value head')})"
     vocabulary = f"vocabulary {model.vocab_size} (padded {model.padded_vocab_size})"
     return [
         _line(
             "model",
-            f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}, ffn {model.ffn_size} "
-            f"{model.hidden_act}, {vocabulary}, positions {model.max_position_embeddings} "
-            f"({_positions(model)})",
+            f"{counted(model.num_layers, 'layer')}, hidden {model.hidden_size}, {heads}, "
+            f"ffn {model.ffn_size} {model.hidden_act}, {vocabulary}, positions "
+            f"{model.max_position_embeddings} ({_positions(model)})",
         ),
         _line("parameters", f"{human_count(count)} parameters ({count:,})"),
         *_lora_lines(model),
@@ -189,7 +190,9 @@ def _offload_lines(cfg: RunConfig) -> list[str]:
     rank_bytes = trained_count(cfg.Model) * size // (plan.mp * plan.pp * plan.sharding)
     ranks = min(plan.world_size, _RANKS_PER_NODE)
     text = f"optimizer states in host memory, {size} bytes a parameter: about {_binary(rank_bytes)} a rank"
-    return [_line("offload", f"{text}, {_binary(rank_bytes * ranks)} on a node with {ranks} ranks")]
+    return [
+        _line("offload", f"{text}, {_binary(rank_bytes * ranks)} on a node with {counted(ranks, 'rank')}")
+    ]
 
 
 def _binary(num_bytes: int) -> str:
@@ -211,16 +214,16 @@ def _schedule(cfg: RunConfig) -> str:
     lr = cfg.Optimizer.lr
     if lr.decay_steps is None:
         return f"{lr.decay_style} from {lr.max_lr:g} to {lr.min_lr:g} over all epochs"
-    text = f"{lr.num_warmup_steps} warm-up steps to {lr.max_lr:g}, {lr.decay_style}"
+    text = f"{counted(lr.num_warmup_steps, 'warm-up step')} to {lr.max_lr:g}, {lr.decay_style}"
     return text if lr.decay_style == "constant" else f"{text} to {lr.min_lr:g} at step {lr.decay_steps}"
 
 
 def _run(cfg: RunConfig) -> str:
     engine = cfg.Engine
-    length = f"{engine.max_steps} steps" if engine.run_mode == "step" else f"{engine.num_train_epochs} epochs"
-    every = "steps" if engine.run_mode == "step" else "epochs"
+    unit = "step" if engine.run_mode == "step" else "epoch"
+    length = counted(engine.max_steps if unit == "step" else engine.num_train_epochs, unit)
     save = engine.save_load.save_steps if engine.run_mode == "step" else engine.save_load.save_epoch
     evaluates = cfg.Data.Eval is not None and engine.eval_freq
-    evaluation = f"evaluate every {engine.eval_freq} {every}" if evaluates else "no evaluation"
-    saving = f"save every {save} {every} and at the end" if save else "save at the end"
+    evaluation = f"evaluate every {counted(engine.eval_freq, unit)}" if evaluates else "no evaluation"
+    saving = f"save every {counted(save, unit)} and at the end" if save else "save at the end"
     return f"{length}, {evaluation}, {saving}, on {cfg.Global.device}"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.gpt_dataset import PADDING, GPTDataset, Sample
 from ppfleetx.data.index_cache import load_or_build
@@ -154,8 +155,8 @@ class BlendedDataset:
         for dataset, count in zip(self.datasets, counts.tolist(), strict=True):
             if count > len(dataset):
                 raise DataError(
-                    f"{dataset.corpus.prefix}: the blend takes {count} samples, but only {len(dataset)} "
-                    "were prepared"
+                    f"{dataset.corpus.prefix}: the blend takes {counted(count, 'sample', ',')}, but only "
+                    f"{len(dataset)} were prepared"
                 )
 
     def __len__(self) -> int:
@@ -178,7 +179,12 @@ class BlendedDataset:
         """One line a corpus, then the blend."""
         shares = ", ".join(f"{100 * weight:.2f}%" for weight in self.weights)
         lines = [dataset.describe() for dataset in self.datasets]
-        return "\n".join([*lines, f"blend of these {len(lines)} corpora: {shares}; {len(self):,} samples"])
+        return "\n".join(
+            [
+                *lines,
+                f"blend of {counted(len(lines), 'corpus')}: {shares}; {counted(len(self), 'sample', ',')}",
+            ]
+        )
 
 
 def _fingerprint(decisive: list) -> str:

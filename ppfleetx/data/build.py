@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, DataError, MissingDataError
 from ppfleetx.data.blended import BlendedDataset, blend_sizes, normalise
 from ppfleetx.data.glue import TASKS
@@ -235,7 +236,8 @@ def _parts(cfg: RunConfig, mode: Mode) -> list[CorpusPart]:
     ]
     if weights is not None and len(weights) != len(groups):
         key = f"Data.{mode}.dataset.weights"
-        raise ConfigError(f"{len(weights)} weights for {len(groups)} entries of input_dir", key=key)
+        given = counted(len(weights), "weight")
+        raise ConfigError(f"{given} for {len(groups)} entries of input_dir", key=key)
     parts = [part for group in groups for part in group]
     if len(parts) == 1:
         return parts

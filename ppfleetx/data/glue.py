@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
+from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.json_lines import shortened
 from ppfleetx.data.text_files import read_lines
@@ -118,14 +119,16 @@ def read_glue(task: GlueTask, directory: str | Path, part: str) -> GlueExamples:
         fields = line.split("\t")
         if len(fields) != width:
             if not (task.has_bad_rows and is_labelled):  # answers on a test file are numbered by its lines
-                raise DataError(f"{path}:{number}: {len(fields)} fields separated by tabs instead of {width}")
+                raise DataError(
+                    f"{path}:{number}: {counted(len(fields), 'field')} instead of {width} (separated by tabs)"
+                )
             left_out += 1
             continue
         texts.append(tuple(fields[columns[name]] for name in task.texts))
         if is_labelled:
             labels.append(_label(task, fields[columns[task.label]], f"{path}:{number}"))
     if left_out:
-        get_logger().warning(f"{path}: left out {left_out} lines that do not have {width} fields")
+        get_logger().warning(f"{path}: left out {counted(left_out, 'line')} without exactly {width} fields")
     if not texts:
         raise DataError(f"{path} holds no example")
     return GlueExamples(path, texts, labels if is_labelled else None, digest.hexdigest())

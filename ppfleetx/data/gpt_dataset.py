@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.index_cache import load_or_build
 from ppfleetx.data.index_map import IndexMaps, build_index_maps, maps_bytes, order_fingerprint, plan_epochs
@@ -96,8 +97,8 @@ class GPTDataset:
         if self.tokens_per_epoch >= needed:
             return
         documents, tokens = len(self.corpus), self.corpus.num_tokens
-        wish = "one epoch" if num_samples is None else f"{num_samples:,} samples"
-        what = f"has {self.tokens_per_epoch:,} tokens" if self.tokens_per_epoch else "is empty"
+        wish = "one epoch" if num_samples is None else counted(num_samples, "sample", ",")
+        what = f"has {counted(self.tokens_per_epoch, 'token', ',')}" if self.tokens_per_epoch else "is empty"
         raise DataError(
             f"{self.corpus.prefix}: the {self.name} split {what}: it takes documents [{self.first:,}, "
             f"{self.last:,}) of {documents:,} ({tokens:,} tokens), and one sample needs {needed:,} tokens "
@@ -187,9 +188,9 @@ class GPTDataset:
         length = self.options.sequence_length
         epochs = self.num_requested / self.samples_per_epoch
         text = (
-            f"{self.corpus.prefix}: {self.last - self.first:,} documents, "
-            f"{self.tokens_per_epoch:,} tokens; {self.num_requested:,} samples of {length:,} tokens = "
-            f"{epochs:.2f} epochs"
+            f"{self.corpus.prefix}: {counted(self.last - self.first, 'document', ',')}, "
+            f"{counted(self.tokens_per_epoch, 'token', ',')}; {counted(self.num_requested, 'sample', ',')} "
+            f"of {counted(length, 'token', ',')} = {epochs:.2f} epochs"
         )
         if epochs > _MANY_EPOCHS:
             text += f" (WARNING: every document is read {epochs:.1f} times)"

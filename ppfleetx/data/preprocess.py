@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.corpus import Chunk, Source, read_chunks
 from ppfleetx.data.encode_chunk import ChunkEncoder, Problems
@@ -47,8 +48,8 @@ class Report:
     def __str__(self) -> str:
         mb = self.num_text_bytes / 1e6
         lines = [
-            f"{self.num_documents:,} documents, {self.num_tokens:,} tokens from {mb:,.1f} MB of text "
-            f"({self.num_text_bytes / max(1, self.num_tokens):.2f} bytes per token)",
+            f"{counted(self.num_documents, 'document', ',')}, {counted(self.num_tokens, 'token', ',')} from "
+            f"{mb:,.1f} MB of text ({self.num_text_bytes / max(1, self.num_tokens):.2f} bytes per token)",
             f"{self.seconds:.1f} s, {mb / self.seconds:.1f} MB/s; "
             f"{self.cpu_seconds:.1f} s of processor time, {mb / self.cpu_seconds:.1f} MB/s per core",
         ]
@@ -138,7 +139,7 @@ def _encode_all(
                 writers[key].add_documents(tokens, lengths)
             report.num_documents += result.num_documents
             report.num_text_bytes += result.num_text_bytes
-            bar.advance(chunk.num_disk_bytes / 1e6, f"{report.num_documents:,} documents")
+            bar.advance(chunk.num_disk_bytes / 1e6, counted(report.num_documents, "document", ","))
         if report.num_documents == 0:
             raise DataError("\n".join(["there is no document to write", *report.problems.lines()]))
         report.num_tokens = sum(writer.num_tokens for writer in writers.values())

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.glue import GlueTask, read_glue
 from ppfleetx.data.gpt_dataset import PADDING, Sample
@@ -61,7 +62,8 @@ class RecordDataset:
 
     def describe(self) -> str:
         """One line for people."""
-        return f"{self.path}: {len(self):,} examples, cut to {self.max_seq_len:,} tokens"
+        examples, tokens = counted(len(self), "example", ","), counted(self.max_seq_len, "token", ",")
+        return f"{self.path}: {examples}, cut to {tokens}"
 
     def padded(self, ids: Sequence[int]) -> np.ndarray:
         """``ids`` filled up to ``max_seq_len``, int64."""

@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.data.gpt_dataset import PADDING
 
@@ -51,8 +52,8 @@ class GlobalBatchSampler:
     ) -> None:
         if global_batch_size % (micro_batch_size * data_size):
             raise ConfigError(
-                f"{global_batch_size} samples cannot be shared by {data_size} data ranks in micro batches of "
-                f"{micro_batch_size}",
+                f"{counted(global_batch_size, 'sample')} cannot be shared by "
+                f"{counted(data_size, 'data rank')} in micro batches of {micro_batch_size}",
                 key="Global.global_batch_size",
             )
         assert 0 <= data_rank < data_size

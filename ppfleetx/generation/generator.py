@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import paddle
 
+from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections import GenerationConfig, ModelConfig
 from ppfleetx.data.tokenizer import Tokenizer
@@ -122,8 +123,8 @@ class TextGenerator(ABC):
         if cfg.max_dec_len <= room:
             return cfg.max_dec_len
         facts = (
-            f"prompt {number} has {prompt_length} tokens, which leaves room for {max(room, 0)} more in the "
-            f"model's {self._max_positions} positions (Model.max_position_embeddings)"
+            f"prompt {number} has {counted(prompt_length, 'token')}, which leaves room for {max(room, 0)} "
+            f"more in the model's {self._max_positions} positions (Model.max_position_embeddings)"
         )
         if room <= 0 or room < cfg.min_dec_len or "max_dec_len" in cfg.model_fields_set:
             raise ConfigError(facts, key="Generation.max_dec_len", value=cfg.max_dec_len)

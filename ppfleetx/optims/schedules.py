@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.utils.log import get_logger
 
@@ -142,13 +143,13 @@ class Schedule:
         if self.decay_style != "constant":
             text += f", floor {self.min_lr:g} at step {self.decay_steps}"
         if self.warmup_steps:
-            text += f", warm-up {self.warmup_steps:g} steps from {self.init_lr:g}"
+            text += f", warm-up {counted(self.warmup_steps, 'step')} from {self.init_lr:g}"
         if self.decay_style == "wsd":
             text += f", {self.wsd_decay_style} decay over the last {self.wsd_decay_steps}"
         text += f"; weight decay {self.end_weight_decay:g}"
         if self.weight_decay_style != "constant":
             text += f" ({self.weight_decay_style} from {self.start_weight_decay:g}"
-            text += f" over {self.weight_decay_steps} steps)"
+            text += f" over {counted(self.weight_decay_steps, 'step')})"
         return text
 
     def state(self) -> dict[str, Any]:

@@ -42,7 +42,7 @@ WRONG_OVERRIDES = [
     ("Data.Train.dataset.split=[0, 0, 0]", ["shares"]),
     ("Data.Train.dataset.split=nine", ["shares"]),
     ("Data.Train.dataset.input_dir=[a, b, {c: 1}]", ["input_dir.2 = {'c': 1}", "a text"]),
-    ("Data.Train.dataset.weights=[1, 2]", ["2 weights for 1 corpora"]),
+    ("Data.Train.dataset.weights=[1, 2]", ["2 weights for 1 corpus"]),
     ("Data.Train.dataset.eod_id=1000", ["eod_id = 1000", "0 to 999", "small.yaml:7"]),
     ("Data.Train.dataset.eod_mask_loss=True", ["give Data.Train.dataset.eod_id or Data.tokenizer"]),
     ("Data.tokenizer.vocab_file=v.json", ["vocab_file and merges_file are given together"]),
@@ -249,7 +249,7 @@ def test_place_is_the_file_that_wrote_the_value(small, write):
 WORLDS = [
     (8, ["Distributed.mp_degree=3"], ["8 processes", "needs a multiple of 3", "nearest plan for 8"]),
     (8, ["Distributed.dp_degree=2", "Distributed.mp_degree=2"], ["8 processes", "needs 4", "dp 4, mp 2"]),
-    (1, ["Distributed.dp_degree=8"], ["1 processes", "needs 8", "nearest plan for 1: dp 1"]),
+    (1, ["Distributed.dp_degree=8"], ["1 process was started", "needs 8", "nearest plan for 1: dp 1"]),
     (3072, ["Distributed.dp_degree=8"], ["3072 processes", "needs 8", "nearest plan for 3072: dp 3072"]),
 ]
 

@@ -157,7 +157,7 @@ def test_batch_arithmetic(given, data_size, resolved):
 @pytest.mark.parametrize(
     ("given", "data_size", "words"),
     [
-        ((3, 2, 1, None), 1, "must be local_batch_size 2 x dp_degree x sharding_degree = 1 data ranks = 2"),
+        ((3, 2, 1, None), 1, "must be local_batch_size 2 x dp_degree x sharding_degree = 1 data rank = 2"),
         ((10, None, 1, None), 4, "10 sequences cannot be shared evenly by .* = 4 data ranks; .* 8"),
         ((None, 8, 3, None), 1, "local_batch_size 8 does not divide by micro_batch_size 3"),
         ((None, 8, None, 3), 1, "local_batch_size 8 does not divide by accumulate_steps 3"),

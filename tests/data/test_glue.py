@@ -94,7 +94,7 @@ def test_official_files(tmp_path, task, part, content, texts, labels):
     ("task", "content", "words"),
     [
         ("SST2", None, r"there is no file .*dev\.tsv; SST-2 is read"),
-        ("SST2", "sentence\tlabel\na\t1\nb\n", r"dev\.tsv:3: 1 fields separated by tabs instead of 2"),
+        ("SST2", "sentence\tlabel\na\t1\nb\n", r"dev\.tsv:3: 1 field instead of 2"),
         ("SST2", "sentence\tlabel\na\tgood\n", r"dev\.tsv:2: unknown label 'good'; SST-2 has 0, 1"),
         (
             "RTE",

@@ -318,7 +318,7 @@ def test_the_tool_takes_the_spellings_of_its_ancestors(tmp_path, tokenizer):
                     "--append-eod", "--vocab-file", "t/vocab.json", "--merge-file", "t/merges.txt",
                     "--workers", "2")  # fmt: skip
     assert fleetx.returncode == megatron.returncode == 0, fleetx.stderr + megatron.stderr
-    assert "1 documents, " in fleetx.stdout and "bytes per token" in fleetx.stdout
+    assert "1 document, " in fleetx.stdout and "bytes per token" in fleetx.stdout
     eod = tokenizer.eod_id
     assert documents(tmp_path / "f_body_document") == [[*tokenizer.encode("xyz"), eod]]
     assert documents(tmp_path / "m_body_document") == documents(tmp_path / "f_body_document")

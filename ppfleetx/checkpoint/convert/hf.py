@@ -23,6 +23,7 @@ from ppfleetx.checkpoint.convert.paddle_layout import in_hf_layout
 from ppfleetx.checkpoint.convert.safetensors_file import write_sharded
 from ppfleetx.checkpoint.convert.weights import Weights
 from ppfleetx.checkpoint.lazy import LazyTensor, derive
+from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.model import ModelConfig
 from ppfleetx.config.validate import section_of
@@ -96,7 +97,8 @@ def _network(
         raise CheckpointError(f"{directory / CONFIG} describes a network that cannot be: {error}") from error
     if model.num_layers > len(stored):  # and what follows takes time and memory for each layer
         raise CheckpointError(
-            f"{directory / CONFIG} says {model.num_layers} layers; there are {len(stored)} tensors"
+            f"{directory / CONFIG} says {counted(model.num_layers, 'layer')}, but the files have "
+            f"{counted(len(stored), 'tensor')}"
         )
     return keys, parameter_shapes(model)
 

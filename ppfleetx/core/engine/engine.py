@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import UserError
 from ppfleetx.config.sections import RunConfig
 from ppfleetx.core.engine.callbacks.base import Callback, EvalRecord, StepRecord
@@ -222,7 +223,9 @@ class Engine:
 
     def _log_start(self) -> None:
         if self.state.step >= self.max_steps:
-            get_logger().info(f"nothing to train: {self.state.step} of {self.max_steps} steps are done")
+            get_logger().info(
+                f"nothing to train: {self.state.step} of {counted(self.max_steps, 'step')} done"
+            )
         elif self.state.step:
             get_logger().info(f"training continues at global step {self.state.step + 1} of {self.max_steps}")
 

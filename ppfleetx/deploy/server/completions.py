@@ -13,6 +13,7 @@ from typing import Any, Self
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError
 from ppfleetx.deploy.server.errors import ApiError, JsonResponse, bad_request, to_json
 from ppfleetx.deploy.server.metrics import Metrics
@@ -56,14 +57,14 @@ class PromptReader:
         """
         if request.n > self._max_batch_size:
             raise bad_request(
-                f"n: {request.n} is more than the {self._max_batch_size} sequences that grow together "
-                "(Serve.max_batch_size)",
+                f"n: {request.n} is more than the {counted(self._max_batch_size, 'sequence')} that may grow "
+                "together (Serve.max_batch_size)",
                 "n",
             )
         if len(request.prompt) * request.n > self._capacity:  # said before any of them is tokenized
             raise bad_request(
-                f"prompt: {len(request.prompt)} prompts x n = {request.n} are more than the {self._capacity} "
-                "sequences that can be waiting and under way",
+                f"prompt: {counted(len(request.prompt), 'prompt')} x n = {request.n} are more than the "
+                f"{counted(self._capacity, 'sequence')} that can be waiting and under way",
                 "prompt",
             )
         options = RowOptions(request.temperature, request.top_k, request.top_p, request.repetition_penalty)
@@ -115,8 +116,8 @@ class PromptReader:
         if (request.max_tokens > room and request.has_max_tokens) or request.min_tokens > room:
             wanted = max(request.max_tokens, request.min_tokens)
             raise bad_request(
-                f"max_tokens: a prompt of {prompt_length} tokens leaves room for {room} more in the model's "
-                f"{self._max_positions} positions, not for {wanted}",
+                f"max_tokens: a prompt of {counted(prompt_length, 'token')} leaves room for {room} more in "
+                f"the model's {self._max_positions} positions, not for {wanted}",
                 "max_tokens",
                 "context_length_exceeded",
             )
@@ -191,7 +192,7 @@ class Answering:
 
     def _late(self) -> ApiError:
         return ApiError(
-            504, f"not finished within {self._timeout:g} seconds (Serve.request_timeout)", code="timeout"
+            504, f"not finished within {self._timeout:g} s (Serve.request_timeout)", code="timeout"
         )
 
 

@@ -185,7 +185,7 @@ def test_models(client: openai.OpenAI) -> None:
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),
         ({"top_p": 0}, "top_p", "greater than 0"),
         ({"repetition_penalty": 0.001}, "repetition_penalty", "greater than or equal to 0.01"),
-        ({"n": 9}, "n", "more than the 8 sequences that grow together"),
+        ({"n": 9}, "n", "more than the 8 sequences that may grow together"),
         ({"seed": 2**63}, "seed", "less than"),
         ({"stop": ["a"] * 5}, "stop", "may be 4 texts"),
         ({"stop": ""}, "stop", "none of them empty"),

@@ -204,7 +204,7 @@ def test_answers_that_take_too_long(in_server) -> None:
         )
         assert 0.9 < time.monotonic() - began < 30
         assert whole.status_code == 504
-        assert "not finished within 1 seconds (Serve.request_timeout)" in whole.json()["error"]["message"]
+        assert "not finished within 1 s (Serve.request_timeout)" in whole.json()["error"]["message"]
         assert stream.status_code == 200
         *pieces, error, done = stream.text.removesuffix("\n\n").split("\n\n")
         assert pieces

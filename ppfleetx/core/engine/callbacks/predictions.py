@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.core.engine.callbacks.base import Callback, EvalRecord
 from ppfleetx.data.glue import GlueTask
@@ -50,4 +51,4 @@ def write_predictions(path: Path, task: GlueTask, outputs: np.ndarray) -> None:
             key="Engine.save_load.output_dir",
             value=str(path),
         ) from error
-    get_logger().info(f"predictions of {len(outputs)} examples: {path}")
+    get_logger().info(f"predictions of {counted(len(outputs), 'example')}: {path}")
