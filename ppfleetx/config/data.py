@@ -42,6 +42,7 @@ _CORPUS_KEYS = (
     "eod_mask_loss",
     "eod_id",
     "cache_dir",
+    "blend",
 )
 _SHARES = re.compile(r"\s*(\d+(\.\d*)?|\.\d+)([,/\s]+(\d+(\.\d*)?|\.\d+))*\s*", re.ASCII)
 
@@ -69,6 +70,10 @@ class DatasetConfig(Section):
     `{split}.jsonl` (or `.jsonl.gz`, `.jsonl.zst`) or `{split}.tsv`."""
     weights: tuple[NonNegativeFloat, ...] | None = None
     """Share of each entry of `input_dir` in the blend, normalised; null: by its number of tokens."""
+    blend: Literal["shares", "exhaustive"] = "shares"
+    """How several corpora are mixed. shares: as `weights` says; each corpus is repeated as often as its share
+    takes. exhaustive: every sample of every corpus once, evenly spread, which is Megatron-LM's blend without
+    weights; `weights` is then null."""
     split: Text | tuple[NonNegativeFloat, ...] = (969, 30, 1)
     """Shares of documents for Train, Eval and Test, e.g. `[969, 30, 1]`. Of GLUE tasks and
     PromptResponseDataset: name of the part's file, e.g. `train`."""
@@ -97,6 +102,10 @@ class DatasetConfig(Section):
         if not entries or not all(entry.strip() for entry in entries):
             raise RuleError(("input_dir",), "needs at least one entry, and none of them empty")
         if self.weights is not None:
+            if self.blend == "exhaustive":
+                raise RuleError(
+                    ("weights", "blend"), "an exhaustive blend takes all samples: it has no weights"
+                )
             if len(self.weights) != len(entries):
                 raise RuleError(
                     ("weights", "input_dir"),
@@ -128,16 +137,8 @@ class DatasetConfig(Section):
     def _check_records(self) -> DatasetConfig:
         if self.is_corpus:
             return self
-        only = [
-            "weights",
-            "reset_position_ids",
-            "reset_attention_mask",
-            "eod_mask_loss",
-            "eod_id",
-            "cache_dir",
-        ]
-        for key in only:
-            if getattr(self, key) not in (None, False):
+        for key in _CORPUS_KEYS:
+            if getattr(self, key) != type(self).model_fields[key].default:
                 raise RuleError((key, "name"), f"{self.name} has no such option; only GPTDataset has")
         if not isinstance(self.input_dir, str):
             raise RuleError(("input_dir", "name"), f"{self.name} reads one directory, not a list of them")

@@ -78,7 +78,7 @@ _EFFECTS: dict[str, Effect] = {
     **_table(
         Effect.DATA,
         "Data.Train.dataset",
-        "name input_dir weights split max_seq_len prompt_field response_field seed",
+        "name input_dir weights blend split max_seq_len prompt_field response_field seed",
     ),
     **_table(
         Effect.TRAINING,
@@ -91,7 +91,7 @@ _EFFECTS: dict[str, Effect] = {
     **_table(
         Effect.EVALUATION,
         "Data.Eval.dataset",
-        "name input_dir weights split max_seq_len prompt_field response_field seed reset_position_ids "
+        "name input_dir weights blend split max_seq_len prompt_field response_field seed reset_position_ids "
         "reset_attention_mask eod_mask_loss eod_id",
     ),
     **_table(Effect.NOTHING, "Data.Eval.dataset", "cache_dir"),

@@ -5,18 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from ppfleetx.config.counts import counted
-from ppfleetx.config.errors import DataError
 from ppfleetx.data.gpt_dataset import PADDING, GPTDataset, Sample
 from ppfleetx.data.index_cache import load_or_build
 
 BLEND_VERSION = 1
 """Changes when equal weights would give another order than before."""
+
+MAX_CORPORA = int(np.iinfo(np.int16).max)
 
 SURPLUS = 0.005
 """Each corpus prepares this much more than its share, since the greedy order may run ahead of it."""
@@ -35,17 +37,37 @@ def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, n
 
     Args:
         weights: normalised.
+        size: samples of the blend.
 
     Returns:
         int16 [size] and int64 [size].
     """
     shares = np.array(weights, np.float64)
+    return _indices(shares, np.full(len(shares), np.inf), size)
+
+
+def exhaustive_indices(sizes: Sequence[int], size: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """The same for a blend that takes every sample of every corpus once, or for the first ``size`` of it.
+
+    The rule is that of `blending_indices` with weights in proportion to the sizes, among the corpora that
+    have samples left: ``build_exhaustive_blending_indices`` of Megatron-LM. Wherever its blend of that
+    ``size`` without weights is possible, it is the beginning of this one.
+
+    Args:
+        sizes: samples of each corpus, at least 1.
+        size: at most their sum; None: that.
+    """
+    limits = np.array(sizes, np.float64)
+    return _indices(limits / np.sum(limits), limits, sum(sizes) if size is None else size)
+
+
+def _indices(shares: np.ndarray, limits: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
     chosen = np.empty(size, np.int16)
     taken = np.zeros(len(shares))
     for first in range(0, size, _NUM_BLOCKS * _BLOCK_STEPS):
         part = chosen[first : first + _NUM_BLOCKS * _BLOCK_STEPS]
         num_blocks = -(-part.shape[0] // _BLOCK_STEPS)
-        part[:] = _choose(shares, first, num_blocks, taken)[: part.shape[0]]
+        part[:] = _choose(shares, limits, first, num_blocks, taken)[: part.shape[0]]
         taken += np.bincount(part, minlength=len(shares))
     by_corpus = np.argsort(chosen, kind="stable")
     counts = np.bincount(chosen, minlength=len(shares))
@@ -54,7 +76,9 @@ def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, n
     return chosen, numbers
 
 
-def _choose(weights: np.ndarray, first: int, num_blocks: int, taken: np.ndarray) -> np.ndarray:
+def _choose(
+    weights: np.ndarray, limits: np.ndarray, first: int, num_blocks: int, taken: np.ndarray
+) -> np.ndarray:
     """The choices of so many blocks of steps from ``first`` on, ``taken`` being known there.
 
     The rule cannot be evaluated out of order, but it soon forgets where it started. So many blocks are walked
@@ -69,7 +93,7 @@ def _choose(weights: np.ndarray, first: int, num_blocks: int, taken: np.ndarray)
     chosen = np.empty((_BLOCK_STEPS, num_blocks), np.int16)
     stale = np.arange(num_blocks)
     while stale.size:
-        chosen[:, stale], ends[stale] = _walk(weights, steps[stale], starts[stale])
+        chosen[:, stale], ends[stale] = _walk(weights, limits, steps[stale], starts[stale])
         stale = 1 + np.flatnonzero((starts[1:] != ends[:-1]).any(axis=1))
         starts[stale] = ends[stale - 1]
     return chosen.T.reshape(-1)
@@ -84,8 +108,13 @@ def _near_shares(weights: np.ndarray, step: int) -> np.ndarray:
     return taken
 
 
-def _walk(weights: np.ndarray, steps: np.ndarray, taken: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _walk(
+    weights: np.ndarray, limits: np.ndarray, steps: np.ndarray, taken: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Follow the rule for one block from each of ``steps``, side by side.
+
+    Corpora that have given as many samples as their limit are passed over. (Behind the last sample all have,
+    and what is chosen then is cut off.)
 
     Returns:
         Choices [_BLOCK_STEPS, blocks], and samples taken [blocks, corpora] at the end.
@@ -93,9 +122,12 @@ def _walk(weights: np.ndarray, steps: np.ndarray, taken: np.ndarray) -> tuple[np
     blocks = np.arange(steps.shape[0])
     chosen = np.empty((_BLOCK_STEPS, steps.shape[0]), np.int16)
     behind = np.empty_like(taken)
+    is_limited = bool(np.isfinite(limits).any())
     for j in range(_BLOCK_STEPS):
         np.multiply(np.maximum(steps + j, 1)[:, None], weights, out=behind)
         behind -= taken
+        if is_limited:
+            behind[taken >= limits] = -np.inf
         chosen[j] = corpus = behind.argmax(axis=1)
         taken[blocks, corpus] += 1.0
     return chosen, taken
@@ -113,54 +145,90 @@ def blend_sizes(weights: Sequence[float], num_samples: int) -> tuple[int, list[i
     return sum(shares), [math.ceil(share * (1 + SURPLUS)) for share in shares]
 
 
-class BlendedDataset:
-    """One dataset made of several, sample by sample in the proportions of their weights.
+@dataclass(frozen=True)
+class BlendOrder:
+    """Where each sample of a blend comes from.
 
-    Args:
-        datasets: at most 32767, each built for the size `blend_sizes` gives.
-        weights: normalised.
-        num_samples: samples of the blend.
-        cache_dir: where the order is kept.
-
-    Raises:
-        DataError: a corpus has fewer samples than the blend takes from it.
+    Attributes:
+        decisive: what the order follows from, for fingerprints.
+        shares: part of each corpus, for people.
+        dataset_index: int16 [n], corpus of each sample.
+        dataset_sample_index: int64 [n], number of the sample within its corpus.
     """
 
-    def __init__(
-        self, datasets: Sequence[GPTDataset], weights: Sequence[float], num_samples: int, cache_dir: Path
-    ) -> None:
-        assert len(datasets) == len(weights) <= np.iinfo(np.int16).max
-        self.datasets, self.weights = list(datasets), list(weights)
-        self.fingerprint = _fingerprint([BLEND_VERSION, self.weights, [d.fingerprint for d in datasets]])
-        arrays = load_or_build(
-            cache_dir,
-            f"blend_{_fingerprint([BLEND_VERSION, self.weights, num_samples])}",
-            ("dataset_index", "dataset_sample_index"),
-            lambda: dict(
-                zip(
-                    ("dataset_index", "dataset_sample_index"),
-                    blending_indices(self.weights, num_samples),
-                    strict=True,
-                )
-            ),
-            {"weights": self.weights, "num_samples": num_samples},
-            num_bytes=_BYTES_PER_SAMPLE * num_samples,
-        )
-        self._dataset_index = arrays["dataset_index"]
-        self._dataset_sample_index = arrays["dataset_sample_index"]
-        self._check_counts()
+    decisive: list
+    shares: list[float]
+    dataset_index: np.ndarray
+    dataset_sample_index: np.ndarray
 
-    def _check_counts(self) -> None:
-        counts = np.bincount(self._dataset_index, minlength=len(self.datasets))
-        for dataset, count in zip(self.datasets, counts.tolist(), strict=True):
-            if count > len(dataset):
-                raise DataError(
-                    f"{dataset.corpus.prefix}: the blend takes {counted(count, 'sample', ',')}, but only "
-                    f"{len(dataset)} were prepared"
-                )
+    @property
+    def counts(self) -> list[int]:
+        """Samples taken from each corpus."""
+        return np.bincount(self.dataset_index, minlength=len(self.shares)).tolist()
+
+
+def weighted_order(weights: Sequence[float], num_samples: int, cache_dir: Path) -> BlendOrder:
+    """The order of `blending_indices`, kept in ``cache_dir``."""
+    weights = list(weights)
+    arrays = _load_or_build(
+        cache_dir,
+        [BLEND_VERSION, weights, num_samples],
+        num_samples,
+        lambda: blending_indices(weights, num_samples),
+        {"weights": weights, "num_samples": num_samples},
+    )
+    return BlendOrder([weights], weights, *arrays)
+
+
+def exhaustive_order(sizes: Sequence[int], num_samples: int, cache_dir: Path) -> BlendOrder:
+    """The order of `exhaustive_indices`, kept in ``cache_dir``, or as much of it as is asked for."""
+    sizes, num_samples = list(sizes), min(num_samples, sum(sizes))
+    arrays = _load_or_build(
+        cache_dir,
+        [BLEND_VERSION, "exhaustive", sizes, num_samples],
+        num_samples,
+        lambda: exhaustive_indices(sizes, num_samples),
+        {"exhaustive": sizes, "num_samples": num_samples},
+    )
+    return BlendOrder(["exhaustive", sizes], normalise(sizes), *arrays)
+
+
+def _load_or_build(
+    cache_dir: Path,
+    decisive: list,
+    num_samples: int,
+    build: Callable[[], tuple[np.ndarray, np.ndarray]],
+    about: dict,
+) -> tuple[np.ndarray, np.ndarray]:
+    names = ("dataset_index", "dataset_sample_index")
+    arrays = load_or_build(
+        cache_dir,
+        f"blend_{_fingerprint(decisive)}",
+        names,
+        lambda: dict(zip(names, build(), strict=True)),
+        about,
+        num_bytes=_BYTES_PER_SAMPLE * num_samples,
+    )
+    return arrays["dataset_index"], arrays["dataset_sample_index"]
+
+
+class BlendedDataset:
+    """One dataset made of several, sample by sample.
+
+    Args:
+        datasets: each with as many samples as the order takes of it.
+        order: where samples come from.
+    """
+
+    def __init__(self, datasets: Sequence[GPTDataset], order: BlendOrder) -> None:
+        assert len(datasets) == len(order.shares) <= MAX_CORPORA
+        assert all(len(dataset) >= n for dataset, n in zip(datasets, order.counts, strict=True))
+        self.datasets, self.order = list(datasets), order
+        decisive = [BLEND_VERSION, *order.decisive, [d.fingerprint for d in datasets]]
+        self.fingerprint = _fingerprint(decisive)
 
     def __len__(self) -> int:
-        return self._dataset_index.shape[0]
+        return self.order.dataset_index.shape[0]
 
     @property
     def samples_per_epoch(self) -> float:
@@ -171,13 +239,14 @@ class BlendedDataset:
         """As `GPTDataset.__getitem__`; ``sample_ids`` counts in the order of the blend."""
         if index == PADDING:
             return self.datasets[0][PADDING]
-        sample = self.datasets[self._dataset_index[index]][int(self._dataset_sample_index[index])]
+        order = self.order
+        sample = self.datasets[order.dataset_index[index]][int(order.dataset_sample_index[index])]
         sample["sample_ids"] = np.array(index, np.int64)
         return sample
 
     def describe(self) -> str:
         """One line a corpus, then the blend."""
-        shares = ", ".join(f"{100 * weight:.2f}%" for weight in self.weights)
+        shares = ", ".join(f"{100 * weight:.2f}%" for weight in self.order.shares)
         lines = [dataset.describe() for dataset in self.datasets]
         return "\n".join(
             [

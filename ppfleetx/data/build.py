@@ -12,7 +12,14 @@ import numpy as np
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, DataError, MissingDataError
-from ppfleetx.data.blended import BlendedDataset, blend_sizes, normalise
+from ppfleetx.data.blended import (
+    MAX_CORPORA,
+    BlendedDataset,
+    blend_sizes,
+    exhaustive_order,
+    normalise,
+    weighted_order,
+)
 from ppfleetx.data.glue import TASKS
 from ppfleetx.data.glue_metrics import require_libraries
 from ppfleetx.data.gpt_dataset import GPTDataset, SampleOptions
@@ -141,7 +148,7 @@ def build_dataset(
         num_samples = min(num_samples, one_epoch)
     if mode == "Train" and cfg.Engine.run_mode == "epoch":
         num_samples = min(num_samples, one_epoch * cfg.Engine.num_train_epochs)
-    return _order(parts, options, max(1, num_samples), _seed(cfg, mode), mode, dataset_cfg.cache_dir)
+    return _order(parts, options, max(1, num_samples), _seed(cfg, mode), mode, dataset_cfg)
 
 
 def _records(cfg: RunConfig, dataset_cfg: DatasetConfig) -> GlueDataset | PromptResponseDataset:
@@ -241,6 +248,11 @@ def _parts(cfg: RunConfig, mode: Mode) -> list[CorpusPart]:
     parts = [part for group in groups for part in group]
     if len(parts) == 1:
         return parts
+    if len(parts) > MAX_CORPORA:
+        raise DataError(
+            f"Data.{mode}.dataset.input_dir: {len(parts):,} corpora are more than the {MAX_CORPORA:,} that "
+            "can be blended: write them as fewer with tools/merge_datasets.py"
+        )
     # A directory's weight is shared by its corpora in proportion to their tokens.
     totals = [max(1, sum(part.num_tokens for part in group)) for group in groups]
     factors = weights if weights is not None else [float(total) for total in totals]
@@ -260,7 +272,8 @@ def _part(corpus: TokenStore, split: str | Sequence[float], mode: Mode) -> Corpu
 def _blend_parts(parts: list[CorpusPart], dataset_cfg: DatasetConfig, mode: Mode) -> list[CorpusPart]:
     """Parts with normalised weights, without those too short for a sample that no weight asks for."""
     if dataset_cfg.weights is None:
-        get_logger().info(f"{mode}: {len(parts)} corpora, blended in proportion to their tokens")
+        how = "in proportion to their tokens" if dataset_cfg.blend == "shares" else "exhaustively"
+        get_logger().info(f"{mode}: {len(parts)} corpora, blended {how}")
         small = [part for part in parts if part.num_tokens <= dataset_cfg.max_seq_len]
         if small and len(small) < len(parts):
             names = ", ".join(part.corpus.prefix for part in small)
@@ -277,15 +290,18 @@ def _order(
     num_samples: int,
     seed: int,
     mode: Mode,
-    cache_dir: str | None,
+    dataset_cfg: DatasetConfig,
 ) -> GPTDataset | BlendedDataset:
-    def dataset(part: CorpusPart, size: int) -> GPTDataset:
+    cache_dir = dataset_cfg.cache_dir
+
+    def dataset(part: CorpusPart, size: int | None, at_least: int = 0) -> GPTDataset:
         return GPTDataset(
             part.corpus,
             part.first,
             part.last,
             options,
             num_samples=size,
+            at_least=at_least,
             seed=seed,
             name=mode,
             cache_dir=cache_dir,
@@ -293,8 +309,24 @@ def _order(
 
     if len(parts) == 1:
         return dataset(parts[0], num_samples)
-    weights = [part.weight for part in parts]
-    total, sizes = blend_sizes(weights, num_samples)
-    datasets = [dataset(part, size) for part, size in zip(parts, sizes, strict=True)]
     directory = Path(parts[0].corpus.prefix).parent / "cache" if cache_dir is None else Path(cache_dir)
-    return BlendedDataset(datasets, weights, total, directory)
+    if dataset_cfg.blend == "exhaustive":
+        datasets = [dataset(part, None) for part in parts]
+        order = exhaustive_order([len(dataset) for dataset in datasets], num_samples, directory)
+        _warn_of_repetition(order.dataset_index.shape[0], num_samples, mode)
+    else:
+        weights = [part.weight for part in parts]
+        total, sizes = blend_sizes(weights, num_samples)
+        order = weighted_order(weights, total, directory)
+        # Megatron-LM's surplus is too small for some short blends, which it refuses.
+        needed = zip(parts, sizes, order.counts, strict=True)
+        datasets = [dataset(part, size, at_least=count) for part, size, count in needed]
+    return BlendedDataset(datasets, order)
+
+
+def _warn_of_repetition(num_prepared: int, num_samples: int, mode: Mode) -> None:
+    if mode == "Train" and num_samples > num_prepared:
+        get_logger().warning(
+            f"{mode}: the run reads {num_samples:,} samples, and the exhaustive blend has {num_prepared:,}: "
+            "after them they come again, in the same order unless Data.Train.sampler.shuffle is True"
+        )

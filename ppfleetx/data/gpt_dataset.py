@@ -62,6 +62,7 @@ class GPTDataset:
         options: how samples are cut and masked.
         num_samples: samples the run will ask for, which decides how many epochs are shuffled together.
             None: one epoch.
+        at_least: samples there must be, see `plan_epochs`.
         seed: of the order.
         name: what the split is called in messages (Train, Eval, Test).
         cache_dir: where index maps are kept; None: ``cache`` beside the corpus.
@@ -79,6 +80,7 @@ class GPTDataset:
         *,
         num_samples: int | None,
         seed: int,
+        at_least: int = 0,
         name: str = "Train",
         cache_dir: str | Path | None = None,
     ) -> None:
@@ -86,8 +88,8 @@ class GPTDataset:
         self.first, self.last = first, last
         self.tokens_per_epoch = int(corpus.sizes[first:last].sum(dtype=np.int64))
         self._check_size(num_samples)
-        self.plan = plan_epochs(self.tokens_per_epoch, options.sequence_length, num_samples)
-        self.num_requested = self.plan.num_samples if num_samples is None else num_samples
+        self.plan = plan_epochs(self.tokens_per_epoch, options.sequence_length, num_samples, at_least)
+        self.num_requested = self.plan.num_samples if num_samples is None else max(num_samples, at_least)
         self.fingerprint = order_fingerprint(corpus.fingerprint, first, last, self.plan, seed)
         directory = Path(corpus.prefix).parent / "cache" if cache_dir is None else Path(cache_dir)
         self._maps = self._load_maps(directory, seed)

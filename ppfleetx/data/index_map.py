@@ -63,11 +63,16 @@ class IndexMaps:
     shuffle_index: np.ndarray
 
 
-def plan_epochs(tokens_per_epoch: int, sequence_length: int, num_samples: int | None) -> EpochPlan:
+def plan_epochs(
+    tokens_per_epoch: int, sequence_length: int, num_samples: int | None, at_least: int = 0
+) -> EpochPlan:
     """Number of epochs for ``num_samples`` samples (None: one epoch) and whether the last is shuffled apart.
 
     Args:
         tokens_per_epoch: tokens of the split, at least 1.
+        sequence_length: tokens the model sees per sample.
+        num_samples: samples asked for.
+        at_least: samples there must be. The plan is for as many where that for ``num_samples`` holds fewer.
     """
     assert tokens_per_epoch > 0
     assert sequence_length > 0
@@ -76,6 +81,8 @@ def plan_epochs(tokens_per_epoch: int, sequence_length: int, num_samples: int | 
     needed = num_samples * sequence_length + 1
     num_epochs = max(1, -(-needed // tokens_per_epoch))
     plan = EpochPlan(tokens_per_epoch, sequence_length, num_epochs, False)
+    if plan.num_samples < at_least:
+        return plan_epochs(tokens_per_epoch, sequence_length, at_least)
     if num_epochs == 1:
         return plan
     from_last_epoch = num_samples - plan.num_samples_before_final_epoch

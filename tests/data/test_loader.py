@@ -13,6 +13,7 @@ import yaml
 
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_config
+from ppfleetx.data.blended import exhaustive_indices
 from ppfleetx.data.build import build_dataloader
 from ppfleetx.data.indexed import IndexedDatasetWriter
 from ppfleetx.data.loader import DataLoader
@@ -160,6 +161,55 @@ def test_several_corpora_are_blended_by_size(tmp_path: Path, caplog: pytest.LogC
         [m["tokens"][:, 0] for step in take(build_dataloader(cfg, "Train"), 20) for m in step]
     )
     assert (tokens == 2000).mean() == 0.5
+
+
+def write_blend(tmp_path: Path, counts: list[int], length: int) -> list[str]:
+    """Corpora of documents of ``length`` tokens, all 1000, 1001, ... by corpus."""
+    for number, count in enumerate(counts):
+        with IndexedDatasetWriter(tmp_path / f"blend{number}", "u2") as writer:
+            writer.add_documents(np.full(count * length, 1000 + number), np.full(count, length))
+    return [str(tmp_path / f"blend{number}") for number in range(len(counts))]
+
+
+def test_a_blend_takes_more_of_a_corpus_than_its_share(tmp_path: Path) -> None:
+    """One step more of rounding than Megatron-LM's half a percent has room for."""
+    prefixes = write_blend(tmp_path, [3, 2, 4, 1, 7, 2, 5, 1], 17)
+    weights = [0.0028, 4e-06, 0.0007, 0.514, 5e-05, 0.009, 0.085, 0.388]
+    cfg = make_config(tmp_path, prefixes, "Engine.max_steps=28", weights=weights, split=[1, 0, 0])
+    loader = build_dataloader(cfg, "Train")
+    seen = [ids(step) for step in take(loader, len(loader.dataset) // 8)]
+    assert len(np.concatenate(seen)) >= 28 * 8
+    assert [len(d) >= n for d, n in zip(loader.dataset.datasets, loader.dataset.order.counts, strict=True)]
+
+
+def test_an_exhaustive_blend_reads_everything_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    prefixes = write_blend(tmp_path, [41, 7, 1, 20], LENGTH + 1)
+    short = str(tmp_path / "short")
+    with IndexedDatasetWriter(short, "u2") as writer:
+        writer.add_document([1] * LENGTH, [LENGTH])
+    cfg = make_config(tmp_path, [*prefixes, short], blend="exhaustive", split=[1, 0, 0])
+    with caplog.at_level("INFO", "ppfleetx"):
+        loader = build_dataloader(cfg, "Train")
+    sizes = [(count * (LENGTH + 1) - 1) // LENGTH for count in (41, 7, 1, 20)]
+    assert [len(part) for part in loader.dataset.datasets] == sizes and len(loader.dataset) == sum(sizes)
+    assert f"left out, since their split is shorter than one sample: {short}" in caplog.text
+    assert f"reads 160 samples, and the exhaustive blend has {sum(sizes)}" in caplog.text
+    steps = take(loader, -(-sum(sizes) // 8))
+    tokens = np.concatenate([m["tokens"][:, 0] for step in steps for m in step])[: sum(sizes)]
+    assert [(tokens == 1000 + number).sum() for number in range(4)] == sizes
+    index = exhaustive_indices(sizes)[0]
+    assert (tokens - 1000).tolist() == index.tolist()
+    shorter = make_config(
+        tmp_path, [*prefixes, short], "Engine.max_steps=2", blend="exhaustive", split=[1, 0, 0]
+    )
+    loader_of_less = build_dataloader(shorter, "Train")
+    assert len(loader_of_less.dataset) == 16
+    assert loader_of_less.fingerprint == loader.fingerprint, "more steps do not change the order"
+    alone = build_dataloader(make_config(tmp_path, prefixes[0], blend="exhaustive"), "Train")
+    plain = build_dataloader(make_config(tmp_path, prefixes[0]), "Train")
+    assert alone.fingerprint == plain.fingerprint
+    with pytest.raises(ConfigError, match=r"weights.*exhaustive blend takes all samples"):
+        make_config(tmp_path, prefixes, blend="exhaustive", weights=[1, 1, 1, 1])
 
 
 def test_run_mode_epoch_prepares_that_many_epochs(tmp_path: Path, toy_prefix: str) -> None:
