@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from ppfleetx.config.resolve import resolve
 from ppfleetx.config.sections import RunConfig
 from ppfleetx.config.validate import validate
 
+CONFIG_FILE = "config.yaml"
+
 
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), *, world_size: int | None = None
@@ -21,7 +24,8 @@ def load_config(
     """Read a YAML configuration, check all of it and fill in what follows.
 
     Args:
-        path: the YAML file; its ``_base_`` files are read relative to it.
+        path: the YAML file; its ``_base_`` files are read relative to it. A directory stands for the
+            ``config.yaml`` in it, if there is one: an output directory, or a converted model's.
         overrides: ``Section.key=value`` texts, applied in order after the files.
         world_size: number of processes of the job. The degrees must multiply to it, and an open
             ``dp_degree`` is derived from it; None: an open ``dp_degree`` is 1.
@@ -41,7 +45,10 @@ def read_config(
     Each section is sound; what follows from the rest is not filled in, and no rule between sections is
     checked. The arguments are those of :func:`load_config`.
     """
-    tree, warnings = read_with_bases(Path(path))
+    path = Path(path)
+    if os.path.isfile(path / CONFIG_FILE):  # noqa: PTH113 - a name that no file can have is refused below
+        path = path / CONFIG_FILE
+    tree, warnings = read_with_bases(path)
     refuse_foreign(tree, frozenset(RunConfig.model_fields))
     tree, more = modernize(apply_overrides(tree, overrides, RunConfig), is_whole=True)
     refuse_left_out(tree)

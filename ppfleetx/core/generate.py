@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ppfleetx.checkpoint.convert.ours import find_tokenizer_dir, stored_tokenizer
 from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.finetuning import FINETUNE_MODULE
@@ -185,23 +186,30 @@ def load_generator(cfg: RunConfig, ctx: ParallelContext) -> Generator:
 def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
     """The tokenizer of ``Data.tokenizer``, else the one stored in or beside the checkpoint.
 
+    The latter also where the ``Data.tokenizer.dir`` of a file is not there: a configuration that was written
+    beside a checkpoint names the place where both were then.
+
     Raises:
         ConfigError: there is neither.
         DataError: its files are missing or damaged.
     """
     from ppfleetx.data.build import load_tokenizer
 
-    tokenizer = load_tokenizer(cfg)
+    named, stored = cfg.Data.tokenizer, find_tokenizer_dir(checkpoint.path)
+    is_gone = named is not None and named.dir is not None and not Path(named.dir).exists()
+    is_typed = cfg.origins.get("Data.tokenizer.dir", "").startswith("-o ")
+    if stored is not None and (named is None or (is_gone and not is_typed)):
+        tokenizer = stored_tokenizer(stored, None if named is None else named.eos_token)
+        if is_gone:
+            get_logger().warning(f"there is no {named.dir} (Data.tokenizer.dir); {stored} is used")
+    else:
+        tokenizer = load_tokenizer(cfg)
     if tokenizer is None:
-        places = [checkpoint.path / "tokenizer", checkpoint.path.parent / "tokenizer"]
-        stored = next((place for place in places if place.is_dir()), None)
-        if stored is None:
-            raise ConfigError(
-                f"names no tokenizer, and none is stored with checkpoint {checkpoint.path}; "
-                "give -o Data.tokenizer.dir=DIR",
-                key="Data.tokenizer",
-            )
-        tokenizer = Tokenizer.load(stored)
+        raise ConfigError(
+            f"names no tokenizer, and none is stored with checkpoint {checkpoint.path}; "
+            "give -o Data.tokenizer.dir=DIR",
+            key="Data.tokenizer",
+        )
     trained_with = checkpoint.manifest.fingerprints.get("tokenizer")
     if trained_with and trained_with != tokenizer.fingerprint:
         get_logger().warning(

@@ -26,7 +26,13 @@ _LAUNCHER_LOOKS_SECONDS = 5.0
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``-c FILE`` and any number of ``-o Section.key=value``."""
-    parser.add_argument("-c", "--config", required=True, metavar="FILE", help="YAML configuration")
+    parser.add_argument(
+        "-c",
+        "--config",
+        required=True,
+        metavar="FILE",
+        help="YAML configuration, or a directory with a config.yaml",
+    )
     parser.add_argument(
         "-o",
         "--override",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from math import prod
 from pathlib import Path
+
+import yaml
 
 from ppfleetx.checkpoint.convert.hf import copy_tokenizer
 from ppfleetx.checkpoint.convert.ours import TOKENIZER_DIR, find_tokenizer_dir
@@ -17,7 +20,9 @@ from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import MODEL, TensorSlice
 from ppfleetx.checkpoint.writer import commit, save_checkpoint, saving, write_rank
 from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.loader import CONFIG_FILE
 from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.utils.files import atomic_write
 
 _NO_LIMIT = 1 << 62
 # Linears whose output (columns) tensor parallelism cuts, and those whose input (rows) it cuts.
@@ -43,7 +48,7 @@ def merge(path: str | Path, output: str | Path) -> Path:
         vocab_size=manifest.vocab_size,
         max_file_bytes=_NO_LIMIT,
     )
-    _bring_tokenizer(checkpoint.path, Path(output))
+    _bring_what_lies_beside(checkpoint, Path(output))
     return target
 
 
@@ -72,14 +77,21 @@ def reshard(path: str | Path, output: str | Path, plan: ParallelPlan) -> Path:
                 ranks.append({"rank": len(ranks), **coordinate, "directory": directory})
         new = replace(manifest, plan=asdict(plan), ranks=tuple(ranks))
         target = commit(staged, new, indices)
-    _bring_tokenizer(checkpoint.path, output)
+    _bring_what_lies_beside(checkpoint, output)
     return target
 
 
-def _bring_tokenizer(checkpoint: Path, output: Path) -> None:
-    source = find_tokenizer_dir(checkpoint)
+def _bring_what_lies_beside(checkpoint: Checkpoint, output: Path) -> None:
+    """The tokenizer and the configuration, so that the directory can be used like the one it was made of."""
+    source = find_tokenizer_dir(checkpoint.path)
     if source is not None:
         copy_tokenizer(source, output / TOKENIZER_DIR)
+    written = checkpoint.path.resolve().parent / CONFIG_FILE
+    if written.is_file():
+        shutil.copyfile(written, output / CONFIG_FILE)
+    elif isinstance(checkpoint.manifest.config, Mapping):
+        with atomic_write(output / CONFIG_FILE, "w") as file:
+            yaml.safe_dump(dict(checkpoint.manifest.config), file, sort_keys=False, allow_unicode=True)
 
 
 def _whole(checkpoint: Checkpoint, entry: TensorEntry) -> TensorSlice:

@@ -20,14 +20,14 @@ from ppfleetx.checkpoint.slices import MODEL, OPTIMIZER
 from ppfleetx.checkpoint.training import MASTER_WEIGHT
 from ppfleetx.checkpoint.writer import MAX_FILE_BYTES, save_checkpoint
 from ppfleetx.config.errors import DataError
-from ppfleetx.config.loader import load_config
+from ppfleetx.config.loader import CONFIG_FILE, load_config
 from ppfleetx.config.model import ModelConfig
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.data.tokenizer import Tokenizer
 from ppfleetx.utils.files import atomic_write
 from ppfleetx.utils.log import get_logger
 
-CONFIG_FILE, TOKENIZER_DIR = "config.yaml", "tokenizer"
+TOKENIZER_DIR = "tokenizer"
 
 
 # ---- in
@@ -121,11 +121,24 @@ def write_ppfleetx(
 def load_tokenizer(directory: Path) -> Tokenizer | None:
     """The tokenizer in a directory with its own end-of-document token; None when ours cannot read it."""
     try:
-        eos = _eos_token(directory)
-        return Tokenizer.load(directory) if eos is None else Tokenizer.load(directory, eod_token=eos)
+        return stored_tokenizer(directory)
     except DataError as error:
         get_logger().warning(f"the tokenizer was copied, but cannot be used here: {error}")
         return None
+
+
+def stored_tokenizer(directory: Path, eod_token: str | None = None) -> Tokenizer:
+    """The tokenizer in a directory.
+
+    Args:
+        directory: stored with a checkpoint.
+        eod_token: end of document; None: the directory's own, if it says.
+
+    Raises:
+        DataError: its files are missing, damaged or of a kind that is not read.
+    """
+    eos = eod_token or _eos_token(directory)
+    return Tokenizer.load(directory) if eos is None else Tokenizer.load(directory, eod_token=eos)
 
 
 def _eos_token(directory: Path) -> str | None:
@@ -147,7 +160,9 @@ def _write_config(output: Path, model: ModelConfig, tokenizer: Tokenizer | None)
         "Model": model.model_dump(mode="json", exclude_unset=True),
     }
     if tokenizer is not None:
-        place = {"dir": str(output / TOKENIZER_DIR), "eos_token": tokenizer.eod_token}
+        # Absolute, so that it can be used from anywhere; where the directory has been moved since, programs
+        # that load the checkpoint take the tokenizer beside it.
+        place = {"dir": str((output / TOKENIZER_DIR).resolve()), "eos_token": tokenizer.eod_token}
         tree["Data"] = {"tokenizer": place}
     with atomic_write(output / CONFIG_FILE, "w") as file:
         file.write(
