@@ -26,7 +26,7 @@ from ppfleetx.checkpoint.convert.hf_files import (
 from ppfleetx.checkpoint.convert.megatron import MODEL_FILES as MEGATRON_FILES
 from ppfleetx.checkpoint.convert.megatron import TRACKER
 from ppfleetx.checkpoint.convert.safetensors_file import INDEX, SINGLE
-from ppfleetx.checkpoint.manifest import is_rank_directory
+from ppfleetx.checkpoint.manifest import LATEST_FILE, MANIFEST_FILE, MARKER_FILE, is_rank_directory
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.models.gpt.hf_keys import model_keys, of_paddle
 
@@ -41,13 +41,22 @@ def described(path: Path) -> str | None:
     None where it is nothing that is known, or where it need not be converted.
 
     Args:
-        path: a directory or a file that is no checkpoint of ours.
+        path: a directory or a file, which need not exist.
     """
+    if _is_ours(path):
+        return None
     if path.is_file():
         return _file(path)
     if not path.is_dir() or is_fleetx(path) or is_rank_directory(path.name):
         return None
     return _megatron(path) or _distributed(path) or _hugging_face(path) or _other(path)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether it is a step directory, lies in one (as a rank directory does), or points to one."""
+    return (path / LATEST_FILE).exists() or any(
+        (place / name).exists() for place in (path, path.parent) for name in (MANIFEST_FILE, MARKER_FILE)
+    )
 
 
 def _convert(path: Path, source: str, what: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import save_file
 
+from ppfleetx.checkpoint.convert.run import Conversion, convert
 from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.checkpoint.foreign import described
 from ppfleetx.config.errors import CheckpointError, ConfigError
@@ -134,12 +135,13 @@ def test_a_foreign_checkpoint_says_what_it_is(tmp_path, make, words):
 
 
 def test_what_is_ours_or_fleetxs_or_absent_is_passed_over(tmp_path):
-    run = tmp_path / "run"
-    (run / "epoch_0_step_0").mkdir(parents=True)
+    convert(Conversion("hf", "ppfleetx", hf_dirs.write(tmp_path / "hf", "hf_gpt2"), tmp_path / "run"))
     touch(tmp_path / "fleetx" / "mp_00_sharding_00_pp_00" / "model.pdparams")
     (tmp_path / "empty").mkdir()
     touch(tmp_path / "config-alone" / "config.json", tmp_path / "notes.txt")
-    for name in ("run", "fleetx", "empty", "none", "config-alone", "notes.txt"):
+    step = "run/epoch_0_step_0"
+    ours = ("run", "run/latest", step, f"{step}/mp_00_sharding_00_pp_00")
+    for name in (*ours, "fleetx", "empty", "none", "config-alone", "notes.txt"):
         assert described(tmp_path / name) is None, name
         assert "is valid" in check_report(
             load_config(NANO, [f"Engine.save_load.init_from={tmp_path / name}"])
