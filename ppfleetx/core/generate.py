@@ -186,8 +186,8 @@ def load_generator(cfg: RunConfig, ctx: ParallelContext) -> Generator:
 def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
     """The tokenizer of ``Data.tokenizer``, else the one stored in or beside the checkpoint.
 
-    The latter also where the ``Data.tokenizer.dir`` of a file is not there: a configuration that was written
-    beside a checkpoint names the place where both were then.
+    The latter also where the configuration lies beside the checkpoint and its ``Data.tokenizer.dir`` is not
+    there: both were written together, and have been moved since.
 
     Raises:
         ConfigError: there is neither.
@@ -197,8 +197,9 @@ def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
 
     named, stored = cfg.Data.tokenizer, find_tokenizer_dir(checkpoint.path)
     is_gone = named is not None and named.dir is not None and not Path(named.dir).exists()
-    is_typed = cfg.origins.get("Data.tokenizer.dir", "").startswith("-o ")
-    if stored is not None and (named is None or (is_gone and not is_typed)):
+    written_in = Path(cfg.origins.get("Data.tokenizer.dir", "").rpartition(":")[0])
+    lies_beside = written_in.resolve().parent == checkpoint.path.resolve().parent
+    if stored is not None and (named is None or (is_gone and lies_beside)):
         tokenizer = stored_tokenizer(stored, None if named is None else named.eos_token)
         if is_gone:
             get_logger().warning(f"there is no {named.dir} (Data.tokenizer.dir); {stored} is used")
