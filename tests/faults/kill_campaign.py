@@ -2,8 +2,9 @@
 
 ``python -m tests.faults.kill_campaign --kills 200`` kills as often while saving in the foreground, and as
 often again while saving in the background. After every kill whatever has the name of a checkpoint must be
-one, undamaged, and not older than the newest before; and every run that got to its end must have the losses,
-gradient norms and final tensors of a run that nothing disturbed, bit for bit. Dropout is on.
+one, undamaged, of the same run, and not older than the newest before; what another run has put beside them
+must be as it was; and every run that got to its end must have the losses, gradient norms and final tensors of
+a run that nothing disturbed, bit for bit. Dropout is on, and only the newest few checkpoints are kept.
 
 A run is a process forked from one that has imported Paddle, so that starting again takes little time.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import shutil
 import sys
 import tempfile
 import threading
@@ -21,7 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ppfleetx.checkpoint.convert.layout import merge
 from ppfleetx.checkpoint.directory import newest_good, resolve_checkpoint
+from ppfleetx.checkpoint.ownership import RunRecord, read_run, run_of
 from ppfleetx.checkpoint.reader import Checkpoint, open_checkpoint
 from ppfleetx.config.plan import ParallelPlan
 from tests.e2e.program import SETTINGS, losses, plan_overrides
@@ -29,6 +33,7 @@ from tests.e2e.resumption import ONE, write_corpus
 from tests.helpers.ranks import Nursery, RankPool
 
 KEPT = 3
+STRANGER, NOBODYS = "epoch_7_step_7000", "epoch_8_step_8000"
 
 
 @dataclass
@@ -79,7 +84,7 @@ class Campaign:
         return self.found
 
     def _one_run(self, output_dir: Path, times: int) -> None:
-        newest = 0
+        newest, self._runs = 0, set()
         while True:
             # From before Paddle is set up to some steps after that, so that every moment has its turn.
             moment = self._random.uniform(0, self._longest) if self.found["kills"] < times else None
@@ -87,6 +92,7 @@ class Campaign:
                 break
             self.found["kills"] += 1
             newest = self._check_after_kill(output_dir, newest)
+            self._let_others_in(output_dir)
         self._check_finished(output_dir)
         self.found["finished runs"] += 1
 
@@ -131,23 +137,61 @@ class Campaign:
         """Everything named like a checkpoint is one; the step of the newest, which is no step back."""
         self.found["kills amid a save"] += bool(list(output_dir.glob(".saving-*")))
         self.found["kills amid a deletion"] += bool(list(output_dir.glob(".deleting-*")))
-        named = sorted(output_dir.glob("epoch_*"))
+        record = self._check_whose_it_is(output_dir)
+        named = [path for path in sorted(output_dir.glob("epoch_*")) if path.name not in (STRANGER, NOBODYS)]
         for path in named:
             open_checkpoint(path).verify()
+            assert run_of(path) == record.run
         if not named:
             assert newest_before == 0, f"the checkpoints of {output_dir} are gone"
             self.found["kills before the first checkpoint"] += 1
             return 0
-        newest = newest_good(output_dir).step
+        newest = newest_good(output_dir, counts=record.includes).step
         assert newest == max(open_checkpoint(path).step for path in named)
         assert newest >= newest_before, f"step {newest} after step {newest_before}"
         # `latest` is written after the name is given; a kill between the two leaves it behind.
-        latest = open_checkpoint(resolve_checkpoint(output_dir, verify=True)).step
+        latest = newest if not (output_dir / "latest").exists() else self._latest_step(output_dir)
         assert latest <= newest
         self.found["kills between name and latest"] += latest < newest
         return newest
 
+    def _latest_step(self, output_dir: Path) -> int:
+        return open_checkpoint(resolve_checkpoint(output_dir / "latest", verify=True)).step
+
+    def _check_whose_it_is(self, output_dir: Path) -> RunRecord | None:
+        """The directory stays one run's, and what is of others stays as it is."""
+        record = read_run(output_dir)
+        if record is None:
+            assert not list(output_dir.glob("epoch_*")), f"{output_dir} has checkpoints and is nobody's"
+            return None
+        self._runs.add(record.run)
+        assert len(self._runs) == 1, f"{output_dir} changed hands"
+        self._check_others(output_dir)
+        return record
+
+    def _let_others_in(self, output_dir: Path) -> None:
+        """Put a checkpoint of another run and one of nobody there, once it is this run's."""
+        if read_run(output_dir) is None or (output_dir / NOBODYS).exists():
+            return
+        last = resolve_checkpoint(self._reference)
+        shutil.copytree(last, output_dir / STRANGER)
+        shutil.move(merge(last, self.directory / f"copy of {output_dir.name}"), output_dir / NOBODYS)
+        self.found["runs beside checkpoints of others"] += 1
+
+    def _check_others(self, output_dir: Path) -> None:
+        if not (output_dir / NOBODYS).exists():
+            return
+        expected = open_checkpoint(resolve_checkpoint(self._reference))
+        for name, run in ((STRANGER, expected.manifest.run), (NOBODYS, None)):
+            other = open_checkpoint(output_dir / name)
+            other.verify()
+            assert (other.manifest.run, other.step) == (run, self.steps)
+
     def _check_finished(self, output_dir: Path) -> None:
+        self._check_whose_it_is(output_dir)
+        kept = [path.name for path in output_dir.glob("epoch_*") if path.name not in (STRANGER, NOBODYS)]
+        assert sorted(kept) == sorted(f"epoch_0_step_{self.steps - back}" for back in range(KEPT)), kept
+        assert not list(output_dir.glob(".*.tmp")), "something unfinished is left"
         assert losses(output_dir) == losses(self._reference), f"losses of {output_dir} are different"
         ended, expected = (
             open_checkpoint(resolve_checkpoint(place, verify=True)) for place in (output_dir, self._reference)
