@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -59,7 +59,8 @@ def check_base(adapters: Checkpoint, fingerprint: str, place: str) -> None:
             f"({place}) has no place beside it; set Model.lora.base to null"
         )
     if trained_on != fingerprint:
-        config = adapters.manifest.config or {}
+        config = adapters.manifest.config
+        config = config if isinstance(config, Mapping) else {}
         was = ((config.get("Model") or {}).get("lora") or {}).get("base")
         raise CheckpointError(
             f"the adapters of {adapters.path} were trained on another base (then {was}) than Model.lora.base "

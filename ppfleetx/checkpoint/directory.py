@@ -18,9 +18,11 @@ from ppfleetx.checkpoint.manifest import (
 )
 from ppfleetx.checkpoint.reader import Checkpoint, open_checkpoint, read_marker
 from ppfleetx.config.errors import CheckpointError
+from ppfleetx.utils.foreign_files import os_errors
 from ppfleetx.utils.log import get_logger
 
 
+@os_errors(CheckpointError)
 def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
     """Step directory meant by `path`: itself, an output directory, a rank directory of a checkpoint, or what
     the file `latest` or `best` of an output directory names.
@@ -49,6 +51,7 @@ def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
     return _resolve_output_directory(path, verify)
 
 
+@os_errors(CheckpointError)
 def open_resolved(path: str | Path) -> Checkpoint:
     """Open a directory that `resolve_checkpoint` returned, be it ours or FleetX's.
 

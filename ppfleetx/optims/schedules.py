@@ -160,12 +160,16 @@ class Schedule:
     def from_state(cls, state: Mapping[str, Any]) -> Schedule:
         """Schedule of a checkpoint. Raises CheckpointError when `state` is not one."""
         known = {field.name for field in fields(cls)}
+        unreadable = CheckpointError(
+            "the learning-rate schedule in the checkpoint is not one this version can read; "
+            "set Engine.save_load.lr_schedule to config to use the one of the configuration"
+        )
         if not isinstance(state, Mapping) or set(state) != known:
-            raise CheckpointError(
-                "the learning-rate schedule in the checkpoint is not one this version can read; "
-                "set Engine.save_load.lr_schedule to config to use the one of the configuration"
-            )
-        return cls(**state)
+            raise unreadable
+        try:
+            return cls(**state)
+        except (TypeError, ValueError) as error:
+            raise unreadable from error
 
     def differences(self, other: Schedule) -> dict[str, tuple[Any, Any]]:
         """Fields that differ: name -> (value here, value in `other`)."""

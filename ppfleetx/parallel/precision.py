@@ -18,7 +18,7 @@ from typing import Any
 import paddle
 
 from ppfleetx.config.engine import MixedPrecisionConfig
-from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.optims.gradients import add_to_main_gradient, gradient_of
 from ppfleetx.optims.on_host import copy_to_host
 
@@ -77,10 +77,21 @@ class LossScaler:
         return {"scale": self.scale, "quiet_steps": self._quiet_steps, "tolerated": self._tolerated}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue a run; a constant scale stays the configured one."""
+        """Continue a run; a constant scale stays the configured one.
+
+        Raises:
+            CheckpointError: it is no such state.
+        """
         if self.dynamic:
-            self.scale = float(state["scale"])
-            self._quiet_steps, self._tolerated = int(state["quiet_steps"]), int(state["tolerated"])
+            scale, *steps = (state.get(key) for key in ("scale", "quiet_steps", "tolerated"))
+            is_scale = type(scale) in (int, float) and 0 < scale < 1e300
+            if not is_scale or any(type(count) is not int for count in steps):
+                raise CheckpointError(
+                    "the loss scale in the checkpoint is none; set Engine.save_load.load_optim to False to "
+                    "start with a fresh one"
+                )
+            self.scale = float(scale)
+            self._quiet_steps, self._tolerated = steps
             self._min_scale = min(self._min_scale, self.scale)
 
 

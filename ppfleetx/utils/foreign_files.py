@@ -52,6 +52,18 @@ def opened(path: str | Path, error: type[UserError] = CheckpointError) -> Iterat
         raise error(f"{str(path)!r} is not the name of a file") from reason
 
 
+@contextmanager
+def os_errors(error: type[UserError]) -> Iterator[None]:
+    """What the operating system refuses within the block (or the decorated function) is an ``error``.
+
+    For work with many files of a user's, where each may be unreadable, or a name too long.
+    """
+    try:
+        yield
+    except OSError as reason:
+        raise error(f"{reason.filename or 'a file'}: {reason.strerror or reason}") from reason
+
+
 def read_bounded(path: str | Path, max_bytes: int, error: type[UserError] = CheckpointError) -> bytes:
     """All of a file. Raises ``error`` as :func:`opened` does, and for a file of more than ``max_bytes``."""
     with opened(path, error) as file:

@@ -21,12 +21,11 @@ from ppfleetx.checkpoint.convert.hf_files import (
 )
 from ppfleetx.checkpoint.convert.paddle_layout import in_hf_layout
 from ppfleetx.checkpoint.convert.safetensors_file import write_sharded
-from ppfleetx.checkpoint.convert.weights import Weights
+from ppfleetx.checkpoint.convert.weights import Weights, network_of
 from ppfleetx.checkpoint.lazy import LazyTensor, derive
 from ppfleetx.config.counts import counted
-from ppfleetx.config.errors import CheckpointError, ConfigError
+from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.model import ModelConfig
-from ppfleetx.config.validate import section_of
 from ppfleetx.models.gpt.hf import GPT2_PREFIX, Rule, rules
 from ppfleetx.models.gpt.hf_keys import model_keys, without_paddle
 from ppfleetx.models.gpt.hf_rope import rope_notes
@@ -90,11 +89,9 @@ def _network(
     """Keys of the `Model` section, and the shapes of its parameters without vocabulary padding."""
     try:
         keys = model_keys(config)
-        model = section_of(ModelConfig, keys | {"vocab_size_divisible_unit": 1})
     except CheckpointError as error:
         raise CheckpointError(f"{directory}: {error}") from error
-    except ConfigError as error:
-        raise CheckpointError(f"{directory / CONFIG} describes a network that cannot be: {error}") from error
+    model = network_of(keys | {"vocab_size_divisible_unit": 1}, str(directory / CONFIG))
     if model.num_layers > len(stored):  # and what follows takes time and memory for each layer
         raise CheckpointError(
             f"{directory / CONFIG} says {counted(model.num_layers, 'layer')}, but the files have "

@@ -10,7 +10,7 @@ import numpy as np
 
 from ppfleetx.checkpoint.base import BASE, base_fingerprint, check_base, is_beside_base
 from ppfleetx.checkpoint.convert.ours import model_section, read_ppfleetx, write_ppfleetx
-from ppfleetx.checkpoint.convert.weights import fitted, with_vocabulary
+from ppfleetx.checkpoint.convert.weights import fitted, network_of, with_vocabulary
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.lazy import LazyTensor, cast
 from ppfleetx.checkpoint.reader import Checkpoint
@@ -51,7 +51,7 @@ def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = N
 def _model(path: str | Path) -> ModelConfig:
     checkpoint = open_resolved(resolve_checkpoint(path))
     section = model_section(checkpoint.manifest)
-    model = ModelConfig(**section) if section else None
+    model = network_of(section, f"checkpoint {checkpoint.path}") if section else None
     if model is None or model.lora is None:
         raise CheckpointError(f"checkpoint {checkpoint.path} was not trained with adapters (Model.lora)")
     return model

@@ -19,14 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from ppfleetx.checkpoint.convert.weights import Weights
+from ppfleetx.checkpoint.convert.weights import Weights, network_of
 from ppfleetx.checkpoint.lazy import LazyTensor, derive
 from ppfleetx.checkpoint.pickled import check_claims, flatten
 from ppfleetx.checkpoint.torch_file import naming, read_torch_file
 from ppfleetx.checkpoint.unpickle import Record
-from ppfleetx.config.errors import CheckpointError, ConfigError, shown
+from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.model import ModelConfig
-from ppfleetx.config.validate import section_of
 from ppfleetx.models.gpt.hf import pair_columns
 from ppfleetx.utils.foreign_files import read_bounded
 
@@ -102,7 +101,7 @@ def read_megatron(path: str | Path, model: ModelConfig | None = None) -> Weights
         raise CheckpointError(
             f"{directory} does not say what network it is (no args); describe it with --config YAML"
         )
-    model = model or _network(keys, directory)
+    model = model or network_of(keys, f"{directory} (args)")
     version = first.get("checkpoint_version", 0) or 0
     if type(version) not in (int, float):
         raise CheckpointError(f"{grid[0, 0]}: checkpoint_version is {shown(version)}, which is no number")
@@ -127,13 +126,6 @@ def read_megatron(path: str | Path, model: ModelConfig | None = None) -> Weights
         step=iteration,
         source={"format": "megatron"},
     )
-
-
-def _network(keys: Mapping[str, Any], directory: Path) -> ModelConfig:
-    try:
-        return section_of(ModelConfig, dict(keys))
-    except ConfigError as error:
-        raise CheckpointError(f"{directory}: its args describe a network that cannot be: {error}") from error
 
 
 def _iteration(path: Path) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -22,9 +21,12 @@ from ppfleetx.checkpoint.writer import MAX_FILE_BYTES, save_checkpoint
 from ppfleetx.config.errors import DataError
 from ppfleetx.config.loader import CONFIG_FILE, load_config
 from ppfleetx.config.model import ModelConfig
+from ppfleetx.config.parse import Budget, parse_yaml
 from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.tree import Node
 from ppfleetx.data.tokenizer import Tokenizer
 from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.foreign_files import read_json
 from ppfleetx.utils.log import get_logger
 
 TOKENIZER_DIR = "tokenizer"
@@ -63,9 +65,16 @@ def model_section(manifest: Manifest) -> dict[str, Any]:
     """The `Model` section a checkpoint was saved with; empty when it does not say."""
     config = manifest.config
     if isinstance(config, str):
-        config = yaml.safe_load(config)
+        node = parse_yaml(config, "the configuration in the manifest", Budget())
+        config = None if node is None else _plain(node)
     section = config.get("Model") if isinstance(config, Mapping) else None
     return dict(section) if isinstance(section, Mapping) else {}
+
+
+def _plain(node: Node) -> Any:
+    if isinstance(node.value, dict):
+        return {key: _plain(child) for key, child in node.value.items()}
+    return [_plain(child) for child in node.value] if isinstance(node.value, list) else node.value
 
 
 def find_tokenizer_dir(checkpoint: Path) -> Path | None:
@@ -145,10 +154,7 @@ def _eos_token(directory: Path) -> str | None:
     path = directory / "tokenizer_config.json"
     if not path.is_file():
         return None
-    try:
-        token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
-    except (ValueError, AttributeError) as error:
-        raise DataError(f"{path} is damaged: {error}") from error
+    token = read_json(path, error=DataError).get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
 

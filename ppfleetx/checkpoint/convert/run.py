@@ -12,15 +12,17 @@ from ppfleetx.checkpoint.convert.layout import merge, reshard
 from ppfleetx.checkpoint.convert.logits import Probe, our_logits
 from ppfleetx.checkpoint.convert.megatron import read_megatron
 from ppfleetx.checkpoint.convert.ours import load_tokenizer, read_ppfleetx, write_ppfleetx
-from ppfleetx.checkpoint.convert.weights import Weights, fitted
+from ppfleetx.checkpoint.convert.weights import Weights, fitted, network_of
 from ppfleetx.checkpoint.lazy import FLOAT_DTYPES
 from ppfleetx.config.effects import network
-from ppfleetx.config.errors import CheckpointError, DataError
+from ppfleetx.config.errors import CheckpointError, DataError, shown
 from ppfleetx.config.finetuning import FINETUNE_MODULE
 from ppfleetx.config.loader import read_config
 from ppfleetx.config.model import ModelConfig
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.rope import RopeScalingConfig
+from ppfleetx.config.validate import section_of
+from ppfleetx.utils.foreign_files import os_errors
 
 SOURCES, TARGETS = ("hf", "fleetx", "megatron", "ppfleetx"), ("ppfleetx", "hf")
 
@@ -50,6 +52,7 @@ class Conversion:
     tokenizer: Path | None = None
 
 
+@os_errors(CheckpointError)
 def convert(job: Conversion) -> Path:
     """Convert, and return the directory that was written: a step directory, or Hugging Face's.
 
@@ -104,16 +107,18 @@ def model_of(weights: Weights, given: ModelConfig | None) -> ModelConfig:
                 f"{weights.place} does not tell {', '.join(absent)} of the network; give --config YAML with "
                 "its Model section"
             )
-        return ModelConfig(**told)
+        return network_of(told, weights.place)
     for key, value in network(given).items():
         said = told.get(key)
         if key == "rope_scaling":  # where null is a value, and not "not said"
-            said = None if said is None else RopeScalingConfig(**said)
+            said = None if said is None else section_of(RopeScalingConfig, said)
             differs = key in told and said != value
         else:
             differs = value is not None and said not in (None, value)
         if differs:
-            raise CheckpointError(f"--config says Model.{key} = {value!r}, {weights.place} says {said!r}")
+            raise CheckpointError(
+                f"--config says Model.{key} = {value!r}, {weights.place} says {shown(said)}"
+            )
     return given
 
 
@@ -151,7 +156,7 @@ def check_logits(
         raise CheckpointError("--check-logits needs Hugging Face's format on one side")
     if job.target == "ppfleetx":
         weights = read_ppfleetx(written)
-        model = ModelConfig(**weights.model)
+        model = network_of(weights.model, weights.place)
     else:
         weights = read_weights(job)
         model = model_of(weights, job.model)

@@ -14,8 +14,9 @@ from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.checkpoint.manifest import Manifest
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import MODEL, NUMPY_OF_DTYPE, Index, TensorSlice
-from ppfleetx.config.errors import CheckpointError, shown
+from ppfleetx.config.errors import CheckpointError, ConfigError, shown
 from ppfleetx.config.model import ModelConfig
+from ppfleetx.config.validate import section_of
 from ppfleetx.models.gpt.shape import parameter_shapes
 
 # Dimension that counts vocabulary entries, by canonical name.
@@ -58,6 +59,18 @@ class Weights:
     def with_tokenizer(self, directory: Path) -> Weights:
         """The same with the tokenizer of another directory."""
         return replace(self, tokenizer_dir=directory)
+
+
+def network_of(told: Mapping[str, Any], place: str) -> ModelConfig:
+    """The network that the keys of a `Model` section describe, as far as a source of weights told them.
+
+    Raises:
+        CheckpointError: there is no such network; names `place`.
+    """
+    try:
+        return section_of(ModelConfig, dict(told))
+    except ConfigError as error:
+        raise CheckpointError(f"{place} describes a network that cannot be: {error}") from error
 
 
 def fitted(weights: Weights, model: ModelConfig) -> dict[str, LazyTensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ppfleetx.checkpoint.convert.weights import network_of
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.config.effects import Change, Effect, changes, network
 from ppfleetx.config.errors import CheckpointError
@@ -33,9 +34,10 @@ def check_same_function(checkpoint: Checkpoint, model: ModelConfig, *, may_stret
         CheckpointError: naming the first key that differs, with both values.
     """
     saved = checkpoint.manifest.config
-    if not isinstance(saved, Mapping) or "Model" not in saved:
+    if not isinstance(saved, Mapping) or not saved.get("Model"):
         return  # a checkpoint of another program, which records no configuration
-    trained = ModelConfig(**{k: v for k, v in saved["Model"].items() if k in ModelConfig.model_fields})
+    section = {k: v for k, v in saved["Model"].items() if k in ModelConfig.model_fields}
+    trained = network_of(section, f"checkpoint {checkpoint.path}")
     now = network(model, (Effect.FUNCTION,))
     for key, then in network(trained, (Effect.FUNCTION,)).items():
         if then != now[key] and may_stretch and key in _STRETCHING:

@@ -92,7 +92,7 @@ class Start:
                 runner.load_scaler_state(self.checkpoint.state.get("scaler"))
             if self.options.load_rng:
                 self._restore_generators()
-            saved = self.checkpoint.state["schedule"]
+            saved = self.checkpoint.state.get("schedule")
             return resume_schedule(self.options.lr_schedule, schedule, saved)
 
     def _restore_generators(self) -> None:

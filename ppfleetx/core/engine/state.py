@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from ppfleetx.config.errors import CheckpointError, shown
 
 
 @dataclass
@@ -40,12 +43,28 @@ class TrainState:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TrainState:
+        """What :meth:`to_json` gave, of this version or an older one.
+
+        Raises:
+            CheckpointError: it is no such thing.
+        """
+        step = _count(data, "step")
+        best = data.get("best")
+        if best is not None and type(best) not in (int, float):
+            raise CheckpointError(f"the progress in the checkpoint is damaged: best is {shown(best)}")
         return cls(
-            step=data["step"],
-            consumed_samples=data["consumed_samples"],
-            epoch=data["epoch"],
-            skipped_steps=data.get("skipped_steps", 0),
-            evaluated_step=data.get("evaluated_step", data["step"]),
-            best=data.get("best"),
-            best_step=data.get("best_step", -1),
+            step=step,
+            consumed_samples=_count(data, "consumed_samples"),
+            epoch=_count(data, "epoch"),
+            skipped_steps=_count(data, "skipped_steps", 0),
+            evaluated_step=_count(data, "evaluated_step", step, least=-1),
+            best=best,
+            best_step=_count(data, "best_step", -1, least=-1),
         )
+
+
+def _count(data: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 0) -> int:
+    value = data.get(key, default)
+    if type(value) is not int or not least <= value < 1 << 63:
+        raise CheckpointError(f"the progress in the checkpoint is damaged: {key} is {shown(value)}")
+    return value
