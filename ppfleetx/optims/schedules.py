@@ -143,7 +143,7 @@ class Schedule:
         if self.decay_style != "constant":
             text += f", floor {self.min_lr:g} at step {self.decay_steps}"
         if self.warmup_steps:
-            text += f", warm-up {counted(self.warmup_steps, 'step')} from {self.init_lr:g}"
+            text += f", warm-up {counted(self.warmup_steps, 'step', 'g')} from {self.init_lr:g}"
         if self.decay_style == "wsd":
             text += f", {self.wsd_decay_style} decay over the last {self.wsd_decay_steps}"
         text += f"; weight decay {self.end_weight_decay:g}"

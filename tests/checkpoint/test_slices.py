@@ -35,8 +35,20 @@ def test_intersection():
     assert intersect(((), ()), ((), ())) == ((), ())
 
 
+def by_columns(array):
+    """A column-parallel weight of three tensor-parallel ranks."""
+    for start in range(0, array.shape[1], 3):
+        yield piece("w", array[:, start : start + 3].copy(), (0, start), array.shape)
+
+
+def by_rows(array):
+    """A row-parallel weight of two."""
+    for start in range(0, array.shape[0], 3):
+        yield piece("w", array[start : start + 3], (start, 0), array.shape)
+
+
 def by_columns_and_rows(array):
-    """A tensor as four ranks of a 2 x 2 grid hold it."""
+    """Boxes cut in both dimensions, which the format has and today's plans do not write."""
     rows, columns = array.shape[0] // 2, array.shape[1] // 3
     for row in (0, rows):
         for column, width in ((0, columns), (columns, array.shape[1] - columns)):
@@ -45,13 +57,13 @@ def by_columns_and_rows(array):
 
 
 def by_flat_intervals(array, cuts):
-    """A tensor as sharding ranks hold it, cut anywhere."""
+    """A tensor in flat intervals, which the format has and today's plans do not write, cut anywhere."""
     for start, end in zip([0, *cuts], [*cuts, array.size], strict=True):
         yield piece("w", array.ravel()[start:end], (0, 0), array.shape, (start, end), array.shape)
 
 
 def flat_of_boxes(array):
-    """Flat intervals of a tensor-parallel slice, as stage 2 under tensor parallelism has them."""
+    """Flat intervals of boxes, which no plan of today writes either."""
     for row in (0, 3):
         part = array[row : row + 3]
         for start, end in ((0, 10), (10, part.size)):
@@ -62,6 +74,8 @@ def flat_of_boxes(array):
     "cut",
     [
         lambda a: [piece("w", a)],
+        by_columns,
+        by_rows,
         by_columns_and_rows,
         lambda a: by_flat_intervals(a, [5, 6, 17, 40]),
         flat_of_boxes,

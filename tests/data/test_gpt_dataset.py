@@ -82,8 +82,14 @@ def build(
 def test_samples_cover_the_stream_once_and_overlap_by_one(
     toy_prefix: str, toy_documents: list[list[int]], tmp_path: Path, length: int
 ) -> None:
-    dataset = build(toy_prefix, tmp_path, length, num_samples=2 * 6903 // length - 2)
+    tokens = sum(map(len, toy_documents))
+    wanted = 2 * tokens // length - 1
+    dataset = build(toy_prefix, tmp_path, length, num_samples=wanted)
     order = dataset._maps.document_index
+    epochs = -(-(wanted * length + 1) // tokens)
+    assert sorted(order.tolist()) == sorted(epochs * list(range(137))), "each document once an epoch"
+    assert order.tolist() != sorted(order.tolist()), "shuffled"
+    assert len(dataset) == (epochs * tokens - 1) // length >= wanted > 0
     stream = np.concatenate([toy_documents[document] for document in order])
     for index in range(len(dataset)):
         start = int(dataset._maps.shuffle_index[index]) * length

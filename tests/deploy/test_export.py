@@ -12,7 +12,7 @@ import paddle
 import pytest
 
 from ppfleetx.checkpoint.directory import resolve_checkpoint
-from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections import GenerationConfig
 from ppfleetx.deploy import capabilities
@@ -155,20 +155,21 @@ def small(exported: Exported) -> list[str]:
     [
         (["Generation.decode_strategy=beam_search"], r"decode_strategy = 'beam_search' \(-o .*tasks/gpt"),
         (["Generation.use_cache=False"], "always keeps keys and values"),
-        (["Engine.save_load.ckpt_dir=/no/such/place"], "/no/such/place"),
         (["Model.module=GPTFinetuneModule", "Model.num_classes=2"], "only models that continue text"),
     ],
 )
 def test_what_cannot_be_exported(small: list[str], overrides: list[str], words: str) -> None:
     path, checkpoint = small
-    given = {override.partition("=")[0] for override in overrides}
-    kept = [] if checkpoint.partition("=")[0] in given else [checkpoint]
-    with (
-        pytest.raises(ConfigError, match=words)
-        if "such" not in words
-        else pytest.raises(ValueError, match=words)
-    ):
-        run_export(path, [*kept, *overrides])
+    with pytest.raises(ConfigError, match=words):
+        run_export(path, [checkpoint, *overrides])
+
+
+def test_a_checkpoint_that_is_not_there_cannot_be_exported(small: list[str], tmp_path: Path) -> None:
+    missing, output = tmp_path / "no/such/place", tmp_path / "out"
+    overrides = [f"Engine.save_load.ckpt_dir={missing}", f"Engine.save_load.output_dir={output}"]
+    with pytest.raises(CheckpointError, match=f"there is no checkpoint directory {missing}"):
+        run_export(small[0], overrides)
+    assert not output.exists(), "nothing is made before"
 
 
 def test_an_export_is_made_by_one_process(small: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,19 +156,6 @@ def large_sum_in_half() -> list[float]:
     return x.astype("float32").tolist()
 
 
-def seconds_all_reduce(megabytes: float, repeats: int) -> list[float]:
-    start()
-    x = paddle.ones([int(megabytes * (1 << 18))], dtype="float32")
-    dist.all_reduce(x)
-    times = []
-    for _ in range(repeats):
-        dist.barrier()
-        begin = time.perf_counter()
-        dist.all_reduce(x)
-        times.append(time.perf_counter() - begin)
-    return times
-
-
 def all_to_all_of_unequal_parts() -> None:
     """Rank r sends 2 r + c + 1 rows to rank c: not as many as it gets from there."""
     start()

@@ -106,9 +106,3 @@ def test_traffic_is_the_textbook_volume(ranks):
         for rank, counted in enumerate(ranks(size).run(CASES + "counted")):
             measured = {k: (v["calls"], v["payload"], v["sent"]) for k, v in counted.items()}
             assert measured == {**expected, **({"send": (1, whole, whole)} if rank == 0 else {})}
-
-
-def test_all_reduce_of_64_megabytes_is_not_slow(ranks):
-    """Measured 17 ms for 2 ranks of 2 cores (a copy is 4 ms); bounded loosely, the machine may be busy."""
-    times = ranks(2).run(CASES + "seconds_all_reduce", megabytes=64, repeats=5)[0]
-    assert min(times) < 0.5

@@ -1,5 +1,7 @@
 """AdamW against a NumPy AdamW, decay groups, state by canonical name, clipping."""
 
+import math
+
 import numpy as np
 import paddle
 import pytest
@@ -128,18 +130,21 @@ def test_a_wrapper_does_the_steps_and_sees_rate_and_decay():
             seen.append((self.inner.get_lr(), self.inner._weight_decay))
             self.inner.step()
 
-        def clear_grad(self, set_to_zero):
-            self.inner.clear_grad(set_to_zero=set_to_zero)
-
-    params = make_params()
-    before = params[1][1].numpy()
-    optimizer = build_optimizer(section(), params)
-    optimizer.wrap(Recorder)
-    set_grads(params, np.random.default_rng(0))
-    optimizer.step(0.5, 0.25)
-    optimizer.clear_grad()
-    assert seen == [(0.5, 0.25)] and params[1][1].grad is None
-    assert not np.array_equal(params[1][1].numpy(), before)
+    updated = {}
+    for make_stepper in (None, Recorder):
+        params = make_params()
+        optimizer = build_optimizer(section(), params)
+        if make_stepper is not None:
+            optimizer.wrap(make_stepper)
+        for rate, decay in ((0.5, 0.25), (0.125, 0.0)):
+            set_grads(params, np.random.default_rng(0))
+            optimizer.step(rate, decay)
+            optimizer.clear_grad()
+            assert all(param.grad is None for _, param in params)
+        updated[make_stepper] = [param.numpy() for _, param in params]
+    assert seen == [(0.5, 0.25), (0.125, 0.0)], "each step once, by the wrapper"
+    for plain, wrapped in zip(updated[None], updated[Recorder], strict=True):
+        assert np.array_equal(plain, wrapped)
 
 
 def test_global_norm_counts_a_tied_parameter_once_and_keeps_digits():
@@ -194,6 +199,21 @@ def test_schedule_from_the_optimizer_section():
         build_schedule(section(lr=LRConfig(warmup_steps=11)), max_steps=10)
 
 
-def test_every_style_of_the_configuration_makes_a_schedule():
-    for style in LRConfig.model_fields["decay_style"].annotation.__args__:
-        assert build_schedule(section(lr=LRConfig(decay_style=style)), max_steps=50).lr(50) > -1e-12
+def test_every_style_of_the_configuration_makes_its_schedule():
+    lowest, highest = 0.001, 0.01
+    last = {
+        "cosine": lowest,
+        "linear": lowest,
+        "wsd": lowest,
+        "constant": highest,
+        "inverse_square_root": highest * math.sqrt(2 / 50),
+    }
+    halfway = {"cosine": 0.0055, "linear": 0.0055, "wsd": highest, "constant": highest}
+    halfway["inverse_square_root"] = highest * math.sqrt(2 / 26)
+    assert set(last) == set(LRConfig.model_fields["decay_style"].annotation.__args__)
+    for style in last:
+        lr = LRConfig(decay_style=style, max_lr=highest, min_lr=lowest, warmup_steps=2)
+        schedule = build_schedule(section(lr=lr), max_steps=50)
+        assert [schedule.lr(1), schedule.lr(2)] == pytest.approx([highest / 2, highest])
+        assert schedule.lr(26) == pytest.approx(halfway[style]), style
+        assert schedule.lr(50) == pytest.approx(last[style]), style
