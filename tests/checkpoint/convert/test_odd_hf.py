@@ -22,7 +22,7 @@ SIZE = "must be an integer of at least 1, below 2\\^31"
         ("hf_gpt2", {"n_head": 0}, f"n_head = 0 in config.json: {SIZE}"),
         ("hf_gpt2", {"n_layer": -1}, f"n_layer = -1 in config.json: {SIZE}"),
         ("hf_gpt2", {"n_head": 7, "n_embd": 60}, "config.json describes a network that cannot be: .*7 heads"),
-        ("hf_gpt2", {"n_layer": 9000}, "config.json says 9000 layers; there are 28 tensors"),
+        ("hf_gpt2", {"n_layer": 9000}, "config.json says 9000 layers, but the files have 28 tensors"),
         (
             "hf_gpt2",
             {"n_layer": 10**9},
