@@ -25,10 +25,12 @@ def main() -> None:
 
     from ppfleetx.config.loader import load_config
     from ppfleetx.data.build import build_dataloader
+    from ppfleetx.data.verify import verify_corpora
     from ppfleetx.utils.log import configure_logging
 
     configure_logging()
     cfg = load_config(args.config, args.override)
+    verify_corpora(cfg, ("Train", "Eval", "Test"))
     for mode in ("Train", "Eval", "Test"):
         if getattr(cfg.Data, mode) is None:
             print(f"{mode}: not configured")

@@ -19,13 +19,15 @@ def main() -> None:
     parser.add_argument(
         "--output-prefix", required=True, metavar="PREFIX", help="path of the result without .bin/.idx"
     )
+    parser.add_argument("--overwrite", action="store_true", help="replace an output that is there already")
     args = parser.parse_args()
 
-    from ppfleetx.data.indexed import IndexedDataset, merge
+    from ppfleetx.data.indexed import IndexedDataset
+    from ppfleetx.data.merging import merge
     from ppfleetx.data.prefixes import find_prefixes
 
     prefixes = [prefix for path in args.input for prefix in find_prefixes(path)]
-    merge(prefixes, args.output_prefix)
+    merge(prefixes, args.output_prefix, overwrite=args.overwrite)
     merged = IndexedDataset(args.output_prefix)
     documents = merged.document_indices.shape[0] - 1
     print(

@@ -43,6 +43,7 @@ _CORPUS_KEYS = (
     "eod_id",
     "cache_dir",
     "blend",
+    "verify",
 )
 _SHARES = re.compile(r"\s*(\d+(\.\d*)?|\.\d+)([,/\s]+(\d+(\.\d*)?|\.\d+))*\s*", re.ASCII)
 
@@ -95,6 +96,10 @@ class DatasetConfig(Section):
     """Id of the end-of-document token; null: the tokenizer's."""
     cache_dir: Text | None = None
     """Directory of the index maps; null: beside the corpus."""
+    verify: Literal["none", "index", "full"] = "index"
+    """What of a corpus is compared with its checksums when a run starts. index: the lengths of both files and
+    all of `.idx`, if the corpus has checksums. full: every token too, and a corpus without checksums is
+    refused; a core reads about 1 GB a second, and each node does it once."""
 
     @model_validator(mode="after")
     def _check(self) -> DatasetConfig:

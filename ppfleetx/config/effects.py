@@ -85,7 +85,7 @@ _EFFECTS: dict[str, Effect] = {
         "Data.Train.dataset",
         "reset_position_ids reset_attention_mask eod_mask_loss eod_id",
     ),
-    **_table(Effect.NOTHING, "Data.Train.dataset", "cache_dir"),
+    **_table(Effect.NOTHING, "Data.Train.dataset", "cache_dir verify"),
     **_table(Effect.DATA, "Data.Train.sampler", "name shuffle"),
     **_table(Effect.NOTHING, "Data.Train.sampler", "drop_last"),
     **_table(
@@ -94,7 +94,7 @@ _EFFECTS: dict[str, Effect] = {
         "name input_dir weights blend split max_seq_len prompt_field response_field seed reset_position_ids "
         "reset_attention_mask eod_mask_loss eod_id",
     ),
-    **_table(Effect.NOTHING, "Data.Eval.dataset", "cache_dir"),
+    **_table(Effect.NOTHING, "Data.Eval.dataset", "cache_dir verify"),
     **_table(Effect.EVALUATION, "Data.Eval.sampler", "name shuffle drop_last"),
     **_table(Effect.NOTHING, "Data", "Train.loader Eval.loader Test"),
     **_table(Effect.DATA, "Data.tokenizer", "dir tokenizer_file vocab_file merges_file"),

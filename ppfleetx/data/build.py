@@ -23,12 +23,12 @@ from ppfleetx.data.blended import (
 from ppfleetx.data.glue import TASKS
 from ppfleetx.data.glue_metrics import require_libraries
 from ppfleetx.data.gpt_dataset import GPTDataset, SampleOptions
-from ppfleetx.data.indexed import TokenStore
 from ppfleetx.data.loader import DataLoader
 from ppfleetx.data.prefixes import find_prefixes, open_tokens
 from ppfleetx.data.records import GlueDataset, PromptResponseDataset
 from ppfleetx.data.sampler import GlobalBatchSampler, Tail
 from ppfleetx.data.split import MODES, split_ranges
+from ppfleetx.data.token_store import TokenStore
 from ppfleetx.data.tokenizer_files import GPT2_FILES
 from ppfleetx.utils.log import get_logger
 

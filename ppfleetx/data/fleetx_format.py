@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from ppfleetx.config.errors import DataError
-from ppfleetx.data.indexed import IndexedDatasetWriter, TokenStore
+from ppfleetx.data.indexed import IndexedDatasetWriter
+from ppfleetx.data.token_store import TokenStore
 
 SUFFIXES = ("_ids.npy", "_idx.npz", "_ids.npz")
 _BATCH = 1 << 16  # documents converted at a time

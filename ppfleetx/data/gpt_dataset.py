@@ -11,7 +11,7 @@ from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.index_cache import load_or_build
 from ppfleetx.data.index_map import IndexMaps, build_index_maps, maps_bytes, order_fingerprint, plan_epochs
-from ppfleetx.data.indexed import TokenStore
+from ppfleetx.data.token_store import TokenStore
 
 Sample = dict[str, np.ndarray]
 

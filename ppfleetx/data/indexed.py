@@ -18,14 +18,12 @@ One *sequence* is what the index maps shuffle and split; a document may hold sev
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import mmap
 import os
-import shutil
 import struct
 from array import array
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -33,6 +31,9 @@ from typing import BinaryIO
 import numpy as np
 
 from ppfleetx.config.errors import DataError, MissingDataError
+from ppfleetx.data.checksums import CorpusChecksums, RunningChecksums, checksums_path
+from ppfleetx.data.text_files import require_file
+from ppfleetx.data.token_store import TokenStore, runs_from_zero
 from ppfleetx.utils.files import atomic_write
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -52,8 +53,6 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _CHUNK = (
     1 << 22
 )  # index entries handled at a time, so that checks and writes need no second copy of the index
-_COPY_BYTES = 16 << 20
-_SAMPLED_BLOCKS, _BLOCK_BYTES = 16, 4096
 
 
 def optimal_dtype(vocab_size: int | None) -> np.dtype:
@@ -72,79 +71,13 @@ def idx_path(prefix: str | os.PathLike[str]) -> Path:
     return Path(f"{os.fspath(prefix)}.idx")
 
 
-class TokenStore:
-    """Sequences of tokens lying one after the other in one flat array; base of every corpus format.
+def refuse_to_replace(prefix: str | os.PathLike[str], overwrite: bool) -> None:
+    """Raise DataError when there is a finished pair that is not to be replaced.
 
-    Attributes:
-        prefix: the path without its suffix, as the user gave it; used in messages.
-        sizes: int32 [N], tokens per sequence.
-        byte_offsets: int64 [N], where each sequence starts in the flat token array.
-        document_indices: int64 [documents + 1], document boundaries counted in sequences.
-        dtype: dtype of the stored tokens.
+    A ``.bin`` alone is none: the index is written last.
     """
-
-    def __init__(
-        self,
-        prefix: str,
-        tokens: np.ndarray,
-        sizes: np.ndarray,
-        byte_offsets: np.ndarray,
-        document_indices: np.ndarray,
-    ) -> None:
-        self.prefix = prefix
-        self.sizes = sizes
-        self.byte_offsets = byte_offsets
-        self.document_indices = document_indices
-        self.dtype = tokens.dtype
-        self._tokens = tokens
-
-    def __len__(self) -> int:
-        return self.sizes.shape[0]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the whole corpus."""
-        return self._tokens.shape[0]
-
-    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens ``[offset, offset + length)`` of one sequence, as a read-only view (no copy).
-
-        Raises:
-            IndexError: the sequence does not exist, or has no such range of tokens.
-        """
-        if not 0 <= index < len(self):
-            raise IndexError(f"{self.prefix}: sequence {index} of {len(self)}")
-        size = int(self.sizes[index])
-        length = size - offset if length is None else length
-        if offset < 0 or length < 0 or offset + length > size:
-            raise IndexError(
-                f"{self.prefix}: tokens [{offset}, {offset + length}) of sequence {index}, which has {size}"
-            )
-        start = int(self.byte_offsets[index]) // self.dtype.itemsize + offset
-        return self._tokens[start : start + length]
-
-    def flat(self, first: int, last: int) -> np.ndarray:
-        """Tokens ``[first, last)`` of the whole corpus, across sequences; a view."""
-        return self._tokens[first:last]
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Hash that tells corpora apart without reading them: lengths, boundaries, size, and a few blocks.
-
-        Two corpora with equal sequence lengths (fixed-length chunks under two tokenizers, say) differ in the
-        sampled blocks, though a single changed token elsewhere goes unnoticed. The path is not part of it, so
-        a corpus can be moved.
-        """
-        digest = hashlib.blake2b(digest_size=16)
-        digest.update(f"{self.dtype.str} {len(self)} {self.num_tokens}".encode())
-        for values in (self.sizes, self.document_indices):
-            for first in range(0, values.shape[0], _CHUNK):
-                digest.update(np.ascontiguousarray(values[first : first + _CHUNK]))
-        block = _BLOCK_BYTES // self.dtype.itemsize
-        last = max(0, self.num_tokens - block)
-        for first in sorted({last * i // (_SAMPLED_BLOCKS - 1) for i in range(_SAMPLED_BLOCKS)}):
-            digest.update(np.ascontiguousarray(self._tokens[first : first + block]))
-        return digest.hexdigest()
+    if idx_path(prefix).exists() and not overwrite:
+        raise DataError(f"{idx_path(prefix)} exists already; --overwrite replaces it")
 
 
 class IndexedDataset(TokenStore):
@@ -175,12 +108,16 @@ class IndexedDataset(TokenStore):
 
 
 def _map_file(path: Path, dtype: np.dtype, *, read_ahead: bool = True) -> np.ndarray:
-    if path.stat().st_size % dtype.itemsize or path.stat().st_size == 0:
+    size = require_file(path).st_size
+    if size % dtype.itemsize or size == 0:
         return np.empty(
             0, dtype
-        )  # cannot be mapped; whether that is right, `_check_index` decides by its size
-    with path.open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        )  # cannot be mapped; `_check_index` decides by its size whether that is right
+    try:
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
     if not read_ahead and hasattr(mmap, "MADV_RANDOM"):
         # Samples lie anywhere in the file: what the system reads around each would be wasted, and costs
         # milliseconds a sample while the corpus is not in memory yet.
@@ -235,8 +172,7 @@ def _check_index(
                 f"{path} is damaged: sequence {first + int(wrong[0])} does not follow the one before"
             )
         total += int(lengths.sum())
-    boundaries_fit = document_indices.shape[0] and document_indices[0] == 0
-    if not boundaries_fit or document_indices[-1] != sizes.shape[0] or (np.diff(document_indices) < 0).any():
+    if not runs_from_zero(document_indices, sizes.shape[0]):
         raise DataError(f"{path} is damaged: document boundaries do not run from 0 to {sizes.shape[0]}")
     actual = bin_path(prefix).stat().st_size
     if actual != total * dtype.itemsize:
@@ -250,12 +186,16 @@ def _check_index(
 class IndexedDatasetWriter:
     """Writes a ``.bin`` / ``.idx`` pair as a stream; nothing appears under the final names before `finalize`.
 
-    The index is held in memory as flat integers: 4 bytes a sequence and 8 bytes a document. As a context
-    manager it finalises on success and removes the temporary file when the block raises.
+    Beside the pair it writes their checksums (`ppfleetx.data.checksums`). The index is held in memory as flat
+    integers: 4 bytes a sequence and 8 bytes a document. As a context manager it finalises on success and
+    removes the temporary file when the block raises.
 
     Args:
         prefix: path of the pair to write; existing files are replaced by `finalize`, ``.idx`` last.
         dtype: dtype of the stored tokens, see `optimal_dtype`.
+
+    Raises:
+        DataError: the dtype cannot be stored, or a file cannot be written.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: np.dtype | type | str) -> None:
@@ -266,9 +206,11 @@ class IndexedDatasetWriter:
         self._lengths = array("i")
         self._boundaries = array("q", [0])
         self._num_tokens = 0
-        bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
+        self._checksums = RunningChecksums()
         self._temporary = Path(f"{bin_path(prefix)}.{os.getpid()}.tmp")
-        self._file = self._temporary.open("wb")
+        with self._writing():
+            bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._temporary.open("wb")
 
     @property
     def num_tokens(self) -> int:
@@ -323,15 +265,14 @@ class IndexedDatasetWriter:
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
         self._boundaries.frombytes(boundaries.tobytes())
 
-    def add_index(self, other_prefix: str | os.PathLike[str]) -> None:
-        """Append a whole other pair, byte for byte.
+    def add_index(self, other: IndexedDataset, blocks: Iterable[bytes]) -> None:
+        """Append all sequences and documents of another pair.
 
-        Raises:
-            DataError: the other pair is damaged, or stores another dtype.
+        Args:
+            other: stores the same dtype.
+            blocks: the bytes of its ``.bin``.
         """
-        other = IndexedDataset(other_prefix)
-        if other.dtype != self.dtype:
-            raise DataError(f"{other.prefix} stores {other.dtype}, {self.prefix} stores {self.dtype}")
+        assert other.dtype == self.dtype
         first_sequence = len(self._lengths)
         for first in range(0, len(other), _CHUNK):
             self._lengths.frombytes(other.sizes[first : first + _CHUNK].tobytes())
@@ -339,8 +280,8 @@ class IndexedDatasetWriter:
             self._boundaries.frombytes(
                 (first_sequence + other.document_indices[first : first + _CHUNK]).tobytes()
             )
-        with bin_path(other.prefix).open("rb") as source:
-            shutil.copyfileobj(source, self._file, _COPY_BYTES)
+        for block in blocks:
+            self._write_bytes(block)
         self._num_tokens += other.num_tokens
 
     def finalize(self) -> None:
@@ -352,14 +293,19 @@ class IndexedDatasetWriter:
         if self._boundaries[-1] != len(self._lengths):
             self.abort()
             raise DataError(f"{self.prefix}: the last document was not ended")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        # An old index must never be seen beside the new tokens, so it goes first and the new one comes last.
-        idx_path(self.prefix).unlink(missing_ok=True)
-        self._temporary.replace(bin_path(self.prefix))
-        with atomic_write(idx_path(self.prefix)) as file:
-            self._write_index(file)
+        with self._writing():
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            # An old index must never be seen beside the new tokens, so it goes first and the new one comes
+            # last, behind the checksums.
+            idx_path(self.prefix).unlink(missing_ok=True)
+            checksums_path(self.prefix).unlink(missing_ok=True)
+            self._temporary.replace(bin_path(self.prefix))
+            with atomic_write(idx_path(self.prefix)) as file:
+                of_index = self._write_index(file)
+                files = {".bin": self._checksums.result(), ".idx": of_index.result()}
+                CorpusChecksums(self.prefix, files).write()
 
     def abort(self) -> None:
         """Throw away what was written."""
@@ -382,22 +328,44 @@ class IndexedDatasetWriter:
         if values.dtype != self.dtype:
             _check_fits(values, self.dtype, self.prefix)
             values = values.astype(self.dtype)
-        self._file.write(np.ascontiguousarray(values).data)
+        if values.size:
+            self._write_bytes(np.ascontiguousarray(values).data.cast("B"))
         self._num_tokens += values.shape[0]
         return values.shape[0]
 
-    def _write_index(self, file: BinaryIO) -> None:
+    def _write_bytes(self, data: bytes | memoryview) -> None:
+        with self._writing():
+            self._file.write(data)
+        self._checksums.update(data)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """What fails here is not a defect of the program: a full disk, a folder that cannot be written."""
+        try:
+            yield
+        except OSError as error:
+            raise DataError(f"cannot write {self.prefix}: {error.strerror or error}") from error
+
+    def _write_index(self, file: BinaryIO) -> RunningChecksums:
+        checksums = RunningChecksums()
+
+        def write(values: np.ndarray) -> None:
+            if values.size:
+                file.write(values.data)
+                checksums.update(values.data.cast("B"))
+
         lengths = np.frombuffer(self._lengths, np.int32)
         header = (MAGIC, VERSION, _CODES[self.dtype], lengths.shape[0], len(self._boundaries))
-        file.write(HEADER.pack(*header))
-        file.write(lengths.astype("<i4", copy=False).data)
+        write(np.frombuffer(HEADER.pack(*header), np.uint8))
+        write(lengths.astype("<i4", copy=False))
         offset = 0
         for first in range(0, lengths.shape[0], _CHUNK):
             widths = lengths[first : first + _CHUNK].astype("<i8") * self.dtype.itemsize
             ends = offset + np.cumsum(widths)
-            file.write((ends - widths).data)
+            write(ends - widths)
             offset = int(ends[-1])
-        file.write(np.frombuffer(self._boundaries, np.int64).astype("<i8", copy=False).data)
+        write(np.frombuffer(self._boundaries, np.int64).astype("<i8", copy=False))
+        return checksums
 
 
 def _check_fits(values: np.ndarray, dtype: np.dtype, prefix: str) -> None:
@@ -410,19 +378,3 @@ def _check_fits(values: np.ndarray, dtype: np.dtype, prefix: str) -> None:
     low, high = int(values.min()), int(values.max())
     if low < limits.min or high > limits.max:
         raise DataError(f"{prefix}: token ids {low} to {high} do not fit the stored dtype {dtype}")
-
-
-def merge(prefixes: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str]) -> None:
-    """Write one pair holding the given pairs one after the other, in the order given.
-
-    Raises:
-        DataError: no input, a damaged input, different dtypes, or the output is one of the inputs.
-    """
-    prefixes = [os.fspath(prefix) for prefix in prefixes]
-    if not prefixes:
-        raise DataError(f"nothing to merge into {os.fspath(out)}")
-    if any(bin_path(prefix).resolve() == bin_path(out).resolve() for prefix in prefixes):
-        raise DataError(f"{os.fspath(out)} is both input and output of the merge")
-    with IndexedDatasetWriter(out, IndexedDataset(prefixes[0]).dtype) as writer:
-        for prefix in prefixes:
-            writer.add_index(prefix)

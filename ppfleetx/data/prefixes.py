@@ -8,7 +8,8 @@ from pathlib import Path
 from ppfleetx.config.errors import MissingDataError
 from ppfleetx.data.fleetx_format import SUFFIXES as FLEETX_SUFFIXES
 from ppfleetx.data.fleetx_format import FleetXDataset
-from ppfleetx.data.indexed import IndexedDataset, TokenStore, bin_path, idx_path
+from ppfleetx.data.indexed import IndexedDataset, bin_path, idx_path
+from ppfleetx.data.token_store import TokenStore
 
 _SUFFIXES = (".bin", ".idx", *FLEETX_SUFFIXES)
 

@@ -16,7 +16,7 @@ from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.corpus import Chunk, Source, read_chunks
 from ppfleetx.data.encode_chunk import ChunkEncoder, Problems
-from ppfleetx.data.indexed import IndexedDatasetWriter, bin_path, idx_path, optimal_dtype
+from ppfleetx.data.indexed import IndexedDatasetWriter, bin_path, idx_path, optimal_dtype, refuse_to_replace
 from ppfleetx.data.ordered_pool import map_in_order
 from ppfleetx.data.text_files import MAX_LINE_BYTES
 from ppfleetx.data.tokenizer import Tokenizer
@@ -158,9 +158,7 @@ def _prepare_outputs(prefixes: Iterable[str], overwrite: bool) -> None:
     for prefix in prefixes:
         for path in (bin_path(prefix), idx_path(prefix)):
             _remove_leftovers(path)
-            # A .bin alone is no finished pair: the index is written last.
-            if path == idx_path(prefix) and path.exists() and not overwrite:
-                raise DataError(f"{path} exists already; --overwrite replaces it")
+        refuse_to_replace(prefix, overwrite)
 
 
 def _remove_leftovers(path: Path) -> None:

@@ -193,7 +193,11 @@ def test_a_finished_pair_is_kept_and_leftovers_are_removed(tmp_path, tokenizer):
         (out / name).write_bytes(b"half")
     (out / "c_text_document.bin").write_bytes(b"tokens whose index was never written")
     run(tmp_path, tokenizer, path)
-    assert sorted(os.listdir(out)) == ["c_text_document.bin", "c_text_document.idx"]
+    assert sorted(os.listdir(out)) == [
+        "c_text_document.bin",
+        "c_text_document.checksums.json",
+        "c_text_document.idx",
+    ]
     with pytest.raises(DataError, match="exists already; --overwrite"):
         run(tmp_path, tokenizer, path)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -33,8 +34,10 @@ def uninterrupted(tool: Tool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_writes_what_is_promised(uninterrupted: Path) -> None:
-    steps = [int(step) for step in LOG_LINE.findall((uninterrupted / "stdout").read_text())]
+    said = (uninterrupted / "stdout").read_text()
+    steps = [int(step) for step in LOG_LINE.findall(said)]
     assert steps == list(range(1, 9))
+    assert said.count("checksums of the data: the index of 1 corpus compared\n") == 1
     train = records(uninterrupted, "train")
     assert [record["step"] for record in train] == steps
     assert {"epoch", "loss", "lr", "grad_norm", "tokens", "reader_cost", "batch_cost"} <= train[0].keys()
@@ -43,6 +46,20 @@ def test_a_run_writes_what_is_promised(uninterrupted: Path) -> None:
     assert [record["step"] for record in records(uninterrupted, "eval")] == [0, 4, 8]
     assert {path.name for path in uninterrupted.glob("epoch_*")} == {"epoch_0_step_4", "epoch_0_step_8"}
     assert (uninterrupted / "epoch_0_step_8/mp_00_sharding_00_pp_00").is_dir()
+
+
+def test_a_flipped_token_is_found_before_training(corpus: Path, tmp_path: Path) -> None:
+    for suffix in ("bin", "idx", "checksums.json"):
+        shutil.copy(f"{corpus}.{suffix}", tmp_path / f"toy.{suffix}")
+    with (tmp_path / "toy.bin").open("r+b") as file:
+        file.seek(4000)
+        file.write(b"\1\0" if file.read(2) == b"\2\0" else b"\2\0")
+    tool = Tool(tmp_path / "toy")
+    assert tool.run(tmp_path / "a", "Engine.max_steps=2").returncode == 0, "by default the index is compared"
+    done = tool.run(tmp_path / "b", "Engine.max_steps=2", "Data.Train.dataset.verify=full")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert re.search(r"toy\.bin: block 0, bytes \[0, [\d,]+\), is not as it was written", done.stderr)
+    assert not list((tmp_path / "b").glob("epoch_*"))
 
 
 def test_the_resolved_configuration_loads_equal(uninterrupted: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -33,8 +33,9 @@ from ppfleetx.data.build import build_dataloader, load_tokenizer
 from ppfleetx.data.glue import TASKS
 from ppfleetx.data.loader import DataLoader
 from ppfleetx.data.tokenizer import Tokenizer
+from ppfleetx.data.verify import verify_corpora
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.together import first_on_each_node, joint_errors
+from ppfleetx.distributed.together import first_on_each_node, joint_errors, local_rank
 from ppfleetx.optims.build import build_schedule
 from ppfleetx.parallel.apply import parallelize
 from ppfleetx.parallel.runner import Runner
@@ -104,7 +105,7 @@ def evaluate(cfg: RunConfig, ctx: ParallelContext) -> EvalRecord:
     if cfg.Data.Eval is None:
         raise ConfigError("evaluation needs a corpus", key="Data.Eval")
     start = find_weights(cfg, ctx)
-    loader = first_on_each_node(ctx, lambda: _loader(cfg, ctx, "Eval"))
+    loader = first_on_each_node(ctx, lambda: _evaluation_data(cfg, ctx))
     runner = build_runner(cfg, ctx, train=False)
     start.restore_weights(runner, cfg.Model)
     speaks = ctx.is_main or ctx.knows_loss
@@ -181,16 +182,30 @@ def _loader(cfg: RunConfig, ctx: ParallelContext, mode: str, *, consumed_samples
     return loader
 
 
+def _evaluation_data(cfg: RunConfig, ctx: ParallelContext) -> DataLoader:
+    loader = _loader(cfg, ctx, "Eval")
+    _verify(cfg, ["Eval"])
+    return loader
+
+
 def _data(
     cfg: RunConfig, ctx: ParallelContext, start: Start
 ) -> tuple[Tokenizer | None, DataLoader, DataLoader | None]:
     """Tokenizer, training batches from where the run goes on, and evaluation batches if there are any."""
     evaluates = cfg.Data.Eval is not None and cfg.Engine.eval_freq
-    return (
+    made = (
         load_tokenizer(cfg),
         _loader(cfg, ctx, "Train", consumed_samples=start.state.consumed_samples),
         _loader(cfg, ctx, "Eval") if evaluates else None,
     )
+    _verify(cfg, ["Train", "Eval"] if evaluates else ["Train"])
+    return made
+
+
+def _verify(cfg: RunConfig, modes: Sequence[str]) -> None:
+    """Compare the corpora with their checksums, once a node."""
+    if local_rank() == 0:
+        verify_corpora(cfg, modes)
 
 
 def _callbacks(cfg: RunConfig, ctx: ParallelContext, output_dir: Path) -> list[Callback]:

@@ -1,0 +1,225 @@
+"""Checksums of a corpus in blocks, in a small file beside it: ``PREFIX.checksums.json``.
+
+A token that has changed on disk reads like any other; nothing but a checksum tells. The file holds a CRC-32
+of each block of 1 MiB of ``PREFIX.bin`` and ``PREFIX.idx`` (800 kB for 100 GB), and one of itself. Other
+programs that read the pair take no notice of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ppfleetx.config.counts import counted
+from ppfleetx.config.errors import DataError
+from ppfleetx.data.text_files import require_file
+from ppfleetx.utils.files import atomic_write
+
+BLOCK_BYTES = 1 << 20
+SUFFIXES = (".bin", ".idx")
+_FORMAT, _VERSION = "ppfleetx corpus checksums", 1
+_HEX_DIGITS = 8  # of a CRC-32
+_OVERHEAD_BYTES = 4096  # what the file holds beside checksums, at most
+
+
+def checksums_path(prefix: str | os.PathLike[str]) -> Path:
+    """Path of the checksums of ``prefix``."""
+    return Path(f"{os.fspath(prefix)}.checksums.json")
+
+
+@dataclass(frozen=True)
+class FileChecksums:
+    """Of one file.
+
+    Attributes:
+        num_bytes: its length.
+        crcs: CRC-32 of each block; the last block may be shorter.
+    """
+
+    num_bytes: int
+    crcs: list[int]
+
+
+class RunningChecksums:
+    """The checksums of a file that is being written, piece by piece."""
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+        self._crcs: list[int] = []
+
+    def update(self, data: bytes | memoryview) -> None:
+        """Add the next bytes of the file."""
+        view = memoryview(data)
+        position = 0
+        while position < len(view):
+            filled = self._num_bytes % BLOCK_BYTES
+            if not filled:
+                self._crcs.append(0)
+            piece = view[position : position + BLOCK_BYTES - filled]
+            self._crcs[-1] = zlib.crc32(piece, self._crcs[-1])
+            self._num_bytes += len(piece)
+            position += len(piece)
+
+    def result(self) -> FileChecksums:
+        """Of all that was added."""
+        return FileChecksums(self._num_bytes, list(self._crcs))
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of a file that is not as it was written; ``first`` and ``end`` are byte positions."""
+
+    path: Path
+    number: int
+    first: int
+    end: int
+
+    def __str__(self) -> str:
+        span = f"bytes [{self.first:,}, {self.end:,})"
+        return f"{self.path}: block {self.number:,}, {span}, is not as it was written"
+
+
+@dataclass(frozen=True)
+class CorpusChecksums:
+    """What ``PREFIX.checksums.json`` holds.
+
+    Attributes:
+        prefix: of the corpus.
+        files: checksums by suffix, of ``.bin`` and ``.idx``.
+    """
+
+    prefix: str
+    files: dict[str, FileChecksums]
+
+    def write(self) -> None:
+        """Write the file, whole or not at all."""
+        content = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "algorithm": "crc32",
+            "block_bytes": BLOCK_BYTES,
+            "files": {
+                suffix: {"bytes": sums.num_bytes, "crc32": "".join(f"{crc:08x}" for crc in sums.crcs)}
+                for suffix, sums in self.files.items()
+            },
+        }
+        path = checksums_path(self.prefix)
+        try:
+            with atomic_write(path, "w") as file:
+                json.dump({**content, "own_crc32": _own_crc(content)}, file, indent=1)
+                file.write("\n")
+        except OSError as error:
+            raise DataError(f"cannot write {path}: {error.strerror or error}") from error
+
+    def check_sizes(self) -> None:
+        """Raise DataError when a file is missing or is not as long as when the checksums were made."""
+        for suffix, sums in self.files.items():
+            path = Path(f"{self.prefix}{suffix}")
+            actual = require_file(path).st_size
+            if actual != sums.num_bytes:
+                raise DataError(
+                    f"{path} has {counted(actual, 'byte', ',')}, but {checksums_path(self.prefix)} is for "
+                    f"{sums.num_bytes:,}: the corpus is damaged, or a program that writes no checksums has "
+                    "made it anew. In that case remove the checksums"
+                )
+
+    def blocks(self, suffix: str) -> Iterator[tuple[bytes, Block | None]]:
+        """The blocks of a file in order, each with its description when it is damaged.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
+        path, sums = Path(f"{self.prefix}{suffix}"), self.files[suffix]
+        try:
+            with path.open("rb") as file:
+                for number, crc in enumerate(sums.crcs):
+                    data = file.read(BLOCK_BYTES)
+                    first = number * BLOCK_BYTES
+                    end = min(first + BLOCK_BYTES, sums.num_bytes)
+                    is_sound = len(data) == end - first and zlib.crc32(data) == crc
+                    yield data, None if is_sound else Block(path, number, first, end)
+        except OSError as error:
+            raise DataError(f"cannot read {path}: {error.strerror}") from error
+
+    def damage(self, suffixes: tuple[str, ...] = SUFFIXES) -> Iterator[Block]:
+        """Every damaged block of these files."""
+        for suffix in suffixes:
+            yield from (block for _, block in self.blocks(suffix) if block is not None)
+
+
+def compute_checksums(prefix: str | os.PathLike[str]) -> CorpusChecksums:
+    """Of a pair as it is now.
+
+    Raises:
+        DataError: a file is missing or cannot be read.
+    """
+    files = {}
+    for suffix in SUFFIXES:
+        path = Path(f"{os.fspath(prefix)}{suffix}")
+        require_file(path)
+        sums = RunningChecksums()
+        try:
+            with path.open("rb") as file:
+                while data := file.read(BLOCK_BYTES):
+                    sums.update(data)
+        except OSError as error:
+            raise DataError(f"cannot read {path}: {error.strerror}") from error
+        files[suffix] = sums.result()
+    return CorpusChecksums(os.fspath(prefix), files)
+
+
+def read_checksums(prefix: str | os.PathLike[str]) -> CorpusChecksums | None:
+    """The checksums of ``prefix``; None when it has none.
+
+    Raises:
+        DataError: the file of checksums is damaged itself.
+    """
+    path = checksums_path(prefix)
+    if not path.exists():
+        return None
+    try:
+        files = _parse(_read_bounded(path, os.fspath(prefix)))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{path} itself is damaged ({error}); remove it to do without checksums") from error
+    return CorpusChecksums(os.fspath(prefix), files)
+
+
+def _read_bounded(path: Path, prefix: str) -> str:
+    """The text of the file, unless it is far longer than checksums of the pair can be."""
+    size = require_file(path).st_size
+    pair = sum(file.stat().st_size for file in map(Path, (f"{prefix}.bin", f"{prefix}.idx")) if file.exists())
+    limit = 16 * (_OVERHEAD_BYTES + _HEX_DIGITS * (pair // BLOCK_BYTES + len(SUFFIXES)))
+    if size > limit:
+        raise ValueError(f"{size:,} bytes, too many for this corpus")
+    try:
+        return path.read_text("utf-8")
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _parse(text: str) -> dict[str, FileChecksums]:
+    content = json.loads(text)
+    own = content.pop("own_crc32", None)
+    expected = {"format": _FORMAT, "version": _VERSION, "algorithm": "crc32", "block_bytes": BLOCK_BYTES}
+    for key, value in expected.items():
+        if content[key] != value:
+            raise ValueError(f"{key} is not {value!r}")
+    if own != _own_crc(content):
+        raise ValueError("its own checksum is wrong")
+    files = {}
+    for suffix in SUFFIXES:
+        entry = content["files"][suffix]
+        num_bytes, digits = int(entry["bytes"]), entry["crc32"]
+        crcs = [int(digits[i : i + _HEX_DIGITS], 16) for i in range(0, len(digits), _HEX_DIGITS)]
+        if num_bytes < 0 or len(crcs) != -(-num_bytes // BLOCK_BYTES):
+            raise ValueError(f"{len(crcs)} checksums for {num_bytes} bytes")
+        files[suffix] = FileChecksums(num_bytes, crcs)
+    return files
+
+
+def _own_crc(content: dict) -> str:
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"

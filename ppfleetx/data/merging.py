@@ -1,0 +1,58 @@
+"""Several pairs to one, each compared with its checksums on the way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+
+from ppfleetx.config.errors import DataError
+from ppfleetx.data.checksums import BLOCK_BYTES, read_checksums
+from ppfleetx.data.indexed import IndexedDataset, IndexedDatasetWriter, bin_path, refuse_to_replace
+
+
+def merge(
+    prefixes: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str], *, overwrite: bool = False
+) -> None:
+    """Write one pair holding the given pairs one after the other, in the order given.
+
+    Raises:
+        DataError: no input, a damaged input, different dtypes, the output is one of the inputs, or it is
+            there already and not to be replaced.
+    """
+    prefixes = [os.fspath(prefix) for prefix in prefixes]
+    if not prefixes:
+        raise DataError(f"nothing to merge into {os.fspath(out)}")
+    if any(bin_path(prefix).resolve() == bin_path(out).resolve() for prefix in prefixes):
+        raise DataError(f"{os.fspath(out)} is both input and output of the merge")
+    refuse_to_replace(out, overwrite)
+    with IndexedDatasetWriter(out, IndexedDataset(prefixes[0]).dtype) as writer:
+        for prefix in prefixes:
+            other = IndexedDataset(prefix)
+            if other.dtype != writer.dtype:
+                raise DataError(f"{prefix} stores {other.dtype}, {prefixes[0]} stores {writer.dtype}")
+            writer.add_index(other, _sound_blocks(other.prefix))
+
+
+def _sound_blocks(prefix: str) -> Iterator[bytes]:
+    """The bytes of ``.bin``; they, and all of ``.idx`` before, are compared with the checksums there are."""
+    checksums = read_checksums(prefix)
+    if checksums is None:
+        yield from _plain_blocks(prefix)
+        return
+    checksums.check_sizes()
+    for damage in checksums.damage((".idx",)):
+        raise DataError(str(damage))
+    for data, damage in checksums.blocks(".bin"):
+        if damage is not None:
+            raise DataError(f"{damage}; tools/inspect_corpus.py {prefix} --verify names the documents")
+        yield data
+
+
+def _plain_blocks(prefix: str) -> Iterator[bytes]:
+    path = bin_path(prefix)
+    try:
+        with path.open("rb") as file:
+            while data := file.read(BLOCK_BYTES):
+                yield data
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error

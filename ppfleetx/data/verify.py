@@ -1,0 +1,138 @@
+"""Comparing corpora with their checksums: at the start of a run, and on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ppfleetx.config.counts import counted
+from ppfleetx.config.errors import DataError, MissingDataError
+from ppfleetx.data.checksums import SUFFIXES, Block, checksums_path, read_checksums
+from ppfleetx.data.indexed import IndexedDataset
+from ppfleetx.data.prefixes import find_prefixes
+from ppfleetx.utils.log import get_logger
+
+if TYPE_CHECKING:
+    from ppfleetx.config.sections import RunConfig
+
+_LEVELS = ("none", "index", "full")
+_NAMED = 3  # corpora in a log line
+MAKE_CHECKSUMS = "tools/inspect_corpus.py PREFIX --write-checksums"
+
+
+def verify_corpora(cfg: RunConfig, modes: Iterable[str]) -> None:
+    """Compare the corpora of these sections with their checksums, as far as each section's ``verify`` says.
+
+    One line of the log says what was compared, and which corpora have no checksums.
+
+    Raises:
+        DataError: a corpus is damaged, its checksums are another's, or it has none and ``verify`` is full.
+    """
+    levels: dict[str, str] = {}
+    for mode in modes:
+        section = getattr(cfg.Data, mode)
+        if section is not None and section.dataset.is_corpus:
+            entries = section.dataset.input_dir
+            for entry in (entries,) if isinstance(entries, str) else entries:
+                for prefix in find_prefixes(entry):
+                    level = max(levels.get(prefix, "none"), section.dataset.verify, key=_LEVELS.index)
+                    levels[prefix] = level
+    if levels:
+        found = {prefix: level == "none" or verify_corpus(prefix, level) for prefix, level in levels.items()}
+        get_logger().info(_summary(levels, [prefix for prefix, has_any in found.items() if not has_any]))
+
+
+def _summary(levels: dict[str, str], without: list[str]) -> str:
+    parts = []
+    for level, what in (("full", "all"), ("index", "the index"), ("none", "nothing")):
+        count = sum(1 for prefix in levels if levels[prefix] == level and prefix not in without)
+        if count:
+            parts.append(f"{what} of {counted(count, 'corpus')} compared")
+    if without:
+        more = ", ..." if len(without) > _NAMED else ""
+        names = ", ".join(without[:_NAMED]) + more
+        parts.append(f"missing for {counted(len(without), 'corpus')} ({names}): {MAKE_CHECKSUMS} makes them")
+    return f"checksums of the data: {'; '.join(parts)}"
+
+
+def verify_corpus(prefix: str, level: str) -> bool:
+    """Compare a corpus with its checksums; False when it has none.
+
+    Args:
+        prefix: of the corpus.
+        level: ``index`` compares the lengths of both files and all of ``.idx``; ``full`` all of ``.bin`` too.
+
+    Raises:
+        DataError: see `verify_corpora`.
+    """
+    checksums = read_checksums(prefix)
+    if checksums is None:
+        if level == "full":
+            raise DataError(
+                f"Data.*.dataset.verify is full, but there is no {checksums_path(prefix)}: {MAKE_CHECKSUMS} "
+                "makes it from a .bin/.idx pair as it is now"
+            )
+        return False
+    checksums.check_sizes()
+    for block in checksums.damage((".idx",) if level == "index" else SUFFIXES):
+        where = describe(block, _opened(prefix))
+        raise DataError(f"{where}; tools/inspect_corpus.py {prefix} --verify lists all damage")
+    return True
+
+
+def describe(block: Block, corpus: IndexedDataset | None) -> str:
+    """A damaged block, with the documents in it where the index can tell."""
+    if corpus is None or block.path.suffix != ".bin":
+        return str(block)
+    first, last = documents_in(corpus, block)
+    return f"{block}: documents {first:,} to {last:,}, counted from 0"
+
+
+def _opened(prefix: str) -> IndexedDataset | None:
+    """The corpus, if its index can be read."""
+    try:
+        return IndexedDataset(prefix)
+    except DataError:
+        return None
+
+
+def documents_in(corpus: IndexedDataset, block: Block) -> tuple[int, int]:
+    """First and last document that have a token in the block."""
+    first, last = np.searchsorted(corpus.byte_offsets, [block.first, block.end - 1], side="right") - 1
+    # Empty sequences begin where the next one does, and empty documents hold no sequence: the last of equal
+    # ones is the one with tokens.
+    documents = np.searchsorted(corpus.document_indices, [first, last], side="right") - 1
+    return int(documents[0]), int(documents[1])
+
+
+def all_damage(prefix: str) -> tuple[list[str], bool]:
+    """All that is wrong with a corpus, in sentences, and whether it has checksums to tell.
+
+    Raises:
+        DataError: there is no such corpus.
+    """
+    if not any(Path(f"{prefix}{suffix}").exists() for suffix in SUFFIXES):
+        raise MissingDataError(f"no corpus at {prefix}: neither {prefix}.bin nor {prefix}.idx exists")
+    has_checksums = checksums_path(prefix).exists()
+    try:
+        found = _damaged_blocks(prefix) if has_checksums else []
+        if not found:
+            IndexedDataset(prefix)
+    except DataError as error:
+        found = [str(error)]
+    return found, has_checksums
+
+
+def _damaged_blocks(prefix: str) -> list[str]:
+    checksums = read_checksums(prefix)
+    assert checksums is not None
+    checksums.check_sizes()
+    corpus = _opened(prefix)
+    found = [describe(block, corpus) for block in checksums.damage()]
+    num_blocks = sum(len(sums.crcs) for sums in checksums.files.values())
+    if len(found) == num_blocks > 1:
+        found.append(f"all blocks differ: {checksums_path(prefix)} was probably written for another corpus")
+    return found
