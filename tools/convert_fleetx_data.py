@@ -21,12 +21,13 @@ def main() -> None:
     parser.add_argument(
         "--output-prefix", required=True, metavar="PREFIX", help="path of the result without .bin/.idx"
     )
+    parser.add_argument("--overwrite", action="store_true", help="replace an output that is there already")
     args = parser.parse_args()
 
     from ppfleetx.data.fleetx_format import convert
     from ppfleetx.data.indexed import IndexedDataset
 
-    convert(args.input, args.output_prefix)
+    convert(args.input, args.output_prefix, overwrite=args.overwrite)
     written = IndexedDataset(args.output_prefix)
     documents = written.document_indices.shape[0] - 1
     print(

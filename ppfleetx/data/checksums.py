@@ -16,8 +16,8 @@ from pathlib import Path
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError
-from ppfleetx.data.text_files import require_file
 from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.foreign_files import file_status, opened, read_bounded
 
 BLOCK_BYTES = 1 << 20
 SUFFIXES = (".bin", ".idx")
@@ -119,7 +119,7 @@ class CorpusChecksums:
         """Raise DataError when a file is missing or is not as long as when the checksums were made."""
         for suffix, sums in self.files.items():
             path = Path(f"{self.prefix}{suffix}")
-            actual = require_file(path).st_size
+            actual = file_status(path, DataError).st_size
             if actual != sums.num_bytes:
                 raise DataError(
                     f"{path} has {counted(actual, 'byte', ',')}, but {checksums_path(self.prefix)} is for "
@@ -134,16 +134,13 @@ class CorpusChecksums:
             DataError: the file cannot be read.
         """
         path, sums = Path(f"{self.prefix}{suffix}"), self.files[suffix]
-        try:
-            with path.open("rb") as file:
-                for number, crc in enumerate(sums.crcs):
-                    data = file.read(BLOCK_BYTES)
-                    first = number * BLOCK_BYTES
-                    end = min(first + BLOCK_BYTES, sums.num_bytes)
-                    is_sound = len(data) == end - first and zlib.crc32(data) == crc
-                    yield data, None if is_sound else Block(path, number, first, end)
-        except OSError as error:
-            raise DataError(f"cannot read {path}: {error.strerror}") from error
+        with opened(path, DataError) as file:
+            for number, crc in enumerate(sums.crcs):
+                data = file.read(BLOCK_BYTES)
+                first = number * BLOCK_BYTES
+                end = min(first + BLOCK_BYTES, sums.num_bytes)
+                is_sound = len(data) == end - first and zlib.crc32(data) == crc
+                yield data, None if is_sound else Block(path, number, first, end)
 
     def damage(self, suffixes: tuple[str, ...] = SUFFIXES) -> Iterator[Block]:
         """Every damaged block of these files."""
@@ -159,15 +156,10 @@ def compute_checksums(prefix: str | os.PathLike[str]) -> CorpusChecksums:
     """
     files = {}
     for suffix in SUFFIXES:
-        path = Path(f"{os.fspath(prefix)}{suffix}")
-        require_file(path)
         sums = RunningChecksums()
-        try:
-            with path.open("rb") as file:
-                while data := file.read(BLOCK_BYTES):
-                    sums.update(data)
-        except OSError as error:
-            raise DataError(f"cannot read {path}: {error.strerror}") from error
+        with opened(f"{os.fspath(prefix)}{suffix}", DataError) as file:
+            while data := file.read(BLOCK_BYTES):
+                sums.update(data)
         files[suffix] = sums.result()
     return CorpusChecksums(os.fspath(prefix), files)
 
@@ -181,27 +173,18 @@ def read_checksums(prefix: str | os.PathLike[str]) -> CorpusChecksums | None:
     path = checksums_path(prefix)
     if not path.exists():
         return None
+    pair = [Path(f"{os.fspath(prefix)}{suffix}") for suffix in SUFFIXES]
+    num_bytes = sum(file.stat().st_size for file in pair if file.exists())
+    limit = 16 * (_OVERHEAD_BYTES + _HEX_DIGITS * (num_bytes // BLOCK_BYTES + len(SUFFIXES)))
+    content = read_bounded(path, limit, DataError)
     try:
-        files = _parse(_read_bounded(path, os.fspath(prefix)))
+        files = _parse(content)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} itself is damaged ({error}); remove it to do without checksums") from error
     return CorpusChecksums(os.fspath(prefix), files)
 
 
-def _read_bounded(path: Path, prefix: str) -> str:
-    """The text of the file, unless it is far longer than checksums of the pair can be."""
-    size = require_file(path).st_size
-    pair = sum(file.stat().st_size for file in map(Path, (f"{prefix}.bin", f"{prefix}.idx")) if file.exists())
-    limit = 16 * (_OVERHEAD_BYTES + _HEX_DIGITS * (pair // BLOCK_BYTES + len(SUFFIXES)))
-    if size > limit:
-        raise ValueError(f"{size:,} bytes, too many for this corpus")
-    try:
-        return path.read_text("utf-8")
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _parse(text: str) -> dict[str, FileChecksums]:
+def _parse(text: bytes) -> dict[str, FileChecksums]:
     content = json.loads(text)
     own = content.pop("own_crc32", None)
     expected = {"format": _FORMAT, "version": _VERSION, "algorithm": "crc32", "block_bytes": BLOCK_BYTES}

@@ -78,7 +78,8 @@ def find_sources(
         except FileNotFoundError:
             raise DataError(f"no such file or folder: {entry}") from None
         except (OSError, ValueError) as error:  # ValueError: the name holds a zero byte
-            raise DataError(f"cannot read {entry}: {getattr(error, 'strerror', None) or error}") from error
+            why = getattr(error, "strerror", None) or error
+            raise DataError(f"{entry} cannot be read: {why}") from error
         if not entry.is_file() and not entry.is_dir():
             raise DataError(f"{entry} is neither a file nor a folder; pipes cannot be read")
         paths = [entry] if entry.is_file() else _files_below(entry, tuple(suffixes))

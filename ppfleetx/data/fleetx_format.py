@@ -7,17 +7,20 @@ sequence, ``docs`` (int64, absent in the legacy file) the document boundaries co
 from __future__ import annotations
 
 import os
-import zipfile
 from pathlib import Path
 
 import numpy as np
 
+from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError
-from ppfleetx.data.indexed import IndexedDatasetWriter
-from ppfleetx.data.token_store import TokenStore
+from ppfleetx.data.indexed import IndexedDatasetWriter, refuse_to_replace
+from ppfleetx.data.npy import map_npy, read_npz
+from ppfleetx.data.token_store import TokenStore, runs_from_zero
+from ppfleetx.utils.foreign_files import os_errors
 
 SUFFIXES = ("_ids.npy", "_idx.npz", "_ids.npz")
 _BATCH = 1 << 16  # documents converted at a time
+_LONGEST = np.iinfo(np.int32).max  # tokens of a sequence
 
 
 class FleetXDataset(TokenStore):
@@ -32,63 +35,61 @@ class FleetXDataset(TokenStore):
         DataError: a file is missing, damaged, or its lengths do not add up to its tokens.
     """
 
+    @os_errors(DataError)
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         text = os.fspath(prefix)
         for suffix in SUFFIXES:
             text = text.removesuffix(suffix)
-        if Path(f"{text}_ids.npy").is_file():
-            tokens = _load(Path(f"{text}_ids.npy"))
-            index = _load_archive(Path(f"{text}_idx.npz"), ("lens",))
+        if Path(f"{text}_ids.npy").exists():
+            tokens = map_npy(Path(f"{text}_ids.npy"))
+            path = Path(f"{text}_idx.npz")
+            index = _archive(path, ("lens",), tokens.nbytes)
         else:
-            index = _load_archive(Path(f"{text}_ids.npz"), ("ids", "lens"))
+            path = Path(f"{text}_ids.npz")
+            index = _archive(path, ("ids", "lens"), 0)
             tokens = index["ids"]
         lengths = index["lens"]
         boundaries = index.get("docs", np.arange(lengths.shape[0] + 1, dtype=np.int64))
-        _check(text, tokens, lengths, boundaries)
+        _check(path, tokens, lengths, boundaries)
+        lengths = lengths.astype(np.int32, copy=False)
         byte_offsets = np.zeros(lengths.shape[0], np.int64)
         np.cumsum(lengths[:-1], out=byte_offsets[1:])
         byte_offsets *= tokens.dtype.itemsize
-        super().__init__(text, tokens, lengths.astype(np.int32, copy=False), byte_offsets, boundaries)
+        super().__init__(text, tokens, lengths, byte_offsets, boundaries.astype(np.int64, copy=False))
 
 
-def _load(path: Path) -> np.ndarray:
-    try:
-        return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
-
-
-def _load_archive(path: Path, required: tuple[str, ...]) -> dict[str, np.ndarray]:
-    if not path.is_file():
+def _archive(path: Path, required: tuple[str, ...], room: int) -> dict[str, np.ndarray]:
+    if not path.exists():
         raise DataError(f"{path} does not exist, and the corpus beside it needs it")
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files if name in ("ids", "lens", "docs")}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
+    arrays = read_npz(path, ("ids", "lens", "docs"), room)
     for name in required:
         if name not in arrays:
             raise DataError(f"{path} has no array {name!r}")
     return arrays
 
 
-def _check(prefix: str, tokens: np.ndarray, lengths: np.ndarray, boundaries: np.ndarray) -> None:
-    for name, array in (("ids", tokens), ("lens", lengths), ("docs", boundaries)):
-        if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise DataError(
-                f"{prefix}: {name} must be a flat array of integers, not {array.dtype}{array.shape}"
-            )
+def _check(path: Path, tokens: np.ndarray, lengths: np.ndarray, boundaries: np.ndarray) -> None:
+    """Raise DataError, naming the index, when lengths, boundaries and tokens do not belong together."""
     if lengths.size and lengths.min() < 0:
-        raise DataError(f"{prefix}: sequence {int(lengths.argmin())} has a negative length")
-    if int(lengths.sum(dtype=np.int64)) != tokens.shape[0]:
-        raise DataError(f"{prefix}: lens add up to {lengths.sum(dtype=np.int64)}, ids has {tokens.shape[0]}")
-    if boundaries.size == 0 or boundaries[0] != 0 or boundaries[-1] != lengths.shape[0]:
-        raise DataError(f"{prefix}: docs does not run from 0 to the {lengths.shape[0]} sequences")
+        raise DataError(f"{path} is damaged: sequence {int(lengths.argmin())} has a negative length")
+    if lengths.size and lengths.max() > _LONGEST:
+        raise DataError(f"{path} is damaged: sequence {int(lengths.argmax())} has {lengths.max():,} tokens")
+    total = int(lengths.sum(dtype=np.int64))
+    if total != tokens.shape[0]:
+        raise DataError(f"{path}: lens add up to {total:,}, ids has {counted(tokens.shape[0], 'token', ',')}")
+    if not runs_from_zero(boundaries, lengths.shape[0]):
+        sequences = counted(lengths.shape[0], "sequence", ",")
+        raise DataError(f"{path} is damaged: docs does not run from 0 to the {sequences} without falling")
 
 
-def convert(prefix: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
-    """Write a FleetX corpus as a ``.bin`` / ``.idx`` pair with the same tokens, sequences and documents."""
+def convert(prefix: str | os.PathLike[str], out: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Write a FleetX corpus as a ``.bin`` / ``.idx`` pair with the same tokens, sequences and documents.
+
+    Raises:
+        DataError: the corpus is missing or damaged, or the pair is there already and not to be replaced.
+    """
     source = FleetXDataset(prefix)
+    refuse_to_replace(out, overwrite)
     boundaries = source.document_indices
     starts = np.append(source.byte_offsets // source.dtype.itemsize, source.num_tokens)
     with IndexedDatasetWriter(out, source.dtype) as writer:

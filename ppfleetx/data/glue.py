@@ -8,9 +8,9 @@ from hashlib import blake2b
 from pathlib import Path
 
 from ppfleetx.config.counts import counted
-from ppfleetx.config.errors import DataError
-from ppfleetx.data.json_lines import shortened
+from ppfleetx.config.errors import DataError, shown
 from ppfleetx.data.text_files import read_lines
+from ppfleetx.utils.foreign_files import os_errors
 from ppfleetx.utils.log import get_logger
 
 _ENTAILMENT = ("entailment", "not_entailment")
@@ -99,6 +99,7 @@ class GlueExamples:
     digest: str
 
 
+@os_errors(DataError)
 def read_glue(task: GlueTask, directory: str | Path, part: str) -> GlueExamples:
     """Read ``{directory}/{part}.tsv``.
 
@@ -167,7 +168,7 @@ def _label(task: GlueTask, text: str, place: str) -> float:
     if not task.is_regression:
         if text not in task.labels:
             raise DataError(
-                f"{place}: unknown label {shortened(text)}; {task.title} has {', '.join(task.labels)}"
+                f"{place}: unknown label {shown(text)}; {task.title} has {', '.join(task.labels)}"
             )
         return task.labels.index(text)
     try:
@@ -175,5 +176,5 @@ def _label(task: GlueTask, text: str, place: str) -> float:
     except ValueError:
         score = -1.0
     if not 0.0 <= score <= _HIGHEST_SCORE:
-        raise DataError(f"{place}: the score {shortened(text)} is no number from 0 to {_HIGHEST_SCORE:g}")
+        raise DataError(f"{place}: the score {shown(text)} is no number from 0 to {_HIGHEST_SCORE:g}")
     return score

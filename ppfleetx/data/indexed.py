@@ -32,9 +32,9 @@ import numpy as np
 
 from ppfleetx.config.errors import DataError, MissingDataError
 from ppfleetx.data.checksums import CorpusChecksums, RunningChecksums, checksums_path
-from ppfleetx.data.text_files import require_file
 from ppfleetx.data.token_store import TokenStore, runs_from_zero
 from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.foreign_files import file_status, opened, os_errors
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -90,6 +90,7 @@ class IndexedDataset(TokenStore):
         DataError: a file of the pair is missing, truncated, damaged, or of a kind we do not read.
     """
 
+    @os_errors(DataError)
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         text = os.fspath(prefix)
         text = text[:-4] if text.endswith((".bin", ".idx")) else text
@@ -108,16 +109,13 @@ class IndexedDataset(TokenStore):
 
 
 def _map_file(path: Path, dtype: np.dtype, *, read_ahead: bool = True) -> np.ndarray:
-    size = require_file(path).st_size
+    size = file_status(path, DataError).st_size
     if size % dtype.itemsize or size == 0:
         return np.empty(
             0, dtype
         )  # cannot be mapped; `_check_index` decides by its size whether that is right
-    try:
-        with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    with opened(path, DataError) as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if not read_ahead and hasattr(mmap, "MADV_RANDOM"):
         # Samples lie anywhere in the file: what the system reads around each would be wasted, and costs
         # milliseconds a sample while the corpus is not in memory yet.

@@ -26,9 +26,3 @@ def load_line(line: bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("too deeply nested") from None
-
-
-def shortened(value: object, length: int = 80) -> str:
-    """How ``value`` is shown in a message: its `repr`, cut in the middle when that is long."""
-    text = repr(value[: 2 * length] if isinstance(value, str | bytes) else value)
-    return text if len(text) <= length else f"{text[: length - 20]} ... {text[-15:]}"

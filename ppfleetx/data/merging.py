@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.checksums import BLOCK_BYTES, read_checksums
 from ppfleetx.data.indexed import IndexedDataset, IndexedDatasetWriter, bin_path, refuse_to_replace
+from ppfleetx.utils.foreign_files import opened
 
 
 def merge(
@@ -49,10 +50,6 @@ def _sound_blocks(prefix: str) -> Iterator[bytes]:
 
 
 def _plain_blocks(prefix: str) -> Iterator[bytes]:
-    path = bin_path(prefix)
-    try:
-        with path.open("rb") as file:
-            while data := file.read(BLOCK_BYTES):
-                yield data
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    with opened(bin_path(prefix), DataError) as file:
+        while data := file.read(BLOCK_BYTES):
+            yield data

@@ -5,24 +5,30 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ppfleetx.config.errors import MissingDataError
+from ppfleetx.config.errors import DataError, MissingDataError
 from ppfleetx.data.fleetx_format import SUFFIXES as FLEETX_SUFFIXES
 from ppfleetx.data.fleetx_format import FleetXDataset
 from ppfleetx.data.indexed import IndexedDataset, bin_path, idx_path
 from ppfleetx.data.token_store import TokenStore
+from ppfleetx.utils.foreign_files import os_errors
 
 _SUFFIXES = (".bin", ".idx", *FLEETX_SUFFIXES)
 
 
+@os_errors(DataError)
 def open_tokens(prefix: str | os.PathLike[str]) -> TokenStore:
     """Open the corpus with this prefix (a suffix is taken off); ``.bin``/``.idx`` wins over FleetX's."""
     text = _without_suffix(os.fspath(prefix))
     has_pair = bin_path(text).exists() or idx_path(text).exists()
     if not has_pair and any(Path(f"{text}{suffix}").exists() for suffix in FLEETX_SUFFIXES):
         return FleetXDataset(text)
-    return IndexedDataset(text)
+    corpus = IndexedDataset(text)
+    if corpus.dtype.kind == "f":
+        raise DataError(f"{idx_path(text)} says that tokens are stored as {corpus.dtype}: they are no ids")
+    return corpus
 
 
+@os_errors(DataError)
 def find_prefixes(entry: str | os.PathLike[str]) -> list[str]:
     """Prefixes that one entry of ``input_dir`` stands for: all corpora of a directory, by name, or itself.
 

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ppfleetx.config.counts import counted
-from ppfleetx.config.errors import DataError
+from ppfleetx.config.errors import DataError, shown
 from ppfleetx.data.glue import GlueTask, read_glue
 from ppfleetx.data.gpt_dataset import PADDING, Sample
-from ppfleetx.data.json_lines import load_line, shortened
+from ppfleetx.data.json_lines import load_line
 from ppfleetx.data.text_files import read_lines
+from ppfleetx.utils.foreign_files import os_errors
 
 if TYPE_CHECKING:
     from ppfleetx.config.data import DatasetConfig
@@ -163,6 +164,7 @@ class PromptResponseDataset(RecordDataset):
         DataError: the file is missing, or a line is not an object with two texts; with file and line.
     """
 
+    @os_errors(DataError)
     def __init__(self, cfg: DatasetConfig, tokenizer: Tokenizer, length_multiple: int = 1) -> None:
         paths = [Path(cfg.input_dir) / f"{cfg.split}.jsonl{packed}" for packed in ("", ".gz", ".zst")]
         path = next((path for path in paths if path.exists()), paths[0])
@@ -231,7 +233,7 @@ def _pair(line: bytes, place: str, *fields: str) -> tuple[str, str]:
     for field in fields:
         text = record.get(field)
         if not isinstance(text, str):
-            names = ", ".join(map(shortened, islice(record, _FIELDS_NAMED))) or "none"
+            names = ", ".join(map(shown, islice(record, _FIELDS_NAMED))) or "none"
             more = ", ..." if len(record) > _FIELDS_NAMED else ""
             raise DataError(f"{place}: field {field!r} must be a text; the record's fields: {names}{more}")
         if any("\ud800" <= character <= "\udfff" for character in text):

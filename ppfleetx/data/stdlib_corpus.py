@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ppfleetx.config.errors import DataError
 from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.foreign_files import os_errors
 
 # Tests are half of the library and mostly tables of numbers and strings; the rest is not the library's own.
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -31,19 +32,27 @@ def stdlib_files() -> list[Path]:
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
-def write_stdlib_corpus(output: str | os.PathLike[str], seed: int = 1234) -> tuple[int, int]:
+@os_errors(DataError)
+def write_stdlib_corpus(
+    output: str | os.PathLike[str], seed: int = 1234, *, overwrite: bool = False
+) -> tuple[int, int]:
     """Write the library as json lines (``path``, ``text``), shuffled, so that any slice is a fair sample.
 
     Files that are not UTF-8, and empty ones, are left out. The same interpreter gives the same file.
 
     Returns:
         (documents, bytes of their texts).
+
+    Raises:
+        DataError: there is such a file already and it is not to be replaced, or it cannot be written.
     """
+    output = Path(output)
+    if output.exists() and not overwrite:
+        raise DataError(f"{output} exists already; --overwrite replaces it")
     root = Path(sysconfig.get_paths()["stdlib"])
     files = stdlib_files()
     random.Random(seed).shuffle(files)
     num_documents = num_bytes = 0
-    output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(output, "w") as file:
         for path in files:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import os
-import stat
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import BinaryIO
 
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.zstd_frames import FrameFollower
+from ppfleetx.utils.foreign_files import opened
 
 MAX_LINE_BYTES = 64_000_000
 """Longest line of a file of records; longer ones are no text anybody trains on."""
@@ -22,35 +21,11 @@ MAX_LINE_BYTES = 64_000_000
 # was made to fill memory or disk.
 _MAX_EXPANSION, _FREE_BYTES = 200, 32_000_000
 _BLOCK_BYTES = 1 << 20
-_KINDS = {
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFDIR: "a folder",
-}
 
 
 def is_packed(path: Path) -> bool:
     """Whether the name says that the file is compressed."""
     return path.suffix in (".gz", ".zst")
-
-
-def require_file(path: Path) -> os.stat_result:
-    """The status of a regular file.
-
-    Raises:
-        DataError: there is none, it cannot be looked at, or it is a folder, a pipe or a device: reading
-            those may never end.
-    """
-    try:
-        status = path.stat()
-    except (OSError, ValueError) as error:  # ValueError: the name holds a zero byte
-        raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-    if not stat.S_ISREG(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "no file")
-        raise DataError(f"cannot read {path}: it is {kind}, not a file")
-    return status
 
 
 class TextFile:
@@ -70,11 +45,8 @@ class TextFile:
         self._num_bytes = 0  # unpacked so far
 
     def __enter__(self) -> TextFile:
-        require_file(self._path)
-        try:
-            self._raw = self._path.open("rb", buffering=0)
-        except OSError as error:
-            raise DataError(f"cannot read {self._path}: {error.strerror}") from error
+        self._open = opened(self._path, DataError)
+        self._raw = self._open.__enter__()
         self._is_packed = is_packed(self._path)
         self._stream = self._unpacked()
         return self
@@ -82,7 +54,7 @@ class TextFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._raw.close()
+        self._open.__exit__(None, None, None)
 
     @property
     def position(self) -> int:
@@ -126,15 +98,15 @@ class TextFile:
                 raise EOFError("it is empty")
         except (OSError, EOFError, ValueError, zlib.error) as error:
             why = getattr(error, "strerror", None) or error
-            raise DataError(f"cannot read {self._path}: {why}") from error
+            raise DataError(f"{self._path} cannot be read: {why}") from error
         except Exception as error:
             if type(error).__name__ != "ZstdError":  # not imported unless a .zst file is read
                 raise
-            raise DataError(f"cannot read {self._path}: {error}") from error
+            raise DataError(f"{self._path} cannot be read: {error}") from error
         self._num_bytes += len(part)
         if self._is_packed and self._num_bytes > _FREE_BYTES + _MAX_EXPANSION * self.position:
             raise DataError(
-                f"cannot read {self._path}: {self._num_bytes:,} bytes came out of {self.position:,}, more "
+                f"{self._path} cannot be read: {self._num_bytes:,} bytes came out of {self.position:,}, more "
                 f"than {_MAX_EXPANSION} times as much, which text does not do; if it is wanted all the same, "
                 "unpack the file first"
             )

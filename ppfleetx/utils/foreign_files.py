@@ -38,18 +38,30 @@ def opened(path: str | Path, error: type[UserError] = CheckpointError) -> Iterat
     Raises:
         error: there is no such file, it is a directory, a pipe or a device, or it cannot be read.
     """
+    file_status(path, error)
     try:
-        kind = stat.S_IFMT(os.stat(path).st_mode)  # noqa: PTH116 - a Path would refuse the same names otherwise
-        if kind != stat.S_IFREG:
-            raise error(f"{path} is {_KINDS.get(kind, 'something else')}, not a file")
         with Path(path).open("rb") as file:
             yield file
     except OSError as reason:
         raise error(f"{path} cannot be read: {reason.strerror or reason}") from reason
-    except ValueError as reason:
-        if "\0" not in str(path):
-            raise
-        raise error(f"{str(path)!r} is not the name of a file") from reason
+
+
+def file_status(path: str | Path, error: type[UserError] = CheckpointError) -> os.stat_result:
+    """Size and more of a file.
+
+    Raises:
+        error: there is no such file, or it is a directory, a pipe or a device.
+    """
+    if "\0" in str(path):
+        raise error(f"{str(path)!r} is not the name of a file")
+    try:
+        status = os.stat(path)  # noqa: PTH116 - a Path would refuse the same names otherwise
+    except OSError as reason:
+        raise error(f"{path} cannot be read: {reason.strerror or reason}") from reason
+    kind = stat.S_IFMT(status.st_mode)
+    if kind != stat.S_IFREG:
+        raise error(f"{path} is {_KINDS.get(kind, 'something else')}, not a file")
+    return status
 
 
 @contextmanager

@@ -69,6 +69,12 @@ def test_both_formats_give_the_same_samples(toy_documents, toy_prefix: str, tmp_
         ({"ids": IDS.astype(float)}, "flat array of integers"),
         ({"lens": np.array([3, -1, 3, 5])}, "sequence 1 has a negative length"),
         ({"docs": np.array([0, 3])}, "docs does not run from 0"),
+        (
+            {"docs": np.array([0, 3, 1, 4])},
+            r"x_idx\.npz is damaged: docs does not run from 0 to the 4 sequences",
+        ),
+        ({"docs": np.array([[0, 4]])}, "flat array of integers"),
+        ({"lens": np.array([2**32 + 3, 0, 2, 5])}, "sequence 0 has 4,294,967,299 tokens"),
         ({"lens": np.array([[3, 0], [2, 5]])}, "flat array of integers"),
     ],
 )
@@ -80,10 +86,10 @@ def test_damage_is_named(tmp_path: Path, changes, message: str) -> None:
 
 def test_missing_and_truncated_files(tmp_path: Path) -> None:
     prefix = write(tmp_path)
-    for name in ("x_ids.npy", "x_idx.npz"):
+    for name, what in (("x_ids.npy", "is truncated"), ("x_idx.npz", "cannot be read")):
         whole = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(whole[:-7])
-        with pytest.raises(DataError, match=f"{name} cannot be read"):
+        with pytest.raises(DataError, match=f"{name} {what}"):
             FleetXDataset(prefix)
         (tmp_path / name).write_bytes(whole)
     (tmp_path / "x_idx.npz").unlink()
@@ -94,7 +100,7 @@ def test_missing_and_truncated_files(tmp_path: Path) -> None:
 def test_pickled_arrays_are_not_opened(tmp_path: Path) -> None:
     np.save(tmp_path / "x_ids.npy", np.array([print], object), allow_pickle=True)
     np.savez(tmp_path / "x_idx.npz", lens=LENS)
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="must be a flat array of integers, not one of shape"):
         FleetXDataset(tmp_path / "x")
 
 
@@ -114,3 +120,28 @@ def test_paths_find_their_corpora(write_corpus, tmp_path: Path) -> None:
     (tmp_path / "e").mkdir()
     with pytest.raises(DataError, match="no corpus in"):
         find_prefixes(tmp_path / "e")
+
+
+def test_a_conversion_that_fails_blames_the_input_and_leaves_nothing(tmp_path: Path) -> None:
+    write(tmp_path, docs=np.array([0, 3, 1, 4]))
+    with pytest.raises(DataError, match=r"x_idx\.npz is damaged: docs does not run"):
+        convert(tmp_path / "x", tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+    prefix = write(tmp_path)
+    convert(prefix, tmp_path / "out")
+    before = (tmp_path / "out.idx").stat().st_mtime_ns
+    with pytest.raises(DataError, match=r"out\.idx exists already; --overwrite replaces it"):
+        convert(prefix, tmp_path / "out")
+    assert (tmp_path / "out.idx").stat().st_mtime_ns == before
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot write"):
+        convert(prefix, tmp_path / "file" / "out")
+
+
+def test_numbers_of_every_kind_are_read(tmp_path: Path) -> None:
+    for dtype in ("u1", "<u2", ">u2", "<i4", ">i4", "<u4", "<i8", "<u8"):
+        prefix = write(tmp_path, ids=IDS.astype(dtype), lens=LENS.astype("<u8"), docs=DOCS.astype(">u4"))
+        data = FleetXDataset(prefix)
+        assert [data.get(i).tolist() for i in range(4)] == [[0, 1, 2], [], [3, 4], [5, 6, 7, 8, 9]]
+    np.savez_compressed(tmp_path / "x_idx.npz", lens=LENS, docs=DOCS)
+    assert FleetXDataset(prefix).document_indices.tolist() == DOCS.tolist()

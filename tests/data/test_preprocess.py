@@ -206,10 +206,10 @@ def test_a_finished_pair_is_kept_and_leftovers_are_removed(tmp_path, tokenizer):
 def test_a_failing_run_leaves_nothing(tmp_path, tokenizer, workers, texts):
     broken = tmp_path / "a.jsonl.gz"
     broken.write_bytes(gzip.compress(as_lines(texts * 20))[:-200])
-    with pytest.raises(DataError, match=r"cannot read .*a\.jsonl\.gz"):
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz cannot be read"):
         run(tmp_path, tokenizer, broken, workers=workers)
     (tmp_path / "b.jsonl.zst").write_bytes(b"not zstandard")
-    with pytest.raises(DataError, match=r"cannot read .*b\.jsonl\.zst"):
+    with pytest.raises(DataError, match=r"b\.jsonl\.zst cannot be read"):
         run(tmp_path, tokenizer, tmp_path / "b.jsonl.zst", workers=workers)
     (tmp_path / "empty.jsonl").write_bytes(b"\n\n")
     with pytest.raises(DataError, match=r"no document to write\n2 empty"):

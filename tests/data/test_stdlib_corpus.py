@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ppfleetx.config.errors import DataError
 from ppfleetx.data.stdlib_corpus import stdlib_files, write_stdlib_corpus
 from ppfleetx.data.tokenizer import Tokenizer
 
@@ -27,6 +28,8 @@ def test_the_corpus_is_shuffled_and_the_same_each_time(tmp_path):
     num_documents, num_bytes = write_stdlib_corpus(tmp_path / "a.jsonl")
     assert num_bytes > 8_000_000
     write_stdlib_corpus(tmp_path / "b.jsonl")
+    with pytest.raises(DataError, match=r"b\.jsonl exists already"):
+        write_stdlib_corpus(tmp_path / "b.jsonl")
     assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
     paths = [json.loads(line)["path"] for line in (tmp_path / "a.jsonl").open(encoding="utf-8")]
     assert len(paths) == num_documents == len(set(paths))

@@ -80,7 +80,7 @@ def test_a_zstandard_file_ends_with_a_frame(frames: list[bytes], tmp_path: Path)
             if cut in ends or cut > len(whole):
                 assert text.startswith(read(path))
             else:
-                with pytest.raises(DataError, match=r"a\.zst: it is (cut off|empty)"):
+                with pytest.raises(DataError, match=r"a\.zst cannot be read: it is (cut off|empty)"):
                     read(path)
     for rest, why in (
         (b"x", "Unknown frame"),
@@ -98,7 +98,7 @@ def test_nothing_is_no_compressed_file(name: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="it is empty"):
         read(tmp_path / name)
     (tmp_path / name).write_bytes(b"plain text")
-    with pytest.raises(DataError, match="cannot read"):
+    with pytest.raises(DataError, match="cannot be read"):
         read(tmp_path / name)
 
 
@@ -117,10 +117,10 @@ def test_a_corpus_that_is_cut_off_is_not_taken(tmp_path, tokenizer, texts, stric
     packed = zstd(data) if name.endswith("zst") else gzip.compress(data)
     (tmp_path / name).write_bytes(packed[: 3 * len(packed) // 4])
     sources = find_sources([tmp_path / name], split_on=split_on)
-    with pytest.raises(DataError, match=rf"cannot read .*{name}"):
+    with pytest.raises(DataError, match=rf"{name} cannot be read"):
         preprocess(sources, tmp_path / "out", tokenizer, strict=strict, show_progress=False)
     assert [path.name for path in tmp_path.iterdir()] == [name], "nothing is left of the output"
-    with pytest.raises(DataError, match=rf"cannot read .*{name}"):
+    with pytest.raises(DataError, match=rf"{name} cannot be read"):
         list(iterate_texts(sources))  # what train_tokenizer.py reads
     (tmp_path / name).write_bytes(packed)
     assert "".join(iterate_texts(sources)).replace("\n", "") == "".join(texts).replace("\n", "")
@@ -152,7 +152,7 @@ def test_only_files_are_read(tmp_path, tokenizer) -> None:
     ):
         with pytest.raises(UserError, match=r"a pipe|pipes cannot be read"):
             look()
-    for name, why in (("/dev/zero", "a device"), (str(tmp_path), "a folder"), ("n" * 300, "too long")):
+    for name, why in (("/dev/zero", "a device"), (str(tmp_path), "a directory"), ("n" * 300, "too long")):
         with pytest.raises(ConfigError, match=why):
             read_text(OfflineEvalConfig(eval_path=name))
     with pytest.raises(DataError, match="too long"):
