@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 
 import pytest
+
+from tests.helpers.leftovers import nothing_left
 
 _LONG = ("parity/", "faults/", "e2e/", "deploy/")
 
@@ -13,6 +16,13 @@ def pytest_configure() -> None:
     """Let programs under test hear Ctrl-C: a shell that starts the tests with ``&`` has them ignore it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    """A test that leaves a process behind fails, and the process is ended."""
+    with nothing_left():
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

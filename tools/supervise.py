@@ -5,8 +5,9 @@
         python -m paddle.distributed.launch --nproc_per_node 4 tools/train.py -c FILE
 
 Each start has `-o Engine.save_load.resume=auto` added, unless the command says so itself, and so continues
-from the newest complete checkpoint. A mistake of the user (exit code 2) is not tried again; SIGTERM and
-Ctrl-C are passed on and end the supervisor too. Nothing the command started is left running.
+from the newest complete checkpoint, when nothing of the one before runs any more. A mistake of the user (exit
+code 2) and Ctrl-C (130) are not tried again; SIGTERM and Ctrl-C are passed on and end the supervisor too.
+Nothing the command started is left running.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def main() -> int:
     )
     parser.add_argument("--max-restarts", type=int, default=3, help="starts after the first")
     parser.add_argument("--backoff", type=float, default=5.0, help="seconds to the first restart; doubles")
-    parser.add_argument("--grace", type=float, default=60.0, help="seconds that saving may take")
+    parser.add_argument("--grace", type=float, default=60.0, help="seconds to save, before SIGKILL")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command")
     args = parser.parse_args()
     command = args.command[1:] if args.command[:1] == ["--"] else args.command

@@ -15,7 +15,7 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
@@ -32,8 +32,9 @@ from ppfleetx.distributed.cpu_arrays import (
     reduce_in_order,
 )
 from ppfleetx.distributed.cpu_handshake import local_address
-from ppfleetx.distributed.cpu_inbox import BufferPool, Receive
-from ppfleetx.distributed.cpu_transport import Mesh, Operation, time_limit
+from ppfleetx.distributed.cpu_inbox import BufferPool
+from ppfleetx.distributed.cpu_operation import Operation, Steps
+from ppfleetx.distributed.cpu_transport import Mesh, time_limit
 from ppfleetx.distributed.cpu_wire import OPERATIONS, POINT_TO_POINT, Key, Signature
 
 _CODE = {name: code for code, name in enumerate(OPERATIONS)}
@@ -112,7 +113,7 @@ def close() -> None:
         _mesh.close()
 
 
-def create_process_group(store: Any, rank: int, size: int, group_id: int) -> CpuProcessGroup:
+def create_process_group(rank: int, size: int, group_id: int) -> CpuProcessGroup:
     """A process group in place of ``ProcessGroupGloo.create``.
 
     The first one is the default group, made by all ranks together: it opens the connections. Later ones
@@ -121,7 +122,7 @@ def create_process_group(store: Any, rank: int, size: int, group_id: int) -> Cpu
     global _mesh
     if _mesh is None:
         env = paddle.distributed.ParallelEnv()
-        _mesh = Mesh.connect(store, env.rank, env.world_size, address=local_address(), timeout=time_limit())
+        _mesh = Mesh.connect(env.rank, env.world_size, address=local_address(), timeout=time_limit())
     generation = _creations[group_id] = _creations.get(group_id, 0) + 1
     group = CpuProcessGroup(_mesh, rank, size, group_id, generation)
     _groups.append(group)
@@ -129,8 +130,6 @@ def create_process_group(store: Any, rank: int, size: int, group_id: int) -> Cpu
 
 
 # -- the process group ------------------------------------------------------------------------
-
-Steps = Generator[list[Receive], None, None]
 
 
 class CpuProcessGroup:
@@ -201,8 +200,20 @@ class CpuProcessGroup:
             self._number += 1
         signature = Signature(_CODE[name], dtype, nbytes, root)
         text = f"{name} of group {self.group_id} ({nbytes} bytes)"
-        operation = Operation(self._mesh, steps(number, signature), text, self._key, number, signature)
+        operation = self._operation(steps(number, signature), text, number, signature)
         return self._mesh.launch(operation, sync=sync)
+
+    def _operation(self, steps: Steps, text: str, number: int, signature: Signature) -> Operation:
+        mesh = self._mesh
+        return Operation(
+            mesh.inbox,
+            mesh.complete,
+            steps,
+            text=text,
+            group=self._key,
+            number=number,
+            signature=signature,
+        )
 
     def _exchange(
         self,
@@ -523,7 +534,7 @@ class CpuProcessGroup:
             memory.finish()
 
         text = f"{'recv' if incoming else 'send'} of group {self.group_id} ({array.nbytes} bytes)"
-        operation = Operation(self._mesh, steps(), text, self._key, -1, signature)
+        operation = self._operation(steps(), text, -1, signature)
         if self._coalesced is not None:
             self._coalesced.append(operation)
             sync = False

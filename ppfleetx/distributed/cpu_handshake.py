@@ -1,7 +1,8 @@
-"""How the ranks of a CPU job find each other: one authenticated TCP connection for each pair of them.
+"""The connections between the ranks of a CPU job: each pair proves to each other that it belongs to the job.
 
-Rank 0 puts a random token into the job's store. Two ranks that connect prove to each other that they know
-it; a stranger is turned away, and delays nobody.
+One connection for each pair carries what they communicate; two ranks on different hosts have a second one,
+which tells when the other host is gone (``cpu_watch.py``). Both ends prove that they know the job's token; a
+stranger is turned away, and delays nobody.
 """
 
 from __future__ import annotations
@@ -15,98 +16,115 @@ import socket
 import struct
 import threading
 import time
-from typing import Protocol
 
 import numpy as np
 
-from ppfleetx.distributed.cpu_wire import CommError, Peer, read_memory
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.distributed.cpu_rendezvous import Members, meet
+from ppfleetx.distributed.cpu_wire import CommError, Peer, StartError, read_memory
 
 DIRECT_VARIABLE = "PADDLE_CPU_COMM_DIRECT"
 HANDSHAKE_SECONDS = 30.0
-START_SECONDS = 300.0  # how far apart the ranks of a job may start
-_PREFIX = "ppfleetx/cpu_backend/"
+MESSAGES, WATCH = range(2)  # what a connection is for
 
 
-class Store(Protocol):
-    """The part of Paddle's TCPStore used here."""
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def get(self, key: str) -> bytes: ...
-
-
-def connect_ranks(store: Store, rank: int, world_size: int, address: str) -> dict[int, Peer]:
-    """Connect this rank with all others of the job.
+def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
+    """Meet all other ranks of the job and connect with each.
 
     Args:
-        store: the job's key-value store; carries the addresses and the token.
         address: local address to listen on, reachable from the other ranks.
 
     Raises:
-        CommError: an address cannot be used, or a rank does not answer or does not know the token.
+        ConfigError: the address cannot be listened on.
+        StartError: a rank does not come, does not answer or does not know the token.
     """
-    meeting = _Meeting(rank, world_size)
-    if rank == 0:
-        store.set(f"{_PREFIX}token", secrets.token_hex(32))
     try:
-        listener = socket.create_server((address, 0), backlog=world_size + 16)
+        listener = socket.create_server((address, 0), backlog=2 * world_size + 16)
     except OSError as error:
-        raise CommError(
-            f"rank {rank}: cannot listen on {address} ({error}); GLOO_SOCKET_IFNAME selects another interface"
+        raise ConfigError(
+            f"rank {rank} cannot listen there ({error.strerror}): it is no address of this machine. "
+            "--host of the launcher sets the address, GLOO_SOCKET_IFNAME selects an interface",
+            key="address",
+            value=address,
         ) from error
     with listener:
-        store.set(f"{_PREFIX}address/{rank}", f"{address} {listener.getsockname()[1]}")
-        token = bytes.fromhex(_text(store.get(f"{_PREFIX}token")))
-        acceptor = threading.Thread(target=meeting.accept, args=(listener, token), daemon=True)
+        members = meet(rank, world_size, (address, listener.getsockname()[1]))
+        meeting = _Meeting(rank, members)
+        acceptor = threading.Thread(target=meeting.accept, args=(listener,), daemon=True)
         acceptor.start()
         for other in range(rank):
-            host, port = _text(store.get(f"{_PREFIX}address/{other}")).split()
-            meeting.add(_dial(rank, other, host, int(port), token))
-        acceptor.join(START_SECONDS + HANDSHAKE_SECONDS)
-    missing = sorted(set(range(world_size)) - {rank} - set(meeting.peers))
-    if missing:
-        raise CommError(f"rank {rank}: ranks {missing} did not connect within {START_SECONDS:.0f} s")
-    return meeting.peers
+            for role in meeting.roles(other):
+                meeting.add(_dial(rank, other, members, role), role)
+        acceptor.join(HANDSHAKE_SECONDS + 1.0)
+    return meeting.peers()
 
 
 class _Meeting:
-    """Who has come so far."""
+    """Who has connected so far."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self._rank, self._world_size = rank, world_size
+    def __init__(self, rank: int, members: Members) -> None:
+        self._rank, self._members = rank, members
         self._state = threading.Condition(threading.Lock())
-        self.peers: dict[int, Peer] = {}
+        self._connected: dict[tuple[int, int], Peer] = {}  # (rank, role) -> connection
 
-    def accept(self, listener: socket.socket, token: bytes) -> None:
-        """Take one connection from each higher rank; a stranger is turned away and forgotten."""
-        expected = set(range(self._rank + 1, self._world_size))
-        deadline = time.monotonic() + START_SECONDS
+    def roles(self, other: int) -> tuple[int, ...]:
+        """What there are connections with ``other`` for; nobody's own host vanishes."""
+        addresses = self._members.addresses
+        return (MESSAGES,) if addresses[other][0] == addresses[self._rank][0] else (MESSAGES, WATCH)
+
+    def accept(self, listener: socket.socket) -> None:
+        """Take the connections of the higher ranks; a stranger is turned away and forgotten."""
+        higher = range(self._rank + 1, len(self._members.addresses))
+        expected = {(other, role) for other in higher for role in self.roles(other)}
+        deadline = time.monotonic() + HANDSHAKE_SECONDS
         listener.settimeout(0.02)
-        while not expected <= set(self.peers) and time.monotonic() < deadline:
+        while not expected <= set(self._connected) and time.monotonic() < deadline:
             with contextlib.suppress(TimeoutError):
                 connection, _ = listener.accept()
                 # In a thread of its own, so that one who connects and stays silent delays nobody.
-                threading.Thread(target=self._greet, args=(connection, token), daemon=True).start()
+                threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
             with self._state:
-                self._state.wait_for(lambda: expected <= set(self.peers), 0.001)
+                self._state.wait_for(lambda: expected <= set(self._connected), 0.001)
 
-    def _greet(self, connection: socket.socket, token: bytes) -> None:
+    def _greet(self, connection: socket.socket) -> None:
         try:
-            peer = _welcome(self._rank, connection, token)
+            peer, role = _welcome(self._rank, connection, self._members.token)
         except (OSError, EOFError, CommError):
             connection.close()
             return
-        if not self._rank < peer.rank < self._world_size or not self.add(peer):
+        known = self._rank < peer.rank < len(self._members.addresses) and role in self.roles(peer.rank)
+        if not known or not self.add(peer, role):
             connection.close()
 
-    def add(self, peer: Peer) -> bool:
+    def add(self, peer: Peer, role: int) -> bool:
         """Take note of a connection; False where there is one already."""
         with self._state:
-            if peer.rank in self.peers:
+            if (peer.rank, role) in self._connected:
                 return False
-            self.peers[peer.rank] = peer
+            self._connected[peer.rank, role] = peer
             self._state.notify_all()
             return True
+
+    def peers(self) -> dict[int, Peer]:
+        """The other ranks, each with its connections.
+
+        Raises:
+            StartError: some did not connect.
+        """
+        peers: dict[int, Peer] = {}
+        for other in range(len(self._members.addresses)):
+            if other == self._rank:
+                continue
+            connections = [self._connected.get((other, role)) for role in self.roles(other)]
+            if None in connections:
+                raise StartError(
+                    f"rank {self._rank}: {self._members.name(other)} did not connect within "
+                    f"{HANDSHAKE_SECONDS:g} s"
+                )
+            peers[other] = peer = connections[MESSAGES]
+            peer.name = self._members.name(other)
+            peer.watch = connections[WATCH].connection if len(connections) > 1 else None
+        return peers
 
 
 def local_address() -> str:
@@ -116,7 +134,7 @@ def local_address() -> str:
     its interface from the first and the launcher announces the second.
 
     Raises:
-        CommError: the interface has no address.
+        ConfigError: the interface has no address.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if not interface:
@@ -127,48 +145,55 @@ def local_address() -> str:
         try:
             return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), get_interface_address, request)[20:24])
         except OSError as error:
-            raise CommError(f"GLOO_SOCKET_IFNAME={interface}: no IPv4 address ({error})") from error
+            raise ConfigError(
+                f"this interface has no IPv4 address ({error.strerror})",
+                key="GLOO_SOCKET_IFNAME",
+                value=interface,
+                place="environment",
+            ) from error
 
 
 def _proof(token: bytes, side: str, *parts: bytes) -> bytes:
     return hmac.digest(token, b"|".join([side.encode(), *(part.hex().encode() for part in parts)]), "sha256")
 
 
-def _dial(rank: int, other: int, host: str, port: int, token: bytes) -> Peer:
+def _dial(rank: int, other: int, members: Members, role: int) -> Peer:
     """Connect to ``other`` and prove to each other that both know the job's token.
 
-    HMAC-SHA256 over both sides' random challenges and ranks; the token itself is not sent.
+    HMAC-SHA256 over both sides' random challenges, their ranks and what the connection is for; the token
+    itself is not sent.
     """
     try:
-        connection = socket.create_connection((host, port), HANDSHAKE_SECONDS)
+        connection = socket.create_connection(members.addresses[other], HANDSHAKE_SECONDS)
         connection.settimeout(HANDSHAKE_SECONDS)
         peer = Peer(other, connection)
-        theirs, ours, ranks = (
-            _receive_bytes(peer, 32),
-            secrets.token_bytes(32),
-            struct.pack("!II", rank, other),
-        )
-        connection.sendall(ranks + ours + _proof(token, "dial", theirs, ours, ranks))
-        if not hmac.compare_digest(_receive_bytes(peer, 32), _proof(token, "welcome", ours, theirs, ranks)):
-            raise CommError(f"{host}:{port} does not know this job's token")
-        _probe_memory(peer)
+        theirs, ours = _receive_bytes(peer, 32), secrets.token_bytes(32)
+        ends = struct.pack("!III", rank, other, role)
+        connection.sendall(ends + ours + _proof(members.token, "dial", theirs, ours, ends))
+        proof = _proof(members.token, "welcome", ours, theirs, ends)
+        if not hmac.compare_digest(_receive_bytes(peer, 32), proof):
+            raise StartError(f"rank {rank}: {members.name(other)} does not know this job's token")
+        if role == MESSAGES:
+            _probe_memory(peer)
     except (OSError, EOFError) as error:
-        raise CommError(f"rank {rank}: no connection to rank {other} at {host}:{port}: {error}") from error
+        raise StartError(f"rank {rank}: no connection to {members.name(other)}: {error}") from error
     return peer
 
 
-def _welcome(rank: int, connection: socket.socket, token: bytes) -> Peer:
+def _welcome(rank: int, connection: socket.socket, token: bytes) -> tuple[Peer, int]:
+    """The other end of :func:`_dial`: who has connected, and what for."""
     connection.settimeout(HANDSHAKE_SECONDS)
     peer = Peer(-1, connection)
     ours = secrets.token_bytes(32)
     connection.sendall(ours)
-    ranks, theirs, proof = (_receive_bytes(peer, n) for n in (8, 32, 32))
-    peer.rank, addressed = struct.unpack("!II", ranks)
-    if addressed != rank or not hmac.compare_digest(proof, _proof(token, "dial", ours, theirs, ranks)):
+    ends, theirs, proof = (_receive_bytes(peer, n) for n in (12, 32, 32))
+    peer.rank, addressed, role = struct.unpack("!III", ends)
+    if addressed != rank or not hmac.compare_digest(proof, _proof(token, "dial", ours, theirs, ends)):
         raise CommError("a stranger")
-    connection.sendall(_proof(token, "welcome", theirs, ours, ranks))
-    _probe_memory(peer)
-    return peer
+    connection.sendall(_proof(token, "welcome", theirs, ours, ends))
+    if role == MESSAGES:
+        _probe_memory(peer)
+    return peer, role
 
 
 def _probe_memory(peer: Peer) -> None:
@@ -193,7 +218,3 @@ def _receive_bytes(peer: Peer, count: int) -> bytes:
     buffer = bytearray(count)
     peer.receive(memoryview(buffer))
     return bytes(buffer)
-
-
-def _text(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value

@@ -8,9 +8,6 @@ whether the reason still holds; a failing canary means that the line can go.
 from __future__ import annotations
 
 import importlib
-import os
-import socket
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -72,40 +69,16 @@ def _process_group_factory(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if backend != "gloo":
             return original(backend, store, rank, world_size, *args, group_id=group_id, **kwargs)
-        return cpu_backend.create_process_group(store, rank, world_size, group_id)
+        return cpu_backend.create_process_group(rank, world_size, group_id)
 
     return new_process_group
 
 
-def _store_when_up(original: Callable[[], Any]) -> Callable[[], Any]:
-    def create_or_get_global_tcp_store() -> Any:
-        if int(os.environ.get("PADDLE_TRAINER_ID", "0")) != 0:
-            seconds = os.environ.get("FLAGS_stop_check_timeout", "900")  # noqa: SIM112
-            _await_port(*_store_endpoint(), float(seconds))
-        return original()
+def _no_store(_: Callable[[], Any]) -> Callable[[], None]:
+    def create_or_get_global_tcp_store() -> None:
+        return None
 
     return create_or_get_global_tcp_store
-
-
-def _store_endpoint() -> tuple[str, int]:
-    """Where Paddle keeps the job's store: the order of its own ``init_parallel_env``."""
-    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if host and port:
-        return host, int(port)
-    endpoints = os.environ.get("PADDLE_MASTER") or os.environ.get("PADDLE_TRAINER_ENDPOINTS", "")
-    host, _, port = endpoints.split(",")[0].rpartition(":")
-    return host, int(port or 0)
-
-
-def _await_port(host: str, port: int, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while port and time.monotonic() < deadline:
-        try:
-            socket.create_connection((host, port), 5.0).close()
-        except OSError:
-            time.sleep(0.02)
-        else:
-            return
 
 
 # -- data parallel ----------------------------------------------------------------------------
@@ -445,8 +418,8 @@ TABLE: tuple[Replacement, ...] = (
     Replacement(
         "paddle.base.core",
         "create_or_get_global_tcp_store",
-        "a rank that finds the store's port closed sleeps 3 seconds in C++ before it tries again",
-        _store_when_up,
+        "waits in C++ for ranks that do not come, for 900 seconds, and its error names nobody",
+        _no_store,
     ),
     Replacement(
         "paddle.base.core",

@@ -3,7 +3,8 @@
 One connection per pair of ranks, made once and shared by every process group. A reader thread per
 connection drains it for as long as the process lives, so a send never waits for the receiver's program and
 no order of sends and receives can deadlock. ``cpu_handshake.py`` makes the connections, ``cpu_wire.py``
-knows the frames on them, ``cpu_inbox.py`` brings messages and receives together.
+knows the frames on them, ``cpu_inbox.py`` brings messages and receives together, ``cpu_watch.py`` and
+``cpu_ends.py`` know who is gone.
 
 Nothing in these files knows Paddle: memory is ``memoryview`` and NumPy.
 """
@@ -15,13 +16,15 @@ import contextlib
 import os
 import socket
 import struct
-import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 
-from ppfleetx.distributed.cpu_handshake import Store, connect_ranks
-from ppfleetx.distributed.cpu_inbox import BufferPool, Inbox, Receive, mismatch
+from ppfleetx.distributed.cpu_ends import Ends
+from ppfleetx.distributed.cpu_handshake import connect_ranks
+from ppfleetx.distributed.cpu_inbox import BufferPool, Inbox, mismatch
+from ppfleetx.distributed.cpu_operation import Operation
+from ppfleetx.distributed.cpu_watch import Watch
 from ppfleetx.distributed.cpu_wire import (
     ACK,
     BYE,
@@ -40,65 +43,15 @@ from ppfleetx.distributed.cpu_wire import (
     make_header,
     read_memory,
 )
+from ppfleetx.utils.peers import note_raised, report_lost
+from ppfleetx.utils.start import seconds_in
 
 TIMEOUT_VARIABLE = "PADDLE_CPU_COMM_TIMEOUT"
 DIRECT_BYTES = 1 << 16  # below this a copy through the socket is faster than the acknowledgement
 STALL_SECONDS = 2.0  # how long a rank waits before it asks the others what they are doing
+_GOODBYE_SECONDS = 2.0  # for all peers together; one of them may not read
 _SOCKET_BUFFER = 4 << 20
 _POOL_BYTES = 256 << 20
-
-Steps = Generator["list[Receive]", None, None]
-
-
-class Operation:
-    """A communication under way: a generator that yields the receives it needs next.
-
-    It is written as a generator so that whoever waits for one operation advances all the others too:
-    two ranks may then wait for two asynchronous operations in different orders.
-    """
-
-    def __init__(self, mesh: Mesh, steps: Steps, text: str, group: int, number: int, sig: Signature) -> None:
-        self.mesh, self.text, self.group, self.number, self.signature = mesh, text, group, number, sig
-        self._steps = steps
-        self._receives: list[Receive] = []
-        self.done = False
-        self.failure: BaseException | None = None
-
-    def ready(self) -> bool:
-        return all(receive.done for receive in self._receives)
-
-    def missing(self) -> list[int]:
-        """Ranks a message is still to come from."""
-        return sorted({receive.key[0] for receive in self._receives if not receive.done})
-
-    def advance(self) -> None:
-        """Run until the next receives are not there yet."""
-        while not self.done and self.ready():
-            for receive in self._receives:
-                self.mesh.inbox.settle(receive, self.text)
-            try:
-                self._receives = next(self._steps)
-            except StopIteration:
-                self.done, self._receives = True, []
-
-    def withdraw(self, failure: BaseException) -> None:
-        """Forget the posted receives of an operation that failed."""
-        self.failure = failure
-        self.mesh.inbox.unpost(self._receives)
-        self._steps.close()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        self.mesh.complete(self)
-        return True
-
-    def is_completed(self) -> bool:
-        return self.done
-
-    def is_sync(self) -> bool:
-        return self.done
-
-    def synchronize(self) -> None:
-        self.mesh.complete(self)
 
 
 class Mesh:
@@ -111,8 +64,7 @@ class Mesh:
         self.engine = threading.RLock()
         self.pending: list[Operation] = []
         self.inbox = Inbox(rank, self.state, self.pool)
-        self._ended: dict[int, str] = {}  # rank -> how
-        self._broken: int | None = None  # the first rank that ended without saying goodbye
+        self._ends = Ends(rank, {other: peer.name for other, peer in peers.items()})
         self._issued: dict[int, dict[int, Signature]] = {}  # group -> number -> what this rank ran
         self._answers: dict[int, tuple[Signature | None, bool, str]] = {}
         self._blocked: Operation | None = None
@@ -121,21 +73,23 @@ class Mesh:
     # -- connections --------------------------------------------------------------------------
 
     @classmethod
-    def connect(cls, store: Store, rank: int, world_size: int, *, address: str, timeout: float) -> Mesh:
+    def connect(cls, rank: int, world_size: int, *, address: str, timeout: float) -> Mesh:
         """Connect this rank with all others of the job, and listen to them.
 
         Args:
-            store, address: see :func:`connect_ranks`.
+            address: see :func:`connect_ranks`.
             timeout: limit in seconds of every later wait, 0 for none.
 
         Raises:
-            CommError: an address cannot be used, or a rank does not answer or does not know the token.
+            ConfigError, StartError: as of :func:`connect_ranks`.
         """
-        mesh = cls(rank, timeout, connect_ranks(store, rank, world_size, address))
+        mesh = cls(rank, timeout, connect_ranks(rank, world_size, address))
         mesh._start()
         return mesh
 
     def _start(self) -> None:
+        idle = {rank: peer.watch for rank, peer in self.peers.items() if peer.watch is not None}
+        self._watch = Watch(idle, lambda rank, reason: self._lose(self.peers[rank], reason))
         for peer in self.peers.values():
             _tune(peer.connection, self.timeout)
             threading.Thread(
@@ -149,6 +103,7 @@ class Mesh:
         for peer in self.peers.values():
             with contextlib.suppress(OSError):
                 os.close(peer.connection.detach())
+        self._watch.close_in_child()
         self.peers, self._closed = {}, True
 
     def close(self) -> None:
@@ -156,13 +111,16 @@ class Mesh:
         if self._closed:
             return
         self._closed = True
-        failure = getattr(sys, "last_value", None)
-        text = f"it failed with {type(failure).__name__}: {failure}"[:2000] if failure is not None else ""
+        with self.state:
+            text, lost = self._ends.farewell()
         payload = text.encode()
+        frame = make_header(BYE, Signature(0, 0, 0, lost), length=len(payload))
+        deadline = time.monotonic() + _GOODBYE_SECONDS
         for peer in self.peers.values():
+            left = max(deadline - time.monotonic(), 0.1)
             with contextlib.suppress(OSError):
-                peer.connection.settimeout(1.0)
-                peer.send(make_header(BYE, length=len(payload)), memoryview(payload))
+                _limit_sending(peer.connection, left)
+                peer.send(frame, memoryview(payload), patience=left)
                 peer.connection.shutdown(socket.SHUT_WR)
 
     # -- sending ------------------------------------------------------------------------------
@@ -174,6 +132,7 @@ class Mesh:
 
         Raises:
             PeerLostError: the connection is gone.
+            CommTimeoutError: the peer takes nothing any more.
         """
         peer = self.peers.get(dst)
         if peer is None:
@@ -187,9 +146,12 @@ class Mesh:
             ticket = peer.direct_sent
             address = address_of(view)
             peer.send(make_header(DIRECT, signature, phase, group, number, view.nbytes, address))
+        except BlockingIOError as error:  # the socket's own time limit
+            raise self._not_taken(peer, signature) from error
         except OSError as error:
             self._lose(peer, _reason(error))
-            raise self._lost(f"{signature} to rank {dst}", dst) from error
+            with self.state:
+                raise self._lost(f"{signature} to rank {dst}", dst) from error
         return lambda: self._await_read(peer, ticket, signature, view)
 
     def _await_read(self, peer: Peer, ticket: int, signature: Signature, view: memoryview) -> None:
@@ -197,14 +159,15 @@ class Mesh:
         deadline = time.monotonic() + self.timeout if self.timeout else float("inf")
         with self.state:
             while peer.direct_acknowledged < ticket:
-                if peer.rank in self._ended:
+                if peer.rank in self._ends:
                     raise self._lost(f"{signature} to rank {peer.rank}", peer.rank)
                 if time.monotonic() > deadline:
-                    raise CommTimeoutError(
-                        f"rank {self.rank}: rank {peer.rank} did not take {signature} "
-                        f"within {self.timeout:g} s"
-                    )
+                    raise self._not_taken(peer, signature)
                 self.state.wait(STALL_SECONDS)
+
+    def _not_taken(self, peer: Peer, signature: Signature) -> CommTimeoutError:
+        text = f"rank {self.rank}: {peer.name} did not take {signature} within {self.timeout:g} s"
+        return note_raised(CommTimeoutError(f"{text}; {TIMEOUT_VARIABLE} sets the limit"))
 
     # -- receiving ----------------------------------------------------------------------------
 
@@ -254,25 +217,25 @@ class Mesh:
                 self._answers[peer.rank] = (differs, bool(phase & 2) and quiet, text.decode())
             self.state.notify_all()
         if kind == BYE:
-            self._lose(peer, text.decode() or "it has ended", goodbye=True)
+            self._end(lambda: self._ends.add_goodbye(peer.rank, text.decode(errors="replace"), root))
         return kind == BYE
 
-    def _lose(self, peer: Peer, reason: str, *, goodbye: bool = False) -> None:
+    def _lose(self, peer: Peer, reason: str) -> None:
+        """``peer`` is gone without a goodbye."""
+        self._end(lambda: self._ends.add(peer.rank, reason, failed=True))
+        with contextlib.suppress(OSError):
+            peer.connection.shutdown(socket.SHUT_RDWR)  # whoever is sending to it waits no longer
+
+    def _end(self, record: Callable[[], bool]) -> None:
         with self.state:
-            if peer.rank not in self._ended:
-                self._ended[peer.rank] = reason
-                failed = not goodbye or reason != "it has ended"
-                if failed and self._broken is None:
-                    self._broken = peer.rank
+            is_first = record()
             self.state.notify_all()
+            sentence = self._ends.sentence() if is_first else ""
+        if is_first and not self._closed:
+            report_lost(sentence, self.close)
 
     def _lost(self, text: str, rank: int) -> PeerLostError:
-        # The first rank that broke is the cause; the one waited for may only have followed it.
-        cause = rank if self._broken is None else self._broken
-        waiting = "" if cause == rank else f" (waiting for rank {rank})"
-        return PeerLostError(
-            f"rank {self.rank}: in {text}{waiting}: rank {cause} is gone: {self._ended[cause]}"
-        )
+        return note_raised(self._ends.error(text, rank))
 
     # -- running operations -------------------------------------------------------------------
 
@@ -356,7 +319,7 @@ class Mesh:
                             return
                         self._check_lost(operation)
                     if time.monotonic() >= deadline:
-                        raise CommTimeoutError(self._timed_out(operation))
+                        raise note_raised(CommTimeoutError(self._timed_out(operation)))
                     suspicion = self._judge(operation, suspicion)
                 self._query(operation)
                 self._sleep_unless_ready()
@@ -367,7 +330,7 @@ class Mesh:
     def _woken(self) -> bool:
         if any(other.ready() for other in self.pending):
             return True
-        return self._broken is not None or any(rank in self._ended for rank in self._blocked.missing())
+        return self._ends.is_broken or any(rank in self._ends for rank in self._blocked.missing())
 
     def _sleep_unless_ready(self) -> None:
         """Let the answers come in; a failure found meanwhile is judged by the caller."""
@@ -376,8 +339,8 @@ class Mesh:
 
     def _check_lost(self, operation: Operation) -> None:
         missing = operation.missing()
-        gone = [rank for rank in missing if rank in self._ended]
-        if gone or self._broken is not None:
+        gone = [rank for rank in missing if rank in self._ends]
+        if gone or self._ends.is_broken:
             raise self._lost(operation.text, gone[0] if gone else missing[0])
 
     def _judge(self, operation: Operation, suspicion: int) -> int:
@@ -402,7 +365,7 @@ class Mesh:
         """Ask the ranks waited for what they are doing."""
         with self.state:
             self._answers.clear()
-            missing = [rank for rank in operation.missing() if rank not in self._ended]
+            missing = [rank for rank in operation.missing() if rank not in self._ends]
         point_to_point = int(operation.number < 0)
         for rank in missing:
             with contextlib.suppress(OSError):
@@ -429,23 +392,20 @@ class Mesh:
         missing = operation.missing()
         known = [f"rank {r} was in {self._answers[r][2]}" for r in missing if r in self._answers]
         return (
-            f"rank {self.rank}: waited {self.timeout:g} s for rank{'s' * (len(missing) > 1)} "
-            f"{', '.join(map(str, missing))} in {operation.text}"
+            f"rank {self.rank}: waited {self.timeout:g} s for "
+            f"{', '.join(self.peers[rank].name for rank in missing)} in {operation.text}"
             + (f" ({'; '.join(known)})" if known else "")
             + f"; {TIMEOUT_VARIABLE} sets the limit"
         )
 
 
 def time_limit() -> float:
-    """Seconds any wait may take (``PADDLE_CPU_COMM_TIMEOUT``, default 1800, 0 for ever)."""
-    text = os.environ.get(TIMEOUT_VARIABLE, "1800")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise CommError(f"{TIMEOUT_VARIABLE}={text}: not a number of seconds (0: no limit)")
-    return seconds
+    """Seconds any wait may take (``PADDLE_CPU_COMM_TIMEOUT``, default 1800, 0 for ever).
+
+    Raises:
+        ConfigError: the variable is no such number.
+    """
+    return seconds_in(TIMEOUT_VARIABLE, 1800.0)
 
 
 def _tune(connection: socket.socket, timeout: float) -> None:
@@ -453,14 +413,15 @@ def _tune(connection: socket.socket, timeout: float) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         connection.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER)
-    # A host that vanishes sends no goodbye: ask it after 20 silent seconds, give up after 30 more.
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
-        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     if timeout:
-        limit = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        _limit_sending(connection, timeout)
+
+
+def _limit_sending(connection: socket.socket, seconds: float) -> None:
+    """Let a thread wait so long at most until the peer's reader takes what it sends."""
+    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
 def _reason(error: BaseException) -> str:
-    return str(error) or type(error).__name__
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -42,6 +42,10 @@ class CommError(RuntimeError):
     """A communication that cannot complete."""
 
 
+class StartError(CommError, PeerEndedError):
+    """The ranks of the job have not all met."""
+
+
 class PeerLostError(CommError, PeerEndedError):
     """A rank this one depends on has ended."""
 
@@ -50,8 +54,8 @@ class OutOfStepError(CommError):
     """Two ranks run different operations where they must run the same."""
 
 
-class CommTimeoutError(CommError):
-    """Nothing came for as long as the limit allows."""
+class CommTimeoutError(CommError, PeerEndedError):
+    """Nothing came for as long as the limit allows: the rank waited for lives, but does not answer."""
 
 
 class Signature(NamedTuple):
@@ -86,10 +90,17 @@ def make_header(
 
 
 class Peer:
-    """The connection to one rank."""
+    """The connection to one rank.
+
+    Attributes:
+        name: which rank it is and where, for people.
+        watch: a second, idle connection to a rank on another host.
+    """
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         self.rank, self.connection = rank, connection
+        self.name = f"rank {rank}"
+        self.watch: socket.socket | None = None
         self.sending = threading.Lock()
         self.control: deque[bytes] = deque()
         self.pid = 0  # of the peer, where its memory can be read
@@ -110,10 +121,21 @@ class Peer:
                 raise EOFError("connection closed")
             view = view[count:]
 
-    def send(self, header: bytes, payload: memoryview | None = None) -> None:
-        """Send one frame; blocks only while the peer's reader thread is busy."""
-        with self.sending:
+    def send(self, header: bytes, payload: memoryview | None = None, *, patience: float = -1) -> None:
+        """Send one frame; blocks only while the peer's reader thread is busy.
+
+        Args:
+            patience: seconds to wait for another thread that is sending; -1: for as long as it takes.
+
+        Raises:
+            OSError: the connection is gone, or the other thread did not end in time.
+        """
+        if not self.sending.acquire(timeout=patience):
+            raise TimeoutError("another thread is still sending")
+        try:
             self._write(header, payload)
+        finally:
+            self.sending.release()
         self._flush_control()
 
     def send_control(self, frame: bytes) -> None:

@@ -11,8 +11,10 @@ import sys
 import time
 from collections.abc import Callable
 
-from ppfleetx.config.errors import PeerEndedError, UserError
+from ppfleetx.config.errors import UserError
 from ppfleetx.utils.installed import not_installed
+from ppfleetx.utils.orphans import end_with_launcher
+from ppfleetx.utils.peers import end_with_peers, ended_peer_in
 
 EXIT_USER_ERROR = 2
 EXIT_PEER_LOST = 3
@@ -22,6 +24,8 @@ EXIT_READER_GONE = 141  # what a shell reports of a program that SIGPIPE has end
 # The launcher looks at its ranks every second or two, shows the log of the first it finds ended and then
 # ends the others. It should find the one that failed, not those that ended because of it.
 _LAUNCHER_LOOKS_SECONDS = 5.0
+# So long after the loss of another process this one may go on with what is no communication.
+_GRACE_SECONDS = 20.0
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,34 +51,30 @@ def run_tool(main: Callable[[], int | None]) -> None:
     """Run a tool's ``main`` and end the process with its exit code.
 
     A :class:`UserError`, or a library that is not installed, is printed as one message and ends with code 2,
-    the end of another process of the job likewise with code 3. When the reader of standard output has gone
-    (``| head -1``), nobody wants the rest: the tool ends without a word, with code 141. Anything else is a
-    defect of the program and keeps its traceback. Characters that the encoding of standard output lacks are
-    written as escapes.
+    the end of another process of the job likewise with code 3, also where Paddle has wrapped it into an error
+    of its own. When the reader of standard output has gone (``| head -1``), nobody wants the rest: the tool
+    ends without a word, with code 141. Anything else is a defect of the program and keeps its traceback.
+    Characters that the encoding of standard output lacks are written as escapes.
     """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
+    end_with_launcher()
+    end_with_peers(_GRACE_SECONDS, EXIT_PEER_LOST)
     try:
         code = _call(main)
+        _keep_exit_code()
         sys.stdout.flush()
     except UserError as error:
-        # This process ends anyway; a launcher that ends it a moment sooner must not change the exit code.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _keep_exit_code()
         print(f"error: {error}", file=sys.stderr)
         code = EXIT_USER_ERROR
-    except PeerEndedError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        code = EXIT_PEER_LOST
-        if "PADDLE_TRAINER_ID" in os.environ:
-            time.sleep(_LAUNCHER_LOOKS_SECONDS)
-    except BrokenPipeError:
-        if not _reader_has_gone():  # another pipe or socket, which is not the user's doing
-            raise
-        _discard_output()
-        code = EXIT_READER_GONE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED
+    except Exception as error:
+        code = _exit_code_of(error)
+        if code is None:
+            raise
     sys.exit(code or 0)
 
 
@@ -86,6 +86,34 @@ def _call(main: Callable[[], int | None]) -> int | None:
         if user_error is None:
             raise
         raise user_error from None
+
+
+def _keep_exit_code() -> None:
+    """This process ends anyway: a launcher that ends it a moment sooner must not change the exit code."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _exit_code_of(error: Exception) -> int | None:
+    """Say what has to be said of an error that is no defect of this program; None: it is one."""
+    ended = ended_peer_in(error)
+    if ended is not None:
+        print(f"error: {ended}", file=sys.stderr, flush=True)
+        if "PADDLE_TRAINER_ID" in os.environ:
+            _wait_for_the_launcher()
+        return EXIT_PEER_LOST
+    if isinstance(error, BrokenPipeError) and _reader_has_gone():
+        _discard_output()
+        return EXIT_READER_GONE
+    return None  # a broken pipe or socket that is not the user's doing, too
+
+
+def _wait_for_the_launcher() -> None:
+    """Let it find the rank that failed; when it has, it ends this one, which keeps its exit code."""
+    told: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    deadline = time.monotonic() + _LAUNCHER_LOOKS_SECONDS
+    while not told and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _reader_has_gone() -> bool:

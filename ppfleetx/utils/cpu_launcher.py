@@ -1,14 +1,14 @@
-"""``--devices 0,1`` of Paddle's launcher on a machine without a GPU.
+"""What Paddle's launcher (3.3.1) lacks: ``--devices`` without a GPU, waits that end, exit codes.
 
-The launcher of Paddle 3.3.1 looks ``--devices`` up among the GPUs it sees; where it sees none it ends with
-``ValueError: substring not found``. When ``CUDA_VISIBLE_DEVICES`` names them it starts a process for each,
-with the CPU build as well. So that one command line serves both kinds of machine,
+The launcher looks ``--devices 0,1`` up among the GPUs it sees; where it sees none it ends with ``ValueError:
+substring not found``. When ``CUDA_VISIBLE_DEVICES`` names them it starts a process for each, with the CPU
+build as well. For the waits and the exit codes see ``launcher_watch.py``. So that one command line serves
+all machines,
 
     python -m ppfleetx.utils.cpu_launcher
 
-puts one line into this environment's site-packages (``make`` does it for its own), which sets that variable
-in the launcher's process where the CPU build is installed. Nothing else is touched, and deleting the file
-undoes it.
+puts one line into this environment's site-packages (``make`` does it for its own), which does this in the
+launcher's process. Nothing else is touched, and deleting the file undoes it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ import sysconfig
 from collections.abc import MutableMapping, Sequence
 from importlib import metadata
 from pathlib import Path
+
+from ppfleetx.utils.launcher_watch import watch_launcher
+from ppfleetx.utils.orphans import LAUNCHER_VARIABLE
 
 LAUNCHER = "paddle.distributed.launch"
 HOOK = "ppfleetx_cpu_launcher.pth"
@@ -31,9 +34,27 @@ _LINE = (
 
 
 def apply() -> None:
-    """Set the variable in this process, if it is the launcher with devices that only the CPU can play."""
+    """Prepare this process, if it is the launcher."""
+    options = launcher_options(sys.orig_argv)
+    if options is None:
+        return
     if not _is_gpu_build():
         name_devices(sys.orig_argv, os.environ)
+    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
+    watch_launcher(options)
+
+
+def launcher_options(argv: Sequence[str]) -> list[str] | None:
+    """What follows ``-m paddle.distributed.launch``; None where that is not what Python was told to run."""
+    words = iter(range(1, len(argv)))
+    for place in words:
+        if argv[place] == "-m":
+            return list(argv[place + 2 :]) if argv[place + 1 : place + 2] == [LAUNCHER] else None
+        if argv[place] in ("-W", "-X"):
+            next(words, None)
+        elif not argv[place].startswith("-"):
+            return None
+    return None
 
 
 def name_devices(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
@@ -67,6 +88,4 @@ def _is_gpu_build() -> bool:
 
 
 if __name__ == "__main__":
-    print(
-        f"wrote {install()}: --devices of Paddle's launcher starts CPU processes where there is no GPU build"
-    )
+    print(f"wrote {install()}: Paddle's launcher takes --devices without a GPU build, and its waits end")

@@ -25,6 +25,7 @@ from pathlib import Path
 from ppfleetx.utils.cpu import AVX512, flags_in, read_cpuinfo
 from ppfleetx.utils.installed import not_installed
 from ppfleetx.utils.log import get_logger
+from ppfleetx.utils.orphans import end_with_launcher
 
 SWITCH = "PPFLEETX_TUNE_CPU"
 
@@ -67,7 +68,8 @@ _ours: dict[str, str] = {}
 
 
 def prepare_process(*, device: str = "cpu") -> str:
-    """Apply the settings to this process; call before Paddle is imported.
+    """Apply the settings to this process, and let a rank end with its launcher; to be called before Paddle
+    is imported.
 
     Once Paddle is there, only malloc can still be set: a warning then says so, the first time.
 
@@ -78,6 +80,7 @@ def prepare_process(*, device: str = "cpu") -> str:
         One line for the log that says what was set, kept or skipped.
     """
     global _said
+    end_with_launcher()
     if os.environ.get(SWITCH, "1") in {"0", "false", "off"}:
         return f"CPU settings: left alone ({SWITCH}={os.environ[SWITCH]})"
     if "paddle" not in sys.modules:

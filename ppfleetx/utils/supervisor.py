@@ -2,6 +2,9 @@
 
 Paddle's launcher restarts its ranks only when it has an etcd server to talk to; without one its
 ``--max_restart`` does nothing. This needs no server: it restarts the launcher.
+
+The launcher's ranks live in sessions of their own and outlive it when it is killed. They are found all the
+same, as the processes below this one.
 """
 
 from __future__ import annotations
@@ -15,13 +18,24 @@ import time
 from collections.abc import Iterator, Sequence
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.utils.cli import EXIT_USER_ERROR
-from ppfleetx.utils.log import configure_logging
+from ppfleetx.utils.cli import EXIT_INTERRUPTED, EXIT_USER_ERROR
+from ppfleetx.utils.log import configure_logging, get_logger
+from ppfleetx.utils.orphans import end_child_with_parent
+from ppfleetx.utils.processes import adopt_orphans, descendants, end_descendants
 
 _MAX_BACKOFF = 300.0
+_SETTLE_SECONDS = 1.0  # that processes which end by themselves have before something is said of them
+_FINAL = {
+    EXIT_USER_ERROR: "a mistake that trying again does not mend",
+    EXIT_INTERRUPTED: "Ctrl-C",
+}
+
+
+class ProcessesRemainError(RuntimeError):
+    """Something of an earlier start cannot be ended; another start would meet it."""
+
+
 _TRUE = ("true", "yes", "on")
-
-
 RESUME = "Engine.save_load.resume"
 
 
@@ -62,25 +76,33 @@ def _overrides(command: Sequence[str]) -> Iterator[str]:
 def supervise(command: Sequence[str], *, max_restarts: int, backoff: float, grace: float) -> int:
     """Run ``command`` until it ends well, was told to stop, or has been restarted often enough.
 
+    It is started again only when nothing of its last start runs any more.
+
     Args:
-        command: program and arguments; runs in a process group of its own.
+        command: program and arguments; runs in a process group of its own, and gets SIGTERM when this process
+            has gone.
         max_restarts: starts after the first.
         backoff: seconds before the first restart; doubles with each, to five minutes at most.
-        grace: seconds between passing a signal on and killing the group.
+        grace: seconds between passing a signal on, or SIGTERM to what outlives the command, and killing it.
 
     Returns:
         The exit code of the last start: 0, or what it failed with.
     """
     log = configure_logging()
     stop = threading.Event()
+    adopt_orphans()
     with _passing_signals_on(stop) as children:
         for attempt in range(max_restarts + 1):
             log.info(f"supervisor: start {attempt + 1} of at most {max_restarts + 1}")
-            code = _run_once(command, children, stop, grace)
+            try:
+                code = _run_once(command, children, stop, grace)
+            except ProcessesRemainError as error:
+                log.error(f"supervisor: {error}")
+                return 1
             if code == 0 or stop.is_set():
                 return code
-            if code == EXIT_USER_ERROR:
-                log.error("supervisor: exit code 2, a mistake that trying again does not mend")
+            if code in _FINAL:
+                log.error(f"supervisor: exit code {code}, {_FINAL[code]}; it is not started again")
                 return code
             if attempt < max_restarts:
                 pause = min(backoff * 2**attempt, _MAX_BACKOFF)
@@ -94,7 +116,7 @@ def supervise(command: Sequence[str], *, max_restarts: int, backoff: float, grac
 def _run_once(
     command: Sequence[str], children: list[subprocess.Popen], stop: threading.Event, grace: float
 ) -> int:
-    child = subprocess.Popen(command, start_new_session=True)
+    child = subprocess.Popen(command, start_new_session=True, preexec_fn=end_child_with_parent)
     children[:] = [child]
     deadline: float | None = None
     try:
@@ -105,10 +127,37 @@ def _run_once(
                 break
             time.sleep(0.1)
     finally:
-        # The command, or ranks that outlived it.
-        _signal_group(child, signal.SIGKILL)
-    code = child.wait()
+        _signal_group(child, signal.SIGKILL)  # the command, or what outlived it in its group
+        code = child.wait()
+        _end_rest(grace)
     return code if code >= 0 else 128 - code
+
+
+def _end_rest(grace: float) -> None:
+    """Wait for ranks that outlived the command, and end them.
+
+    Raises:
+        ProcessesRemainError: they do not end.
+    """
+    log = get_logger()
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while (running := descendants()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if not running:
+        end_descendants(0)  # none is left to be told; this only lets go of them
+        return
+    log.warning(
+        f"supervisor: the command has ended, but not {_processes(running)} below it: SIGTERM now, SIGKILL in "
+        f"{grace:g} s"
+    )
+    left = end_descendants(grace)
+    if left:
+        raise ProcessesRemainError(f"{_processes(left)} cannot be ended; nothing is started beside them")
+    log.info("supervisor: they have ended")
+
+
+def _processes(pids: Sequence[int]) -> str:
+    return f"process{'es' if len(pids) > 1 else ''} {', '.join(map(str, pids))}"
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from ppfleetx.data.indexed import IndexedDataset
 from ppfleetx.data.ordered_pool import map_in_order
 from ppfleetx.data.preprocess import preprocess
 from ppfleetx.data.tokenizer import Tokenizer
+from tests.helpers.leftovers import children, leftovers
 from tests.helpers.texts import random_text, small_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -295,16 +296,14 @@ def test_an_interrupted_run_leaves_nothing(tmp_path, long_run, number):
 
 
 def test_workers_end_when_the_run_is_killed(tmp_path, long_run):
+    others = children()
     process = long_run()
     wait_for_output(tmp_path / "out")
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    assert len(children) == 2
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(workers) == 2
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{child}").exists() for child in children):
-        assert time.monotonic() < deadline, "a worker outlives its parent"
-        time.sleep(0.1)
+    assert leftovers(others, 20) == {}, "a worker outlives its parent"
 
 
 def test_the_tool_takes_the_spellings_of_its_ancestors(tmp_path, tokenizer):

@@ -399,20 +399,24 @@ def stranger() -> str:
 
     seen: list[bytes] = []
 
-    def knock(address: tuple) -> None:
+    def knock(address: tuple, meets: bool) -> None:
         with contextlib.suppress(ConnectionError), socket.create_connection(address):  # says nothing
             with socket.create_connection(address) as liar:
-                challenge = liar.recv(32)
-                liar.sendall(b"\0\0\0\1" + b"\0" * 4 + b"x" * 64)
                 liar.settimeout(5)
-                seen.append(challenge and liar.recv(1))
+                if meets:
+                    liar.sendall(b'{"rank": "boss"}\n')
+                else:
+                    liar.recv(32)  # the challenge
+                    liar.sendall(b"\0\0\0\1" + b"\0" * 8 + b"x" * 64)
+                seen.append(liar.recv(1))
             time.sleep(0.2)
 
     original, knockers = socket.create_server, []
 
     def create_server(address, **options):
         server = original(address, **options)
-        knockers.append(threading.Thread(target=knock, args=(server.getsockname(),)))
+        meets = not address[0]  # rank 0 lets all ranks meet at any of its addresses
+        knockers.append(threading.Thread(target=knock, args=(server.getsockname(), meets)))
         knockers[-1].start()
         time.sleep(0.1)
         return server

@@ -6,9 +6,11 @@ import threading
 import numpy as np
 import pytest
 
+from ppfleetx.config.errors import ConfigError
 from ppfleetx.distributed import cpu_handshake as handshake
 from ppfleetx.distributed import cpu_transport as transport
 from ppfleetx.distributed.cpu_inbox import BufferPool
+from ppfleetx.distributed.cpu_rendezvous import Members
 from ppfleetx.distributed.cpu_wire import CommError
 
 TOKEN = bytes(range(32))
@@ -37,7 +39,7 @@ def shake_hands(monkeypatch, token_of_dialer: bytes, addressed: int = 0):
 
     def welcome() -> None:
         try:
-            results["welcome"] = handshake._welcome(0, theirs, TOKEN)
+            results["welcome"], _ = handshake._welcome(0, theirs, TOKEN)
         except (CommError, EOFError, OSError) as error:
             results["welcome"] = error
             theirs.inner.close()
@@ -45,7 +47,8 @@ def shake_hands(monkeypatch, token_of_dialer: bytes, addressed: int = 0):
     thread = threading.Thread(target=welcome)
     thread.start()
     try:
-        results["dial"] = handshake._dial(1, addressed, "host", 1, token_of_dialer)
+        members = Members(token_of_dialer, (("host", 1),) * 3)
+        results["dial"] = handshake._dial(1, addressed, members, handshake.MESSAGES)
     except CommError as error:
         results["dial"] = error
     thread.join(10)
@@ -82,7 +85,7 @@ def test_address(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert handshake.local_address() == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonesuch0")
-    with pytest.raises(CommError, match="nonesuch0"):
+    with pytest.raises(ConfigError, match="nonesuch0"):
         handshake.local_address()
 
 
@@ -93,7 +96,7 @@ def test_time_limit(monkeypatch):
     assert transport.time_limit() == 0
     for wrong in ("-1", "soon", "inf", "nan"):
         monkeypatch.setenv(transport.TIMEOUT_VARIABLE, wrong)
-        with pytest.raises(CommError, match=wrong):
+        with pytest.raises(ConfigError, match=wrong):
             transport.time_limit()
 
 

@@ -1,7 +1,7 @@
 """tools/train.py with a fault: ``FAULT=rank:step:kind``, once only if ``FAULT_ONCE`` names a file to be made.
 
-Kinds: ``raise``, ``kill``, ``hang`` or ``data`` (a user's error) just before that step; ``kill_in_save``
-between writing the rank's files of the checkpoint of that step and telling the others.
+Kinds: ``raise``, ``kill``, ``kill_launcher``, ``hang`` or ``data`` (a user's error) just before that step;
+``kill_in_save`` between writing the rank's files of the checkpoint of that step and telling the others.
 """
 
 from __future__ import annotations
@@ -36,7 +36,12 @@ def _break_read(step: int, kind: str) -> None:
     read = Engine._read
 
     def faulty_read(engine, batches):
-        return _fail(kind) if engine.state.step + 1 == step and _is_due() else read(engine, batches)
+        if engine.state.step + 1 != step or not _is_due():
+            return read(engine, batches)
+        if kind == "kill_launcher":
+            os.kill(os.getppid(), signal.SIGKILL)
+            return read(engine, batches)
+        return _fail(kind)
 
     Engine._read = faulty_read
 

@@ -36,14 +36,15 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ppfleetx.utils.processes import adopt_orphans
+
 ROOT = Path(__file__).resolve().parents[2]
 ADOPTION_SECONDS = 30.0
-SET_CHILD_SUBREAPER = 36  # prctl(2)
-SET_PARENT_DEATH_SIGNAL = 1
+SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
 
 
 SWITCH = "PPFLEETX_TESTS_EXECUTE"  # set to 1, nothing is forked
@@ -129,29 +130,14 @@ class Popen(_Forked):
             "new_session": bool(bound["start_new_session"]),
             "parent": os.getpid(),
         }
-        with ours, theirs, _adopting():
+        adopt_orphans()
+        with ours, theirs:
             nursery.send({"program": True}, [theirs.fileno(), *streams])
             ours.sendall(json.dumps(request).encode() + b"\n")
             ours.settimeout(ADOPTION_SECONDS)
             answer = ours.recv(64)
         assert answer.isdigit(), f"{request['command']} was not started"
         return int(answer)
-
-
-@contextlib.contextmanager
-def _adopting() -> Iterator[None]:
-    """Meanwhile orphans below this process become its children."""
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    with _ADOPTION:
-        if prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "this kernel does not let us adopt processes")
-        try:
-            yield
-        finally:
-            prctl(SET_CHILD_SUBREAPER, 0, 0, 0, 0)
-
-
-_ADOPTION = threading.Lock()
 
 
 # -- in the nursery -----------------------------------------------------------------------------

@@ -85,6 +85,10 @@ class Nursery:
         )
         theirs.close()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def fork(self, settings: dict[str, str], log: Path) -> socket.socket:
         """A new rank with these environment variables; returns the connection to it."""
         ours, theirs = socket.socketpair()

@@ -16,14 +16,19 @@ class NoNamespacesError(RuntimeError):
 
 @dataclass(frozen=True)
 class Node:
-    """A network namespace and its address."""
+    """A network namespace, its address, and the end of the cable that is plugged into it."""
 
     name: str
     address: str
+    cable: str
 
     def command(self, *words: str) -> list[str]:
         """``words`` to be run on this node."""
         return ["ip", "netns", "exec", self.name, *words]
+
+    def unplug(self) -> None:
+        """Pull the cable: from now on this node reaches nobody, and nobody hears of it."""
+        _ip("-n", self.name, "link", "set", self.cable, "down")
 
 
 @contextlib.contextmanager
@@ -36,16 +41,18 @@ def two_nodes() -> Iterator[tuple[Node, Node]]:
     if shutil.which("ip") is None:
         raise NoNamespacesError("there is no `ip` command (iproute2)")
     tag = os.getpid() % 10000
-    nodes = (Node(f"ppfx{tag}a", "10.77.0.1"), Node(f"ppfx{tag}b", "10.77.0.2"))
-    cables = [f"ppfx{tag}{end}" for end in "ab"]
+    nodes = tuple(
+        Node(f"ppfx{tag}{end}", f"10.77.0.{number}", f"ppfx{tag}{end}")
+        for number, end in enumerate("ab", start=1)
+    )
     try:
         for node in nodes:
             _ip("netns", "add", node.name)
-        _ip("link", "add", cables[0], "type", "veth", "peer", "name", cables[1])
-        for node, cable in zip(nodes, cables, strict=True):
-            _ip("link", "set", cable, "netns", node.name)
-            _ip("-n", node.name, "address", "add", f"{node.address}/24", "dev", cable)
-            _ip("-n", node.name, "link", "set", cable, "up")
+        _ip("link", "add", nodes[0].cable, "type", "veth", "peer", "name", nodes[1].cable)
+        for node in nodes:
+            _ip("link", "set", node.cable, "netns", node.name)
+            _ip("-n", node.name, "address", "add", f"{node.address}/24", "dev", node.cable)
+            _ip("-n", node.name, "link", "set", node.cable, "up")
             _ip("-n", node.name, "link", "set", "lo", "up")
         yield nodes
     finally:

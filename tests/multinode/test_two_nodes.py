@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,11 +25,11 @@ OVERRIDES = (
 
 
 def start(tool: Tool, node: Node, master: str, output_dir: Path, *overrides: str, **environ: str):  # noqa: F811
-    """The launcher of a node; without a fault in ``environ`` that of the master is started as users do it,
-    the others are forked."""
+    """The launcher of a node; without ``environ`` that of the master is started as users do it, the others
+    are forked."""
     executed = not environ and master.startswith(f"{node.address}:")
     popen = subprocess.Popen if executed else programs.Popen
-    script = "tests/e2e/faulty_train.py" if environ else "tools/train.py"
+    script = "tests/e2e/faulty_train.py" if "FAULT" in environ else "tools/train.py"
     program = tool.command(script, output_dir, *OVERRIDES, "Distributed.mp_degree=2", *overrides)
     launcher = ["-m", "paddle.distributed.launch", "--master", master, "--nnodes", "2"]
     launcher += ["--host", node.address, "--nproc_per_node", "2"]
@@ -92,5 +93,54 @@ def test_a_rank_killed_on_one_node_ends_both(tool: Tool, tmp_path: Path, nodes) 
     results = finish(jobs, 60)
     assert all(code != 0 for code, _ in results)
     assert time.monotonic() - started < 45
-    assert "rank 3 is gone" in results[0][1]
+    assert re.search(r"rank 3 at 10\.77\.0\.2:\d+ is gone", results[0][1])
     assert "Container rank 1" in results[1][1]  # the launcher counts the ranks of its node
+
+
+def test_a_stopped_rank_is_waited_for_and_an_unplugged_host_is_not(
+    tool: Tool,  # noqa: F811
+    tmp_path: Path,
+    nodes,
+) -> None:
+    master = f"{nodes[0].address}:38521"
+    endless = ("Engine.max_steps=100000", "Engine.eval_freq=0", "Engine.save_load.save_steps=null")
+    settings = {"PADDLE_CPU_COMM_SILENCE": "3"}
+    jobs = [start(tool, node, master, tmp_path / "two", *endless, **settings) for node in nodes]
+    try:
+        await_steps(tmp_path / "two", 3, jobs)
+        stopped = rank_of(tmp_path / f"two_log_{nodes[1].name}", 1)
+        os.kill(stopped, signal.SIGSTOP)
+        time.sleep(8)
+        os.kill(stopped, signal.SIGCONT)
+        await_steps(tmp_path / "two", len(losses(tmp_path / "two")) + 3, jobs)
+        nodes[1].unplug()
+        started = time.monotonic()
+    finally:
+        results = finish(jobs, 60)
+    assert time.monotonic() - started < 30
+    for number, (code, output) in enumerate(results):
+        assert code == 3, output
+        assert "Traceback" not in output
+        host = nodes[1 - number].address
+        assert re.search(rf"error: rank \d: .*rank \d at {host}:\d+ is gone: no sign of life", output), output
+
+
+def await_steps(output_dir: Path, number: int, jobs: list[subprocess.Popen]) -> None:
+    """Until so many steps are recorded."""
+    deadline = time.monotonic() + 60
+    while len(losses(output_dir)) < number:
+        assert time.monotonic() < deadline
+        assert all(job.poll() is None for job in jobs)
+        time.sleep(0.05)
+
+
+def rank_of(log_dir: Path, local_rank: int) -> int:
+    """Process of a rank, which writes to a file of its own."""
+    log = str(log_dir / f"workerlog.{local_rank}")
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(process / "fd/1") == log:
+                return int(process.name)
+        except OSError:
+            continue
+    raise AssertionError(f"nobody writes {log}")

@@ -14,6 +14,7 @@ import pytest
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.utils.supervisor import with_resume
+from tests.helpers.leftovers import children, leftovers
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPERVISE = str(ROOT / "tools/supervise.py")
@@ -107,6 +108,73 @@ def test_what_outlives_the_command_is_ended(tmp_path: Path) -> None:
     done, _ = supervise(tmp_path, action)
     assert done.returncode == 0
     wait_until_gone(int(pid_file.read_text()))
+
+
+# A rank in a session of its own, whose launcher is killed: it stops after a while, or not at all.
+ORPHAN = """
+import os, pathlib, signal, sys, time
+end = pathlib.Path(sys.argv[1])
+end.with_name("runs").touch()
+def stop(*_):
+    if sys.argv[2] == "late":
+        time.sleep(0.7); end.touch(); sys.exit()
+signal.signal(signal.SIGTERM, stop)
+end.with_name("ready").touch()
+while True:
+    time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize(("how", "grace"), [("late", "30"), ("never", "0.5")])
+def test_a_restart_waits_until_the_ranks_of_a_killed_launcher_have_ended(
+    tmp_path: Path, how: str, grace: str
+) -> None:
+    end = tmp_path / "end"
+    action = f"""
+import signal
+if starts == 1:
+    command = [sys.executable, "-c", {ORPHAN!r}, {str(end)!r}, {how!r}]
+    rank = subprocess.Popen(command, start_new_session=True)
+    file.with_name("rank").write_text(str(rank.pid))
+    while not file.with_name("ready").exists():
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGKILL)
+alive = pathlib.Path("/proc/" + file.with_name("rank").read_text()).exists()
+sys.exit(5 if alive else 0)
+"""
+    done, starts = supervise(tmp_path, action, "--grace", grace, "--max-restarts", "1")
+    assert (done.returncode, starts) == (0, 2), done.stdout
+    rank = (tmp_path / "rank").read_text()
+    assert f"the command has ended, but not process {rank} below it" in done.stdout
+    assert "they have ended" in done.stdout
+    assert end.exists() == (how == "late")
+
+
+def test_the_command_is_told_when_the_supervisor_was_killed(tmp_path: Path) -> None:
+    action = (
+        "import signal\n"
+        "def stop(*_):\n"
+        f"    pathlib.Path({str(tmp_path / 'stopped')!r}).touch(); sys.exit()\n"
+        "signal.signal(signal.SIGTERM, stop)\n"
+        f"pathlib.Path({str(tmp_path / 'ready')!r}).touch()\n"
+        "time.sleep(60)"
+    )
+    before = children()
+    command = [sys.executable, SUPERVISE, "--", sys.executable, "-c", COUNTING.format(action=action)]
+    process = subprocess.Popen([*command, str(tmp_path / "starts")], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "ready").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    assert leftovers(before, 10) == {}
+    assert (tmp_path / "stopped").exists()
+
+
+def test_ctrl_c_of_the_command_is_not_tried_again(tmp_path: Path) -> None:
+    done, starts = supervise(tmp_path, "sys.exit(130)")
+    assert (done.returncode, starts) == (130, 1), done.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

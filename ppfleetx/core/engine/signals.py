@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
 from typing import Self
+
+_OF_LAUNCHER = "PADDLE_TRAINER_ID"
 
 
 class StopRequest:
@@ -43,6 +46,10 @@ class StopRequest:
         for number, handler in self._previous.items():
             # A handler that Python did not install (Paddle's C++ one) cannot be put back from here.
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        if self and _OF_LAUNCHER in os.environ and signal.SIGTERM in self._previous:
+            # The launcher sends it to one rank after the other, and up to three times to each: a rank that
+            # has stopped must not be ended by it, and thus with another exit code, while it leaves.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.signal_name is not None and number == signal.SIGINT:

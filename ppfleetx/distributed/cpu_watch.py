@@ -1,0 +1,103 @@
+"""Which hosts have vanished: a machine that loses power, or its link, sends no goodbye.
+
+A connection with data under way tells of nobody's end for a quarter of an hour, and one whose reader is slow
+looks like one whose host is gone. So each pair of ranks on different hosts keeps a second connection that
+carries nothing. On it the kernels ask each other for a sign of life (TCP keepalive), which a process answers
+that computes, saves, is stopped or waits for a lock: a slow rank is never taken for a lost one, however
+loaded its machine is.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from ppfleetx.utils.start import seconds_in
+
+SILENCE_VARIABLE = "PADDLE_CPU_COMM_SILENCE"
+_SILENCE_SECONDS = 30.0
+_PROBES = 4
+# A process that ends closes both its connections; what it said last may still be on its way.
+_AFTER_THE_END_SECONDS = 5.0
+
+
+def silence_limit() -> float:
+    """Seconds without a sign of life after which a host counts as lost (``PADDLE_CPU_COMM_SILENCE``, 30).
+
+    Raises:
+        ConfigError: the variable is not a number of at least 3.
+    """
+    return seconds_in(SILENCE_VARIABLE, _SILENCE_SECONDS, least=3.0)
+
+
+def end_when_silent(connection: socket.socket) -> None:
+    """Let an idle connection fail once its host has given no sign of life for :func:`silence_limit`.
+
+    On one that carries data this is not to be used with a reader that may be slow: the kernel counts the time
+    in which it may send nothing as silence.
+    """
+    limit = silence_limit()
+    interval = max(1, int(limit / (_PROBES + 2)))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(limit) - _PROBES * interval))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * limit))
+
+
+class Watch:
+    """Watches over the idle connections to ranks on other hosts, in a thread that sleeps until one fails.
+
+    Args:
+        connections: by rank.
+        lost: called with a rank and the reason when its host is gone, or its process has ended without
+            anything being heard of it on its other connection.
+    """
+
+    def __init__(self, connections: Mapping[int, socket.socket], lost: Callable[[int, str], None]) -> None:
+        self._connections, self._lost = dict(connections), lost
+        self._silence = silence_limit()
+        self._selector = selectors.DefaultSelector()
+        for rank, connection in self._connections.items():
+            end_when_silent(connection)
+            connection.setblocking(False)
+            self._selector.register(connection, selectors.EVENT_READ, rank)
+        if self._connections:
+            threading.Thread(target=self._run, name="cpu-comm-watch", daemon=True).start()
+
+    def close_in_child(self) -> None:
+        """In a forked child: let go of the connections, or a dead parent looks alive."""
+        for connection in self._connections.values():
+            os.close(connection.detach())
+        self._connections = {}
+
+    def _run(self) -> None:
+        ended: dict[int, float] = {}  # rank -> when to say so
+        watched = len(self._connections)
+        while watched or ended:
+            pause = max(0.0, min(ended.values()) - time.monotonic()) if ended else None
+            for key, _ in self._selector.select(pause):
+                self._selector.unregister(key.fileobj)
+                watched -= 1
+                reason = self._reason(key.fileobj)
+                if reason is None:
+                    ended[key.data] = time.monotonic() + _AFTER_THE_END_SECONDS
+                else:
+                    self._lost(key.data, reason)
+            for rank in [rank for rank, when in ended.items() if when <= time.monotonic()]:
+                del ended[rank]
+                self._lost(rank, "connection closed")
+
+    def _reason(self, connection: socket.socket) -> str | None:
+        """Why a connection is readable: None when the process at its other end has ended."""
+        try:
+            connection.recv(1)
+        except ConnectionResetError:
+            return None
+        except OSError as error:
+            return f"no sign of life from its host for {self._silence:g} s ({error.strerror})"
+        return None

@@ -1,0 +1,228 @@
+"""Bounds and exit codes for Paddle's launcher, from a thread and an exit handler in its process.
+
+The launcher of Paddle 3.3.1 lets its nodes meet at ``--master`` and waits there for ever: for a node that
+does not come, for an address that nobody answers at, and for a port that another program holds. And it ends
+with the bare number of a signal: 2 after Ctrl-C, which is also ppfleetx's code for a mistake.
+
+Nothing of Paddle is replaced. ``cpu_launcher.py`` starts this where it is installed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.utils.cli import EXIT_PEER_LOST, EXIT_USER_ERROR
+from ppfleetx.utils.start import START_VARIABLE, start_timeout
+
+_ANSWER_SECONDS = 5.0
+_LOOK_SECONDS = 0.05
+_SAY_AFTER_SECONDS = 10.0  # a wait this long is said
+_SIGNALLED = 128  # a shell's code for a program that signal n has ended is 128 + n
+
+
+def watch_launcher(argv: Sequence[str]) -> None:
+    """Watch over the launcher in this process, whose command line is ``argv``."""
+    master = os.environ.get("PADDLE_MASTER") or _option(argv, "--master")
+    if master is not None and not re.fullmatch(r"(etcd://)?[^:/]+:\d+", master):
+        rule = "not HOST:PORT, an address of the first node and a free port of it"
+        _end(EXIT_USER_ERROR, f"--master {master}: {rule}")
+    try:
+        limit = start_timeout()
+    except ConfigError as error:
+        _end(EXIT_USER_ERROR, str(error))
+    atexit.register(_end_with_conventional_code)
+    threading.Thread(target=_watch_meeting, args=(limit,), name="meeting-of-nodes", daemon=True).start()
+
+
+def _option(argv: Sequence[str], name: str) -> str | None:
+    for place, word in enumerate(argv):
+        if word.endswith(".py"):  # what follows belongs to the program
+            break
+        if word == name:
+            return argv[place + 1] if place + 1 < len(argv) else ""
+        if word.startswith(f"{name}="):
+            return word.partition("=")[2]
+    return None
+
+
+def _controller() -> Any:
+    """The launcher's controller: what has taken over its signals. None where there is none (yet)."""
+    controller = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+    return controller if hasattr(controller, "pod") and hasattr(controller, "master") else None
+
+
+# -- exit code --------------------------------------------------------------------------------
+
+
+def _end_with_conventional_code() -> None:
+    """At the launcher's exit: 0 when its ranks did what a signal asked them to, else 128 + signal."""
+    controller = _controller()
+    if controller is None:
+        return
+    codes = [container.exit_code for container in controller.pod.containers]
+    number = getattr(controller, "sigint", None)
+    if number is not None:
+        code = 0 if codes and not any(codes) and None not in codes else _SIGNALLED + number
+    else:
+        failed = next((code for code in codes if code), 0)
+        if failed >= 0:
+            return  # the launcher's own choice
+        code = _SIGNALLED - failed
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+# -- the nodes' meeting -----------------------------------------------------------------------
+
+
+def _watch_meeting(limit: float) -> None:
+    """Until the launcher starts its ranks; end it when that cannot be, or takes too long."""
+    begin = time.monotonic()
+    while (controller := _controller()) is None:
+        if time.monotonic() - begin > limit:
+            return  # it is a launcher of another kind
+        time.sleep(_LOOK_SECONDS)
+    if _is_meeting(controller):
+        _Meeting(controller).examine_port()
+    said, begin = False, time.monotonic()
+    while _is_meeting(controller):
+        time.sleep(_LOOK_SECONDS)
+        waited = time.monotonic() - begin
+        if waited <= (limit if said else min(limit, _SAY_AFTER_SECONDS)):
+            continue
+        state = _Meeting(controller).state()
+        if not _is_meeting(controller):
+            return
+        if waited > limit:
+            _end(EXIT_PEER_LOST, f"after {limit:g} s {state}. {START_VARIABLE} sets the limit")
+        said = True
+        print(f"for {limit:g} s at most this launcher waits: {state}", file=sys.stderr, flush=True)
+
+
+def _is_meeting(controller: Any) -> bool:
+    """Whether this launcher waits for others: it has several nodes and has not started its ranks."""
+    of_http = type(controller.master).__name__ == "HTTPMaster"
+    return of_http and controller.job.replicas > 1 and controller.ctx.status.current() is None
+
+
+class _Meeting:
+    """What is known of the place where a launcher's nodes meet."""
+
+    def __init__(self, controller: Any) -> None:
+        self._controller, self._nodes = controller, controller.job.replicas
+        address = controller.master.endpoint or controller.ctx.args.master or ""
+        self._host, _, port = address.rpartition(":")
+        self._port, self._where = int(port or 0), address
+
+    def examine_port(self) -> None:
+        """End the launcher at once when it is to open the port and another program holds it."""
+        if self._port and self._host in ("127.0.0.1", self._controller.ctx.node.ip):
+            problem = self._problem_of_port()
+            if problem and self._controller.master.server is None and _is_meeting(self._controller):
+                _end(
+                    EXIT_USER_ERROR,
+                    f"--master {self._where}: {problem}. Give all nodes another free port of this machine",
+                )
+
+    def _problem_of_port(self) -> str:
+        try:
+            socket.create_connection((self._host, self._port), _ANSWER_SECONDS).close()
+        except ConnectionRefusedError:
+            return self._problem_of_listening()
+        except OSError as error:
+            return str(error)
+        try:
+            if self._ask("/healthy") != {"/healthy": "ok"}:
+                return "another program holds the port"
+            names = self._names()
+        except (OSError, ValueError, http.client.HTTPException):
+            return "another program holds the port"
+        is_full = self._controller.pod.name not in names and len(names) >= self._nodes
+        return "another job with the same --job_id runs there" if is_full else ""
+
+    def _problem_of_listening(self) -> str:
+        try:
+            socket.create_server(("", self._port)).close()
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return "another program holds the port"
+            return f"the port cannot be opened ({error.strerror})"
+        return ""
+
+    def state(self) -> str:
+        """What the launcher waits for, and what to do about it."""
+        try:
+            entries = self._entries()
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            return (
+                f"no launcher answers at {self._where}, where the {self._nodes} nodes of this job meet "
+                f"({_text(error)}). {self._advice()}"
+            )
+        came = sorted(entry.get("candidate", "?").partition(":")[0] for entry in entries)
+        return (
+            f"{len(came)} of {self._nodes} nodes have come to {self._where} ({', '.join(came)}). All need "
+            "the same --master, --nnodes and --job_id, and no other job may use them"
+        )
+
+    def _advice(self) -> str:
+        own = self._controller.ctx.node.ip
+        if self._host not in ("127.0.0.1", own) and _is_local(self._host):
+            return (
+                f"It is an address of this machine, but its launcher takes its own to be {own} and leaves "
+                f"it to another to answer: give --host {self._host}"
+            )
+        return (
+            "Is the launcher of the first node started, is the address right, does a firewall let it through?"
+        )
+
+    def _names(self) -> set[str]:
+        return {entry.get("name", "") for entry in self._entries()}
+
+    def _entries(self) -> list[dict[str, Any]]:
+        """What the nodes that have come tell of themselves."""
+        found = self._ask(f"/{self._controller.job.id}/info")
+        return [json.loads(value) for value in found.values()]
+
+    def _ask(self, path: str) -> dict[str, str]:
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=_ANSWER_SECONDS)
+        with contextlib.closing(connection):
+            connection.request("GET", path)
+            response = connection.getresponse()
+            if response.status == http.HTTPStatus.NOT_FOUND:
+                return {}
+            answer = json.loads(response.read(1 << 20))
+            if not isinstance(answer, dict):
+                raise ValueError("it is no launcher")
+            return answer
+
+
+def _is_local(host: str) -> bool:
+    with contextlib.suppress(OSError), socket.socket() as probe:
+        probe.bind((host, 0))
+        return True
+    return False
+
+
+def _text(error: Exception) -> str:
+    return "another program answers" if isinstance(error, ValueError) else str(error) or type(error).__name__
+
+
+def _end(code: int, message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    os._exit(code)

@@ -1,0 +1,289 @@
+"""Ranks and hosts that are lost at chosen moments of a run: does every other rank end in time, and say why?
+
+``python -m tests.faults.lost_peer_campaign --cases 20`` runs the training program under Paddle's launcher,
+on one host or on two (network namespaces, which need root), under plans of all kinds. In the middle of a
+step, an evaluation or a save one rank halts; then it is killed, or its host's link goes down, or its host
+goes down with all on it. Every rank that is left must end within 60 seconds with exit code 3, without a
+traceback, and with the name of a rank that was lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ppfleetx.config.plan import ParallelPlan
+from tests.e2e.program import NANO, ROOT, SETTINGS, plan_overrides
+from tests.e2e.resumption import write_corpus
+from tests.helpers import programs
+from tests.multinode.nodes import Node, two_nodes
+
+LIMIT_SECONDS = 60.0
+START_SECONDS = 120.0
+PROGRAM = "tests/faults/lost_peer_program.py"
+
+PLANS = (
+    ParallelPlan(dp=4),
+    ParallelPlan(mp=4),
+    ParallelPlan(pp=4),
+    ParallelPlan(sep=4),
+    ParallelPlan(sharding=4, sharding_stage=1),
+    ParallelPlan(sharding=4, sharding_stage=2),
+    ParallelPlan(sharding=4, sharding_stage=3),
+    ParallelPlan(dp=2, mp=2),
+    ParallelPlan(dp=2, pp=2),
+    ParallelPlan(mp=2, pp=2),
+    ParallelPlan(mp=2, pp=2, sequence_parallel=True),
+    ParallelPlan(dp=2, sep=2),
+    ParallelPlan(sep=2, mp=2),
+    ParallelPlan(dp=2, sharding=2, sharding_stage=3),
+    ParallelPlan(mp=2, sharding=2, sharding_stage=2),
+    ParallelPlan(pp=2, sharding=2, sharding_stage=1),
+    ParallelPlan(pp=2, sharding=2, sharding_stage=3),
+    ParallelPlan(pp=2, virtual_pp_degree=2),
+    ParallelPlan(dp=2, pp=2, virtual_pp_degree=2),
+    ParallelPlan(mp=2),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One loss.
+
+    Attributes:
+        event: ``kill`` a rank, a ``link`` down, or a ``host`` down.
+        at: the moment, as ``lost_peer_program.py`` takes it.
+        rank: the rank that halts then.
+    """
+
+    plan: ParallelPlan
+    event: str
+    at: str
+    rank: int
+    in_background: bool = False
+
+    def __str__(self) -> str:
+        at = self.at.replace("save", "background save") if self.in_background else self.at
+        return f"{self.plan}; {self.event} at {at}, rank {self.rank}"
+
+
+@dataclass
+class Found:
+    """What became of the ranks that were left."""
+
+    seconds: float
+    codes: list[str]
+    launchers: list[int]
+    complaints: list[str]
+
+
+def draw_cases(count: int, seed: int, *, hosts: bool = True) -> list[Case]:
+    """Losses that have every plan, event and moment in turn and the rest at random."""
+    drawn, cases = random.Random(seed), []
+    events = ("kill", "link", "kill", "host") if hosts else ("kill",)
+    for number in range(count):
+        plan, event = PLANS[number % len(PLANS)], events[number % len(events)]
+        moment = ("step", "eval", "save", "step", "save")[number % 5]
+        share = drawn.randrange(2) if moment == "save" else round(drawn.random(), 2)
+        half = plan.world_size // 2
+        rank = drawn.randrange(plan.world_size) if event == "kill" else half + drawn.randrange(half)
+        cases.append(Case(plan, event, f"{moment}:{share}", rank, moment == "save" and drawn.random() < 0.5))
+    return cases
+
+
+class Job:
+    """The training program under one launcher per host."""
+
+    def __init__(self, case: Case, hosts: Sequence[Node | None], corpus: Path, directory: Path) -> None:
+        self.case, self.hosts, self.directory = case, hosts, directory
+        self._per_host = case.plan.world_size // len(hosts)
+        overrides = {
+            **SETTINGS,
+            **plan_overrides(case.plan),
+            "Engine.max_steps": 100000,
+            "Engine.eval_freq": 3,
+            "Engine.save_load.save_steps": 3,
+            "Engine.save_load.async_save": case.in_background,
+            "Engine.save_load.output_dir": directory / "run",
+            "Data.Train.dataset.input_dir": corpus,
+            "Data.Eval.dataset.input_dir": corpus,
+        }
+        self._options = [word for key, value in overrides.items() for word in ("-o", f"{key}={value}")]
+        self.launchers = [self._start(number, host) for number, host in enumerate(hosts)]
+
+    def _start(self, number: int, host: Node | None) -> programs.Popen:
+        launcher = [sys.executable, "-m", "paddle.distributed.launch"]
+        launcher += ["--nproc_per_node", str(self._per_host), "--log_dir", str(self._log_dir(number))]
+        if host is not None:
+            launcher += ["--master", f"{self.hosts[0].address}:38523", "--nnodes", str(len(self.hosts))]
+            launcher += ["--rank", str(number), "--host", host.address]
+        command = [*launcher, PROGRAM, "-c", str(NANO), *self._options]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "LOST_DIR": str(self.directory),
+            "LOST_RANK": str(self.case.rank),
+            "LOST_AT": self.case.at,
+        }
+        with (self.directory / f"launcher.{number}").open("w") as log:
+            return programs.Popen(
+                command if host is None else host.command(*command),
+                stdout=log,
+                stderr=log,
+                env=environment,
+                cwd=ROOT,
+                start_new_session=True,
+            )
+
+    def _log_dir(self, number: int) -> Path:
+        return self.directory / f"log.{number}"
+
+    def log(self, rank: int) -> str:
+        """What a rank has said."""
+        number, local = divmod(rank, self._per_host)
+        return (self._log_dir(number) / f"workerlog.{local}").read_text(errors="replace")
+
+    def pid(self, rank: int) -> int:
+        return int((self.directory / f"pid.{rank}").read_text())
+
+    def is_alive(self, rank: int) -> bool:
+        status = Path(f"/proc/{self.pid(rank)}/stat")
+        with contextlib.suppress(OSError):
+            return status.read_text().rpartition(")")[2].split()[0] != "Z"
+        return False
+
+    def await_halt(self) -> None:
+        """Until the rank has come to its moment."""
+        deadline = time.monotonic() + START_SECONDS
+        while not (self.directory / "reached").exists():
+            ended = [launcher.poll() for launcher in self.launchers]
+            assert ended == [None] * len(ended), f"{self.case}: ended before the moment ({ended})"
+            assert time.monotonic() < deadline, f"{self.case}: the moment did not come"
+            time.sleep(0.02)
+
+    def strike(self) -> list[int]:
+        """Let the loss happen; the ranks that are left."""
+        ranks, second = range(self.case.plan.world_size), self.hosts[-1]
+        if self.case.event == "kill":
+            os.kill(self.pid(self.case.rank), signal.SIGKILL)
+            return [rank for rank in ranks if rank != self.case.rank]
+        second.unplug()
+        left = list(ranks)
+        if self.case.event == "host":
+            left = left[: self._per_host]
+            os.killpg(self.launchers[-1].pid, signal.SIGKILL)
+            for rank in ranks[self._per_host :]:
+                os.kill(self.pid(rank), signal.SIGKILL)
+        (self.directory / "go").touch()
+        return left
+
+    def lost_by(self, rank: int) -> list[int]:
+        """The ranks any of which this one may name."""
+        if self.case.event == "kill":
+            return [self.case.rank]
+        here = rank // self._per_host
+        return [other for other in range(self.case.plan.world_size) if other // self._per_host != here]
+
+    def judge(self, left: list[int], begin: float) -> Found:
+        """Wait until those left have ended, and read what they said."""
+        while any(map(self.is_alive, left)) and time.monotonic() < begin + LIMIT_SECONDS + 30:
+            time.sleep(0.1)
+        seconds = time.monotonic() - begin
+        complaints = [f"rank {rank} did not end" for rank in left if self.is_alive(rank)]
+        codes = []
+        for rank in left:
+            code = self.directory / f"code.{rank}"
+            codes.append(code.read_text() if code.exists() else "none")
+            lost = "|".join(map(str, self.lost_by(rank)))
+            said = self.log(rank)
+            if not re.search(rf"error: rank {rank}: .*rank ({lost}) at [\d.]+:\d+ is gone", said):
+                complaints.append(f"rank {rank} does not name rank {lost}")
+            if "Traceback" in said:
+                complaints.append(f"rank {rank} has a traceback")
+        if seconds > LIMIT_SECONDS:
+            complaints.append(f"{seconds:.0f} s")
+        if {code.split()[0] for code in codes} != {"3"}:
+            complaints.append(f"exit codes {codes}")
+        launchers = []
+        for launcher in self.launchers[:1] if self.case.event == "host" else self.launchers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launchers.append(launcher.wait(30))
+        # A launcher ends with the code of its first rank that failed; 247 is -9, as Paddle has it.
+        first_was_killed = self.case.event == "kill" and self.case.rank == 0
+        if set(launchers) - ({137, 247} if first_was_killed else {3}):
+            complaints.append(f"exit codes of the launchers: {launchers}")
+        return Found(seconds, codes, launchers, complaints)
+
+    def close(self) -> None:
+        """End all that may be left."""
+        for rank in range(self.case.plan.world_size):
+            with contextlib.suppress(OSError):
+                os.kill(self.pid(rank), signal.SIGKILL)
+        for launcher in self.launchers:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(launcher.pid, signal.SIGKILL)
+            launcher.wait(30)
+
+
+def run_case(case: Case, corpus: Path, directory: Path) -> Found:
+    """Lose somebody, and see what the others do."""
+    with hosts_of(case) as hosts:
+        job = Job(case, hosts, corpus, directory)
+        try:
+            job.await_halt()
+            begin = time.monotonic()
+            return job.judge(job.strike(), begin)
+        finally:
+            job.close()
+
+
+@contextlib.contextmanager
+def hosts_of(case: Case) -> Iterator[Sequence[Node | None]]:
+    if case.event == "kill":
+        yield (None,)
+    else:
+        with two_nodes() as nodes:
+            yield nodes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of cases")
+    parser.add_argument("--keep", type=Path, help="directory for what the ranks say")
+    arguments = parser.parse_args()
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="lost-") as name:
+        corpus = Path(name) / "toy"
+        write_corpus(corpus)
+        for number, case in enumerate(draw_cases(arguments.cases, arguments.seed)):
+            if arguments.only and number not in arguments.only:
+                continue
+            directory = (arguments.keep or Path(name)) / f"case{number}"
+            directory.mkdir(parents=True)
+            found = run_case(case, corpus, directory)
+            failed += bool(found.complaints)
+            verdict = "; ".join(found.complaints) or "ok"
+            print(
+                f"{number:2d} {case}: {found.seconds:.1f} s, ranks {found.codes}, "
+                f"launchers {found.launchers}: {verdict}",
+                flush=True,
+            )
+    print(f"{failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,13 @@
+"""Paddle's launcher as it is where ``python -m ppfleetx.utils.cpu_launcher`` has been run."""
+
+import runpy
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from ppfleetx.utils import cpu_launcher
+
+sys.orig_argv = [sys.executable, "-m", cpu_launcher.LAUNCHER, *sys.argv[1:]]
+cpu_launcher.apply()
+runpy.run_module(cpu_launcher.LAUNCHER, run_name="__main__", alter_sys=True)

@@ -1,0 +1,176 @@
+"""Paddle's launcher does not wait for ever for its other nodes, and ends with conventional exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ppfleetx.utils.start import START_VARIABLE
+from tests.helpers import programs
+from tests.helpers.ranks import free_port
+
+LAUNCHER = Path(__file__).with_name("launcher.py")
+PROGRAM = """
+import os, pathlib, signal, sys, time
+if sys.argv[1] == "saves":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+pathlib.Path(sys.argv[2], "ready." + os.environ["PADDLE_TRAINER_ID"]).touch()
+if sys.argv[1] == "killed" and os.environ["PADDLE_TRAINER_ID"] == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(0 if sys.argv[1] == "ends" else 60)
+"""
+
+
+@pytest.fixture
+def launch(tmp_path: Path):
+    """``launch(*options, does="ends")``: a launcher on this machine, and what its ranks do."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+
+    def start(*options: str, does: str = "ends", **environ: str) -> programs.Popen:
+        command = [sys.executable, str(LAUNCHER), "--log_dir", str(tmp_path / "log"), "--host", "127.0.0.1"]
+        return programs.Popen(
+            [*command, *options, str(program), does, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **environ},
+            cwd=tmp_path,
+        )
+
+    return start
+
+
+def two_nodes(port: int, host: str = "127.0.0.1") -> list[str]:
+    return ["--nproc_per_node", "1", "--nnodes", "2", "--master", f"{host}:{port}"]
+
+
+def ended(process: programs.Popen, within: float = 40) -> tuple[int, str]:
+    try:
+        output = process.communicate(timeout=within)[0]
+    finally:
+        process.kill()
+    return process.returncode, output
+
+
+class _Answering(http.server.BaseHTTPRequestHandler):
+    """A web server, or the store of a launcher whose two nodes have come."""
+
+    entries: dict[str, str] | None = None
+
+    def do_GET(self) -> None:
+        entries = {"/healthy": "ok", **self.entries} if self.entries else {}
+        found = {key: value for key, value in entries.items() if key.startswith(self.path)}
+        content = json.dumps(found).encode() if found else b"<html>Welcome!</html>"
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def program_at(port: int, kind: str) -> Iterator[None]:
+    """Another program that has the port."""
+    if kind in ("web", "launcher"):
+        info = {f"/default/info/{name}/-1": json.dumps({"name": name}) for name in ("aaaaaa", "other")}
+        handler = type("Handler", (_Answering,), {"entries": info if kind == "launcher" else None})
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", port), handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+            server.server_close()
+        return
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", port))
+        if kind == "silent":
+            held.listen()
+        yield
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("silent", "another program holds the port"),
+        ("bound", "another program holds the port"),
+        ("web", "another program holds the port"),
+        ("launcher", "another job with the same --job_id runs there"),
+    ],
+)
+def test_a_master_port_in_use_is_refused(launch, kind: str, why: str) -> None:
+    port = free_port()
+    with program_at(port, kind):
+        code, output = ended(launch(*two_nodes(port)))
+    assert code == 2, output
+    assert f"error: --master 127.0.0.1:{port}: {why}. Give all nodes another free port" in output
+
+
+def test_a_node_that_does_not_come_ends_the_wait(launch) -> None:
+    port = free_port()
+    code, output = ended(launch(*two_nodes(port), **{START_VARIABLE: "4"}))
+    assert code == 3, output
+    assert f"error: after 4 s 1 of 2 nodes have come to 127.0.0.1:{port} (127.0.0.1)" in output
+    assert START_VARIABLE in output
+
+
+def test_an_address_where_nobody_answers_ends_the_wait(launch) -> None:
+    port = free_port()
+    code, output = ended(launch(*two_nodes(port, "127.0.0.2"), **{START_VARIABLE: "1"}))
+    assert code == 3, output
+    assert f"no launcher answers at 127.0.0.2:{port}" in output
+    assert "give --host 127.0.0.2" in output  # it is this machine's, and the launcher does not know
+
+
+def test_a_master_without_a_port_is_refused(launch) -> None:
+    code, output = ended(launch("--nnodes", "2", "--master", "127.0.0.1"))
+    assert code == 2
+    assert (
+        output
+        == "error: --master 127.0.0.1: not HOST:PORT, an address of the first node and a free port of it\n"
+    )
+
+
+def test_nodes_that_meet_are_left_alone(launch) -> None:
+    port = free_port()
+    jobs = [launch(*two_nodes(port), "--rank", str(number), **{START_VARIABLE: "30"}) for number in range(2)]
+    for code, output in map(ended, jobs):
+        assert code == 0, output
+        assert "error:" not in output
+
+
+@pytest.mark.parametrize(
+    ("does", "number", "usual"),
+    [
+        ("saves", signal.SIGINT, 0),
+        ("saves", signal.SIGTERM, 0),
+        ("sleeps", signal.SIGINT, 130),
+        ("sleeps", signal.SIGTERM, 143),
+        ("killed", None, 137),
+    ],
+)
+def test_exit_codes_are_the_usual_ones(launch, tmp_path, does: str, number: int | None, usual: int) -> None:
+    job = launch("--nproc_per_node", "2", does=does)
+    deadline = time.monotonic() + 30
+    while len(list(tmp_path.glob("ready.*"))) < 2:
+        assert time.monotonic() < deadline and job.poll() is None
+        time.sleep(0.02)
+    if number is not None:
+        job.send_signal(number)
+    code, output = ended(job)
+    assert code == usual, output
