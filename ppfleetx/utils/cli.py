@@ -21,6 +21,7 @@ EXIT_PEER_LOST = 3
 EXIT_INTERRUPTED = 130
 EXIT_READER_GONE = 141  # what a shell reports of a program that SIGPIPE has ended
 
+_OF_LAUNCHER = "PADDLE_TRAINER_ID"
 # The launcher looks at its ranks every second or two, shows the log of the first it finds ended and then
 # ends the others. It should find the one that failed, not those that ended because of it.
 _LAUNCHER_LOOKS_SECONDS = 5.0
@@ -89,8 +90,9 @@ def _call(main: Callable[[], int | None]) -> int | None:
 
 
 def _keep_exit_code() -> None:
-    """This process ends anyway: a launcher that ends it a moment sooner must not change the exit code."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """This rank ends anyway: a launcher that ends it a moment sooner must not change the exit code."""
+    if _OF_LAUNCHER in os.environ:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _exit_code_of(error: Exception) -> int | None:
@@ -98,7 +100,7 @@ def _exit_code_of(error: Exception) -> int | None:
     ended = ended_peer_in(error)
     if ended is not None:
         print(f"error: {ended}", file=sys.stderr, flush=True)
-        if "PADDLE_TRAINER_ID" in os.environ:
+        if _OF_LAUNCHER in os.environ:
             _wait_for_the_launcher()
         return EXIT_PEER_LOST
     if isinstance(error, BrokenPipeError) and _reader_has_gone():
