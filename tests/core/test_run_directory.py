@@ -252,11 +252,15 @@ def test_what_the_configuration_says(used):
 
 
 def test_unfinished_files_of_killed_runs_go(used):
-    left = [used / f".{name}.ab12_xyz.tmp" for name in ("run_id", "config.yaml", "metrics.jsonl")]
-    for path in left:
+    (used / "tokenizer").mkdir()
+    (used / "tokenizer/tokenizer.json").write_text("{}")
+    names = ("run_id", "config.yaml", "metrics.jsonl", "tokenizer/tokenizer.json")
+    left = [(used / name).with_name(f".{Path(name).name}.ab12_xyz.tmp") for name in names]
+    mine = [used / name for name in (".notes.ab12_xyz.tmp", "notes.txt.ab12_xyz.tmp", "tokenizer/.a.tmp")]
+    for path in (*left, *mine):
         path.write_text("")
     begin(config(used, "resume=auto"))
-    assert not any(path.exists() for path in left)
+    assert [path.exists() for path in (*left, *mine)] == [False] * 4 + [True] * 3
 
 
 def test_the_newest_is_named_again(used):

@@ -59,7 +59,10 @@ def check_beginning(cfg: RunConfig) -> None:
         )
     if options.resume or options.overwrite or not output_dir.is_dir():
         return
-    found = _traces(output_dir)
+    try:
+        found = _traces(output_dir)
+    except OSError as error:
+        raise _error(cfg, f"cannot be read: {describe_os_error(error)}") from error
     if not found or _resumes_within(cfg):
         return
     if found == [CONFIG_FILE] and not _is_record(output_dir / CONFIG_FILE):
@@ -210,7 +213,8 @@ def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) ->
         _refuse_names_in_use(cfg, ownership, leaving, comes_to)
         if options.overwrite:
             _overwrite(output_dir, earlier, leaving)
-        remove_unfinished(output_dir, (RUN_FILE, CONFIG_FILE, METRICS_FILE))
+        for place in (output_dir, output_dir / "tokenizer", output_dir / "predictions"):
+            remove_unfinished(place, (RUN_FILE, *(path.name for path in place.glob("*") if path.is_file())))
         if record != earlier:
             write_run(output_dir, record)
         if earlier is not None and earlier.run == record.run and start.state.step == 0:
