@@ -15,8 +15,9 @@ from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.record import run_record
 from ppfleetx.config.sections import RunConfig
-from ppfleetx.core.engine import run_directory
-from ppfleetx.core.engine.run_directory import base_of, check_beginning, claim, hold
+from ppfleetx.core.engine import claim as claiming
+from ppfleetx.core.engine.claim import claim
+from ppfleetx.core.engine.run_directory import base_of, check_beginning, hold, output_dir_of
 from ppfleetx.core.engine.start import Start, find_start
 from ppfleetx.distributed.context import ParallelContext
 from tests.checkpoint.checkpoints import save
@@ -61,7 +62,7 @@ def begin(cfg: RunConfig, *, comes_to=lambda epoch, step: False) -> tuple[Start,
     """What a run of one process does before its first step."""
     with ExitStack() as stack:
         hold(cfg, stack)
-        start = find_start(cfg.Engine.save_load, run_directory.output_dir_of(cfg), ParallelContext.single())
+        start = find_start(cfg.Engine.save_load, output_dir_of(cfg), ParallelContext.single())
         return start, claim(cfg, start, comes_to).run
 
 
@@ -135,6 +136,14 @@ def test_new_runs_have_identities_of_their_own(tmp_path):
     assert read_run(tmp_path / "a").run in runs
 
 
+def test_metrics_are_kept_where_every_checkpoint_is_damaged(used):
+    for path in used.glob("epoch_0_step_*0"):
+        (path / "manifest.json").write_text("{")
+    start, run = begin(config(used, "resume=auto"))
+    assert (start.checkpoint, run) == (None, EARLIER)
+    assert (used / "metrics.jsonl").exists()
+
+
 def test_only_the_runs_own_checkpoints_are_gone_on_from(used):
     checkpoint(used, 40, OTHER)
     checkpoint(used, 50, None)
@@ -169,7 +178,7 @@ def test_converted_weights_are_a_beginning_that_is_remembered(tmp_path):
 # ---- overwriting
 
 
-def test_overwriting_deletes_what_the_earlier_run_wrote(used):
+def test_overwriting_deletes_what_the_earlier_run_wrote(used, caplog):
     checkpoint(used, 40, OTHER)
     checkpoint(used, 50, None)
     before = content(used)
@@ -177,6 +186,7 @@ def test_overwriting_deletes_what_the_earlier_run_wrote(used):
     assert start.checkpoint is None
     assert run not in (EARLIER, OTHER)
     assert steps(used) == [40, 50]
+    assert "epoch_0_step_40, epoch_0_step_50 in" in caplog.text
     left = content(used)
     kept = {name for name in before if name.startswith(("epoch_0_step_40", "epoch_0_step_50", "notes"))}
     assert {name: left[name] for name in kept} == {name: before[name] for name in kept}
@@ -217,7 +227,7 @@ def test_overwriting_that_was_cut_short_is_done_again(used, monkeypatch):
         delete_checkpoint(path)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(run_directory, "delete_checkpoint", killed_at_the_second)
+        patch.setattr(claiming, "delete_checkpoint", killed_at_the_second)
         begin(config(used, "overwrite=True"))
     assert begin(config(used, "resume=auto"))[0].state.step == 30
     with pytest.raises(ConfigError, match="2 checkpoints"):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 
+from ppfleetx.checkpoint.housekeeping import describe_os_error
 from ppfleetx.checkpoint.ownership import Ownership, read_run
-from ppfleetx.config.errors import ConfigError, DataError
+from ppfleetx.config.errors import DataError
 from ppfleetx.config.sections import RunConfig
+from ppfleetx.core.engine.claim import claim
 from ppfleetx.core.engine.pace import Pace
 from ppfleetx.core.engine.run_directory import (
     CKPT_DIR,
     INIT_FROM,
     base_of,
-    claim,
+    directory_error,
     output_dir_of,
     with_value,
 )
@@ -56,10 +58,17 @@ def begin(
             _refuse_other_tokenizer(cfg, tokenizer)
             ownership = claim(cfg, start, partial(pace.comes_to, start.state, batch_size))
             if tokenizer is not None:
-                # Beside the checkpoints, where generation looks: they stay usable without the corpus' files.
-                tokenizer.save(output_dir_of(cfg) / "tokenizer")
+                _save_tokenizer(cfg, tokenizer)
     run = gather(ctx, None if ownership is None else ownership.run)[0]
     return ownership or Ownership(run, cfg.Engine.save_load.keep_max)
+
+
+def _save_tokenizer(cfg: RunConfig, tokenizer: Tokenizer) -> None:
+    """Beside the checkpoints, where generation looks: they stay usable without the corpus' files."""
+    try:
+        tokenizer.save(output_dir_of(cfg) / "tokenizer")
+    except OSError as error:
+        raise directory_error(cfg, f"cannot be written: {describe_os_error(error)}") from error
 
 
 def _refuse_other_tokenizer(cfg: RunConfig, tokenizer: Tokenizer | None) -> None:
@@ -72,9 +81,8 @@ def _refuse_other_tokenizer(cfg: RunConfig, tokenizer: Tokenizer | None) -> None
     except DataError:
         is_equal = False
     if not is_equal:
-        raise ConfigError(
+        raise directory_error(
+            cfg,
             f"{place} is there and is not the tokenizer of Data.tokenizer, which a run writes there; "
             "remove it or give the run another directory",
-            key="Engine.save_load.output_dir",
-            value=cfg.Engine.save_load.output_dir,
         )

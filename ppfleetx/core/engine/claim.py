@@ -1,0 +1,164 @@
+"""A run makes its output directory its own: what is deleted, what is refused, and what is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ppfleetx.checkpoint.directory import complete_checkpoints, resolve_checkpoint, step_directories
+from ppfleetx.checkpoint.housekeeping import (
+    delete_checkpoint,
+    describe_os_error,
+    is_damaged,
+    mend_latest,
+    output_lock,
+)
+from ppfleetx.checkpoint.manifest import BEST_FILE, LATEST_FILE, parse_step_directory, read_sealed
+from ppfleetx.checkpoint.ownership import RUN_FILE, Ownership, RunRecord, new_run, read_run, write_run
+from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.record import run_record
+from ppfleetx.config.sections import RunConfig
+from ppfleetx.core.engine.run_directory import (
+    CKPT_DIR,
+    CONFIG_FILE,
+    METRICS_FILE,
+    RESUME,
+    directory_error,
+    is_record,
+    lies_in,
+    output_dir_of,
+)
+from ppfleetx.core.sources import sources
+from ppfleetx.utils.files import atomic_write, put_aside, remove_unfinished
+from ppfleetx.utils.log import get_logger
+
+if TYPE_CHECKING:
+    from ppfleetx.core.engine.start import Start
+
+
+def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) -> Ownership:
+    """Make the output directory this run's, once nothing else can stop it; one rank does it for all.
+
+    With ``Engine.save_load.overwrite`` the earlier run's files are deleted. The configuration is written, and
+    what a killed run left unfinished is removed.
+
+    Args:
+        cfg: names the very checkpoints the run was started from.
+        start: what it begins with.
+        comes_to: whether the run may save a checkpoint of this epoch and step.
+
+    Raises:
+        ConfigError: a checkpoint that is not this run's has a name that the run may come to, or the directory
+            cannot be written.
+    """
+    output_dir, options = output_dir_of(cfg), cfg.Engine.save_load
+    earlier = read_run(output_dir)
+    record = _record_of(cfg, start, earlier)
+    ownership = Ownership(record.run, options.keep_max, _spared(cfg))
+    try:
+        leaving = _leaving(output_dir, earlier, ownership) if options.overwrite else []
+        _refuse_names_in_use(cfg, ownership, leaving, comes_to)
+        if options.overwrite:
+            _overwrite(output_dir, earlier, leaving)
+        for place in (output_dir, output_dir / "tokenizer", output_dir / "predictions"):
+            remove_unfinished(place, (RUN_FILE, *(path.name for path in place.glob("*") if path.is_file())))
+        if record != earlier:
+            write_run(output_dir, record)
+        goes_on = earlier is not None and earlier.run == record.run
+        if goes_on and start.state.step == 0 and not step_directories(output_dir):
+            (output_dir / METRICS_FILE).unlink(missing_ok=True)  # this run's, before its first checkpoint
+        _write_configuration(output_dir, cfg)
+        if start.found_by == RESUME and options.resume == "auto":
+            mend_latest(start.checkpoint)
+    except OSError as error:
+        raise directory_error(cfg, f"cannot be written: {describe_os_error(error)}") from error
+    get_logger().info(f"run {record.run} {'goes on' if goes_on else 'begins'} in {output_dir}")
+    return ownership
+
+
+def _spared(cfg: RunConfig) -> frozenset[Path]:
+    """Step directories that the configuration names, with all links followed."""
+    return frozenset(path for _, place in sources(cfg) for path in _meant_by(place))
+
+
+def _meant_by(place: str) -> Iterator[Path]:
+    try:
+        yield resolve_checkpoint(place).resolve()
+    except CheckpointError:  # not needed any more, or who needs it says so
+        return
+
+
+def _record_of(cfg: RunConfig, start: Start, earlier: RunRecord | None) -> RunRecord:
+    """The run's identity: that of the run in the directory if it goes on with it, else a new one."""
+    found = start.checkpoint
+    if start.found_by in (RESUME, CKPT_DIR) and lies_in(found.path, output_dir_of(cfg)):
+        if cfg.Engine.save_load.overwrite:
+            return RunRecord(new_run(), found.path.name)
+        run = earlier.run if earlier is not None else found.manifest.run or new_run()
+        return earlier or RunRecord(run, None if found.manifest.run == run else found.path.name)
+    if earlier is not None and cfg.Engine.save_load.resume:  # killed before its first checkpoint
+        return earlier
+    return RunRecord(new_run())
+
+
+def _leaving(output_dir: Path, earlier: RunRecord | None, ownership: Ownership) -> list[Path]:
+    """Checkpoints of the earlier run that are to be deleted, oldest first."""
+    if earlier is None:
+        return []
+    of_earlier = Ownership(earlier.run, spared=ownership.spared)
+    return [path for path in complete_checkpoints(output_dir) if of_earlier.covers(path)]
+
+
+def _refuse_names_in_use(
+    cfg: RunConfig, ownership: Ownership, leaving: list[Path], comes_to: Callable[[int, int], bool]
+) -> None:
+    in_the_way = [
+        path.name
+        for path in sorted(output_dir_of(cfg).iterdir())
+        if (at := parse_step_directory(path.name)) is not None
+        and comes_to(*at)
+        and path not in leaving
+        and not ownership.covers(path)
+        and not (is_damaged(path) and path.resolve() not in ownership.spared)
+    ]
+    if in_the_way:
+        raise directory_error(
+            cfg,
+            f"holds {', '.join(in_the_way)}, which this run did not make or is started from, and would save "
+            "under the same name. Move what is there away, or give the run another directory",
+        )
+
+
+def _overwrite(output_dir: Path, earlier: RunRecord | None, leaving: list[Path]) -> None:
+    """Delete what the earlier run wrote; without a record of it, nothing is known to be its."""
+    names = {path.name for path in leaving}
+    with output_lock(output_dir):
+        for pointer in (output_dir / LATEST_FILE, output_dir / BEST_FILE):
+            fields = read_sealed(pointer) if pointer.is_file() else None
+            if fields is not None and fields.get("checkpoint") in names:
+                pointer.unlink()
+        for path in leaving:
+            delete_checkpoint(path)
+    if staying := sorted(path.name for path in step_directories(output_dir)):
+        get_logger().warning(
+            f"{', '.join(staying)} in {output_dir} stay: this run is started from them, or they do "
+            "not say that the earlier run made them"
+        )
+    if earlier is None:
+        return
+    (output_dir / METRICS_FILE).unlink(missing_ok=True)
+    for path in output_dir.glob("vdl/vdlrecords.*.log"):
+        path.unlink()
+    get_logger().warning(
+        f"overwriting run {earlier.run} in {output_dir}: deleted its metrics and {len(leaving)} checkpoints"
+    )
+
+
+def _write_configuration(output_dir: Path, cfg: RunConfig) -> None:
+    """Write ``config.yaml``; one that no run wrote keeps its content under another name."""
+    path, text = output_dir / CONFIG_FILE, run_record(cfg)
+    if path.exists() and not is_record(path):
+        get_logger().info(f"a configuration that no run wrote is now {put_aside(path)}")
+    with atomic_write(path, "w") as file:
+        file.write(text)
