@@ -149,6 +149,7 @@ def arguments(tmp_path: Path) -> dict[str, list[str]]:
             *("-o", "Generation.prompt=the"),
         ],
         "tools/inspect_checkpoint.py": ["--verify", str(run)],
+        "tools/inspect_corpus.py": ["--verify", str(corpus)],
         "tools/loss_compare.py": ["--metrics-a", str(tmp_path), "--metrics-b", str(tmp_path)],
         "tools/make_stdlib_corpus.py": ["--output", str(tmp_path / "stdlib.jsonl")],
         "tools/merge_datasets.py": ["--input", str(corpus), str(corpus), "--output-prefix", "merged"],
@@ -160,7 +161,7 @@ def arguments(tmp_path: Path) -> dict[str, list[str]]:
         ],
         "tools/serve.py": [*from_run, "-o", "Serve.port=0"],
         "tools/supervise.py": ["--", "true"],
-        "tools/train.py": ["-c", str(config), *data, "-o", f"Engine.save_load.output_dir={tmp_path / 'run'}"],
+        "tools/train.py": ["-c", str(config), *data, "-o", f"Engine.save_load.output_dir={tmp_path / 'new'}"],
         "tools/train_tokenizer.py": ["--input", str(text), "--vocab-size", "270", "--output", "tokenizer"],
         "ppfleetx.nn.cpu_ops": [],
     }
