@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from ppfleetx.config.errors import UNSET, ConfigError, shown
+from ppfleetx.config.errors import UNSET, ConfigError, shown, shown_key
 from ppfleetx.config.files import MAX_FILE_BYTES, read_text, shown_path
 from ppfleetx.config.foreign import refuse_foreign_text
 from ppfleetx.config.tree import Node, plain_scalar
@@ -182,7 +182,7 @@ class _Builder:
         if node is None:
             circle = any(one.anchor == anchor for one in self._open)
             why = "is part of what it refers to" if circle else "refers to nothing before it"
-            self._refuse(f"the alias *{shown(anchor)[1:-1]} {why}", where)
+            self._refuse(f"the alias *{shown_key(anchor)} {why}", where)
         return Node(self._copy(node, len(self._open), where).value, where, node.text)
 
     def _copy(self, node: Node, depth: int, where: str) -> Node:
