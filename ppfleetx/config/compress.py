@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from ppfleetx.config.fields import Bool, Int, RuleError, Section, Text, UnitFloat
+from ppfleetx.config.fields import Bool, Int, PathText, RuleError, Section, Text, UnitFloat
 
 _BLOCK = re.compile(r"block_\d{1,5}", re.ASCII)
 
@@ -63,7 +63,7 @@ class PruneConfig(Section):
 class CompressConfig(Section):
     """Smaller models."""
 
-    pretrained: Text | None = None
+    pretrained: PathText | None = None
     """Checkpoint whose weights are compressed."""
     Quantization: QuantizationConfig | None = None
     """Quantisation-aware training; null: none."""

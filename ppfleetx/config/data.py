@@ -13,6 +13,7 @@ from ppfleetx.config.fields import (
     Bool,
     CountInt,
     NonNegativeFloat,
+    PathText,
     RuleError,
     Section,
     Seed,
@@ -66,7 +67,7 @@ class DatasetConfig(Section):
     ] = "GPTDataset"
     """GPTDataset (preprocessed corpora), PromptResponseDataset (jsonl, loss on the response alone) or a GLUE
     task."""
-    input_dir: Text | tuple[Text, ...] = "./data"
+    input_dir: PathText | tuple[PathText, ...] = "./data"
     """A corpus prefix, a directory of corpora, or a list of them. Of the others: the directory of the files
     `{split}.jsonl` (or `.jsonl.gz`, `.jsonl.zst`) or `{split}.tsv`."""
     weights: tuple[NonNegativeFloat, ...] | None = None
@@ -94,7 +95,7 @@ class DatasetConfig(Section):
     """No loss where the input is the end-of-document token."""
     eod_id: CountInt | None = None
     """Id of the end-of-document token; null: the tokenizer's."""
-    cache_dir: Text | None = None
+    cache_dir: PathText | None = None
     """Directory of the index maps; null: beside the corpus."""
     verify: Literal["none", "index", "full"] = "index"
     """What of a corpus is compared with its checksums when a run starts. index: the lengths of both files and
@@ -205,13 +206,13 @@ class DataSplitConfig(Section):
 class TokenizerConfig(Section):
     """Byte-level BPE files: `dir`, or `tokenizer_file`, or `vocab_file` with `merges_file`."""
 
-    dir: Text | None = None
+    dir: PathText | None = None
     """Directory with tokenizer.json, or with vocab.json and merges.txt."""
-    tokenizer_file: Text | None = None
+    tokenizer_file: PathText | None = None
     """A tokenizer.json."""
-    vocab_file: Text | None = None
+    vocab_file: PathText | None = None
     """A GPT-2 style vocab.json."""
-    merges_file: Text | None = None
+    merges_file: PathText | None = None
     """A GPT-2 style merges.txt."""
     eos_token: Text = "<|endoftext|>"  # noqa: S105 a token of text, not a secret
     """End of document, also start and padding in generation."""

@@ -13,6 +13,7 @@ from ppfleetx.config.fields import (
     Int,
     IntervalOrZero,
     OptionalInterval,
+    PathText,
     PositiveFloat,
     PositiveInt,
     RuleError,
@@ -89,7 +90,7 @@ class SaveLoadConfig(Section):
     """Write a checkpoint every so many optimizer steps; null: only at the end."""
     save_epoch: OptionalInterval = 1
     """In run mode `epoch`, write a checkpoint every so many epochs; null: only at the end."""
-    output_dir: Text = "./output"
+    output_dir: PathText = "./output"
     """Directory of checkpoints, metrics.jsonl and the resolved config.yaml; of one run. A new run is refused
     where another has been, unless it resumes it or overwrites it (see `resume` and `overwrite`)."""
     overwrite: Bool = False
@@ -101,9 +102,9 @@ class SaveLoadConfig(Section):
     on_save_error: Literal["stop", "continue"] = "stop"
     """When a checkpoint cannot be written (disk full, no permission): `stop` with an error, or report it and
     `continue` training; earlier checkpoints stay as they are. A last save that fails is an error anyway."""
-    ckpt_dir: Text | None = None
+    ckpt_dir: PathText | None = None
     """Checkpoint to resume or evaluate: its step directory, an output directory or a rank directory."""
-    init_from: Text | None = None
+    init_from: PathText | None = None
     """Checkpoint whose weights alone start a new run (step 0, new optimizer, new data order)."""
     resume: Literal["auto"] | Bool = False
     """`auto`: continue from the newest good checkpoint of `output_dir` if there is one, so that the same
@@ -200,7 +201,7 @@ class ProfilerConfig(Section):
     """Profile the steps of `scheduler`."""
     scheduler: tuple[CountInt, CountInt] = (1, 5)
     """First step profiled and the step before which it ends."""
-    profiler_log: Text = "profiler_log"
+    profiler_log: PathText = "profiler_log"
     """Directory of the chrome trace, within `Engine.save_load.output_dir`."""
     detailed: Bool = False
     """Add per-thread and per-shape detail to the summary."""

@@ -6,17 +6,20 @@ Each carries a :class:`Says`, the words used in error messages, in ``docs/config
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 FLOAT_TEXT = re.compile(r"[-+]?(\d+(_\d+)*(\.\d*)?|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 _MAX_NUMBER = 64  # characters
 MAX_COUNT = 2**63 - 1
 """Counts are kept in 64 bits, in checkpoints and by Paddle."""
+MAX_PATH, MAX_NAME = 3500, 200
+"""Bytes of a path, and of one name in it: systems take 4095 and 255."""
 MAX_LAYERS = 10_000
 """The deepest networks that were ever trained have about 1000."""
 MAX_RANKS = 2**20
@@ -68,14 +71,23 @@ def _zero_for_never(value: Any) -> Any:
     return 0 if value is None or _never(value) is None else value
 
 
+def _usable_path(value: str) -> str:
+    """Programs append names of their own, and the system refuses longer ones with an error of its own."""
+    path = os.fsencode(value)
+    if len(path) > MAX_PATH or any(len(name) > MAX_NAME for name in path.split(b"/")):
+        raise ValueError(f"of at most {MAX_PATH} bytes, {MAX_NAME} between slashes")
+    return value
+
+
 def _no_bool(value: Any) -> Any:
     """``True == 1``, so a choice of numbers would take it."""
     if isinstance(value, bool):
-        raise ValueError("a truth value is not a number")
+        raise ValueError("(a truth value is no number)")
     return value
 
 
 Text = Annotated[str, Field(strict=True), Says("a text")]
+PathText = Annotated[str, Field(strict=True), AfterValidator(_usable_path), Says("a path")]
 Bool = Annotated[bool, Field(strict=True), Says("true or false")]
 Int = Annotated[int, Field(strict=True, ge=-MAX_COUNT, le=MAX_COUNT), Says("an integer")]
 CountInt = Annotated[int, Field(strict=True, ge=0, le=MAX_COUNT), Says("an integer of at least 0")]

@@ -12,6 +12,7 @@ from ppfleetx.config.fields import (
     Float,
     NonNegativeFloat,
     NumThreads,
+    PathText,
     PenaltyFactor,
     PositiveFloat,
     PositiveInt,
@@ -69,7 +70,7 @@ class GenerationConfig(Section):
     """Seed of sampling; null: `Global.seed`."""
     prompt: Text | tuple[Text, ...] | None = None
     """One prompt or a list of them."""
-    prompt_file: Text | None = None
+    prompt_file: PathText | None = None
     """A file with one prompt a line."""
     stop: Text | tuple[Text, ...] | None = None
     """Generation ends before any of these texts."""
@@ -134,7 +135,7 @@ class TensorRTConfig(Section):
     """Calibrate for int8."""
     collect_shape: Bool = False
     """Record dynamic shapes into `shape_range_info_filename`."""
-    shape_range_info_filename: Text | None = None
+    shape_range_info_filename: PathText | None = None
     """File of the recorded shapes."""
 
     @model_validator(mode="after")
@@ -150,7 +151,7 @@ class InferenceConfig(Section):
     """How tools/inference.py runs an exported model. What the `Generation` section does not say is taken over
     from the export."""
 
-    model_dir: Text = "./output"
+    model_dir: PathText = "./output"
     """What tools/export.py wrote: its output directory, or `rank_0` in it."""
     mp_degree: PositiveInt | None = None
     """Tensor parallel ranks of the exported model: 1, because an export holds the whole model; null: 1."""
@@ -184,7 +185,7 @@ class OfflineEvalConfig(Section):
     """What tools/eval.py measures with `Model.module: GPTEvalModule`: perplexity of a text file, or accuracy
     of last words (cloze)."""
 
-    eval_path: Text | None = None
+    eval_path: PathText | None = None
     """The text file (perplexity), or a jsonl file of objects with a text under `text` (cloze)."""
     cloze_eval: Bool = False
     """Accuracy of the last word of each text, instead of perplexity."""

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from pydantic import model_validator
 
-from ppfleetx.config.fields import Fraction, PositiveFloat, RuleError, Section, Size, Text
+from ppfleetx.config.fields import Fraction, PathText, PositiveFloat, RuleError, Section, Size, Text
 
 BLOCK_LINEARS = ("attention.qkv", "attention.out_proj", "mlp.fc1", "mlp.fc2")
 """Linears of one block that can have an adapter; canonical names without ``decoder.layers.{i}.``."""
@@ -30,7 +30,7 @@ class LoraConfig(Section):
     targets: tuple[Text, ...] = tuple(f"*.{name}" for name in BLOCK_LINEARS)
     """Patterns (`*`, `?`, `[...]`) of the linears with an adapter, by canonical name, e.g.
     `decoder.layers.*.attention.qkv`; each must fit at least one linear of the blocks."""
-    base: Text | None = None
+    base: PathText | None = None
     """Checkpoint of the frozen weights (any plan; also converted from Hugging Face, or of FleetX).
     Checkpoints of the run then hold what trains alone, and the fingerprint of this one. null: frozen weights
     come from `Engine.save_load` like all others, and checkpoints hold everything."""

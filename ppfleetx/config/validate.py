@@ -140,6 +140,8 @@ def _one_error(
         rule = f"there is no such key in {shown_key('.'.join(path[:-1])) or 'a configuration'}."
         return {**said, "rule": rule, "hint": nearest_keys(path, section, root)}
     rule = f"must be {describe(annotation)}"
+    if isinstance(cause, ValueError):
+        rule += f" {cause}"
     if detail.get("ctx", {}).get("le") == MAX_COUNT:
         rule += ", and at most 2^63 - 1"
     return {**said, "rule": rule, "value": _value_at(plain, key)}

@@ -41,7 +41,7 @@ WRONG_OVERRIDES = [
     ("Data.Train.dataset.split.x=1", ["'x' is not an index"]),
     ("Data.Train.dataset.split=[0, 0, 0]", ["shares"]),
     ("Data.Train.dataset.split=nine", ["shares"]),
-    ("Data.Train.dataset.input_dir=[a, b, {c: 1}]", ["input_dir.2 = {'c': 1}", "a text"]),
+    ("Data.Train.dataset.input_dir=[a, b, {c: 1}]", ["input_dir.2 = {'c': 1}", "a path"]),
     ("Data.Train.dataset.weights=[1, 2]", ["2 weights for 1 corpus"]),
     ("Data.Train.dataset.eod_id=1000", ["eod_id = 1000", "0 to 999", "small.yaml:7"]),
     ("Data.Train.dataset.eod_mask_loss=True", ["give Data.Train.dataset.eod_id or Data.tokenizer"]),

@@ -162,6 +162,12 @@ OVERRIDES = {
     "control characters": (["Global.\x1b[2J=1"], ["Global.\\x1b[2J (", "control characters"]),
     "NUL": (["Generation.prompt=a\0b"], ["Generation.prompt = 'a\\x00b'", "NUL"]),
     "no Unicode": (["Engine.save_load.output_dir=\udcff"], ["output_dir = '\\udcff'", "no Unicode text"]),
+    "a long path": (["Data.Train.dataset.input_dir=" + "a/" * 3000], ["6,000 characters", "at most 3500"]),
+    "a long name": (["Engine.save_load.init_from=" + "a" * 300], ["300 characters", "200 between slashes"]),
+    "a long name in a list": (
+        [f"Data.Train.dataset.input_dir=[a, {'b' * 300}]"],
+        ["Data.Train.dataset.input_dir.1 = 'bb", "a path of at most 3500 bytes"],
+    ),
     "brackets": (["Engine.max_steps=" + "[" * 100_000], ["Engine.max_steps = '[[", "nested too deeply"]),
     "a long value": (["Global.seed='" + "z" * 100_000 + "'"], ["100,000 characters"]),
     "many": (["Engine.max_steps=1"] * 2000, ["2,000 overrides"]),
