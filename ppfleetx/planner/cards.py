@@ -1,0 +1,148 @@
+"""Cards: constants in, seconds out. The constants and their sources are in ``cards.yaml``."""
+
+from __future__ import annotations
+
+import difflib
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt, Section, Text, UnitFloat
+from ppfleetx.config.tree import Node, read_yaml
+from ppfleetx.config.validate import section_of
+
+GIB = 1 << 30
+_MICRO = 1e-6
+
+
+class Card(Section):
+    """One accelerator and the links of the node it is in."""
+
+    name: Text
+    """How the command line calls it."""
+    memory_gib: PositiveFloat
+    """Memory that a program can have, in GiB."""
+    peak_tflops: dict[Text, PositiveFloat]
+    """Dense matrix products by type, as the vendor states them, in TFLOP/s."""
+    matmul_efficiency: UnitFloat
+    """Share of the peak that a large matrix product reaches."""
+    matmul_latency_us: NonNegativeFloat
+    """What a matrix product costs beside its arithmetic, so that small ones reach a lower share."""
+    memory_gb_s: PositiveFloat
+    """Stated bandwidth of the memory, in GB/s."""
+    memory_efficiency: UnitFloat
+    """Share of it that element-wise operations reach."""
+    kernel_latency_us: NonNegativeFloat
+    """Least time of an element-wise operation."""
+    flash_efficiency: NonNegativeFloat
+    """Share of the peak that fused attention reaches; 0: it cannot run."""
+    link_gb_s: dict[PositiveInt, PositiveFloat]
+    """Bus bandwidth of a large all-reduce within a node by number of cards, in GB/s."""
+    link_latency_us: NonNegativeFloat
+    """Least time of a collective within a node."""
+    context_gib: NonNegativeFloat
+    """What driver and libraries take before the first tensor, in GiB."""
+    network_gbps: PositiveFloat
+    """Network of a node in one direction, all its interfaces together, in Gbit/s."""
+    network_efficiency: UnitFloat
+    """Share of it that a message between two ranks reaches."""
+    collective_loss: NonNegativeFloat
+    """What each doubling of the nodes adds to a collective's time, as a share."""
+    jitter: NonNegativeFloat
+    """Spread of the nodes' step times, as a share of the step."""
+    network_latency_us: NonNegativeFloat
+    """Least time of a message between nodes."""
+    sources: tuple[Text, ...] = Field(default=())
+    """Where the numbers come from."""
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of dense matrix products in ``dtype``.
+
+        Raises:
+            ConfigError: the description of the card has no such type.
+        """
+        if dtype not in self.peak_tflops:
+            raise ConfigError(
+                f"{self.name} has no {dtype} matrix products (it has {', '.join(self.peak_tflops)})",
+                key="Engine.mix_precision.dtype",
+                value=dtype,
+            )
+        return self.peak_tflops[dtype] * 1e12
+
+    def matmul_seconds(self, flops: float, dtype: str) -> float:
+        """Time of one matrix product of ``flops`` floating-point operations."""
+        return flops / (self.peak(dtype) * self.matmul_efficiency) + self.matmul_latency_us * _MICRO
+
+    def memory_seconds(self, num_bytes: float, kernels: float = 1) -> float:
+        """Time of ``kernels`` element-wise operations that read and write ``num_bytes`` together."""
+        speed = self.memory_gb_s * 1e9 * self.memory_efficiency
+        return num_bytes / speed + kernels * self.kernel_latency_us * _MICRO
+
+    def link_bandwidth(self, num_cards: int) -> float:
+        """Bus bandwidth in bytes/s of a collective of ``num_cards`` neighbours in one node."""
+        sizes = sorted(self.link_gb_s)
+        at_least = next((size for size in sizes if size >= num_cards), sizes[-1])
+        return self.link_gb_s[at_least] * 1e9
+
+
+def load_card(name: str) -> Card:
+    """The shipped card called ``name``, or the only card of the YAML file ``name``.
+
+    Raises:
+        ConfigError: no such card or file, or a description that is not one.
+    """
+    shipped = _shipped()
+    if name in shipped:
+        return _card(name, shipped, "the shipped cards")
+    if not name.endswith((".yaml", ".yml")):
+        near = difflib.get_close_matches(name, shipped, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(shipped)}, or give a YAML file"
+        raise ConfigError("there is no such card;", key="--card", value=name, hint=hint)
+    own = _plain(read_yaml(Path(name)))
+    if len(own) != 1:
+        raise ConfigError(f"the file describes {len(own)} cards; give one", key="--card", value=name)
+    return _card(next(iter(own)), {**shipped, **own}, name)
+
+
+def card_names() -> list[str]:
+    """Names of the shipped cards."""
+    return list(_shipped())
+
+
+def _shipped() -> dict[str, Any]:
+    text = resources.files("ppfleetx.planner").joinpath("cards.yaml").read_text(encoding="utf-8")
+    return yaml.safe_load(text)
+
+
+def _card(name: str, described: dict[str, Any], place: str) -> Card:
+    values = described[name]
+    if not isinstance(values, dict):
+        raise ConfigError("a card is a mapping of its numbers", key=name, place=place)
+    values = dict(values)
+    base = values.pop("base", None)
+    if base is not None:
+        if base == name or base not in described or "base" in described[base]:
+            raise ConfigError(
+                "must be a card that is described in full", key=f"{name}.base", value=base, place=place
+            )
+        values = {**described[base], **values}
+    try:
+        return section_of(Card, {"name": name, **values})
+    except ConfigError as error:
+        raise ConfigError(str(error), key=name, place=place) from None
+
+
+def _plain(node: Node) -> Any:
+    if isinstance(node.value, dict):
+        return {_number(key): _plain(child) for key, child in node.value.items()}
+    if isinstance(node.value, list):
+        return [_plain(child) for child in node.value]
+    return node.value
+
+
+def _number(key: str) -> str | int:
+    return int(key) if key.isascii() and key.isdigit() else key

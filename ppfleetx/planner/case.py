@@ -1,0 +1,166 @@
+"""What is planned: a model, its batches and one plan, taken from a configuration or varied from one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ppfleetx.config.batch import BatchPlan
+from ppfleetx.config.model import ModelConfig
+from ppfleetx.config.plan import ParallelPlan, Workload
+from ppfleetx.config.sections import RunConfig
+from ppfleetx.planner.cards import Card
+
+Recompute = Literal["none", "core_attn", "full_attn", "full"]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Types of a step.
+
+    Attributes:
+        compute: type of activations and matrix products (``float32``, ``float16``, ``bfloat16``).
+        lowers_parameters: level O2: parameters are in ``compute``, masters in float32.
+        main_grads: gradients are kept and reduced in float32 although parameters are 16-bit.
+    """
+
+    compute: str = "float32"
+    lowers_parameters: bool = False
+    main_grads: bool = True
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of an activation."""
+        return 4 if self.compute == "float32" else 2
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of a parameter as the passes see it."""
+        return 2 if self.lowers_parameters else 4
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of its float32 master, if it has one."""
+        return 4 if self.lowers_parameters else 0
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of a gradient as it is kept and reduced."""
+        return 2 if self.lowers_parameters and not self.main_grads else 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model under a plan, with its batches.
+
+    Attributes:
+        model: shapes and options; its ``sequence_parallel`` and recompute keys are not read, see below.
+        plan: degrees and options.
+        micro_batch: sequences of a forward pass on one data rank.
+        accumulate: micro batches of a step.
+        seq_len: tokens of a sequence.
+        precision: types.
+        recomputed: what each layer recomputes, by layer.
+        moments: optimizer states per parameter (2 for AdamW, 1 for momentum, 0 for SGD).
+        flash: fused attention.
+        async_save: a copy of what is saved stays in host memory while it is written.
+    """
+
+    model: ModelConfig
+    plan: ParallelPlan
+    micro_batch: int
+    accumulate: int
+    seq_len: int
+    precision: Precision
+    recomputed: tuple[Recompute, ...]
+    moments: int = 2
+    flash: bool = False
+    async_save: bool = False
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of a step over the whole job."""
+        return self.micro_batch * self.accumulate * self.plan.data_size
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step over the whole job."""
+        return self.global_batch * self.seq_len
+
+    @property
+    def workload(self) -> Workload:
+        """What the table of legal plans asks."""
+        return Workload(
+            num_layers=self.model.num_layers,
+            num_heads=self.model.num_attention_heads,
+            num_groups=self.model.kv_heads,
+            ffn_size=self.model.ffn_size,
+            padded_vocab=self.model.padded_vocab_size,
+            seq_len=self.seq_len,
+            accumulate_steps=self.accumulate,
+        )
+
+    def layers_of_stage(self, stage: int) -> list[list[int]]:
+        """Layers on pipeline stage ``stage``, one list per virtual stage, numbered over the whole model."""
+        chunks = self.plan.layers_of_chunks(self.model.num_layers)
+        starts = [sum(chunks[:c]) for c in range(len(chunks))]
+        mine = range(stage, self.plan.num_chunks, self.plan.pp)
+        return [list(range(starts[c], starts[c] + chunks[c])) for c in mine]
+
+    def with_plan(self, plan: ParallelPlan, micro_batch: int) -> Case:
+        """The same step of the same job under another plan.
+
+        Raises:
+            ValueError: the batch cannot be dealt out so.
+        """
+        per_step = plan.data_size * micro_batch
+        if self.global_batch % per_step:
+            raise ValueError(
+                f"{self.global_batch} sequences a step cannot be dealt out to {plan.data_size} data ranks in "
+                f"micro batches of {micro_batch}"
+            )
+        return replace(self, plan=plan, micro_batch=micro_batch, accumulate=self.global_batch // per_step)
+
+
+def case_of(cfg: RunConfig, card: Card) -> Case:
+    """The case that ``cfg`` describes, run on ``card``."""
+    model, mixed, batch = cfg.Model, cfg.Engine.mix_precision, cfg.batch
+    precision = Precision()
+    if mixed.enable:
+        precision = Precision(mixed.dtype, mixed.level == "O2", mixed.main_grad_fp32)
+    return Case(
+        model=model,
+        plan=cfg.plan,
+        micro_batch=batch.micro_batch_size,
+        accumulate=batch.accumulate_steps,
+        seq_len=sequence_length(cfg),
+        precision=precision,
+        recomputed=recompute_of(model),
+        moments={"AdamW": 2, "SGD": 0}[cfg.Optimizer.name],
+        flash=uses_flash(model, precision, card),
+        async_save=cfg.Engine.save_load.async_save,
+    )
+
+
+def sequence_length(cfg: RunConfig) -> int:
+    """Tokens of a training sequence; without a training set, the longest the model may see."""
+    return cfg.Data.Train.dataset.max_seq_len if cfg.Data.Train else cfg.Model.max_position_embeddings
+
+
+def recompute_of(model: ModelConfig) -> tuple[Recompute, ...]:
+    """What each layer recomputes in the backward pass."""
+    kind = model.recompute_granularity or "full"
+    return tuple(kind if model.is_recomputed(layer) else "none" for layer in range(model.num_layers))
+
+
+def uses_flash(model: ModelConfig, precision: Precision, card: Card) -> bool:
+    """Whether attention runs fused: what ``attention_kernel`` asks for, on a card that can."""
+    if model.attention_kernel == "reference" or precision.compute == "float32":
+        return False
+    return card.flash_efficiency > 0
+
+
+def batch_of(case: Case) -> BatchPlan:
+    """Its batch sizes by the configuration's names."""
+    local = case.micro_batch * case.accumulate
+    return BatchPlan(case.global_batch, local, case.micro_batch, case.accumulate)

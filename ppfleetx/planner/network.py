@@ -1,0 +1,135 @@
+"""Communication: how many bytes, over which links, in how many seconds.
+
+A collective of n ranks moves (n - 1) / n of its bytes once over every link (twice for an all-reduce), as a
+ring does (Thakur et al. 2005); the time is bytes over bandwidth plus a latency. Neighbours in a node use its
+links, others the node's network, which all ranks of the node that communicate at once share.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ppfleetx.config.plan import AXES, ParallelPlan
+from ppfleetx.planner.cards import Card
+
+_MICRO = 1e-6
+_RAMP_BYTES = 4e6
+"""Size from which a collective within a node runs at the links' speed (vTrain's all-reduce table)."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of cards.
+
+    Attributes:
+        card: what is in the nodes.
+        per_node: cards of a node.
+        network: bytes/s that a node sends, all its interfaces together.
+    """
+
+    card: Card
+    per_node: int = 8
+    network: float = 0.0
+
+    @property
+    def node_bandwidth(self) -> float:
+        """Bytes/s of a node's network that messages between two ranks reach."""
+        stated = self.network or self.card.network_gbps * 1e9 / 8
+        return stated * self.card.network_efficiency
+
+    def collective_bandwidth(self, nodes: float) -> float:
+        """Bytes/s of a node's network that a collective over ``nodes`` nodes reaches: every doubling of
+        their number costs ``card.collective_loss`` of its time more."""
+        return self.node_bandwidth / (1 + self.card.collective_loss * math.log2(max(1.0, nodes)))
+
+    def straggling(self, num_cards: int) -> float:
+        """How much longer a step takes because every node waits for the slowest: the expected largest of
+        n normal deviates is about sqrt(2 ln n) of their spread (``card.jitter``)."""
+        nodes = max(1.0, num_cards / self.per_node)
+        return 1 + self.card.jitter * math.sqrt(2 * math.log(nodes))
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of one axis as they lie in the nodes.
+
+    Attributes:
+        size: ranks.
+        inside: ranks of the group in one node.
+        sharing: groups of the axis that leave one node at the same time.
+    """
+
+    size: int
+    inside: int
+    sharing: int
+
+    @property
+    def leaves_node(self) -> bool:
+        """Whether it spans several nodes."""
+        return self.inside < self.size
+
+
+def group_of(plan: ParallelPlan, axis: str, per_node: int) -> Group:
+    """The groups of ``axis``: ranks that differ on it lie ``stride`` apart (fleet's order of axes)."""
+    size, stride = getattr(plan, axis), 1
+    for name in AXES[AXES.index(axis) + 1 :]:
+        stride *= getattr(plan, name)
+    return _group(size, stride, per_node)
+
+
+def _group(size: int, stride: int, per_node: int) -> Group:
+    inside = max(1, min(size, per_node // stride))
+    return Group(size, inside, max(1, per_node // inside))
+
+
+def all_reduce_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
+    """Time to sum ``num_bytes`` of every rank over ``group``."""
+    return 2 * _one_way(num_bytes, group, cluster)
+
+
+def gather_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
+    """Time of an all-gather or reduce-scatter whose whole result or input has ``num_bytes``; also of a
+    reduction into the owner or a broadcast of parameters packed by owner (sharding)."""
+    return _one_way(num_bytes, group, cluster)
+
+
+def all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
+    """Time to exchange ``num_bytes`` of every rank evenly with all others."""
+    if group.size == 1:
+        return 0.0
+    card = cluster.card
+    nodes = group.size / group.inside
+    outside = num_bytes * (group.size - group.inside) / group.size
+    within = num_bytes * (group.inside - 1) / group.size
+    seconds = within / card.link_bandwidth(group.inside) + card.link_latency_us * _MICRO
+    if outside:
+        seconds += (
+            outside * group.sharing * group.inside / cluster.collective_bandwidth(nodes)
+            + card.network_latency_us * _MICRO
+        )
+    return seconds
+
+
+def message_seconds(num_bytes: float, plan: ParallelPlan, cluster: Cluster) -> float:
+    """Time of an activation from one pipeline stage to the next, of one rank.
+
+    All ranks of a stage send at once: between nodes they share the network.
+    """
+    group, card = group_of(plan, "pp", cluster.per_node), cluster.card
+    if not group.leaves_node:
+        return num_bytes / card.link_bandwidth(2) + card.link_latency_us / 2 * _MICRO
+    return num_bytes * group.sharing / cluster.node_bandwidth + card.network_latency_us * _MICRO
+
+
+def _one_way(num_bytes: float, group: Group, cluster: Cluster) -> float:
+    if group.size == 1:
+        return 0.0
+    card, share = cluster.card, (group.size - 1) / group.size
+    ramp = min(1.0, num_bytes / _RAMP_BYTES)
+    latency = card.link_latency_us * (0.5 + 0.75 * ramp) * _MICRO
+    if not group.leaves_node:
+        return share * num_bytes / card.link_bandwidth(group.size) + latency
+    nodes = group.size / group.inside
+    per_group = cluster.collective_bandwidth(nodes) / group.sharing
+    return share * num_bytes / per_group + latency + nodes * card.network_latency_us * _MICRO

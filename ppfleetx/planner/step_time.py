@@ -1,0 +1,287 @@
+"""Seconds of one optimizer step under a plan, part by part.
+
+What overlaps in this engine and what does not: nothing does. Gradients are summed after the last backward
+pass (sharding stages 2 and 3 send during it, and wait), tensor-parallel sums and pipeline messages are waited
+for where they stand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ppfleetx.planner.case import Case
+from ppfleetx.planner.network import (
+    Cluster,
+    all_reduce_seconds,
+    all_to_all_seconds,
+    gather_seconds,
+    group_of,
+    message_seconds,
+)
+from ppfleetx.planner.operations import (
+    Operation,
+    backward_flops,
+    embedding_operations,
+    head_operations,
+    layer_operations,
+    repeats,
+)
+from ppfleetx.planner.parameters import Held, held_parameters
+from ppfleetx.planner.timeline import Timeline, play
+
+SPREAD = (0.93, 1.10)
+"""Low and high end of the interval around the predicted step, from the errors on published runs
+(``docs/planner.md``): nine of ten measurements lie within."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of a forward or backward pass of one micro batch, by what they are spent on."""
+
+    matmul: float = 0.0
+    memory: float = 0.0
+    tensor_parallel: float = 0.0
+    context_parallel: float = 0.0
+    parameters: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.matmul + self.memory + self.tensor_parallel + self.context_parallel + self.parameters
+
+    def __add__(self, other: Passes) -> Passes:
+        return Passes(*(getattr(self, name) + getattr(other, name) for name in PARTS))
+
+    def times(self, factor: float) -> Passes:
+        """So many of them."""
+        return Passes(*(getattr(self, name) * factor for name in PARTS))
+
+
+PARTS = ("matmul", "memory", "tensor_parallel", "context_parallel", "parameters")
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Predicted seconds of one optimizer step.
+
+    Attributes:
+        seconds: the whole step.
+        parts: what the fullest stage spends it on; they add up to ``seconds``.
+        timeline: the passes of the pipeline.
+        bubble: idle share of the passes' time.
+    """
+
+    seconds: float
+    parts: dict[str, float]
+    timeline: Timeline
+    bubble: float
+
+    @property
+    def interval(self) -> tuple[float, float, float]:
+        """Low, predicted, high."""
+        return self.seconds * SPREAD[0], self.seconds, self.seconds * SPREAD[1]
+
+    @property
+    def exposed_communication(self) -> float:
+        """Seconds in which a rank waits for communication."""
+        names = ("tensor_parallel", "context_parallel", "parameters", "pipeline", "gradients", "values")
+        return sum(self.parts[name] for name in names)
+
+
+def step_time(case: Case, cluster: Cluster, *, whole_timeline: bool = False) -> StepTime:
+    """Predict the time of one optimizer step of ``case`` on ``cluster``."""
+    plan = case.plan
+    forward, backward, again = _stage_passes(case, cluster)
+    message = _message(case, cluster) if plan.pp > 1 else 0.0
+    f_seconds = [[p.total for p in stage] for stage in forward]
+    b_seconds = [[p.total for p in stage] for stage in backward]
+    timeline = play(f_seconds, b_seconds, case.accumulate, message, whole=whole_timeline)
+    worst = max(range(plan.pp), key=lambda i: sum(f_seconds[i]) + sum(b_seconds[i]))
+    spent = sum((*forward[worst], *backward[worst]), Passes()).times(case.accumulate)
+    repeated = sum(p.total for p in again[worst]) * case.accumulate
+    messages = 2 * message * case.accumulate * plan.virtual_pp_degree if plan.pp > 1 else 0.0
+    held = [held_parameters(case, stage) for stage in range(plan.pp)]
+    gradients = max(_gradient_seconds(case, cluster, h) for h in held)
+    update = max(_update_seconds(case, cluster, h) for h in held)
+    values = max(_value_seconds(case, cluster, h) for h in held)
+    parts = {name: getattr(spent, name) for name in PARTS}
+    parts |= {"pipeline": messages, "bubble": timeline.seconds - spent.total - messages}
+    parts |= {"gradients": gradients, "optimizer": update, "values": values}
+    seconds = timeline.seconds + gradients + update + values
+    parts["stragglers"] = seconds * (cluster.straggling(plan.world_size) - 1)
+    seconds += parts["stragglers"]
+    busy = sum(sum(f) + sum(b) for f, b in zip(f_seconds, b_seconds, strict=True)) * case.accumulate / plan.pp
+    share = max(0.0, 1 - (busy + messages) / timeline.seconds) if plan.pp > 1 else 0.0
+    return StepTime(seconds, {**parts, "recompute": repeated}, timeline, share)
+
+
+def _stage_passes(case: Case, cluster: Cluster) -> tuple[list[list[Passes]], ...]:
+    """Forward passes, backward passes and the recomputed share of the latter, ``[stage][virtual stage]``."""
+    kinds = sorted(set(case.recomputed))
+    once = {kind: _layer_passes(case, cluster, kind) for kind in kinds}
+    forward, backward, again = [], [], []
+    last = case.plan.pp - 1
+    for stage in range(case.plan.pp):
+        chunks = case.layers_of_stage(stage)
+        rows: tuple[list[Passes], ...] = ([], [], [])
+        for number, layers in enumerate(chunks):
+            sums = [Passes(), Passes(), Passes()]
+            for kind in kinds:
+                count = sum(case.recomputed[layer] == kind for layer in layers)
+                sums = [s + p.times(count) for s, p in zip(sums, once[kind], strict=True)]
+            if stage == 0 and number == 0:
+                sums = [s + p for s, p in zip(sums, _edge_passes(case, cluster, "first"), strict=True)]
+            if stage == last and number == len(chunks) - 1:
+                sums = [s + p for s, p in zip(sums, _edge_passes(case, cluster, "last"), strict=True)]
+            for row, value in zip(rows, sums, strict=True):
+                row.append(value)
+        forward.append(rows[0])
+        backward.append(rows[1])
+        again.append(rows[2])
+    return forward, backward, again
+
+
+def _layer_passes(case: Case, cluster: Cluster, recompute: str) -> tuple[Passes, Passes, Passes]:
+    operations = layer_operations(case)
+    forward = _forward(operations, case, cluster) + _layer_communication(case, cluster)
+    repeated = [operation for operation in operations if repeats(operation, recompute)]
+    again = _forward(repeated, case, cluster)
+    if recompute == "full":
+        again += _layer_communication(case, cluster)
+    elif recompute == "full_attn":
+        again += _layer_communication(case, cluster).times(0.5)
+    backward = (
+        _backward(operations, case, cluster) + _layer_communication(case, cluster, backward=True) + again
+    )
+    fetch = Passes(parameters=_fetch_seconds(case, cluster))
+    return forward + fetch, backward + fetch, again
+
+
+def _edge_passes(case: Case, cluster: Cluster, edge: str) -> tuple[Passes, Passes, Passes]:
+    operations = embedding_operations(case) if edge == "first" else head_operations(case)
+    sums = Passes(tensor_parallel=_activation_sum(case, cluster))
+    return _forward(operations, case, cluster) + sums, _backward(operations, case, cluster) + sums, Passes()
+
+
+def _forward(operations: list[Operation], case: Case, cluster: Cluster) -> Passes:
+    return sum((_price(o, o.flops, o.num_bytes, o.kernels, case, cluster) for o in operations), Passes())
+
+
+def _backward(operations: list[Operation], case: Case, cluster: Cluster) -> Passes:
+    """Two products for each of the forward pass: the input's gradient and the weight's."""
+    total = Passes()
+    for o in operations:
+        total += _price(o, backward_flops(o), o.backward_bytes, 2 * o.kernels, case, cluster)
+    return total
+
+
+def _price(o: Operation, flops: float, moved: float, kernels: int, case: Case, cluster: Cluster) -> Passes:
+    card, dtype = cluster.card, case.precision.compute
+    if o.kind == "elementwise":
+        return Passes(memory=card.memory_seconds(moved, kernels))
+    latency = kernels * card.matmul_latency_us * 1e-6
+    if o.kind == "flash":
+        return Passes(matmul=flops / (card.peak(dtype) * card.flash_efficiency) + latency)
+    seconds = flops / (card.peak(dtype) * card.matmul_efficiency) + latency
+    return Passes(matmul=seconds + (0.8 * moved / (card.memory_gb_s * 0.9e9) if o.kind == "scores" else 0.0))
+
+
+def _activation_bytes(case: Case) -> float:
+    tokens = case.micro_batch * case.seq_len / case.plan.sep
+    return tokens * case.model.hidden_size * case.precision.activation_bytes
+
+
+def _activation_sum(case: Case, cluster: Cluster) -> float:
+    """One tensor-parallel sum of the trunk; with sequence parallelism as scatter and gather."""
+    return all_reduce_seconds(_activation_bytes(case), group_of(case.plan, "mp", cluster.per_node), cluster)
+
+
+def _layer_communication(case: Case, cluster: Cluster, *, backward: bool = False) -> Passes:
+    """Two sums a pass over tensor ranks, two exchanges over context ranks. With sequence parallelism the
+    backward pass gathers the inputs of both column-parallel products once more."""
+    sums = 2 * _activation_sum(case, cluster)
+    if backward and case.plan.sequence_parallel:
+        mp = group_of(case.plan, "mp", cluster.per_node)
+        sums += 2 * gather_seconds(_activation_bytes(case), mp, cluster)
+    exchanges = 0.0
+    if case.plan.sep > 1:
+        group = group_of(case.plan, "sep", cluster.per_node)
+        model, tokens = case.model, case.micro_batch * case.seq_len / case.plan.sep
+        e, width = case.precision.activation_bytes, model.head_size / case.plan.mp
+        qkv = tokens * (model.num_attention_heads + 2 * model.kv_heads) * width * e
+        context = tokens * model.num_attention_heads * width * e
+        exchanges = all_to_all_seconds(qkv, group, cluster) + all_to_all_seconds(context, group, cluster)
+    return Passes(tensor_parallel=sums, context_parallel=exchanges)
+
+
+def _message(case: Case, cluster: Cluster) -> float:
+    """Each tensor rank sends its part of an activation; without sequence parallelism the receivers gather."""
+    seconds = message_seconds(_activation_bytes(case) / case.plan.mp, case.plan, cluster)
+    if case.plan.mp > 1 and not case.plan.sequence_parallel:
+        seconds += gather_seconds(
+            _activation_bytes(case), group_of(case.plan, "mp", cluster.per_node), cluster
+        )
+    return seconds
+
+
+@lru_cache(maxsize=64)
+def _layer_size(case: Case) -> tuple[float, int]:
+    """(parameters, tensors) of one layer on one rank."""
+    from ppfleetx.models.gpt.shape import layer_parameter_shapes
+
+    shapes = layer_parameter_shapes(case.model)
+    return sum(_product(shape) for shape in shapes.values()) / case.plan.mp, len(shapes)
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size
+
+
+def _fetch_seconds(case: Case, cluster: Cluster) -> float:
+    """Sharding stage 3: a layer's parameters come from their owners before each pass, one message each."""
+    if case.plan.sharding_stage != 3 or case.plan.sharding == 1:
+        return 0.0
+    size, tensors = _layer_size(case)
+    group = group_of(case.plan, "sharding", cluster.per_node)
+    latency = cluster.card.link_latency_us * 0.5e-6 * (tensors - 1)
+    return gather_seconds(size * case.precision.parameter_bytes, group, cluster) + latency
+
+
+def _gradient_seconds(case: Case, cluster: Cluster, held: Held) -> float:
+    """Sums of gradients: into the owners (in every micro batch from stage 2 on), over sep and replicas."""
+    plan, each = case.plan, case.precision.gradient_bytes
+    seconds, remaining = 0.0, held.trained
+    if plan.sharding > 1:
+        group = group_of(plan, "sharding", cluster.per_node)
+        rounds = case.accumulate if plan.sharding_stage > 1 else 1
+        seconds += rounds * gather_seconds(held.trained * each, group, cluster)
+        remaining = held.owned
+    for axis in ("sep", "dp"):
+        seconds += all_reduce_seconds(remaining * each, group_of(plan, axis, cluster.per_node), cluster)
+    return seconds
+
+
+def _value_seconds(case: Case, cluster: Cluster, held: Held) -> float:
+    """Sharding stages 1 and 2: new values from their owners."""
+    if case.plan.sharding == 1 or case.plan.sharding_stage == 3:
+        return 0.0
+    group = group_of(case.plan, "sharding", cluster.per_node)
+    return gather_seconds(held.trained * case.precision.parameter_bytes, group, cluster)
+
+
+_HOST_SECONDS_PER_PARAMETER = 11e-9
+"""AdamW on the host, one thread (measured, ``docs/parallelism.md``)."""
+
+
+def _update_seconds(case: Case, cluster: Cluster, held: Held) -> float:
+    """Norm, scaling and update: every state is read and written once, gradients are read twice."""
+    p, precision = held.owned, case.precision
+    if case.plan.sharding_offload:
+        return p * _HOST_SECONDS_PER_PARAMETER
+    states = 2 * (4 * case.moments + max(precision.master_bytes, precision.parameter_bytes))
+    moved = p * (states + precision.parameter_bytes + 2 * precision.gradient_bytes)
+    return cluster.card.memory_seconds(moved, 12 * held.num_tensors)

@@ -1,0 +1,139 @@
+"""The pipeline's schedule, played through: who computes what when.
+
+1F1B (Narayanan et al. 2021, PipeDream-Flush) and its interleaved form (the same, §2.2): the orders that
+Paddle's schedules follow. Messages are not overlapped with computation: the sender waits until its message
+has gone, the receiver until it has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+_STEADY_ROUNDS = 3
+
+
+class Span(NamedTuple):
+    """One forward or backward pass: of ``chunk`` (virtual stage) and ``micro`` (micro batch), in seconds."""
+
+    stage: int
+    start: float
+    end: float
+    is_forward: bool
+    chunk: int
+    micro: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Attributes: ``spans`` of all passes that were played, ``seconds`` of the whole step's passes."""
+
+    spans: tuple[Span, ...]
+    seconds: float
+
+
+def play(
+    forward: Sequence[Sequence[float]],
+    backward: Sequence[Sequence[float]],
+    micro_batches: int,
+    message: float,
+    *,
+    whole: bool = False,
+) -> Timeline:
+    """Play one step's passes.
+
+    Args:
+        forward, backward: seconds of a micro batch's passes, ``[stage][virtual stage]``.
+        micro_batches: number of micro batches.
+        message: seconds of a message between neighbouring chunks.
+        whole: play every micro batch. Otherwise a long step is cut: once the pipeline is in its rhythm,
+            the remaining micro batches repeat it.
+    """
+    num_stages, num_chunks = len(forward), len(forward[0])
+    shown = num_stages * (_STEADY_ROUNDS + num_chunks - 1)
+    if whole or micro_batches <= shown + num_stages:
+        return _play(forward, backward, micro_batches, message)
+    extra = (micro_batches - shown) % num_stages
+    some = _play(forward, backward, shown + extra, message)
+    more = _play(forward, backward, shown + extra + num_stages, message)
+    rounds = (micro_batches - shown - extra) // num_stages
+    return Timeline(more.spans, some.seconds + rounds * (more.seconds - some.seconds))
+
+
+def _play(
+    forward: Sequence[Sequence[float]],
+    backward: Sequence[Sequence[float]],
+    micro_batches: int,
+    message: float,
+) -> Timeline:
+    num_stages, num_chunks = len(forward), len(forward[0])
+    orders = [_order(stage, num_stages, num_chunks, micro_batches) for stage in range(num_stages)]
+    positions, clock = [0] * num_stages, [0.0] * num_stages
+    arrived: dict[
+        tuple[bool, int, int], float
+    ] = {}  # when the input of (is_forward, global chunk, micro) is there
+    spans: list[Span] = []
+    last = num_stages * num_chunks - 1
+    waiting = list(range(num_stages))
+    while waiting:
+        stage = waiting.pop()
+        while positions[stage] < len(orders[stage]):
+            is_forward, chunk, micro = orders[stage][positions[stage]]
+            place = chunk * num_stages + stage
+            needed = (is_forward, place, micro)
+            starts_alone = is_forward and place == 0
+            if not starts_alone and needed not in arrived:
+                break
+            start = clock[stage] if starts_alone else max(clock[stage], arrived[needed])
+            end = start + (forward if is_forward else backward)[stage][chunk]
+            spans.append(Span(stage, start, end, is_forward, chunk, micro))
+            if is_forward and place == last:
+                arrived[(False, place, micro)] = end
+            elif is_forward or place > 0:
+                following = place + 1 if is_forward else place - 1
+                end += message
+                arrived[(is_forward, following, micro)] = end
+                if following % num_stages != stage:
+                    waiting.append(following % num_stages)
+            clock[stage] = end
+            positions[stage] += 1
+    assert all(p == len(o) for p, o in zip(positions, orders, strict=True)), "the schedule is stuck"
+    return Timeline(tuple(spans), max(clock))
+
+
+def _order(stage: int, num_stages: int, num_chunks: int, micro_batches: int) -> list[tuple[bool, int, int]]:
+    """(is forward, virtual stage, micro batch) in the order in which ``stage`` runs them."""
+    total = micro_batches * num_chunks
+    if num_chunks == 1:
+        ahead = min(num_stages - 1 - stage, total)
+    else:
+        ahead = min((num_stages - stage - 1) * 2 + (num_chunks - 1) * num_stages, total)
+    if num_chunks > 1 and micro_batches == num_stages:
+        ahead = total  # Megatron's and Paddle's interleaved schedule: all forwards first
+    forwards = [(True, *_place(k, num_stages, num_chunks, backwards=False)) for k in range(total)]
+    backwards = [(False, *_place(k, num_stages, num_chunks, backwards=True)) for k in range(total)]
+    order = forwards[:ahead]
+    for k in range(total - ahead):
+        order += (forwards[ahead + k], backwards[k])
+    return order + backwards[total - ahead :]
+
+
+def _place(k: int, num_stages: int, num_chunks: int, *, backwards: bool) -> tuple[int, int]:
+    """(virtual stage, micro batch) of the k-th pass: groups of ``num_stages`` micro batches go round."""
+    if num_chunks == 1:
+        return 0, k
+    group, within = divmod(k, num_stages * num_chunks)
+    chunk, micro = divmod(within, num_stages)
+    return (num_chunks - 1 - chunk if backwards else chunk), group * num_stages + micro
+
+
+def bubble_share(
+    timeline: Timeline,
+    forward: Sequence[Sequence[float]],
+    backward: Sequence[Sequence[float]],
+    micro_batches: int,
+) -> float:
+    """Share of the passes' time in which the stages are idle on average, messages counted as idle."""
+    busy = sum(sum(f) + sum(b) for f, b in zip(forward, backward, strict=True)) * micro_batches / len(forward)
+    return 1 - busy / timeline.seconds
