@@ -1,0 +1,86 @@
+"""One plan's account: memory of each stage, time of a step, and what follows from both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ppfleetx.models.gpt.shape import parameter_count
+from ppfleetx.planner.cards import GIB
+from ppfleetx.planner.case import Case
+from ppfleetx.planner.flops import model_flops_utilization, step_flops, tflops_per_device
+from ppfleetx.planner.memory import StageMemory, stage_memory
+from ppfleetx.planner.network import Cluster
+from ppfleetx.planner.step_time import StepTime, step_time
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the planner says of ``case`` on ``cluster``. Parts are computed when they are asked for."""
+
+    case: Case
+    cluster: Cluster
+
+    @cached_property
+    def memory(self) -> tuple[StageMemory, ...]:
+        """Of a rank of each pipeline stage."""
+        return tuple(stage_memory(self.case, self.cluster, stage) for stage in range(self.case.plan.pp))
+
+    @cached_property
+    def fullest(self) -> float:
+        """Bytes on the fullest rank."""
+        return max(stage.total for stage in self.memory)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest rank has the memory."""
+        return self.fullest <= self.cluster.card.memory_gib * GIB
+
+    @cached_property
+    def time(self) -> StepTime:
+        """Of one optimizer step."""
+        return step_time(self.case, self.cluster)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole job."""
+        return self.case.tokens / self.time.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation, full attention."""
+        return model_flops_utilization(self.case, self.time.seconds, self.cluster.card)
+
+    def as_json(self) -> dict[str, Any]:
+        """The documented object of ``plan --json``."""
+        flops, seconds = step_flops(self.case), self.time.seconds
+        return {
+            "plan": plan_words(self.case),
+            "step_time_s": [round(value, 6) for value in self.time.interval],
+            "step_parts_s": {name: round(value, 6) for name, value in self.time.parts.items()},
+            "memory_gib": [round(stage.total / GIB, 4) for stage in self.memory],
+            "host_memory_gib": round(max(stage.host for stage in self.memory) / GIB, 4),
+            "fits": self.fits,
+            "mfu": round(self.mfu, 6),
+            "tflops_per_device": {
+                "full_attention": round(tflops_per_device(flops.full, seconds, self.case), 4),
+                "causal_attention": round(tflops_per_device(flops.causal, seconds, self.case), 4),
+                "with_recompute": round(tflops_per_device(flops.hardware, seconds, self.case), 4),
+            },
+            "bubble": round(self.time.bubble, 6),
+            "exposed_comm_s": round(self.time.exposed_communication, 6),
+            "tokens_per_second": round(self.tokens_per_second, 3),
+            "parameters": parameter_count(self.case.model),
+            "devices": self.case.plan.world_size,
+            "global_batch_size": self.case.global_batch,
+        }
+
+
+def plan_words(case: Case) -> str:
+    """The plan as ``--plan`` takes it."""
+    plan, kinds = case.plan, set(case.recomputed)
+    words = f"dp={plan.dp},mp={plan.mp},pp={plan.pp},sharding={plan.sharding},stage={plan.sharding_stage}"
+    words += f",sep={plan.sep},vpp={plan.virtual_pp_degree},micro={case.micro_batch}"
+    words += f",sp={int(plan.sequence_parallel)},offload={int(plan.sharding_offload)}"
+    return words + f",recompute={kinds.pop() if len(kinds) == 1 else 'mixed'}"
