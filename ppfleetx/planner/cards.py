@@ -59,6 +59,9 @@ class Card(Section):
     sources: tuple[Text, ...] = Field(default=())
     """Where the numbers come from."""
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # its dictionaries have no hash of their own
+
     def peak(self, dtype: str) -> float:
         """FLOP/s of dense matrix products in ``dtype``.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.case import Case, Recompute
 from ppfleetx.planner.network import Cluster
-from ppfleetx.planner.parameters import Held, held_parameters, resident_values
+from ppfleetx.planner.parameters import Held, held_parameters
 
 _BUCKET_BYTES = 64 << 20  # parallel sums are packed into pieces of this size (distributed/collectives.py)
 _FRAGMENTS = 0.02
@@ -87,7 +87,7 @@ def stage_memory(case: Case, cluster: Cluster, stage: int) -> StageMemory:
     if plan.sharding_offload:
         masters = moments = 0.0
     parts = {
-        "parameters": resident_values(case, stage) * precision.parameter_bytes,
+        "parameters": held.resident * precision.parameter_bytes,
         "gradients": _kept_gradients(case, held) * precision.gradient_bytes,
         "masters": masters,
         "optimizer": moments,

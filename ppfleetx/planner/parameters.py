@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
+from ppfleetx.config.model import ModelConfig
 from ppfleetx.models.gpt.shape import parameter_shapes
 from ppfleetx.planner.case import Case
 
 _WORD_EMBEDDING = "embedding.word_embeddings.weight"
-# What tensor parallelism leaves whole: norms, positions, the bias that is added after a row-parallel sum.
+_LAYER = "decoder.layers."
+# What tensor parallelism leaves whole beside norms: biases that are added after a row-parallel sum.
 _WHOLE_ENDINGS = ("out_proj.bias", "fc2.bias")
 
 
@@ -19,14 +22,16 @@ class Held:
     """Parameters of one rank of one pipeline stage.
 
     Attributes:
-        values: parameters it holds before sharding (what stage 3 divides).
-        trained: those of them that train.
+        values: parameters of its part of the model.
+        resident: those it has between steps: with sharding stage 3, the ones it owns.
+        trained: those that train.
         owned: those of the trained ones whose states it keeps and that it updates.
         largest_layer: parameters of the largest model stage, which sharding stage 3 fetches at once.
         num_tensors: number of its parameters.
     """
 
     values: int
+    resident: int
     trained: int
     owned: int
     largest_layer: int
@@ -35,53 +40,69 @@ class Held:
 
 def held_parameters(case: Case, stage: int) -> Held:
     """What a rank of pipeline stage ``stage`` holds; of several sharding ranks, the one with most."""
-    sizes = dict(_local_sizes(case, stage))
-    model = case.model
-    if model.lora is None:
-        trained = sizes
-    else:
-        trained = {n: s for n, s in sizes.items() if ".lora." in n or n.startswith("score.")}
-    total = sum(sizes.values())
+    plan = case.plan
+    layers = sum(len(chunk) for chunk in case.layers_of_stage(stage))
+    fetches = plan.sharding_stage == 3 and plan.sharding > 1
+    return _held(case.model, plan.mp, layers, stage == 0, stage == plan.pp - 1, plan.sharding, fetches)
+
+
+@lru_cache(maxsize=4096)
+def _held(
+    model: ModelConfig, mp: int, num_layers: int, first: bool, last: bool, sharding: int, fetches: bool
+) -> Held:
+    edges, layer = _local_sizes(model, mp)
+    groups = [layer] * num_layers
+    if first:
+        groups.insert(0, edges["embedding"])
+    if last:
+        end = dict(edges["head"])
+        if not first and model.tie_word_embeddings and model.module != "GPTFinetuneModule":
+            end[_WORD_EMBEDDING] = edges["embedding"][_WORD_EMBEDDING]
+        groups.append(end)
+    sizes = [size for group in groups for size in group.values()]
+    trained = [size for group in groups for name, size in group.items() if _trains(name, model)]
     return Held(
-        values=total,
-        trained=sum(trained.values()),
-        owned=_largest_share(list(trained.values()), case.plan.sharding),
-        largest_layer=_largest_layer(sizes),
+        values=sum(sizes),
+        resident=_largest_share(sizes, sharding) if fetches else sum(sizes),
+        trained=sum(trained),
+        owned=_largest_share(trained, sharding),
+        largest_layer=max((sum(group.values()) for group in groups), default=0),
         num_tensors=len(sizes),
     )
 
 
-def resident_values(case: Case, stage: int) -> int:
-    """Parameters a rank has between steps: with sharding stage 3 those it owns, else all it holds."""
-    sizes = [size for _, size in _local_sizes(case, stage)]
-    if case.plan.sharding_stage == 3 and case.plan.sharding > 1:
-        return _largest_share(sizes, case.plan.sharding)
-    return sum(sizes)
+@lru_cache(maxsize=256)
+def layer_parameters(model: ModelConfig, mp: int) -> tuple[int, int]:
+    """(elements, tensors) of one layer on one tensor-parallel rank."""
+    _, layer = _local_sizes(model, mp)
+    return sum(layer.values()), len(layer)
 
 
-def _local_sizes(case: Case, stage: int) -> Iterator[tuple[str, int]]:
-    """(canonical name, elements) of each parameter a rank of the stage holds a slice of."""
-    plan, layers = case.plan, {layer for chunk in case.layers_of_stage(stage) for layer in chunk}
-    first, last = stage == 0, stage == plan.pp - 1
-    tied = case.model.tie_word_embeddings and case.model.module != "GPTFinetuneModule"
-    for name, shape in parameter_shapes(case.model).items():
-        here = (
-            int(name.split(".")[2]) in layers
-            if name.startswith("decoder.layers.")
-            else (first or (last and tied and name == _WORD_EMBEDDING))
-            if name.startswith("embedding.")
-            else last
-        )
-        if here:
-            yield name, math.prod(shape) // (1 if _is_whole(name) else plan.mp)
+@lru_cache(maxsize=256)
+def _local_sizes(model: ModelConfig, mp: int) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
+    """Elements on one rank: of the embedding and of the end, and of one layer, by name."""
+    one = model.model_copy(update={"num_layers": 1})
+    edges: dict[str, dict[str, int]] = {"embedding": {}, "head": {}}
+    layer: dict[str, int] = {}
+    for name, shape in parameter_shapes(one).items():
+        size = math.prod(shape) // (1 if _is_whole(name) else mp)
+        if name.startswith(_LAYER):
+            layer[name.split(".", 3)[3]] = size
+        else:
+            edges["embedding" if name.startswith("embedding.") else "head"][name] = size
+    return edges, layer
+
+
+def _trains(name: str, model: ModelConfig) -> bool:
+    return model.lora is None or ".lora." in name or name.startswith("score.")
 
 
 def _is_whole(name: str) -> bool:
     if "norm" in name or "position_embeddings" in name or name.startswith("score."):
         return True
     if ".lora." in name:
-        column = ".qkv." in name or ".fc1." in name
-        return name.endswith(".a") == column  # the factor at the undivided side
+        is_column = ".qkv." in name or ".fc1." in name
+        return name.endswith(".a") == is_column  # the factor at the side that is not divided
     return name.endswith(_WHOLE_ENDINGS)
 
 
@@ -91,14 +112,9 @@ def _largest_share(sizes: list[int], ranks: int) -> int:
     if ranks == 1:
         return sum(sizes)
     load = [0] * ranks
+    heap = [(0, rank) for rank in range(ranks)]
     for size in sorted(sizes, reverse=True):
-        load[load.index(min(load))] += size
+        least, rank = heapq.heappop(heap)
+        load[rank] = least + size
+        heapq.heappush(heap, (load[rank], rank))
     return max(load)
-
-
-def _largest_layer(sizes: dict[str, int]) -> int:
-    layers: dict[str, int] = {}
-    for name, size in sizes.items():
-        key = ".".join(name.split(".")[:3]) if name.startswith("decoder.layers.") else name.split(".")[0]
-        layers[key] = layers.get(key, 0) + size
-    return max(layers.values(), default=0)

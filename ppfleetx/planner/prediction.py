@@ -12,7 +12,7 @@ from ppfleetx.planner.case import Case
 from ppfleetx.planner.flops import model_flops_utilization, step_flops, tflops_per_device
 from ppfleetx.planner.memory import StageMemory, stage_memory
 from ppfleetx.planner.network import Cluster
-from ppfleetx.planner.step_time import StepTime, step_time
+from ppfleetx.planner.step_time import StepTime, quick_seconds, step_time
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,11 @@ class Prediction:
 
     @cached_property
     def fullest(self) -> float:
-        """Bytes on the fullest rank."""
-        return max(stage.total for stage in self.memory)
+        """Bytes on the fullest rank. With equal stages that is one of the first (most micro batches in
+        flight) or of the last (logits)."""
+        plan = self.case.plan
+        stages = {0, plan.pp - 1} if plan.pp_layers is None else range(plan.pp)
+        return max(stage_memory(self.case, self.cluster, stage).total for stage in stages)
 
     @property
     def fits(self) -> bool:
@@ -41,6 +44,11 @@ class Prediction:
     def time(self) -> StepTime:
         """Of one optimizer step."""
         return step_time(self.case, self.cluster)
+
+    @cached_property
+    def quick_seconds(self) -> float:
+        """About the seconds of a step, without playing the schedule."""
+        return quick_seconds(self.case, self.cluster)
 
     @property
     def tokens_per_second(self) -> float:

@@ -13,6 +13,7 @@ from ppfleetx.planner.prediction import Prediction
 
 _GRANULARITIES: tuple[Recompute, ...] = ("none", "core_attn", "full_attn", "full")
 _MAX_MICRO_BATCH = 64
+_PLAYED = 40  # of the quickly ranked plans, those whose schedule is played before the final ranking
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,15 @@ def search(case: Case, cluster: Cluster, devices: int, *, goal: str = "time", ke
             if not prediction.fits:
                 continue
             fit += 1
-            score = prediction.time.seconds if goal == "time" else prediction.fullest
+            score = prediction.quick_seconds if goal == "time" else prediction.fullest
             best.append((score, legal, prediction))
             if goal == "time":
                 break  # the rest of the family recomputes more: slower
     best.sort(key=lambda entry: entry[:2])
-    return Found(tuple(prediction for _, _, prediction in best[:keep]), legal, fit)
+    short = [prediction for _, _, prediction in best[: max(_PLAYED, keep)]]
+    if goal == "time":
+        short.sort(key=lambda prediction: prediction.time.seconds)
+    return Found(tuple(short[:keep]), legal, fit)
 
 
 def _families(case: Case, devices: int, per_node: int) -> Iterator[Iterator[Case]]:

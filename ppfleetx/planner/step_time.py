@@ -7,9 +7,10 @@ for where they stand.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.planner.case import Case
 from ppfleetx.planner.network import (
     Cluster,
@@ -27,7 +28,7 @@ from ppfleetx.planner.operations import (
     layer_operations,
     repeats,
 )
-from ppfleetx.planner.parameters import Held, held_parameters
+from ppfleetx.planner.parameters import Held, held_parameters, layer_parameters
 from ppfleetx.planner.timeline import Timeline, play
 
 SPREAD = (0.93, 1.10)
@@ -93,7 +94,7 @@ def step_time(case: Case, cluster: Cluster, *, whole_timeline: bool = False) -> 
     """Predict the time of one optimizer step of ``case`` on ``cluster``."""
     plan = case.plan
     forward, backward, again = _stage_passes(case, cluster)
-    message = _message(case, cluster) if plan.pp > 1 else 0.0
+    message = _message(case, plan, cluster) if plan.pp > 1 else 0.0
     f_seconds = [[p.total for p in stage] for stage in forward]
     b_seconds = [[p.total for p in stage] for stage in backward]
     timeline = play(f_seconds, b_seconds, case.accumulate, message, whole=whole_timeline)
@@ -102,13 +103,11 @@ def step_time(case: Case, cluster: Cluster, *, whole_timeline: bool = False) -> 
     repeated = sum(p.total for p in again[worst]) * case.accumulate
     messages = 2 * message * case.accumulate * plan.virtual_pp_degree if plan.pp > 1 else 0.0
     held = [held_parameters(case, stage) for stage in range(plan.pp)]
-    gradients = max(_gradient_seconds(case, cluster, h) for h in held)
-    update = max(_update_seconds(case, cluster, h) for h in held)
-    values = max(_value_seconds(case, cluster, h) for h in held)
+    gradients, update, values, after = _after_passes(case, cluster, held)
     parts = {name: getattr(spent, name) for name in PARTS}
     parts |= {"pipeline": messages, "bubble": timeline.seconds - spent.total - messages}
     parts |= {"gradients": gradients, "optimizer": update, "values": values}
-    seconds = timeline.seconds + gradients + update + values
+    seconds = timeline.seconds + after
     parts["stragglers"] = seconds * (cluster.straggling(plan.world_size) - 1)
     seconds += parts["stragglers"]
     busy = sum(sum(f) + sum(b) for f, b in zip(f_seconds, b_seconds, strict=True)) * case.accumulate / plan.pp
@@ -116,10 +115,47 @@ def step_time(case: Case, cluster: Cluster, *, whole_timeline: bool = False) -> 
     return StepTime(seconds, {**parts, "recompute": repeated}, timeline, share)
 
 
+def quick_seconds(case: Case, cluster: Cluster) -> float:
+    """About the seconds of :func:`step_time`, without playing the schedule: what a search ranks by.
+
+    The fullest stage sets the rhythm, the others' passes fill and drain the pipeline once.
+    """
+    plan, alike = case.plan, _alike(case)
+    layer = {kind: _seconds(_layer_passes(alike, cluster, kind)) for kind in set(case.recomputed)}
+    stages = []
+    for stage in (0, plan.pp - 1) if plan.pp > 1 else (0,):
+        layers = [number for chunk in case.layers_of_stage(stage) for number in chunk]
+        seconds = sum(layer[case.recomputed[number]] for number in layers)
+        seconds += _seconds(_edge_passes(alike, cluster, "first")) if stage == 0 else 0.0
+        seconds += _seconds(_edge_passes(alike, cluster, "last")) if stage == plan.pp - 1 else 0.0
+        stages.append(seconds)
+    total = case.accumulate * max(stages)
+    if plan.pp > 1:
+        message = _message(alike, case.plan, cluster)
+        total += 2 * message * (plan.virtual_pp_degree * case.accumulate + plan.pp - 1)
+        total += (plan.pp - 1) * min(stages) / plan.virtual_pp_degree
+    held = [held_parameters(case, stage) for stage in {0, plan.pp - 1}]
+    total += _after_passes(case, cluster, held)[-1]
+    return total * cluster.straggling(plan.world_size)
+
+
+def _seconds(passes: tuple[Passes, Passes, Passes]) -> float:
+    """Forward and backward pass."""
+    return passes[0].total + passes[1].total
+
+
+def _after_passes(case: Case, cluster: Cluster, held: list[Held]) -> tuple[float, float, float, float]:
+    """Seconds of the sums of gradients, the update, the new values' way to their users, and all three."""
+    gradients = max(_gradient_seconds(case, cluster, h) for h in held)
+    update = max(_update_seconds(case, cluster, h) for h in held)
+    values = max(_value_seconds(case, cluster, h) for h in held)
+    return gradients, update, values, gradients + update + values
+
+
 def _stage_passes(case: Case, cluster: Cluster) -> tuple[list[list[Passes]], ...]:
     """Forward passes, backward passes and the recomputed share of the latter, ``[stage][virtual stage]``."""
-    kinds = sorted(set(case.recomputed))
-    once = {kind: _layer_passes(case, cluster, kind) for kind in kinds}
+    kinds, alike = sorted(set(case.recomputed)), _alike(case)
+    once = {kind: _layer_passes(alike, cluster, kind) for kind in kinds}
     forward, backward, again = [], [], []
     last = case.plan.pp - 1
     for stage in range(case.plan.pp):
@@ -131,9 +167,9 @@ def _stage_passes(case: Case, cluster: Cluster) -> tuple[list[list[Passes]], ...
                 count = sum(case.recomputed[layer] == kind for layer in layers)
                 sums = [s + p.times(count) for s, p in zip(sums, once[kind], strict=True)]
             if stage == 0 and number == 0:
-                sums = [s + p for s, p in zip(sums, _edge_passes(case, cluster, "first"), strict=True)]
+                sums = [s + p for s, p in zip(sums, _edge_passes(alike, cluster, "first"), strict=True)]
             if stage == last and number == len(chunks) - 1:
-                sums = [s + p for s, p in zip(sums, _edge_passes(case, cluster, "last"), strict=True)]
+                sums = [s + p for s, p in zip(sums, _edge_passes(alike, cluster, "last"), strict=True)]
             for row, value in zip(rows, sums, strict=True):
                 row.append(value)
         forward.append(rows[0])
@@ -142,6 +178,15 @@ def _stage_passes(case: Case, cluster: Cluster) -> tuple[list[list[Passes]], ...
     return forward, backward, again
 
 
+def _alike(case: Case) -> Case:
+    """The same case but for what the passes of a layer do not depend on, so that they are priced once."""
+    plan = replace(case.plan, dp=1, pp=1, virtual_pp_degree=1, pp_layers=None, sharding_offload=False)
+    if plan.sharding_stage < 3:
+        plan = replace(plan, sharding=1, sharding_stage=1)
+    return replace(case, plan=plan, accumulate=1, recomputed=())
+
+
+@lru_cache(maxsize=4096)
 def _layer_passes(case: Case, cluster: Cluster, recompute: str) -> tuple[Passes, Passes, Passes]:
     operations = layer_operations(case)
     forward = _forward(operations, case, cluster) + _layer_communication(case, cluster)
@@ -158,6 +203,7 @@ def _layer_passes(case: Case, cluster: Cluster, recompute: str) -> tuple[Passes,
     return forward + fetch, backward + fetch, again
 
 
+@lru_cache(maxsize=4096)
 def _edge_passes(case: Case, cluster: Cluster, edge: str) -> tuple[Passes, Passes, Passes]:
     operations = embedding_operations(case) if edge == "first" else head_operations(case)
     sums = Passes(tensor_parallel=_activation_sum(case, cluster))
@@ -215,37 +261,21 @@ def _layer_communication(case: Case, cluster: Cluster, *, backward: bool = False
     return Passes(tensor_parallel=sums, context_parallel=exchanges)
 
 
-def _message(case: Case, cluster: Cluster) -> float:
+def _message(case: Case, plan: ParallelPlan, cluster: Cluster) -> float:
     """Each tensor rank sends its part of an activation; without sequence parallelism the receivers gather."""
-    seconds = message_seconds(_activation_bytes(case) / case.plan.mp, case.plan, cluster)
-    if case.plan.mp > 1 and not case.plan.sequence_parallel:
+    seconds = message_seconds(_activation_bytes(case) / plan.mp, plan, cluster)
+    if plan.mp > 1 and not plan.sequence_parallel:
         seconds += gather_seconds(
             _activation_bytes(case), group_of(case.plan, "mp", cluster.per_node), cluster
         )
     return seconds
 
 
-@lru_cache(maxsize=64)
-def _layer_size(case: Case) -> tuple[float, int]:
-    """(parameters, tensors) of one layer on one rank."""
-    from ppfleetx.models.gpt.shape import layer_parameter_shapes
-
-    shapes = layer_parameter_shapes(case.model)
-    return sum(_product(shape) for shape in shapes.values()) / case.plan.mp, len(shapes)
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
-
-
 def _fetch_seconds(case: Case, cluster: Cluster) -> float:
     """Sharding stage 3: a layer's parameters come from their owners before each pass, one message each."""
     if case.plan.sharding_stage != 3 or case.plan.sharding == 1:
         return 0.0
-    size, tensors = _layer_size(case)
+    size, tensors = layer_parameters(case.model, case.plan.mp)
     group = group_of(case.plan, "sharding", cluster.per_node)
     latency = cluster.card.link_latency_us * 0.5e-6 * (tensors - 1)
     return gather_seconds(size * case.precision.parameter_bytes, group, cluster) + latency
