@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -106,6 +107,14 @@ class Case:
         starts = [sum(chunks[:c]) for c in range(len(chunks))]
         mine = range(stage, self.plan.num_chunks, self.plan.pp)
         return [list(range(starts[c], starts[c] + chunks[c])) for c in mine]
+
+    def layer_kinds(self, stage: int) -> dict[Recompute, int]:
+        """How many of the layers on pipeline stage ``stage`` recompute what."""
+        uniform = len(set(self.recomputed)) == 1
+        if uniform and self.plan.pp_layers is None:
+            return {self.recomputed[0]: self.model.num_layers // self.plan.pp}
+        kinds = Counter(self.recomputed[n] for chunk in self.layers_of_stage(stage) for n in chunk)
+        return dict(kinds)
 
     def with_plan(self, plan: ParallelPlan, micro_batch: int) -> Case:
         """The same step of the same job under another plan.

@@ -101,6 +101,24 @@ def stage_memory(case: Case, cluster: Cluster, stage: int) -> StageMemory:
     return StageMemory(**parts, context=context, fragments=fragments, host=host)
 
 
+def least_memory(case: Case, cluster: Cluster) -> float:
+    """Bytes that the fullest rank needs whatever its micro batch and recompute are: what a search looks at
+    before it varies those."""
+    precision, states = case.precision, 0.0
+    if not case.plan.sharding_offload:
+        states = precision.master_bytes + 4 * case.moments
+    most = 0.0
+    for stage in {0, case.plan.pp - 1}:
+        held = held_parameters(case, stage)
+        most = max(
+            most,
+            held.resident * precision.parameter_bytes
+            + _kept_gradients(case, held) * precision.gradient_bytes
+            + held.owned * states,
+        )
+    return most + cluster.card.context_gib * GIB
+
+
 def _kept_gradients(case: Case, held: Held) -> int:
     """Gradients a rank has when the last backward pass ends: from sharding stage 2 on, the owner's."""
     return held.owned if case.plan.sharding > 1 and case.plan.sharding_stage > 1 else held.trained
@@ -183,9 +201,8 @@ def passes_in_flight(case: Case, stage: int) -> float:
 
 
 def _activations(case: Case, stage: int) -> float:
-    layers = [layer for chunk in case.layers_of_stage(stage) for layer in chunk]
-    kinds = {kind: layer_activation_bytes(case, kind) for kind in set(case.recomputed)}
-    per_micro_batch = sum(kinds[case.recomputed[layer]] for layer in layers)
+    kinds = case.layer_kinds(stage)
+    per_micro_batch = sum(layer_activation_bytes(case, kind) * count for kind, count in kinds.items())
     if stage == 0:  # ids, and the embedding's dropout mask
         drops = int(case.model.hidden_dropout_prob > 0)
         per_micro_batch += _tokens(case) * (16 + drops * case.model.hidden_size)
@@ -207,9 +224,8 @@ def logit_bytes(case: Case) -> float:
 def _temporary(case: Case, stage: int, held: Held) -> float:
     """The larger of what the loss's backward pass needs and what a layer's does."""
     e = case.precision.activation_bytes
-    layers = [layer for chunk in case.layers_of_stage(stage) for layer in chunk]
     needs = [0.0]
-    for kind in {case.recomputed[layer] for layer in layers}:
+    for kind in case.layer_kinds(stage):
         again = layer_activation_bytes(case, "none") - layer_activation_bytes(case, kind)
         scores = 0.0 if case.flash else 2 * _score_elements(case) * (4 if case.model.softmax_in_fp32 else e)
         width = _tokens(case) * max(

@@ -41,7 +41,7 @@ class Held:
 def held_parameters(case: Case, stage: int) -> Held:
     """What a rank of pipeline stage ``stage`` holds; of several sharding ranks, the one with most."""
     plan = case.plan
-    layers = sum(len(chunk) for chunk in case.layers_of_stage(stage))
+    layers = sum(case.layer_kinds(stage).values())
     fetches = plan.sharding_stage == 3 and plan.sharding > 1
     return _held(case.model, plan.mp, layers, stage == 0, stage == plan.pp - 1, plan.sharding, fetches)
 

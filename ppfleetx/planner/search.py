@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from ppfleetx.config.plan import ParallelPlan, violations
+from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.case import Case, Recompute
+from ppfleetx.planner.memory import least_memory
 from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.prediction import Prediction
 
@@ -37,7 +39,7 @@ def search(case: Case, cluster: Cluster, devices: int, *, goal: str = "time", ke
     """
     legal = fit = 0
     best: list[tuple[float, int, Prediction]] = []
-    for family in _families(case, devices, cluster.per_node):
+    for family in _families(case, devices, cluster):
         for candidate in family:
             legal += 1
             prediction = Prediction(candidate, cluster)
@@ -55,11 +57,12 @@ def search(case: Case, cluster: Cluster, devices: int, *, goal: str = "time", ke
     return Found(tuple(short[:keep]), legal, fit)
 
 
-def _families(case: Case, devices: int, per_node: int) -> Iterator[Iterator[Case]]:
+def _families(case: Case, devices: int, cluster: Cluster) -> Iterator[Iterator[Case]]:
     """Candidates that differ in recompute alone, the least recompute first."""
-    for plan in _plans(case, devices, per_node):
+    room = cluster.card.memory_gib * GIB
+    for plan in _plans(case, devices, cluster.per_node):
         batch = case.global_batch
-        if batch % plan.data_size:
+        if batch % plan.data_size or least_memory(replace(case, plan=plan), cluster) > room:
             continue
         local = batch // plan.data_size
         for micro in _divisors(local):
@@ -102,7 +105,9 @@ def _plans(case: Case, devices: int, per_node: int) -> Iterator[ParallelPlan]:
 
 def _virtual_stages(case: Case, pp: int) -> list[int]:
     layers = case.model.num_layers
-    if pp == 1 or layers % pp:
+    if layers % pp:
+        return []  # uneven stages are asked for by Distributed.pp_layers
+    if pp == 1:
         return [1]
     return _divisors(layers // pp)
 

@@ -124,8 +124,7 @@ def quick_seconds(case: Case, cluster: Cluster) -> float:
     layer = {kind: _seconds(_layer_passes(alike, cluster, kind)) for kind in set(case.recomputed)}
     stages = []
     for stage in (0, plan.pp - 1) if plan.pp > 1 else (0,):
-        layers = [number for chunk in case.layers_of_stage(stage) for number in chunk]
-        seconds = sum(layer[case.recomputed[number]] for number in layers)
+        seconds = sum(layer[kind] * count for kind, count in case.layer_kinds(stage).items())
         seconds += _seconds(_edge_passes(alike, cluster, "first")) if stage == 0 else 0.0
         seconds += _seconds(_edge_passes(alike, cluster, "last")) if stage == plan.pp - 1 else 0.0
         stages.append(seconds)
