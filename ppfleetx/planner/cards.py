@@ -12,7 +12,8 @@ from pydantic import Field
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt, Section, Text, UnitFloat
-from ppfleetx.config.tree import Node, read_yaml
+from ppfleetx.config.parse import Budget, read_yaml
+from ppfleetx.config.tree import Node
 from ppfleetx.config.validate import section_of
 
 GIB = 1 << 30
@@ -105,7 +106,7 @@ def load_card(name: str) -> Card:
         near = difflib.get_close_matches(name, shipped, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(shipped)}, or give a YAML file"
         raise ConfigError("there is no such card;", key="--card", value=name, hint=hint)
-    own = _plain(read_yaml(Path(name)))
+    own = _plain(read_yaml(Path(name), Budget(), key="--card", value=name))
     if len(own) != 1:
         raise ConfigError(f"the file describes {len(own)} cards; give one", key="--card", value=name)
     return _card(next(iter(own)), {**shipped, **own}, name)

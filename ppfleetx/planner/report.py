@@ -1,0 +1,56 @@
+"""Predictions as text."""
+
+from __future__ import annotations
+
+from ppfleetx.models.gpt.shape import parameter_count
+from ppfleetx.planner.cards import GIB
+from ppfleetx.planner.memory import CARD_PARTS
+from ppfleetx.planner.network import Cluster
+from ppfleetx.planner.prediction import Prediction, plan_words
+from ppfleetx.planner.search import Found
+
+
+def ranking(found: Found, cluster: Cluster, devices: int) -> str:
+    """A table of the best plans, the best first."""
+    card = cluster.card
+    lines = [
+        f"{found.legal:,} legal candidates for {devices:,} x {card.name} ({cluster.per_node} a node); "
+        f"{found.fit:,} fit into {card.memory_gib:g} GiB"
+    ]
+    if not found.best:
+        return f"{lines[0]}\nNo plan fits: take more cards, or larger ones."
+    lines.append(f"{'step s':>9} {'GiB':>6} {'tokens/s':>11} {'MFU':>6} {'bubble':>7} {'waits s':>8}  plan")
+    for prediction in found.best:
+        time = prediction.time
+        lines.append(
+            f"{time.seconds:9.3f} {prediction.fullest / GIB:6.1f} {prediction.tokens_per_second:11,.0f} "
+            f"{prediction.mfu:6.1%} {time.bubble:7.1%} {time.exposed_communication:8.3f}  "
+            f"{plan_words(prediction.case)}"
+        )
+    return "\n".join(lines)
+
+
+def account(prediction: Prediction) -> str:
+    """The whole account of one plan: parameters, memory of each stage by part, step time by part."""
+    case, cluster, time = prediction.case, prediction.cluster, prediction.time
+    low, middle, high = time.interval
+    lines = [
+        f"plan        {plan_words(case)} on {case.plan.world_size} x {cluster.card.name}",
+        f"model       {parameter_count(case.model):,} parameters, sequences of {case.seq_len}",
+        f"batch       {case.global_batch} sequences a step = {case.micro_batch} x {case.accumulate} micro "
+        f"batches x {case.plan.data_size} data ranks",
+        f"step        {middle:.3f} s, likely {low:.3f} to {high:.3f}; "
+        f"{prediction.tokens_per_second:,.0f} tokens/s, MFU {prediction.mfu:.1%}",
+        "time by part, of the fullest stage:",
+    ]
+    lines += [f"  {name:<17} {seconds:10.4f} s" for name, seconds in time.parts.items() if seconds > 0]
+    lines.append("memory by part, GiB:")
+    lines.append("  stage " + " ".join(f"{part[:10]:>10}" for part in (*CARD_PARTS, "total", "host")))
+    for stage, memory in enumerate(prediction.memory):
+        values = [getattr(memory, part) for part in (*CARD_PARTS, "total", "host")]
+        lines.append(f"  {stage:5} " + " ".join(f"{value / GIB:10.2f}" for value in values))
+    verdict = "fits" if prediction.fits else "does not fit"
+    lines.append(
+        f"fullest rank {prediction.fullest / GIB:.1f} GiB: {verdict} into {cluster.card.memory_gib:g} GiB"
+    )
+    return "\n".join(lines)
