@@ -1,0 +1,146 @@
+"""Parts of the planner against numbers worked out by hand."""
+
+import json
+
+import pytest
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.model import ModelConfig
+from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.models.gpt.shape import flops_per_step, parameter_count
+from ppfleetx.planner.cards import card_names, load_card
+from ppfleetx.planner.case import Case, Precision
+from ppfleetx.planner.flops import step_flops
+from ppfleetx.planner.memory import layer_activation_bytes
+from ppfleetx.planner.network import Cluster, all_reduce_seconds, group_of
+from ppfleetx.planner.parameters import held_parameters
+from ppfleetx.planner.timeline import play
+from tools.plan import main
+
+H, LAYERS, VOCAB, LENGTH = 64, 4, 512, 32
+CONFIG = "ppfleetx/configs/nlp/gpt/pretrain_gpt_1.3B_dp8.yaml"
+
+
+def case(plan=ParallelPlan(), recompute="none", **model):  # noqa: B008
+    sizes = {"vocab_size": VOCAB, "hidden_size": H, "num_layers": LAYERS, "num_attention_heads": 4}
+    shape = ModelConfig(**sizes, max_position_embeddings=LENGTH, softmax_in_fp32=False, **model)
+    precision = Precision("bfloat16", lowers_parameters=True)
+    return Case(shape, plan, 2, 4, LENGTH, precision, (recompute,) * LAYERS)
+
+
+def test_a_layer_keeps_what_the_formula_says():
+    """34 s b h + 5 a s^2 b bytes (Korthikanti et al. 2022, equation 1)."""
+    assert layer_activation_bytes(case(), "none") == 34 * LENGTH * 2 * H + 5 * 4 * LENGTH**2 * 2
+    assert layer_activation_bytes(case(), "full") == 2 * LENGTH * 2 * H
+
+
+def test_operations_follow_the_papers():
+    batch = 8
+    full = 72 * batch * LAYERS * LENGTH * H**2 * (1 + LENGTH / (6 * H) + VOCAB / (12 * H * LAYERS))
+    assert step_flops(case()).full == full
+    assert step_flops(case()).causal == flops_per_step(case().model, batch, LENGTH)
+    again = 96 * batch * LAYERS * LENGTH * H**2 * (1 + LENGTH / (6 * H) + VOCAB / (16 * H * LAYERS))
+    assert step_flops(case(recompute="full")).hardware == again
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_stages_hold_the_whole_model(tied):
+    one = held_parameters(case(tie_word_embeddings=tied), 0)
+    assert one.values == one.owned == parameter_count(case(tie_word_embeddings=tied).model)
+    two = [held_parameters(case(ParallelPlan(pp=2), tie_word_embeddings=tied), stage) for stage in (0, 1)]
+    copies = VOCAB * H if tied else 0
+    assert sum(held.values for held in two) == one.values + copies
+
+
+def test_sharding_divides_states():
+    held = held_parameters(case(ParallelPlan(sharding=2)), 0)
+    assert held.values == parameter_count(case().model)
+    assert held.values / 2 <= held.owned < held.values * 0.6
+
+
+def test_an_empty_pipeline_has_the_bubble_of_the_textbook():
+    """(p - 1) / m more than the passes, with equal stages and no messages (Narayanan et al. 2021, §2.2.1)."""
+    forward, backward = [[1.0]] * 4, [[2.0]] * 4
+    assert play(forward, backward, 8, 0.0).seconds == pytest.approx((8 + 3) * 3.0)
+    halves = play([[0.5, 0.5]] * 4, [[1.0, 1.0]] * 4, 8, 0.0).seconds
+    assert halves == pytest.approx((8 + 3 / 2) * 3.0)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_long_step_is_not_played_to_its_end_and_takes_as_long(chunks):
+    forward = [[(1.0 + 0.1 * stage) / chunks] * chunks for stage in range(4)]
+    backward = [[2.0 / chunks] * chunks for _ in range(4)]
+    whole = play(forward, backward, 64, 0.1, whole=True).seconds
+    assert play(forward, backward, 64, 0.1).seconds == pytest.approx(whole, rel=1e-9)
+
+
+def test_a_ring_moves_its_bytes_twice():
+    card = load_card("A100-80GB")
+    group = group_of(ParallelPlan(mp=8), "mp", 8)
+    seconds = all_reduce_seconds(1e9, group, Cluster(card))
+    assert seconds == pytest.approx(2 * 7 / 8 * 1e9 / card.link_bandwidth(8), rel=0.05)
+
+
+@pytest.mark.parametrize("name", card_names())
+def test_shipped_cards_are_whole(name):
+    card = load_card(name)
+    assert card.memory_gib > 10
+    assert card.peak("float16") > card.peak("float32")
+
+
+def test_a_card_of_ones_own(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("mine:\n  base: A100-80GB\n  memory_gib: 60\n")
+    assert load_card(str(path)).memory_gib == 60
+    path.write_text("mine:\n  base: A100-80GB\n  memory_gob: 60\n")
+    with pytest.raises(ConfigError, match="memory_gob"):
+        load_card(str(path))
+    with pytest.raises(ConfigError, match="did you mean A100-80GB"):
+        load_card("A100-80")
+
+
+def planned(capsys, monkeypatch, *arguments):
+    monkeypatch.setattr("sys.argv", ["plan.py", "-c", CONFIG, *arguments])
+    main()
+    return capsys.readouterr().out
+
+
+def test_one_plan_as_json(capsys, monkeypatch):
+    found = json.loads(planned(capsys, monkeypatch, "--plan", "dp=2,mp=2,pp=2,micro=4", "--json"))
+    low, middle, high = found["step_time_s"]
+    assert 0 < low < middle < high
+    assert len(found["memory_gib"]) == 2
+    assert found["fits"] is True
+    assert found["parameters"] == 1_313_722_368
+    assert 0 < found["mfu"] < 1
+    assert found["plan"].startswith("dp=2,mp=2,pp=2")
+
+
+def test_plans_are_ranked(capsys, monkeypatch):
+    found = json.loads(planned(capsys, monkeypatch, "--devices", "8", "--json"))
+    times = [plan["step_time_s"][1] for plan in found["plans"]]
+    assert times == sorted(times)
+    assert len(times) == 10
+    assert all(plan["fits"] and plan["devices"] == 8 for plan in found["plans"])
+    text = planned(capsys, monkeypatch, "--devices", "8", "--explain")
+    assert found["plans"][0]["plan"] in text
+    assert "memory by part" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--plan", "dp=3"), "cannot be dealt out"),
+        (("--plan", "mp=3,dp=1"), "must divide by mp_degree"),
+        (("--plan", "dq=3"), "must be dp, mp"),
+        (("--plan", "dp=1,dp=1"), "names dp twice"),
+        (("--plan", "dp=0"), "at least 1"),
+        (("--plan", "recompute=some"), "recompute is one of"),
+        (("--plan", "dp=8", "--devices", "4"), "of 8 cards, not of 4"),
+        (("--devices", "-1"), "greater than 0"),
+        (("--card", "A1000"), "no such card"),
+    ],
+)
+def test_what_cannot_be_is_refused(capsys, monkeypatch, arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        planned(capsys, monkeypatch, *arguments)
