@@ -10,7 +10,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.synonyms import our_key
 from ppfleetx.config.tree import Node
 
-_ENOUGH = 2  # keys of a toolkit that tell it
+_ENOUGH = 2  # keys of a toolkit, one of them telling
 _MAX_TRANSLATED = 12
 _KEYS_HERE = (
     "Sections and keys of this program are in docs/config.md; start from a file of ppfleetx/configs/."
@@ -19,83 +19,98 @@ _KEYS_HERE = (
 
 @dataclass(frozen=True)
 class _Toolkit:
-    """A toolkit, top-level keys that are in its files, and what to do with one of them."""
+    """A toolkit, and what to do with one of its files.
+
+    ``telling`` are top-level keys that are in its files and hardly in others, ``usual`` further ones.
+    """
 
     name: str
-    keys: frozenset[str]
+    telling: frozenset[str]
+    usual: frozenset[str]
     advice: str = _KEYS_HERE
 
 
-def _toolkit(name: str, keys: str, advice: str = _KEYS_HERE) -> _Toolkit:
-    return _Toolkit(name, frozenset(keys.split()), advice)
+def _toolkit(name: str, telling: str, usual: str, advice: str = _KEYS_HERE) -> _Toolkit:
+    return _Toolkit(name, frozenset(telling.split()), frozenset(usual.split()), advice)
 
 
-# Where a file fits several, the first that it fits best is named.
+# The first that fits is named: those with keys of their own stand before those whose keys others took over.
 _TOOLKITS = (
     _toolkit(
         "the config.json of a Hugging Face checkpoint",
-        "model_type architectures transformers_version torch_dtype n_embd n_layer n_head num_hidden_layers "
-        "hidden_act bos_token_id eos_token_id initializer_range rope_theta rope_scaling rms_norm_eps "
-        "layer_norm_epsilon use_cache",
+        "model_type architectures transformers_version n_embd n_layer num_hidden_layers",
+        "torch_dtype n_head hidden_size hidden_act vocab_size bos_token_id eos_token_id initializer_range "
+        "rope_theta rope_scaling rms_norm_eps layer_norm_epsilon use_cache num_attention_heads",
         "Convert the checkpoint: python tools/convert_checkpoint.py --from hf --to ppfleetx --input DIR "
         "--output NEW; the config.yaml in NEW is a configuration.",
     ),
     _toolkit(
         "a MindFormers configuration",
-        "runner_config runner_wrapper parallel_config train_dataset_task eval_dataset_task recompute_config "
-        "auto_trans_ckpt use_parallel processor train_dataset eval_dataset lr_schedule callbacks "
-        "parallel_context context only_save_strategy micro_batch_interleave_num base_config",
+        "runner_config runner_wrapper parallel_config train_dataset_task recompute_config auto_trans_ckpt "
+        "only_save_strategy micro_batch_interleave_num",
+        "use_parallel processor train_dataset eval_dataset lr_schedule callbacks context trainer model "
+        "moe_config base_config run_mode",
     ),
     _toolkit(
         "a MindSpeed configuration",
-        "train_config accelerate_config model_config mm_model dataset_param dataloader_param gpt_args "
-        "ms_training_config mindspeed",
+        "accelerate_config ms_training_config mm_model gpt_args",
+        "train_config model_config dataset_param dataloader_param mindspeed",
     ),
+    _toolkit("a NeMo configuration", "exp_manager megatron_amp_o2", "trainer model restore_from_path name"),
     _toolkit(
-        "a DeepSpeed configuration",
-        "train_batch_size train_micro_batch_size_per_gpu zero_optimization gradient_clipping steps_per_print "
-        "wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer prescale_gradients "
-        "activation_checkpointing flops_profiler",
+        "a GPT-NeoX configuration",
+        "pipe_parallel_size pos_emb no_weight_tying attention_config",
+        "model_parallel_size train_iters lr_decay_iters seq_length num_layers hidden_size "
+        "num_attention_heads norm zero_optimization train_micro_batch_size_per_gpu",
     ),
     _toolkit(
         "a PaddleNLP or PaddleFormers configuration",
-        "tensor_parallel_degree pipeline_parallel_degree sharding_parallel_degree sep_parallel_degree "
-        "context_parallel_degree virtual_pp_degree sharding_parallel_config tensor_parallel_config "
-        "pipeline_parallel_config unified_checkpoint fuse_attention_qkv fuse_attention_ffn fp16_opt_level "
-        "amp_master_grad sequence_parallel",
+        "tensor_parallel_degree pipeline_parallel_degree sharding_parallel_degree sharding_parallel_config "
+        "tensor_parallel_config pipeline_parallel_config unified_checkpoint fuse_attention_qkv "
+        "fuse_attention_ffn amp_master_grad",
+        "model_name_or_path sharding sequence_parallel virtual_pp_degree fp16_opt_level do_train "
+        "per_device_train_batch_size gradient_accumulation_steps output_dir max_steps",
     ),
     _toolkit(
-        "a configuration of Hugging Face's Trainer or a program built on it",
-        "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps num_train_epochs "
-        "save_total_limit finetuning_type evaluation_strategy eval_strategy lr_scheduler_type warmup_ratio "
-        "logging_steps deepspeed dataset_dir template report_to",
-    ),
-    _toolkit(
-        "a NeMo configuration",
-        "trainer exp_manager restore_from_path resume_from_checkpoint megatron_amp_O2",
-    ),
-    _toolkit(
-        "a GPT-NeoX configuration",
-        "pipe_parallel_size model_parallel_size train_iters lr_decay_iters seq_length num_layers hidden_size "
-        "num_attention_heads max_position_embeddings norm pos_emb no_weight_tying attention_config",
+        "a DeepSpeed configuration",
+        "zero_optimization train_micro_batch_size_per_gpu zero_allow_untested_optimizer "
+        "zero_force_ds_cpu_optimizer wall_clock_breakdown flops_profiler",
+        "train_batch_size gradient_clipping steps_per_print prescale_gradients activation_checkpointing fp16 "
+        "bf16 optimizer scheduler gradient_accumulation_steps",
     ),
     _toolkit(
         "a file of Megatron-LM's arguments",
-        "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size language_model "
-        "model_parallel train_iters lr_decay_iters lr_decay_style lr_warmup_iters lr_warmup_fraction "
-        "make_vocab_size_divisible_by eval_iters eval_interval seq_length micro_batch_size global_batch_size "
-        "num_layers hidden_size num_attention_heads ffn_hidden_size max_position_embeddings "
-        "use_distributed_optimizer transformer_impl data_path clip_grad",
+        "tensor_model_parallel_size pipeline_model_parallel_size language_model train_iters lr_decay_iters "
+        "lr_warmup_iters lr_warmup_fraction make_vocab_size_divisible_by use_distributed_optimizer",
+        "model_parallel context_parallel_size lr_decay_style eval_iters eval_interval seq_length data_path "
+        "micro_batch_size global_batch_size num_layers hidden_size num_attention_heads ffn_hidden_size "
+        "max_position_embeddings transformer_impl clip_grad",
+    ),
+    _toolkit(
+        "a configuration of Hugging Face's Trainer or a program built on it",
+        "per_device_train_batch_size per_device_eval_batch_size finetuning_type evaluation_strategy "
+        "eval_strategy lr_scheduler_type",
+        "gradient_accumulation_steps num_train_epochs save_total_limit warmup_ratio logging_steps deepspeed "
+        "dataset_dir template report_to model_name_or_path output_dir learning_rate",
     ),
 )
 
 _ARGUMENT = re.compile(r"(?<![\w-])--([a-z][a-z0-9_-]{1,60})")
-_MEGATRON_ARGUMENTS = _toolkit(
-    "Megatron-LM",
-    "tensor_model_parallel_size pipeline_model_parallel_size num_layers hidden_size num_attention_heads "
-    "micro_batch_size global_batch_size seq_length max_position_embeddings train_iters lr_decay_iters "
-    "context_parallel_size data_path save_interval",
-).keys
+_MEGATRON_ARGUMENTS = frozenset(
+    {
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "micro_batch_size",
+        "global_batch_size",
+        "seq_length",
+        "max_position_embeddings",
+        "train_iters",
+    }
+)
+_MINDSPEED = re.compile(r"mindspeed|ascend-toolkit|\bHCCL_", re.IGNORECASE)
 
 
 def refuse_foreign(tree: Node, sections: frozenset[str]) -> None:
@@ -111,12 +126,15 @@ def refuse_foreign(tree: Node, sections: frozenset[str]) -> None:
     keys = {_plain(key) for key in tree.value}
     if not sections.isdisjoint(tree.value):
         return
-    toolkit = max(_TOOLKITS, key=lambda one: len(one.keys & keys))
-    telling = sorted(toolkit.keys & keys)
-    if len(telling) < _ENOUGH:
+    fits = (
+        one for one in _TOOLKITS if one.telling & keys and len((one.telling | one.usual) & keys) >= _ENOUGH
+    )
+    toolkit = next(fits, None)
+    if toolkit is None:
         return
+    found = [*sorted(toolkit.telling & keys), *sorted(toolkit.usual & keys)]
     raise ConfigError(
-        f"this is {toolkit.name} ({', '.join(telling[:4])}), not one of this program.",
+        f"this is {toolkit.name} ({', '.join(found[:4])}), not one of this program.",
         place=tree.place,
         hint=toolkit.advice + _translated(_all_keys(tree)),
     )
@@ -131,7 +149,7 @@ def refuse_foreign_text(text: str, place: str) -> None:
     given = dict.fromkeys(_plain(name) for name in _ARGUMENT.findall(text))
     if len(_MEGATRON_ARGUMENTS.intersection(given)) < _ENOUGH:
         return
-    name = "MindSpeed" if "mindspeed" in text.lower() else "Megatron-LM"
+    name = "MindSpeed" if _MINDSPEED.search(text) else "Megatron-LM"
     raise ConfigError(
         f"this holds command-line arguments of {name}, and is not a configuration of this program.",
         place=place,

@@ -77,7 +77,7 @@ _NAMES = {
     "sep_parallel_degree sequence_parallel_size ulysses_degree cp_size cp",
     "Distributed.sharding.sharding_degree": "sharding_parallel_degree sharding_parallel_size "
     "optimizer_weight_shard_size",
-    "Distributed.sharding.sharding_stage": "zero_stage stage zero_optimization sharding_level",
+    "Distributed.sharding.sharding_stage": "zero_stage zero_optimization sharding_level",
     "Distributed.sharding.sharding_offload": "cpu_offload offload_optimizer optimizer_offload offload",
     "Optimizer.lr.max_lr": "lr learning_rate base_lr peak_lr",
     "Optimizer.lr.min_lr": "min_learning_rate lr_end eta_min final_lr",

@@ -71,7 +71,7 @@ FOREIGN = [
         "MindFormers",
         "seed: 0\nrunner_config: {epochs: 2, batch_size: 4}\nparallel_config: {data_parallel: 2, "
         "model_parallel: 4, pipeline_stage: 2}\nmodel: {model_config: {num_layers: 12}}\n",
-        ["MindFormers", "(parallel_config, runner_config)", "model_parallel is Distributed.mp_degree"],
+        ["MindFormers", "(parallel_config, runner_config, model)", "model_parallel is Distributed.mp_degree"],
     ),
     (
         "MindSpeed",
@@ -81,7 +81,7 @@ FOREIGN = [
     (
         "DeepSpeed",
         '{"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "fp16": {"enabled": true}}',
-        ["DeepSpeed", "stage is Distributed.sharding.sharding_stage"],
+        ["DeepSpeed", "zero_optimization is Distributed.sharding.sharding_stage"],
     ),
     (
         "Megatron",
@@ -120,6 +120,23 @@ FOREIGN = [
         ["arguments of Megatron-LM", "tensor_model_parallel_size is Distributed.mp_degree"],
     ),
     ("arguments", "--num-layers 2 --hidden-size 8 --seq-length 16", ["arguments of Megatron-LM"]),
+    (
+        "PaddleFormers",
+        "model_name_or_path: x\nstage: SFT\nper_device_train_batch_size: 1\nnum_train_epochs: 1\n"
+        "evaluation_strategy: steps\nlogging_steps: 1\ntensor_parallel_degree: 8\nlearning_rate: 1e-5\n",
+        ["PaddleNLP or PaddleFormers", "learning_rate is Optimizer.lr.max_lr"],
+    ),
+    (
+        "GPT-NeoX",
+        '{"pipe_parallel_size": 1, "zero_optimization": {"stage": 0}, "train_micro_batch_size_per_gpu": 4, '
+        '"steps_per_print": 10, "wall_clock_breakdown": true, "train_iters": 10}',
+        ["GPT-NeoX", "train_iters is Engine.max_steps"],
+    ),
+    (
+        "arguments",
+        "source ascend-toolkit/set_env.sh\n" + MEGATRON_SCRIPT,
+        ["arguments of MindSpeed"],
+    ),
     (
         "arguments",
         MEGATRON_SCRIPT + "# MindSpeed\n",
