@@ -31,6 +31,7 @@ from ppfleetx.utils.start import START_VARIABLE, start_timeout
 _ANSWER_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
 _SAY_AFTER_SECONDS = 10.0  # a wait this long is said
+_FOREIGN_SECONDS = 60.0  # that another program may answer, until it is believed to stay
 _SIGNALLED = 128  # a shell's code for a program that signal n has ended is 128 + n
 
 
@@ -100,19 +101,19 @@ def _watch_meeting(limit: float) -> None:
         time.sleep(_LOOK_SECONDS)
     if _is_meeting(controller):
         _Meeting(controller).examine_port()
-    said, begin = False, time.monotonic()
-    while _is_meeting(controller):
-        time.sleep(_LOOK_SECONDS)
-        waited = time.monotonic() - begin
-        if waited <= (limit if said else min(limit, _SAY_AFTER_SECONDS)):
-            continue
-        state = _Meeting(controller).state()
+    begin = time.monotonic()
+    for moment in sorted({min(limit, seconds) for seconds in (_SAY_AFTER_SECONDS, _FOREIGN_SECONDS, limit)}):
+        while time.monotonic() - begin < moment:
+            if not _is_meeting(controller):
+                return
+            time.sleep(_LOOK_SECONDS)
+        state, is_foreign = _Meeting(controller).state()
         if not _is_meeting(controller):
             return
-        if waited > limit:
-            _end(EXIT_PEER_LOST, f"after {limit:g} s {state}. {START_VARIABLE} sets the limit")
-        said = True
-        print(f"for {limit:g} s at most this launcher waits: {state}", file=sys.stderr, flush=True)
+        if moment == limit or (is_foreign and moment >= _FOREIGN_SECONDS):
+            _end(EXIT_PEER_LOST, f"after {moment:g} s {state}. {START_VARIABLE} sets the limit of the wait")
+        if moment == _SAY_AFTER_SECONDS:
+            print(f"for {limit:g} s at most this launcher waits: {state}", file=sys.stderr, flush=True)
 
 
 def _is_meeting(controller: Any) -> bool:
@@ -148,9 +149,7 @@ class _Meeting:
         except OSError as error:
             return str(error)
         try:
-            if self._ask("/healthy") != {"/healthy": "ok"}:
-                return "another program holds the port"
-            names = self._names()
+            names = {entry.get("name", "") for entry in self._entries()}
         except (OSError, ValueError, http.client.HTTPException):
             return "another program holds the port"
         is_full = self._controller.pod.name not in names and len(names) >= self._nodes
@@ -165,20 +164,20 @@ class _Meeting:
             return f"the port cannot be opened ({error.strerror})"
         return ""
 
-    def state(self) -> str:
-        """What the launcher waits for, and what to do about it."""
+    def state(self) -> tuple[str, bool]:
+        """What the launcher waits for and what to do about it; whether another program answers instead."""
+        nobody = f"no launcher answers at {self._where}, where the {self._nodes} nodes of this job meet"
         try:
             entries = self._entries()
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            return (
-                f"no launcher answers at {self._where}, where the {self._nodes} nodes of this job meet "
-                f"({_text(error)}). {self._advice()}"
-            )
+        except OSError as error:
+            return f"{nobody} ({error}). {self._advice()}", False
+        except (ValueError, http.client.HTTPException):
+            return f"{nobody}: another program holds the port. Give all nodes another free port", True
         came = sorted(entry.get("candidate", "?").partition(":")[0] for entry in entries)
         return (
             f"{len(came)} of {self._nodes} nodes have come to {self._where} ({', '.join(came)}). All need "
             "the same --master, --nnodes and --job_id, and no other job may use them"
-        )
+        ), False
 
     def _advice(self) -> str:
         own = self._controller.ctx.node.ip
@@ -191,13 +190,17 @@ class _Meeting:
             "Is the launcher of the first node started, is the address right, does a firewall let it through?"
         )
 
-    def _names(self) -> set[str]:
-        return {entry.get("name", "") for entry in self._entries()}
-
     def _entries(self) -> list[dict[str, Any]]:
-        """What the nodes that have come tell of themselves."""
-        found = self._ask(f"/{self._controller.job.id}/info")
-        return [json.loads(value) for value in found.values()]
+        """What the nodes that have come tell of themselves.
+
+        Raises:
+            OSError: nobody answers.
+            ValueError, http.client.HTTPException: what answers is no launcher.
+        """
+        if self._ask("/healthy") != {"/healthy": "ok"}:
+            raise ValueError("it is no launcher")
+        found = map(json.loads, self._ask(f"/{self._controller.job.id}/info").values())
+        return [entry for entry in found if isinstance(entry, dict)]
 
     def _ask(self, path: str) -> dict[str, str]:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=_ANSWER_SECONDS)
@@ -217,10 +220,6 @@ def _is_local(host: str) -> bool:
         probe.bind((host, 0))
         return True
     return False
-
-
-def _text(error: Exception) -> str:
-    return "another program answers" if isinstance(error, ValueError) else str(error) or type(error).__name__
 
 
 def _end(code: int, message: str) -> NoReturn:

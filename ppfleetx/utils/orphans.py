@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import sys
 import threading
@@ -43,14 +44,25 @@ def end_child_with_parent() -> None:
 
 
 def _watch(launcher: int, is_parent: bool) -> None:
-    while os.getppid() == launcher if is_parent else _exists(launcher):
-        time.sleep(_LOOK_SECONDS)
+    _wait_for_end(launcher, is_parent)
     with contextlib.suppress(OSError, ValueError):
         text = f"the launcher (process {launcher}) has gone: this rank stops, as after SIGTERM"
         print(text, file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_SAVE_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _wait_for_end(pid: int, is_parent: bool) -> None:
+    with contextlib.suppress(OSError, AttributeError), os.fdopen(os.pidfd_open(pid)) as process:
+        if not is_parent or os.getppid() == pid:  # and not another that has its number
+            end = select.poll()
+            end.register(process, select.POLLIN)
+            end.poll()
+        return
+    # It has ended already, or this is not Linux.
+    while os.getppid() == pid if is_parent else _exists(pid):
+        time.sleep(_LOOK_SECONDS)
 
 
 def _exists(pid: int) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 
-from ppfleetx.distributed import cpu_backend
+from ppfleetx.distributed import cpu_backend, cpu_job
 from ppfleetx.distributed.cpu_arrays import tensor_array
 from ppfleetx.distributed.cpu_wire import CommError
 
@@ -279,7 +279,7 @@ def connections_of_a_forked_child() -> int:
     import os
 
     start()
-    descriptors = [peer.connection.fileno() for peer in cpu_backend._mesh.peers.values()]
+    descriptors = [peer.connection.fileno() for peer in cpu_job._mesh.peers.values()]
     assert len(descriptors) == dist.get_world_size() - 1 and min(descriptors) > 2
     read, write = os.pipe()
     pid = os.fork()
@@ -298,7 +298,7 @@ def connections_of_a_forked_child() -> int:
 
 def sent_directly() -> int:
     """Messages that another rank read from this one's memory."""
-    return sum(peer.direct_sent for peer in cpu_backend._mesh.peers.values())
+    return sum(peer.direct_sent for peer in cpu_job._mesh.peers.values())
 
 
 def die_in_transfer(rank: int, after: float) -> str:

@@ -84,12 +84,12 @@ class _Answering(http.server.BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def program_at(port: int, kind: str) -> Iterator[None]:
+def program_at(port: int, kind: str, host: str = "127.0.0.1") -> Iterator[None]:
     """Another program that has the port."""
     if kind in ("web", "launcher"):
         info = {f"/default/info/{name}/-1": json.dumps({"name": name}) for name in ("aaaaaa", "other")}
         handler = type("Handler", (_Answering,), {"entries": info if kind == "launcher" else None})
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", port), handler)
+        server = http.server.ThreadingHTTPServer((host, port), handler)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
             yield
@@ -98,7 +98,7 @@ def program_at(port: int, kind: str) -> Iterator[None]:
             server.server_close()
         return
     with socket.socket() as held:
-        held.bind(("127.0.0.1", port))
+        held.bind((host, port))
         if kind == "silent":
             held.listen()
         yield
@@ -135,6 +135,15 @@ def test_an_address_where_nobody_answers_ends_the_wait(launch) -> None:
     assert code == 3, output
     assert f"no launcher answers at 127.0.0.2:{port}" in output
     assert "give --host 127.0.0.2" in output  # it is this machine's, and the launcher does not know
+
+
+def test_another_program_at_the_other_node_is_told(launch) -> None:
+    port = free_port()
+    with program_at(port, "web", "127.0.0.2"):
+        code, output = ended(launch(*two_nodes(port, "127.0.0.2"), **{START_VARIABLE: "1"}))
+    assert code == 3, output
+    assert f"no launcher answers at 127.0.0.2:{port}" in output
+    assert "another program holds the port" in output
 
 
 def test_a_master_without_a_port_is_refused(launch) -> None:
