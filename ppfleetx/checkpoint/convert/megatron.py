@@ -295,8 +295,6 @@ def _model_keys(arguments: Record, directory: Path) -> dict[str, Any]:
         "qk_layernorm": get("qk_layernorm"),
         "rotary_percent": None if get("rotary_percent", 1.0) in (None, 1.0) else get("rotary_percent"),
         "rotary_interleaved": get("rotary_interleaved"),
-        "rotary_seq_len_interpolation_factor": get("rotary_seq_len_interpolation_factor"),
-        "use_rope_scaling": get("use_rope_scaling"),
         "multi_latent_attention": get("multi_latent_attention"),
     }
     for key, value in refused.items():
@@ -327,7 +325,24 @@ def _model_keys(arguments: Record, directory: Path) -> dict[str, Any]:
         "add_bias_linear": get("add_bias_linear", True),
         "add_qkv_bias": True if get("add_qkv_bias") else None,
     }
-    return {key: value for key, value in keys.items() if value is not None}
+    told = {key: value for key, value in keys.items() if value is not None}
+    return told | {"rope_scaling": _rope_scaling(get, directory)} if rope else told
+
+
+# What Megatron's --use-rope-scaling means beside its factor.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def _rope_scaling(get: Any, directory: Path) -> dict[str, Any] | None:
+    interpolation = get("rotary_seq_len_interpolation_factor")
+    if not get("use_rope_scaling"):
+        return {"type": "linear", "factor": interpolation} if interpolation not in (None, 1) else None
+    if interpolation not in (None, 1):
+        raise CheckpointError(
+            f"{directory}: Megatron's options use_rope_scaling and rotary_seq_len_interpolation_factor = "
+            f"{shown(interpolation)} are supported one at a time"
+        )
+    return {"type": "llama3", "factor": get("rope_scaling_factor") or 8.0, **_LLAMA3}
 
 
 def _activation(get: Any) -> str:

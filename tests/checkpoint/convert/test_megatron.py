@@ -8,8 +8,10 @@ import pytest
 from ppfleetx.checkpoint.convert.megatron import read_megatron
 from ppfleetx.checkpoint.convert.run import model_of
 from ppfleetx.checkpoint.convert.weights import fitted
+from ppfleetx.checkpoint.unpickle import Record
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.model import ModelConfig
+from ppfleetx.config.rope import RopeScalingConfig
 from ppfleetx.models.gpt.hf import hf_to_canonical, model_keys
 from tests.models.gpt_builders import GOLDENS, load_golden
 
@@ -84,3 +86,27 @@ def test_a_given_network_that_contradicts_the_options_is_refused():
     model = model_of(weights, None)
     with pytest.raises(CheckpointError, match="rotary_base"):
         model_of(weights, model.model_copy(update={"rotary_base": 5e5}))
+
+
+@pytest.mark.parametrize(
+    "options, scaling",
+    [
+        ({}, None),
+        ({"rotary_seq_len_interpolation_factor": 4}, {"type": "linear", "factor": 4.0}),
+        ({"use_rope_scaling": True}, {"type": "llama3", "factor": 8.0}),
+        ({"use_rope_scaling": True, "rope_scaling_factor": 32.0}, {"type": "llama3", "factor": 32.0}),
+    ],
+)
+def test_scaled_rotary_positions(monkeypatch, options, scaling):
+    """Linear interpolation, and Llama 3's with the constants that Megatron has in its code."""
+    real = Record.get
+    monkeypatch.setattr(Record, "get", lambda self, name, *more: options.get(name, real(self, name, *more)))
+    weights = read_megatron(MEGATRON / "llama_tp2" / "iter_0000003")
+    found = model_of(weights, None).rope_scaling
+    if scaling is not None and scaling["type"] == "llama3":
+        assert found.original_max_position_embeddings == 8192
+        assert (found.low_freq_factor, found.high_freq_factor) == (1.0, 4.0)
+    assert (None if found is None else {"type": found.type, "factor": found.factor}) == scaling
+    other = RopeScalingConfig(type="linear", factor=3)
+    with pytest.raises(CheckpointError, match="rope_scaling"):
+        model_of(weights, model_of(weights, None).model_copy(update={"rope_scaling": other}))
