@@ -44,6 +44,9 @@ _NAMES = {
     "Model.max_position_embeddings": "n_positions n_ctx block_size max_positions max_position",
     "Model.position_embedding_type": "use_rope use_rotary_position_embeddings rope",
     "Model.rotary_base": "rope_theta rope_base rotary_emb_base",
+    "Model.rope_scaling": "rope_parameters use_rope_scaling rotary_scaling",
+    "Model.rope_scaling.type": "rope_type rope_scaling_type",
+    "Model.rope_scaling.factor": "rope_scaling_factor rotary_seq_len_interpolation_factor",
     "Model.normalization": "norm_type norm layer_norm_type use_rms_norm",
     "Model.norm_epsilon": "rms_norm_eps layer_norm_eps layer_norm_epsilon layernorm_epsilon norm_eps",
     "Model.tie_word_embeddings": "untie_embeddings_and_output_weights share_embeddings_and_output_weights "
