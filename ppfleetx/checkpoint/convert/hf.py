@@ -28,10 +28,8 @@ from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.model import ModelConfig
 from ppfleetx.models.gpt.hf import GPT2_PREFIX, Rule, rules
 from ppfleetx.models.gpt.hf_keys import model_keys, without_paddle
-from ppfleetx.models.gpt.hf_rope import rope_notes
 from ppfleetx.models.gpt.shape import parameter_shapes
 from ppfleetx.utils.files import atomic_write
-from ppfleetx.utils.log import get_logger
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -58,9 +56,6 @@ def read_hf(directory: str | Path) -> Weights:
     config, files = read_hf_config(directory), read_stored(directory)
     keys, shapes = _network(config, files.tensors, directory)
     stored = in_hf_layout(files, config, keys, directory)
-    if keys["position_embedding_type"] == "rope":
-        for note in rope_notes(config):
-            get_logger().warning(f"{directory}: {note}")
     vocab = keys["vocab_size"]
     tensors = {}
     used: set[str] = set()

@@ -22,7 +22,9 @@ from ppfleetx.config.model import ModelConfig
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.rope import RopeScalingConfig
 from ppfleetx.config.validate import section_of
+from ppfleetx.models.gpt.hf_rope import rope_notes
 from ppfleetx.utils.foreign_files import os_errors
+from ppfleetx.utils.log import get_logger
 
 SOURCES, TARGETS = ("hf", "fleetx", "megatron", "ppfleetx"), ("ppfleetx", "hf")
 
@@ -67,6 +69,9 @@ def convert(job: Conversion) -> Path:
         return merge(job.input, job.output)
     weights = read_weights(job)
     model = model_of(weights, job.model)
+    if job.source == "hf" and model.position_embedding_type == "rope":
+        for note in rope_notes(weights.source["config"]):
+            get_logger().warning(f"{job.input}: {note}")
     if job.target == "ppfleetx":
         return write_ppfleetx(weights, fitted(weights, model), model, job.output)
     _refuse_finetuned(job, weights, model)
