@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from fnmatch import fnmatchcase
+import re
+from fnmatch import translate
+from functools import lru_cache
 
 from pydantic import model_validator
 
@@ -42,13 +44,13 @@ class LoraConfig(Section):
 
     def adapts(self, name: str) -> bool:
         """Whether the linear of this canonical name has an adapter."""
-        return name.endswith(BLOCK_LINEARS) and any(fnmatchcase(name, pattern) for pattern in self.targets)
+        return name.endswith(BLOCK_LINEARS) and _any_of(self.targets).match(name) is not None
 
     def check_targets(self, num_layers: int) -> None:
         """Raise RuleError (keys relative to this section's parent) when a pattern fits no linear."""
         names = [f"decoder.layers.{i}.{linear}" for i in range(num_layers) for linear in BLOCK_LINEARS]
         for pattern in self.targets:
-            if not any(fnmatchcase(name, pattern) for name in names):
+            if not any(map(_any_of((pattern,)).match, names)):
                 known = [f"*.{linear}" for linear in BLOCK_LINEARS] + names[: len(BLOCK_LINEARS)]
                 near = difflib.get_close_matches(pattern, known, n=2, cutoff=0.0)
                 raise RuleError(
@@ -68,3 +70,9 @@ class LoraConfig(Section):
                 f"{_MAX_PATTERN} are enough for any model",
             )
         return self
+
+
+@lru_cache
+def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    """What matches a whole name that fits one of the patterns."""
+    return re.compile("|".join(map(translate, patterns)))
