@@ -14,6 +14,8 @@ from ppfleetx.data.json_lines import load_line
 from ppfleetx.data.text_files import MAX_LINE_BYTES, TextFile, is_packed
 
 CHUNK_BYTES = 2 << 20
+MOST_IN_VAIN = 300_000
+"""Lines without a document, one after the other. A file with more is not of the kind it should be."""
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -184,15 +186,32 @@ def documents_of(chunk: Chunk) -> Iterator[bytes | None]:
 
 
 def iterate_texts(sources: Sequence[Source], key: str = "text") -> Iterator[str]:
-    """Texts of a corpus, for training a tokenizer; what is no text (bad json, not UTF-8) is passed over."""
+    """Texts of a corpus, for training a tokenizer; what is no text (bad json, not UTF-8) is passed over.
+
+    Raises:
+        DataError: a file cannot be read, is damaged, or is none of this kind.
+    """
+    path, num_in_vain = None, 0
     for chunk in read_chunks(sources):
+        if chunk.kind == "file" or chunk.paths[0] != path:
+            path, num_in_vain = chunk.paths[0], 0
         for document in documents_of(chunk):
-            if document is None:
-                continue
-            try:
-                is_record = chunk.kind == "json" and document.strip()
-                text = load_line(document).get(key) if is_record else document.decode("utf-8")
-            except (ValueError, AttributeError):
-                continue
-            if isinstance(text, str) and text:
+            text = _text_of(document, chunk.kind, key)
+            if text:
+                num_in_vain = 0
                 yield text
+            else:
+                num_in_vain += 1
+        if num_in_vain > MOST_IN_VAIN and chunk.kind != "file":
+            raise DataError(f"{path}: {num_in_vain:,} lines one after the other hold no text under {key!r}")
+
+
+def _text_of(document: bytes | None, kind: Kind, key: str) -> str | None:
+    """The text of a document; None when it has none."""
+    if not document:
+        return None
+    try:
+        text = load_line(document).get(key) if kind == "json" else document.decode("utf-8")
+    except (ValueError, AttributeError):
+        return None
+    return text if isinstance(text, str) else None

@@ -9,12 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from ppfleetx.config.errors import DataError
-from ppfleetx.data.corpus import Chunk, documents_of
+from ppfleetx.data.corpus import MOST_IN_VAIN, Chunk, documents_of
 from ppfleetx.data.json_lines import load_line
 from ppfleetx.data.tokenizer import Tokenizer
 
 _PLACES_KEPT = 5  # of each kind of problem; their number is counted in full
-_MOST_IN_VAIN = 300_000  # lines without a document, one after the other
 _UNITS = {"json": "line", "line": "line", "paragraph": "paragraph"}
 
 
@@ -182,7 +181,7 @@ class Problems:
             places += found[: _PLACES_KEPT - len(places)]
         self._num_seen += result.num_seen
         self._num_in_vain = 0 if result.num_documents else self._num_in_vain + result.num_seen
-        if self._num_in_vain > _MOST_IN_VAIN and chunk.kind != "file":
+        if self._num_in_vain > MOST_IN_VAIN and chunk.kind != "file":
             which = "first" if self._num_in_vain == self._num_seen else "last"
             count = f"{which} {self._num_in_vain:,} {_UNITS[chunk.kind]}s"
             raise DataError(f"{self._path}: none of its {count} is a document: {'; '.join(self.lines())}")

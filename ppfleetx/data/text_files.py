@@ -19,7 +19,8 @@ MAX_LINE_BYTES = 64_000_000
 
 # Text shrinks to a third or a tenth, logs full of repetitions to a hundredth. What unpacks to more than this
 # was made to fill memory or disk.
-_MAX_EXPANSION, _FREE_BYTES = 200, 32_000_000
+_MAX_EXPANSION, _FREE_BYTES = 200, 4_000_000
+_PACKED_BYTES = 8192  # read at a time, so that what comes out can be held against them
 _BLOCK_BYTES = 1 << 20
 
 
@@ -68,7 +69,9 @@ class TextFile:
             import zstandard
 
             source = FrameFollower(self._raw)
-            return zstandard.ZstdDecompressor().stream_reader(source, read_across_frames=True)
+            return zstandard.ZstdDecompressor().stream_reader(
+                source, read_size=_PACKED_BYTES, read_across_frames=True
+            )
         return self._raw
 
     def read(self, num_bytes: int) -> bytes:
