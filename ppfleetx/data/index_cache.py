@@ -93,7 +93,7 @@ def _load(directory: Path, key: str, names: tuple[str, ...]) -> Arrays | None:
         entries = json.loads(description.read_text("utf-8"))["arrays"]
         paths = {name: _array_path(directory, key, name) for name in names}
         whole = all(_is_whole(path, entries[name]) for name, path in paths.items())
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         whole = False
     if not whole:
         get_logger().warning(f"the index maps {directory / key}-*.npy are damaged and are built again")
