@@ -50,6 +50,7 @@ def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
     with listener:
         members = meet(rank, world_size, (address, listener.getsockname()[1]))
         meeting = _Meeting(rank, members)
+        listener.settimeout(0.02)
         acceptor = threading.Thread(target=meeting.accept, args=(listener,), daemon=True)
         acceptor.start()
         for other in range(rank):
@@ -77,12 +78,15 @@ class _Meeting:
         higher = range(self._rank + 1, len(self._members.addresses))
         expected = {(other, role) for other in higher for role in self.roles(other)}
         deadline = time.monotonic() + HANDSHAKE_SECONDS
-        listener.settimeout(0.02)
         while not expected <= set(self._connected) and time.monotonic() < deadline:
-            with contextlib.suppress(TimeoutError):
+            try:
                 connection, _ = listener.accept()
                 # In a thread of its own, so that one who connects and stays silent delays nobody.
                 threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
+            except TimeoutError:
+                pass
+            except OSError:
+                return  # this rank has given up meanwhile, and closed it
             with self._state:
                 self._state.wait_for(lambda: expected <= set(self._connected), 0.001)
 

@@ -33,11 +33,15 @@ _LINE = (
 )
 
 
+_prepared: set[int] = set()
+
+
 def apply() -> None:
-    """Prepare this process, if it is the launcher."""
+    """Prepare this process if it is the launcher, once: Python may meet the line twice (lib and lib64)."""
     options = launcher_options(sys.orig_argv)
-    if options is None:
+    if options is None or os.getpid() in _prepared:
         return
+    _prepared.add(os.getpid())
     if not _is_gpu_build():
         name_devices(sys.orig_argv, os.environ)
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from ppfleetx.distributed import cpu_handshake as handshake
 from ppfleetx.distributed import cpu_transport as transport
 from ppfleetx.distributed.cpu_inbox import BufferPool
 from ppfleetx.distributed.cpu_rendezvous import Members
-from ppfleetx.distributed.cpu_wire import CommError
+from ppfleetx.distributed.cpu_wire import CommError, StartError
 
 TOKEN = bytes(range(32))
 
@@ -76,6 +77,24 @@ def test_memory_is_not_read_where_that_is_switched_off(monkeypatch):
     dialer, welcomer, _ = shake_hands(monkeypatch, TOKEN)
     assert not dialer.direct
     assert not welcomer.direct
+
+
+def test_a_rank_that_gives_up_is_one_error(monkeypatch):
+    """Rank 1 of three reaches rank 0 no more, while it still listens for rank 2."""
+    nobody = socket.create_server(("127.0.0.1", 0))
+    port = nobody.getsockname()[1]
+    nobody.close()
+    others = (("127.0.0.1", port), ("127.0.0.1", 0), ("127.0.0.1", 0))
+    monkeypatch.setattr(handshake, "meet", lambda *_: Members(TOKEN, others))
+    threads: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", threads.append)
+    with pytest.raises(StartError, match=rf"rank 1: no connection to rank 0 at 127.0.0.1:{port}"):
+        handshake.connect_ranks(1, 3, "127.0.0.1")
+    deadline = time.monotonic() + 5
+    while any(thread.name.endswith("(accept)") for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "it still listens"
+        time.sleep(0.01)
+    assert threads == []
 
 
 def test_address(monkeypatch):

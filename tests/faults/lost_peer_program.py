@@ -3,7 +3,8 @@
 Environment: ``LOST_DIR``: where a rank leaves ``pid.RANK`` when it starts and ``code.RANK`` when it ends;
 ``LOST_RANK``: the rank that halts, which it tells by ``reached`` there, until there is ``go``; ``LOST_AT``:
 ``step:F``, ``eval:F`` (in the third step, in the second evaluation, when the share F of its communications
-is done), ``save:0`` or ``save:1`` (before or after it has written its part of the first checkpoint).
+is done), ``save:0`` or ``save:1`` (before or after it has written its part of the first checkpoint),
+``start:0`` or ``start:1`` (before or after the ranks meet).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import train
 
 from ppfleetx.checkpoint.shared_save import SharedSave
 from ppfleetx.core.engine.engine import Engine
+from ppfleetx.distributed import cpu_handshake
 from ppfleetx.distributed.cpu_transport import Mesh
 from ppfleetx.utils.cli import run_tool
 
@@ -101,14 +103,32 @@ def halt_in_save(halt: Halt, *, written: bool) -> None:
     SharedSave.write = halting
 
 
+def halt_in_start(halt: Halt, *, met: bool) -> None:
+    meet = cpu_handshake.meet
+
+    def halting(*arguments: Any) -> Any:
+        if not met:
+            halt.now()
+        members = meet(*arguments)
+        if met:
+            halt.now()
+        return members
+
+    cpu_handshake.meet = halting
+
+
 def main() -> None:
     directory, rank = Path(os.environ["LOST_DIR"]), os.environ["PADDLE_TRAINER_ID"]
-    (directory / f"pid.{rank}").write_text(str(os.getpid()))
+    written = directory / f"pid.{rank}.new"
+    written.write_text(str(os.getpid()))
+    written.rename(directory / f"pid.{rank}")  # whole, or not there
     if rank == os.environ["LOST_RANK"]:
         moment, _, share = os.environ["LOST_AT"].partition(":")
         halt = Halt(directory, float(share))
         if moment == "save":
-            halt_in_save(halt, written=bool(halt._share))
+            halt_in_save(halt, written=share == "1")
+        elif moment == "start":
+            halt_in_start(halt, met=share == "1")
         else:
             halt.watch_communication()
             {"step": halt_in_step, "eval": halt_in_evaluation}[moment](halt)

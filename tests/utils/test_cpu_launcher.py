@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from ppfleetx.utils.cpu_launcher import LAUNCHER, install, name_devices
+from ppfleetx.utils.cpu_launcher import LAUNCHER, install, launcher_options, name_devices
 
 
 @pytest.mark.parametrize(
@@ -28,18 +28,33 @@ def test_a_users_choice_stays():
     assert environ == {"CUDA_VISIBLE_DEVICES": "4,5"}
 
 
+@pytest.mark.parametrize(
+    ("argv", "options"),
+    [
+        (["python", "-m", LAUNCHER, "train.py"], ["train.py"]),
+        (["python", "-u", "-X", "dev", "-m", LAUNCHER, "--nnodes", "2"], ["--nnodes", "2"]),
+        (["python", "tools/supervise.py", "--", "python", "-m", LAUNCHER], None),
+        (["python", "-m", "pytest", LAUNCHER], None),
+        (["python"], None),
+    ],
+)
+def test_the_launcher_is_told_from_programs_that_name_it(argv, options):
+    assert launcher_options(argv) == options
+
+
 def test_other_programs_are_left_alone():
     environ = {}
     name_devices(["python", "train.py", "--devices", "0"], environ)
     assert environ == {}
 
 
-@pytest.mark.parametrize(("program", "expected"), [(LAUNCHER, "0,1"), ("pip", "None")])
+@pytest.mark.parametrize(("program", "expected"), [(LAUNCHER, "0,1 2"), ("pip", "None 1")])
 def test_the_installed_line_runs_when_an_interpreter_starts(tmp_path, program, expected):
     install(tmp_path)
-    code = (
+    code = (  # a directory may be met twice, by a symbolic link (lib64)
         f"import os, site, sys; sys.orig_argv = ['python', '-m', {program!r}, '--devices', '0,1', 'x.py']\n"
-        f"site.addsitedir({str(tmp_path)!r})\nprint(os.environ.get('CUDA_VISIBLE_DEVICES'))"
+        f"import threading; site.addsitedir({str(tmp_path)!r}); site.addsitedir({str(tmp_path)!r})\n"
+        "print(os.environ.get('CUDA_VISIBLE_DEVICES'), threading.active_count())"
     )
     environ = {"PATH": "/usr/bin"}
     done = subprocess.run(
