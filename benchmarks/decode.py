@@ -147,7 +147,7 @@ def ours(threads: int, *, most_guesses: int = 0, **sampling: float) -> Generate:
 
     def generate(prompts: list[list[int]]) -> list[list[int]]:
         streams = [(row, 0) for row in range(len(prompts))]
-        choose = Sampler(0, streams, NEW, **sampling) if sampling else greedy
+        choose = Sampler(0, streams, VOCAB, **sampling) if sampling else greedy
         with paddle.no_grad():
             limits = [NEW] * len(prompts)
             if most_guesses:
@@ -169,7 +169,7 @@ def exported(threads: int, *, top_k: int = 1, top_p: float = 1.0, most_guesses: 
     from ppfleetx.deploy.export_dir import PROGRAM
     from ppfleetx.deploy.inference_engine import Program
     from ppfleetx.deploy.program import save_program
-    from ppfleetx.generation.search import uniforms
+    from ppfleetx.generation.draws import RandomStream
 
     with tempfile.TemporaryDirectory() as directory:
         save_program(next_token, POSITIONS, Path(directory) / PROGRAM)
@@ -178,13 +178,14 @@ def exported(threads: int, *, top_k: int = 1, top_p: float = 1.0, most_guesses: 
 
     def generate(prompts: list[list[int]]) -> list[list[int]]:
         rows = len(prompts)
+        streams = [RandomStream(0, row, 0, VOCAB) for row in range(rows)]
         return program.run(
             {
                 "tokens": np.array(prompts),
                 "padding": np.zeros(rows, np.int64),
                 "max_new_tokens": np.full(rows, NEW),
-                "uniforms": np.stack([uniforms(0, row, 0, NEW) for row in range(rows)]),
-                "end_id": np.array([-1]),
+                "exponentials": np.stack([stream.numbers(0, NEW) for stream in streams]),
+                "end_ids": np.array([-1]),
                 "min_new_tokens": np.array([0]),
                 "repetition_penalty": np.array([1.0], np.float32),
                 "temperature": np.array([1.0], np.float32),

@@ -55,6 +55,9 @@ class GenerationConfig(Section):
     early_stopping: Bool | Literal["never"] = False
     """Beam search: stop when `num_beams` sequences are finished; false: when the best beam, ended now, would
     not be one of the results; never: when it cannot become one at any length."""
+    eos_token_id: CountInt | tuple[CountInt, ...] | None = None
+    """The token that ends a continuation, or a list of them; an empty list: nothing does but its length.
+    null: the tokenizer's end token, and those that the `generation_config.json` beside it names."""
     forced_bos_token_id: CountInt | None = None
     """The first new token; null: it is chosen."""
     forced_eos_token_id: CountInt | None = None
@@ -74,6 +77,12 @@ class GenerationConfig(Section):
     """A file with one prompt a line."""
     stop: Text | tuple[Text, ...] | None = None
     """Generation ends before any of these texts."""
+
+    @property
+    def end_ids(self) -> tuple[int, ...] | None:
+        """`eos_token_id` as a tuple without repetitions."""
+        given = (self.eos_token_id,) if isinstance(self.eos_token_id, int) else self.eos_token_id
+        return None if given is None else tuple(dict.fromkeys(given))
 
     @model_validator(mode="after")
     def _check(self) -> GenerationConfig:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ppfleetx.config.fields import CountInt, PositiveFloat, PositiveInt, Says, Section, Text
+from ppfleetx.config.fields import Bool, CountInt, PositiveFloat, PositiveInt, Says, Section, Text
 
 Port = Annotated[int, Field(strict=True, ge=0, le=65535), Says("an integer from 0 to 65535")]
 Name = Annotated[str, Field(strict=True, min_length=1), Says("a text of at least one character")]
@@ -16,7 +16,8 @@ API_KEY_VARIABLE = "PPFLEETX_API_KEY"
 
 class ServeConfig(Section):
     """The HTTP server of `tools/serve.py`. How a text is continued comes with each request, and what a
-    request leaves out has the default of OpenAI's interface; section `Generation` is not used."""
+    request leaves out has the default of OpenAI's interface; of section `Generation`, `eos_token_id` alone is
+    used."""
 
     host: Name = "127.0.0.1"
     """Address to listen on; `0.0.0.0` is every address of the machine."""
@@ -27,6 +28,9 @@ class ServeConfig(Section):
     api_key_env: Text = API_KEY_VARIABLE
     """Environment variable with the key that requests must bring (`Authorization: Bearer KEY`). No key is
     needed when the default variable is not set; another one must be."""
+    parse_special_tokens: Bool = True
+    """Special tokens that a prompt's text holds, such as `<|endoftext|>`, become their ids, as with OpenAI's
+    completions and vLLM; false: they are text like any other, for prompts of people who are not trusted."""
     max_batch_size: PositiveInt = 16
     """Sequences that grow at the same time; it bounds the memory of keys and values."""
     max_waiting: CountInt = 256

@@ -28,7 +28,7 @@ from ppfleetx.config.errors import CheckpointError, ConfigError, shown
 from ppfleetx.utils.foreign_files import opened, read_json
 
 FORMAT, VERSION = "ppfleetx-export", 3
-_READ = (2, 3)  # manifests of 2 have no checksum
+_READ = (2, 3)  # manifests of 2 have no checksum, and programs know one end token
 RANK_DIRECTORY, MANIFEST_FILE, PROGRAM, TOKENIZER_DIRECTORY = "rank_0", "export.json", "model", "tokenizer"
 PROGRAM_FILE, WEIGHTS_FILE = f"{PROGRAM}.json", f"{PROGRAM}.pdiparams"
 _FIRST_WITH_CHECKSUM = 3

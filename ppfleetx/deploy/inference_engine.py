@@ -10,6 +10,7 @@ import numpy as np
 import paddle
 from paddle import inference
 
+from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.generation import InferenceConfig, TensorRTConfig
 from ppfleetx.data.tokenizer import Tokenizer
 from ppfleetx.deploy.capabilities import check_generation, check_onednn
@@ -21,7 +22,8 @@ from ppfleetx.deploy.export_dir import (
     cpu_ops_file,
     open_export,
 )
-from ppfleetx.generation.generator import Batch, TextGenerator
+from ppfleetx.generation.batch import Batch
+from ppfleetx.generation.generator import TextGenerator
 from ppfleetx.generation.processors import SMALLEST
 from ppfleetx.generation.search import Row
 from ppfleetx.generation.session import pad_left
@@ -30,6 +32,7 @@ from ppfleetx.nn.cpu_ops import ops as cpu_ops
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.memory import back_process_by_huge_pages
 
+_NO_TOKEN = -1
 _GPU_POOL_MB = 256  # to begin with; it grows
 _GARBAGE, _GARBAGE_GB = "FLAGS_eager_delete_tensor_gb", 1 / 1024
 """On a CPU Paddle hands tensors that are no longer needed to a thread that frees them: by default each by
@@ -71,7 +74,7 @@ class InferenceEngine(TextGenerator):
         new_ids = self._program.run(inputs)
         limits = inputs["max_new_tokens"].tolist()
         return [
-            self._row(ids, limit, text)
+            self._row(ids, limit, batch.end_ids, text)
             for ids, limit, text in zip(new_ids.tolist(), limits, texts, strict=True)
         ]
 
@@ -84,8 +87,8 @@ class InferenceEngine(TextGenerator):
             "tokens": tokens[rows],
             "padding": padding[rows],
             "max_new_tokens": np.array(batch.max_new_tokens, dtype=np.int64)[rows],
-            "uniforms": np.zeros([len(rows), 1], np.float32) if greedy else batch.random_numbers(),
-            "end_id": np.array([self.tokenizer.eod_id], dtype=np.int64),
+            **self._random_numbers(batch, greedy=greedy),
+            **self._ends(batch),
             "min_new_tokens": np.array([cfg.min_dec_len], dtype=np.int64),
             "repetition_penalty": np.array([cfg.repetition_penalty], dtype=np.float32),
             "temperature": np.array([1.0 if greedy else max(cfg.temperature, SMALLEST)], dtype=np.float32),
@@ -96,12 +99,33 @@ class InferenceEngine(TextGenerator):
             ),
         }
 
-    def _row(self, ids: list[int], limit: int, text: RowText) -> Row:
+    def _random_numbers(self, batch: Batch, *, greedy: bool) -> dict[str, np.ndarray]:
+        num_rows = len(batch.streams)
+        if "uniforms" in self.manifest.inputs:  # format 2
+            return {"uniforms": np.zeros([num_rows, 1], np.float32) if greedy else batch.uniforms()}
+        if greedy:
+            return {"exponentials": np.ones([num_rows, 1, 1], np.float32)}
+        return {"exponentials": batch.exponentials(self.manifest.vocab_size)}
+
+    def _ends(self, batch: Batch) -> dict[str, np.ndarray]:
+        end_ids = np.array(batch.end_ids or [_NO_TOKEN], dtype=np.int64)
+        if "end_id" in self.manifest.inputs:  # format 2
+            if len(end_ids) > 1:
+                raise ConfigError(
+                    "the program of this export knows one end token; export the model again",
+                    key="Generation.eos_token_id",
+                    value=end_ids.tolist(),
+                )
+            return {"end_id": end_ids}
+        return {"end_ids": end_ids}
+
+    @staticmethod
+    def _row(ids: list[int], limit: int, end_ids: tuple[int, ...], text: RowText) -> Row:
         """The row up to its end; the program went on until all rows had ended."""
         row = Row(limit)
         for token_id in ids:
             told_to_stop = text.feed(token_id)
-            if not row.add(token_id, is_last=token_id == self.tokenizer.eod_id or told_to_stop):
+            if not row.add(token_id, is_last=token_id in end_ids or told_to_stop):
                 return row
         raise AssertionError("the program gives every row a token until it has ended")
 

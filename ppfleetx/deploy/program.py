@@ -24,12 +24,8 @@ from ppfleetx.deploy.program_linear import Matrix, matrices_of, use_panels
 from ppfleetx.deploy.program_lookup import FEWEST_ALIKE, accept, follow, last_occurrence, next_width
 from ppfleetx.deploy.program_top_p import nucleus_by_buckets
 from ppfleetx.deploy.tracing import quick_conversion
-from ppfleetx.generation.processors import (
-    draw,
-    forbid,
-    keep_top_p,
-    penalize_repetition,
-)
+from ppfleetx.generation.draws import draw
+from ppfleetx.generation.processors import by_id, forbid, is_any_of, keep_top_p, penalize_repetition
 from ppfleetx.generation.session import NextTokenModel
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
 from ppfleetx.nn.masks import penalty_of
@@ -41,8 +37,8 @@ INPUTS: tuple[tuple[str, str, tuple[int | None, ...]], ...] = (
     ("tokens", "int64", (None, None)),  # [b, n] prompts, padded on the left with a token of their own
     ("padding", "int64", (None,)),  # [b] columns of padding
     ("max_new_tokens", "int64", (None,)),  # [b] at least 1
-    ("uniforms", "float32", (None, None)),  # [b, t] random numbers in [0, 1); [b, 1] when top_k is 1
-    ("end_id", "int64", (1,)),  # the token that ends a row; -1: none
+    ("exponentials", "float32", (None, None, None)),  # [b, t, n], see RandomStream; any when top_k is 1
+    ("end_ids", "int64", (None,)),  # tokens that end a row, at least one; -1: none
     ("min_new_tokens", "int64", (1,)),
     ("repetition_penalty", "float32", (1,)),
     ("temperature", "float32", (1,)),
@@ -128,8 +124,8 @@ class GenerationProgram(nn.Layer):
         tokens: paddle.Tensor,
         padding: paddle.Tensor,
         max_new_tokens: paddle.Tensor,
-        uniforms: paddle.Tensor,
-        end_id: paddle.Tensor,
+        exponentials: paddle.Tensor,
+        end_ids: paddle.Tensor,
         min_new_tokens: paddle.Tensor,
         repetition_penalty: paddle.Tensor,
         temperature: paddle.Tensor,
@@ -146,10 +142,10 @@ class GenerationProgram(nn.Layer):
         start = padding.astype("int32")
         positions = paddle.maximum(paddle.arange(length).unsqueeze(0) - padding, paddle.zeros_like(padding))
         logits, past = self._run_model((tokens, positions, start.expand_as(positions)), _LoopCache([]))
-        logits = self._process(logits, tokens, step, end_id, min_new_tokens, repetition_penalty)
-        token = self._choose(logits, step, uniforms, temperature, top_k, top_p)
-        rules = (end_id, min_new_tokens, repetition_penalty)
-        sampling = (uniforms, temperature, top_k, top_p)
+        logits = self._process(logits, tokens, step, end_ids, min_new_tokens, repetition_penalty)
+        token = self._choose(logits, step, exponentials, temperature, top_k, top_p)
+        rules = (end_ids, min_new_tokens, repetition_penalty)
+        sampling = (exponentials, temperature, top_k, top_p)
         # Outside the branches, where they are made once, when the program is loaded.
         panels = [matrix.make_panels() for matrix in self.matrices] if self.use_panels else []
         if tokens.shape[0] > 1:
@@ -179,27 +175,27 @@ class GenerationProgram(nn.Layer):
             past: keys and values of the prompts.
             padding: ``[b, 1]``.
             limits: ``[b]`` most new tokens.
-            rules: end_id, min_new_tokens, repetition_penalty.
-            sampling: uniforms, temperature, top_k, top_p.
+            rules: end_ids, min_new_tokens, repetition_penalty.
+            sampling: exponentials, temperature, top_k, top_p.
             panels: of each of ``self.matrices``; none: use the matrices themselves.
         """
         use_panels(self.matrices, panels)
-        end_id, min_new_tokens, repetition_penalty = rules
-        uniforms, temperature, top_k, top_p = sampling
+        end_ids, min_new_tokens, repetition_penalty = rules
+        exponentials, temperature, top_k, top_p = sampling
         length = tokens.shape[1]
         step = paddle.zeros([1], "int64")
         history = paddle.concat([tokens, token.unsqueeze(-1)], axis=1)
-        finished = paddle.logical_or(token == end_id, limits <= 1)
+        finished = paddle.logical_or(is_any_of(token, end_ids), limits <= 1)
         while paddle.logical_not(finished.all()):
             past = _with_room(past)
             end = past[0].shape[2]
             while paddle.logical_and(paddle.logical_not(finished.all()), length + step < end):
                 logits, past = self._append(token, past, length + step, padding)
                 step = step + 1
-                logits = self._process(logits, history, step, end_id, min_new_tokens, repetition_penalty)
-                token = self._choose(logits, step, uniforms, temperature, top_k, top_p)
+                logits = self._process(logits, history, step, end_ids, min_new_tokens, repetition_penalty)
+                token = self._choose(logits, step, exponentials, temperature, top_k, top_p)
                 history = paddle.concat([history, token.unsqueeze(-1)], axis=1)
-                is_last = paddle.logical_or(token == end_id, limits <= step + 1)
+                is_last = paddle.logical_or(is_any_of(token, end_ids), limits <= step + 1)
                 finished = paddle.logical_or(finished, is_last)
         return history
 
@@ -231,7 +227,7 @@ class GenerationProgram(nn.Layer):
         Args:
             most_guesses: ``[1]`` tokens guessed in one pass.
         """
-        end_id, min_new_tokens, repetition_penalty = rules
+        end_ids, min_new_tokens, repetition_penalty = rules
         top_k = sampling[2]
         most_guesses = paddle.where(
             paddle.logical_and(top_k == 1, repetition_penalty == 1.0),
@@ -242,7 +238,7 @@ class GenerationProgram(nn.Layer):
         most = length + limits.max()
         history = paddle.concat([tokens.flatten(), token])
         width = paddle.minimum(paddle.ones_like(most_guesses), most_guesses)
-        finished = paddle.logical_or(token == end_id, limits <= 1).all()
+        finished = paddle.logical_or(is_any_of(token, end_ids), limits <= 1).all()
         while paddle.logical_not(finished):
             size = history.shape[0]
             place, alike = last_occurrence(history)
@@ -259,7 +255,7 @@ class GenerationProgram(nn.Layer):
             else:
                 new, past = self._one_more(history, past, size - length, rules, sampling)
             # A guess that is right may be the end, which others follow.
-            is_end = new == end_id
+            is_end = is_any_of(new, end_ids)
             ends = paddle.where(is_end, paddle.arange(new.shape[0]), paddle.full_like(new, size))
             history = paddle.concat([history, new[: ends.min() + 1]])
             finished = paddle.logical_or(is_end.any(), history.shape[0] >= most)
@@ -320,7 +316,7 @@ class GenerationProgram(nn.Layer):
         logits: paddle.Tensor,
         history: paddle.Tensor,
         step: paddle.Tensor,
-        end_id: paddle.Tensor,
+        end_ids: paddle.Tensor,
         min_new_tokens: paddle.Tensor,
         repetition_penalty: paddle.Tensor,
     ) -> paddle.Tensor:
@@ -328,14 +324,14 @@ class GenerationProgram(nn.Layer):
         is_early = step < min_new_tokens
         if paddle.logical_or(is_early, repetition_penalty != 1.0):
             logits = penalize_repetition(logits, history, repetition_penalty)
-            logits = forbid(logits, paddle.where(is_early, end_id, paddle.full_like(end_id, -1)))
+            logits = forbid(logits, paddle.where(is_early, end_ids, paddle.full_like(end_ids, -1)))
         return logits
 
     def _choose(
         self,
         logits: paddle.Tensor,
         step: paddle.Tensor,
-        uniforms: paddle.Tensor,
+        exponentials: paddle.Tensor,
         temperature: paddle.Tensor,
         top_k: paddle.Tensor,
         top_p: paddle.Tensor,
@@ -344,23 +340,24 @@ class GenerationProgram(nn.Layer):
         if top_k == 1:
             token = logits.argmax(-1)
         else:
-            token = self._sample(logits / temperature, _column(uniforms, step), top_k, top_p)
+            token = self._sample(logits / temperature, _of_step(exponentials, step), top_k, top_p)
         return token
 
     def _sample(
-        self, logits: paddle.Tensor, uniform: paddle.Tensor, top_k: paddle.Tensor, top_p: paddle.Tensor
+        self, logits: paddle.Tensor, exponentials: paddle.Tensor, top_k: paddle.Tensor, top_p: paddle.Tensor
     ) -> paddle.Tensor:
         """:func:`~ppfleetx.generation.processors.candidates` and ``draw``."""
         if paddle.logical_and(top_k > 0, top_k < self.vocab_size):
-            token = _draw_top_k(logits, uniform, top_k, top_p)
+            values, ids = paddle.topk(logits, top_k, axis=-1)
+            kept = keep_top_p(F.softmax(values, axis=-1), _no_limit_at_one(top_p))
+            weights = by_id(kept, ids, self.vocab_size)
         else:
             weights = F.softmax(logits, axis=-1)
             if self.by_cpu_ops:
                 weights = cpu_ops.nucleus(weights, _no_limit_at_one(top_p))
             elif top_p < 1.0:
                 weights = nucleus_by_buckets(weights, top_p)
-            token = draw(weights, None, uniform)
-        return token
+        return draw(weights, exponentials)
 
 
 class _LoopCache:
@@ -414,15 +411,8 @@ def _with_room(past: Sequence[paddle.Tensor]) -> list[paddle.Tensor]:
     return [paddle.concat([tensor, room], axis=2) for tensor in past]
 
 
-def _column(values: paddle.Tensor, index: paddle.Tensor) -> paddle.Tensor:
-    return paddle.index_select(values, index, axis=1).squeeze(1)
-
-
-def _draw_top_k(
-    logits: paddle.Tensor, uniform: paddle.Tensor, top_k: paddle.Tensor, top_p: paddle.Tensor
-) -> paddle.Tensor:
-    values, ids = paddle.topk(logits, top_k, axis=-1)
-    return draw(keep_top_p(F.softmax(values, axis=-1), _no_limit_at_one(top_p)), ids, uniform)
+def _of_step(exponentials: paddle.Tensor, step: paddle.Tensor) -> paddle.Tensor:
+    return paddle.index_select(exponentials, step, axis=1).squeeze(1)
 
 
 def _no_limit_at_one(top_p: paddle.Tensor) -> paddle.Tensor:

@@ -18,6 +18,7 @@ def nucleus_by_buckets(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> pa
     """:func:`~ppfleetx.generation.processors.nucleus` of ``probabilities [b, V]`` and ``top_p [1]``."""
     # The fourth root spreads what models give, from 1 down to 1e-10, over the buckets.
     bucket = (probabilities.sqrt().sqrt() * (_BUCKETS - 1)).astype("int64")
+    top_p = top_p.astype("float64")
     up_to = _bucket_mass(probabilities, bucket).cumsum(-1)
     above = up_to[:, -1:] - up_to
     # Where all that there is does not sum to p, which only rounding brings about, the smallest is the last.
@@ -52,11 +53,11 @@ def _gathered(values: paddle.Tensor, mask: paddle.Tensor) -> paddle.Tensor:
 
 
 def _bucket_mass(probabilities: paddle.Tensor, bucket: paddle.Tensor) -> paddle.Tensor:
-    """``[b, buckets]``: sum of the probabilities in each."""
+    """``[b, buckets]`` float64: sum of the probabilities in each."""
     rows = paddle.arange(probabilities.shape[0]).unsqueeze(-1)
     place = (bucket + rows * _BUCKETS).flatten()
     # One more without mass in the last place, so that there are as many places as there shall be.
     last = rows.max().reshape([1]) * _BUCKETS + (_BUCKETS - 1)
-    weights = paddle.concat([probabilities.flatten(), paddle.zeros([1], dtype=probabilities.dtype)])
+    weights = paddle.concat([probabilities.flatten().astype("float64"), paddle.zeros([1], "float64")])
     mass = paddle.bincount(paddle.concat([place, last]), weights=weights)
     return mass.reshape([-1, _BUCKETS])

@@ -1,8 +1,8 @@
 """Beam search, plain and diverse.
 
-The rules are those of Hugging Face transformers 5: of each prompt's continuations the 2N likeliest are
-looked at (N beams); those that end and are among the first N are results, the first N that do not end go
-on. Results are ranked by log-probability / length ** length_penalty.
+The rules are those of Hugging Face transformers 5: of each prompt's continuations the max(2, 1 + E) N
+likeliest are looked at (N beams, E end tokens); those that end and are among the first N are results, the
+first N that do not end go on. Results are ranked by log-probability / length ** length_penalty.
 
 Diverse beam search (Vijayakumar et al., 2018) splits the beams of a prompt into groups of N beams. Each
 group searches by these rules; in every step the groups take their turn, and a token's score is lowered by
@@ -81,7 +81,7 @@ def beam_search(
     session.select(copied)
     logits = logits.index_select(paddle.to_tensor(copied), axis=0)
     groups = [
-        _Group(prompt, number, limit, options, rules.end_id)
+        _Group(prompt, number, limit, options, rules.end_ids)
         for prompt, limit in enumerate(max_new_tokens)
         for number in range(options.num_groups)
     ]
@@ -143,7 +143,7 @@ def _penalty(taken: Sequence[Sequence[int]], vocab: int, options: BeamOptions) -
 
 @dataclass(frozen=True)
 class _Candidates:
-    """The 2N likeliest continuations of a group, best first."""
+    """The likeliest continuations of a group, best first."""
 
     scores: list[float]
     beams: list[int]
@@ -153,10 +153,10 @@ class _Candidates:
 def _best(scores: paddle.Tensor, groups: Sequence[_Group]) -> list[_Candidates]:
     """Of log-probabilities ``[groups * N, V]`` of the next token, added to those of the beams."""
     vocab = scores.shape[-1]
-    size = groups[0].options.group_size
+    size, looked_at = groups[0].options.group_size, max(2, 1 + len(groups[0].end_ids))
     so_far = paddle.to_tensor(np.concatenate([group.scores for group in groups]))
     total = (scores + so_far.unsqueeze(-1)).reshape([len(groups), -1])
-    values, places = largest(total, min(2 * size, size * vocab))
+    values, places = largest(total, min(looked_at * size, size * vocab))
     beams, tokens = np.divmod(places.numpy(), vocab)
     return [
         _Candidates(*columns)
@@ -181,7 +181,7 @@ class _Group:
     number: int
     max_new_tokens: int
     options: BeamOptions
-    end_id: int | None
+    end_ids: tuple[int, ...]
     scores: np.ndarray = field(init=False)
     ids: list[list[int]] = field(init=False)
     finished: list[tuple[float, Row]] = field(default_factory=list)
@@ -198,9 +198,9 @@ class _Group:
         is_last = length == self.max_new_tokens
         kept: list[tuple[float, int, int]] = []
         for rank, (score, beam, token) in enumerate(zip(best.scores, best.beams, best.tokens, strict=True)):
-            if (is_last or token == self.end_id) and rank < size:
+            if (is_last or token in self.end_ids) and rank < size:
                 self._finish(score, [*self.ids[beam], token])
-            if token != self.end_id and len(kept) < size:
+            if token not in self.end_ids and len(kept) < size:
                 kept.append((score, beam, token))
         self.ids = [[*self.ids[beam], token] for _, beam, token in kept]
         self.scores = np.array([score for score, _, _ in kept], dtype=np.float32)
@@ -210,7 +210,7 @@ class _Group:
         return [beam for _, beam, _ in kept], [token for _, _, token in kept]
 
     def _finish(self, score: float, ids: list[int]) -> None:
-        reason = "stop" if ids[-1] == self.end_id else "length"
+        reason = "stop" if ids[-1] in self.end_ids else "length"
         ranked = score / len(ids) ** self.options.length_penalty
         self.finished.append((ranked, Row(self.max_new_tokens, ids, reason)))
 

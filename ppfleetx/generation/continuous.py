@@ -12,7 +12,8 @@ import numpy as np
 import paddle
 
 from ppfleetx.generation.cache import GrowingCache
-from ppfleetx.generation.processors import candidates, draw, forbid, penalize_repetition
+from ppfleetx.generation.draws import draw
+from ppfleetx.generation.processors import candidates, forbid, penalize_repetition
 from ppfleetx.generation.session import NextTokenModel, pad_left
 
 # Of a prompt's columns so many are run at a time: attention's scores, and the masks kept for them, would
@@ -232,19 +233,19 @@ class RowChoice:
 
     Attributes:
         history: tokens of the row so far.
-        uniform: number in [0, 1) of the row's own random stream; without effect at temperature 0.
-        forbidden: an id that cannot come now (the end token, before the minimum length).
+        exponentials: ``[n]`` numbers of the row's `RandomStream`; not needed at temperature 0.
+        forbidden: ids that cannot come now (the end tokens, before the minimum length).
     """
 
     options: RowOptions
     history: Sequence[int]
-    uniform: float = 0.0
-    forbidden: int | None = None
+    exponentials: np.ndarray | None = None
+    forbidden: tuple[int, ...] = ()
 
 
 def choose_tokens(logits: paddle.Tensor, choices: Sequence[RowChoice]) -> list[int]:
     """One token per row of ``logits [b, V]``. Rows of equal options are treated together."""
-    groups: dict[tuple[RowOptions, int | None], list[int]] = {}
+    groups: dict[tuple[RowOptions, tuple[int, ...]], list[int]] = {}
     for row, choice in enumerate(choices):
         groups.setdefault((choice.options, choice.forbidden), []).append(row)
     tokens = [0] * len(choices)
@@ -253,18 +254,18 @@ def choose_tokens(logits: paddle.Tensor, choices: Sequence[RowChoice]) -> list[i
         if options.repetition_penalty != 1.0:
             history, _ = pad_left([choices[row].history for row in rows])
             part = penalize_repetition(part, paddle.to_tensor(history), options.repetition_penalty)
-        if forbidden is not None:
-            part = forbid(part, forbidden)
-        chosen = _choose(part, options, [choices[row].uniform for row in rows])
+        if forbidden:
+            part = forbid(part, paddle.to_tensor(forbidden))
+        chosen = _choose(part, options, [choices[row].exponentials for row in rows])
         for row, token in zip(rows, chosen.numpy().tolist(), strict=True):
             tokens[row] = token
     return tokens
 
 
-def _choose(logits: paddle.Tensor, options: RowOptions, uniform: Sequence[float]) -> paddle.Tensor:
+def _choose(
+    logits: paddle.Tensor, options: RowOptions, exponentials: Sequence[np.ndarray | None]
+) -> paddle.Tensor:
     if options.temperature == 0.0:
         return logits.argmax(-1)
-    weights, ids = candidates(
-        logits, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p
-    )
-    return draw(weights, ids, paddle.to_tensor(np.array(uniform, dtype=np.float32)))
+    weights = candidates(logits, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+    return draw(weights, paddle.to_tensor(np.stack(exponentials)))

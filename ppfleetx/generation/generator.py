@@ -7,24 +7,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import paddle
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections import GenerationConfig, ModelConfig
 from ppfleetx.data.tokenizer import Tokenizer
+from ppfleetx.data.vocabulary import check_tokenizer
+from ppfleetx.generation.batch import Batch, OnText
 from ppfleetx.generation.beam import BeamOptions, beam_search
-from ppfleetx.generation.lookup import MOST_ROWS, decode_with_lookup
-from ppfleetx.generation.search import Choose, FinishReason, Row, Rules, Sampler, decode, greedy, uniforms
+from ppfleetx.generation.lookup import decode_with_lookup
+from ppfleetx.generation.search import FinishReason, Row, Rules, decode
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
 from ppfleetx.generation.text import RowText
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.utils.log import get_logger
 
 Prompt = str | Sequence[int]
-OnText = Callable[[int, int, str], None]
-"""(prompt number, continuation number, new piece of its text)."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,8 @@ class TextGenerator(ABC):
         """Continue each prompt ``cfg.num_return_sequences`` times.
 
         Args:
-            prompts: texts or token ids. An empty one starts from the end-of-text token.
+            prompts: texts, encoded as `Tokenizer.encode_prompt` does, or token ids, to which nothing is
+                added. Where there are none, the row starts from BOS or the end-of-text token.
             cfg: the ``Generation`` section.
             seed: used when ``cfg.seed`` is None.
             on_text: told of text as it is made, see :data:`OnText`.
@@ -86,6 +86,7 @@ class TextGenerator(ABC):
         Raises:
             ConfigError: an option that does not fit the model or the prompts.
         """
+        end_ids = self.end_ids(cfg)
         encoded = [self._encode(prompt) for prompt in prompts]
         num_new = [self._new_tokens(len(ids), cfg, first_prompt + i) for i, ids in enumerate(encoded)]
         per_prompt = cfg.num_beams if cfg.decode_strategy == "beam_search" else cfg.num_return_sequences
@@ -93,29 +94,52 @@ class TextGenerator(ABC):
         results: list[list[Generation]] = []
         for start in range(0, len(encoded), per_batch):
             part = slice(start, start + per_batch)
-            batch = Batch(cfg, seed, first_prompt + start, num_new[part], on_text)
-            texts = [self._row_text(batch, batch.first_prompt + i, copy) for i, copy in batch.streams]
+            batch = Batch(cfg, seed, first_prompt + start, num_new[part], end_ids, on_text)
+            texts = [self._row_text(batch, encoded[start + i], i, copy) for i, copy in batch.streams]
             rows = self._continue(encoded[part], batch, texts)
             finished = [_generation(row, text) for row, text in zip(rows, texts, strict=True)]
             copies = cfg.num_return_sequences
             results += [finished[i : i + copies] for i in range(0, len(finished), copies)]
         return results
 
+    def end_ids(self, cfg: GenerationConfig) -> tuple[int, ...]:
+        """Tokens that end a continuation: those of ``cfg``, else those of the tokenizer's files."""
+        if cfg.end_ids is None:
+            return self._tokenizer.end_ids
+        return tuple(self._known_id("eos_token_id", one) for one in cfg.end_ids)
+
+    def _known_id(self, key: str, token_id: int) -> int:
+        """A token id of the section, which must be one of the tokenizer's."""
+        if token_id >= self._tokenizer.vocab_size:
+            raise ConfigError(
+                f"{self._tokenizer.place} has ids 0 to {self._tokenizer.vocab_size - 1}",
+                key=f"Generation.{key}",
+                value=token_id,
+            )
+        return token_id
+
     @abstractmethod
     def _continue(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:
         """Rows of new tokens in the order of ``batch.streams``, each of them fed to its text."""
 
-    def _row_text(self, batch: Batch, prompt: int, copy: int) -> RowText:
+    def _row_text(self, batch: Batch, ids: list[int], prompt: int, copy: int) -> RowText:
         stop = batch.cfg.stop or ()
-        emit = None if batch.on_text is None else _bound(batch.on_text, prompt, copy)
-        return RowText(self._tokenizer, (stop,) if isinstance(stop, str) else stop, emit)
+        emit = None if batch.on_text is None else _bound(batch.on_text, batch.first_prompt + prompt, copy)
+        return RowText(self._tokenizer, (stop,) if isinstance(stop, str) else stop, ids, emit)
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
+        ids = self._tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
+        prefix = [*self._tokenizer.prefix_ids]
+        if isinstance(prompt, str) and prefix and ids[len(prefix) : 2 * len(prefix)] == prefix:
+            get_logger().warning(
+                "a prompt begins with %r, which %s adds as well: it is there twice, as in transformers",
+                self._tokenizer.decode(prefix),
+                self._tokenizer.place,
+            )
         wrong = [i for i in ids if not 0 <= i < self._tokenizer.vocab_size]
         if wrong:
             raise DataError(f"token id {wrong[0]} of a prompt is not one of {self._tokenizer.place}")
-        return ids or [self._tokenizer.eod_id]
+        return ids or [self._tokenizer.start_id]
 
     def _new_tokens(self, prompt_length: int, cfg: GenerationConfig, number: int) -> int:
         """How many tokens a prompt may get: ``max_dec_len``, when it was asked for; else what fits."""
@@ -149,7 +173,7 @@ class Generator(TextGenerator):
     def __init__(
         self, model: StagedModel, model_cfg: ModelConfig, tokenizer: Tokenizer, vocab_group: Any = None
     ) -> None:
-        check_vocabulary(tokenizer, model_cfg)
+        check_tokenizer(tokenizer, model_cfg.vocab_size)
         super().__init__(tokenizer, model_cfg.max_position_embeddings)
         self._model = model
         # A model may have more ids than its tokenizer; what cannot be written is not generated.
@@ -179,15 +203,15 @@ class Generator(TextGenerator):
         def on_token(row: int, token_id: int) -> bool:
             return texts[row].feed(token_id)
 
-        rules, limits = self._rules(batch.cfg), batch.max_new_tokens
-        copies = batch.cfg.num_return_sequences
-        return decode(session, batch.choose(), rules, limits, copies=copies, on_token=on_token)
+        choose, rules = batch.choose(self._next_token.vocab_size), self._rules(batch)
+        copies, limits = batch.cfg.num_return_sequences, batch.max_new_tokens
+        return decode(session, choose, rules, limits, copies=copies, on_token=on_token)
 
     def _decode_with_lookup(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:
         return decode_with_lookup(
             self._next_token,
             prompts,
-            self._rules(batch.cfg),
+            self._rules(batch),
             batch.max_new_tokens,
             batch.cfg.prompt_lookup_num_tokens,
             on_token=lambda row, token_id: texts[row].feed(token_id),
@@ -199,97 +223,19 @@ class Generator(TextGenerator):
         options = BeamOptions(
             cfg.num_beams, cfg.length_penalty, cfg.early_stopping, cfg.num_beam_groups, cfg.diversity_rate
         )
-        rows = beam_search(session, self._rules(cfg), batch.max_new_tokens, options, cfg.num_return_sequences)
+        rules, limits = self._rules(batch), batch.max_new_tokens
+        rows = beam_search(session, rules, limits, options, cfg.num_return_sequences)
         for row, text in zip(rows, texts, strict=True):
             for token_id in row.ids:
                 text.feed(token_id)
         return rows
 
-    def _rules(self, cfg: GenerationConfig) -> Rules:
-        return Rules(
-            self._tokenizer.eod_id,
-            cfg.min_dec_len,
-            cfg.repetition_penalty,
-            self._known_id(cfg, "forced_bos_token_id"),
-            self._known_id(cfg, "forced_eos_token_id"),
-        )
-
-    def _known_id(self, cfg: GenerationConfig, name: str) -> int | None:
-        """A token id of the section, which must be one of the tokenizer's."""
-        token_id = getattr(cfg, name)
-        if token_id is not None and token_id >= self._tokenizer.vocab_size:
-            raise ConfigError(
-                f"{self._tokenizer.place} has ids 0 to {self._tokenizer.vocab_size - 1}",
-                key=f"Generation.{name}",
-                value=token_id,
-            )
-        return token_id
-
-
-def check_vocabulary(tokenizer: Tokenizer, model_cfg: ModelConfig) -> None:
-    """Raise DataError when ``tokenizer`` has ids that a model of this ``Model`` section has not."""
-    if tokenizer.vocab_size > model_cfg.vocab_size:
-        raise DataError(
-            f"{tokenizer.place} has {tokenizer.vocab_size} token ids, the model has "
-            f"{model_cfg.vocab_size} (Model.vocab_size): it was trained with another tokenizer"
-        )
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What the prompts of one batch have in common.
-
-    Attributes:
-        cfg: the ``Generation`` section.
-        default_seed: counts when ``cfg.seed`` is None.
-        first_prompt: number of the first prompt of the batch in the whole list.
-        max_new_tokens: of each prompt.
-        on_text: see :data:`OnText`.
-    """
-
-    cfg: GenerationConfig
-    default_seed: int
-    first_prompt: int
-    max_new_tokens: list[int]
-    on_text: OnText | None
-
-    @property
-    def streams(self) -> list[tuple[int, int]]:
-        """(prompt of the batch, copy) of each row."""
-        copies = self.cfg.num_return_sequences
-        return [(i, copy) for i in range(len(self.max_new_tokens)) for copy in range(copies)]
-
-    @property
-    def uses_lookup(self) -> bool:
-        """Whether tokens are guessed: for few rows, where the likeliest is taken, which repeats itself."""
-        cfg = self.cfg
-        is_greedy = cfg.decode_strategy == "greedy_search" and cfg.num_return_sequences == 1
-        is_small = len(self.max_new_tokens) <= MOST_ROWS
-        return is_greedy and is_small and cfg.use_cache and cfg.prompt_lookup_num_tokens > 0
-
-    @property
-    def seed(self) -> int:
-        return self.default_seed if self.cfg.seed is None else self.cfg.seed
-
-    def random_numbers(self) -> np.ndarray:
-        """``[rows, steps]`` float32: what :class:`~ppfleetx.generation.search.Sampler` draws for each row."""
-        steps = max(self.max_new_tokens)
-        rows = [uniforms(self.seed, self.first_prompt + prompt, copy, steps) for prompt, copy in self.streams]
-        return np.stack(rows)
-
-    def choose(self) -> Choose:
-        """How the tokens of the rows are chosen."""
-        cfg = self.cfg
-        if cfg.decode_strategy == "greedy_search":
-            return greedy
-        return Sampler(
-            self.seed,
-            [(self.first_prompt + prompt, copy) for prompt, copy in self.streams],
-            max(self.max_new_tokens),
-            temperature=cfg.temperature,
-            top_k=cfg.top_k,
-            top_p=cfg.top_p,
-        )
+    def _rules(self, batch: Batch) -> Rules:
+        cfg, forced = batch.cfg, []
+        for key in ("forced_bos_token_id", "forced_eos_token_id"):
+            token_id = getattr(cfg, key)
+            forced.append(None if token_id is None else self._known_id(key, token_id))
+        return Rules(batch.end_ids, cfg.min_dec_len, cfg.repetition_penalty, *forced)
 
 
 def _bound(on_text: OnText, prompt: int, copy: int) -> Callable[[str], None]:

@@ -95,7 +95,7 @@ class _GuessedRow:
             else:
                 token = int(likeliest[place, i])
             told_to_stop = on_token is not None and on_token(self._number, token)
-            goes_on = self.result.add(token, is_last=token == rules.end_id or told_to_stop)
+            goes_on = self.result.add(token, is_last=token in rules.end_ids or told_to_stop)
             new.append(token)
             self._history.append(token)
             if not goes_on or new != self._guesses[: len(new)]:

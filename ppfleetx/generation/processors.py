@@ -33,10 +33,15 @@ def penalize_repetition(logits: paddle.Tensor, history: paddle.Tensor, penalty: 
     return paddle.put_along_axis(logits, history, seen, axis=1)
 
 
-def forbid(logits: paddle.Tensor, token_id: int) -> paddle.Tensor:
-    """``logits [b, V]`` with no probability left for one token."""
-    column = paddle.arange(logits.shape[-1]) == token_id
-    return paddle.where(column, paddle.full([], -np.inf, dtype=logits.dtype), logits)
+def forbid(logits: paddle.Tensor, ids: paddle.Tensor) -> paddle.Tensor:
+    """``logits [b, V]`` with no probability left for the tokens ``ids [e]`` int64."""
+    columns = is_any_of(paddle.arange(logits.shape[-1]), ids)
+    return paddle.where(columns, paddle.full([], -np.inf, dtype=logits.dtype), logits)
+
+
+def is_any_of(tokens: paddle.Tensor, ids: paddle.Tensor) -> paddle.Tensor:
+    """Whether each of ``tokens [m]`` is one of ``ids [e]``, ``[m]`` bool."""
+    return (tokens.unsqueeze(-1) == ids).any(-1)
 
 
 def force(logits: paddle.Tensor, token_id: int, rows: paddle.Tensor) -> paddle.Tensor:
@@ -48,9 +53,7 @@ def force(logits: paddle.Tensor, token_id: int, rows: paddle.Tensor) -> paddle.T
     return paddle.where(rows.unsqueeze(-1), forced.unsqueeze(0), logits)
 
 
-def candidates(
-    logits: paddle.Tensor, *, temperature: float, top_k: int, top_p: float
-) -> tuple[paddle.Tensor, paddle.Tensor | None]:
+def candidates(logits: paddle.Tensor, *, temperature: float, top_k: int, top_p: float) -> paddle.Tensor:
     """The distribution to sample from, after temperature, then top-k, then top-p.
 
     top-k keeps the k likeliest tokens. top-p keeps of these, renormalised, the likeliest ones up to and
@@ -63,8 +66,7 @@ def candidates(
         top_p: in (0, 1]; 1 keeps all.
 
     Returns:
-        (weights, ids), both ``[b, m]``. Weights are probabilities up to a factor per row, 0 where a token
-        is not kept. With ids the order is by falling probability; without (None), column is id.
+        ``[b, V]`` probabilities up to a factor per row, 0 where a token is not kept.
     """
     temperature, top_p = max(temperature, SMALLEST), max(top_p, SMALLEST)
     if temperature != 1.0:
@@ -73,9 +75,19 @@ def candidates(
     if 0 < top_k < vocab:
         values, ids = largest(logits, top_k)
         probabilities = F.softmax(values, axis=-1)
-        return (probabilities if top_p >= 1.0 else keep_top_p(probabilities, top_p)), ids
+        return by_id(probabilities if top_p >= 1.0 else keep_top_p(probabilities, top_p), ids, vocab)
     probabilities = F.softmax(logits, axis=-1)
-    return (probabilities if top_p >= 1.0 else nucleus(probabilities, top_p)), None
+    return probabilities if top_p >= 1.0 else nucleus(probabilities, top_p)
+
+
+def by_id(probabilities: paddle.Tensor, ids: paddle.Tensor, vocab_size: int) -> paddle.Tensor:
+    """``probabilities [b, m]`` of tokens ``ids [b, m]`` as ``[b, vocab_size]``, 0 for all others.
+
+    In the order of ids, two tokens that are almost equally likely do not change places when their
+    probabilities change in the last bits.
+    """
+    nothing = paddle.zeros([probabilities.shape[0], vocab_size], dtype=probabilities.dtype)
+    return paddle.put_along_axis(nothing, ids, probabilities, axis=1)
 
 
 def largest(values: paddle.Tensor, count: int) -> tuple[paddle.Tensor, paddle.Tensor]:
@@ -99,9 +111,9 @@ def log_probabilities(logits: paddle.Tensor) -> paddle.Tensor:
     return shifted - shifted.exp().sum(-1, keepdim=True).log()
 
 
-def keep_top_p(falling: paddle.Tensor, top_p: float) -> paddle.Tensor:
+def keep_top_p(falling: paddle.Tensor, top_p: float | paddle.Tensor) -> paddle.Tensor:
     """Zero the probabilities ``[b, m]``, sorted falling, of tokens before which p is reached already."""
-    return paddle.where(_before(falling) < top_p, falling, paddle.zeros([], dtype=falling.dtype))
+    return paddle.where(_before(falling) < _in_float32(top_p), falling, paddle.zeros([], falling.dtype))
 
 
 def nucleus(probabilities: paddle.Tensor, top_p: float) -> paddle.Tensor:
@@ -119,7 +131,7 @@ def nucleus(probabilities: paddle.Tensor, top_p: float) -> paddle.Tensor:
 
 def _nucleus_of_row(probabilities: np.ndarray, top_p: float) -> np.ndarray:
     """:func:`nucleus` of ``[V]``: p is reached in one of many buckets, and only that one is put in order."""
-    top_p = float(np.asarray(top_p, np.float32).item())  # as the operator and a program have it
+    top_p = _in_float32(top_p)
     # Sign, exponent and 8 bits of the fraction: in the order of the numbers, which are not negative.
     bucket = probabilities.view(np.int32) >> 15
     bucket = (bucket - bucket.min()).astype(np.int64)
@@ -138,12 +150,12 @@ def _nucleus_of_row(probabilities: np.ndarray, top_p: float) -> np.ndarray:
     return probabilities * kept  # several times faster than np.where
 
 
-def last_kept(falling: paddle.Tensor, top_p: float) -> tuple[paddle.Tensor, paddle.Tensor]:
+def last_kept(falling: paddle.Tensor, top_p: float | paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
     """Of probabilities ``[b, m]``, sorted falling: the last that top-p keeps, and how many; ``[b, 1]`` each.
 
     The m largest are enough when they sum to p.
     """
-    count = (_before(falling) < top_p).astype("int64").sum(-1, keepdim=True)
+    count = (_before(falling) < _in_float32(top_p)).astype("int64").sum(-1, keepdim=True)
     return paddle.take_along_axis(falling, count - 1, axis=1), count
 
 
@@ -159,34 +171,16 @@ def keep_from(probabilities: paddle.Tensor, smallest: paddle.Tensor, count: padd
 
 
 def _before(falling: paddle.Tensor) -> paddle.Tensor:
-    """Sum of what stands before each element of a row."""
-    cumulative = falling.cumsum(-1)
+    """Float64 sum of what stands before each element of a row: all ways to find it give the same."""
+    cumulative = falling.astype("float64").cumsum(-1)
     return paddle.concat([paddle.zeros_like(cumulative[:, :1]), cumulative[:, :-1]], axis=-1)
+
+
+def _in_float32(top_p: float | paddle.Tensor) -> float | paddle.Tensor:
+    """A number as the operator and a program have it; theirs as it is, in float64."""
+    return np.float32(top_p).item() if isinstance(top_p, float) else top_p.astype("float64")
 
 
 def _is_on_host(tensor: paddle.Tensor) -> bool:
     """Whether NumPy can work on ``tensor`` as well, and a program is not being exported."""
     return paddle.in_dynamic_mode() and tensor.place.is_cpu_place()
-
-
-def draw(weights: paddle.Tensor, ids: paddle.Tensor | None, uniform: paddle.Tensor) -> paddle.Tensor:
-    """One token per row by inverting the cumulative distribution.
-
-    Args:
-        weights, ids: as :func:`candidates` gives them.
-        uniform: ``[b]`` float32 in [0, 1), at most 1 - 2 ** -24: its product with a float32 total then
-            rounds to less than the total, so a token without weight cannot be drawn.
-
-    Returns:
-        ``[b]`` int64.
-    """
-    cumulative = weights.cumsum(-1)
-    threshold = cumulative[:, -1] * uniform
-    if _is_on_host(cumulative):
-        rows = zip(cumulative.numpy(), threshold.numpy(), strict=True)
-        column = paddle.to_tensor([np.searchsorted(row, at, side="right") for row, at in rows])
-    else:
-        column = paddle.searchsorted(cumulative, threshold.unsqueeze(-1), right=True).squeeze(-1)
-    # Weights that are no numbers, of a model that is broken, have no column.
-    column = column.clip(max=cumulative.shape[-1] - 1)
-    return column if ids is None else paddle.take_along_axis(ids, column.unsqueeze(-1), axis=1).squeeze(-1)

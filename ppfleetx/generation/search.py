@@ -13,7 +13,8 @@ from typing import Literal
 import numpy as np
 import paddle
 
-from ppfleetx.generation.processors import candidates, draw, forbid, force, penalize_repetition
+from ppfleetx.generation.draws import RandomStream, draw
+from ppfleetx.generation.processors import candidates, forbid, force, penalize_repetition
 from ppfleetx.generation.session import DecodingSession
 
 FinishReason = Literal["stop", "length"]
@@ -25,17 +26,17 @@ OnToken = Callable[[int, int], bool]
 
 @dataclass(frozen=True)
 class Rules:
-    """What is done to logits before a token is chosen, and the token that ends a row.
+    """What is done to logits before a token is chosen, and the tokens that end a row.
 
     Attributes:
-        end_id: the end token; None when nothing ends a row but its length.
-        min_new_tokens: the end token cannot come before so many others.
+        end_ids: any of them ends a row; none: nothing ends a row but its length.
+        min_new_tokens: no end token can come before so many others.
         repetition_penalty: see :func:`~ppfleetx.generation.processors.penalize_repetition`.
         forced_bos_id: the first new token; None: it is chosen like the others.
         forced_eos_id: the token that takes a row's last place when the row gets that far; None: chosen.
     """
 
-    end_id: int | None = None
+    end_ids: tuple[int, ...] = ()
     min_new_tokens: int = 0
     repetition_penalty: float = 1.0
     forced_bos_id: int | None = None
@@ -45,7 +46,7 @@ class Rules:
         """Whether they may change the logits of a row that has ``num_new`` tokens and gets ``limit``."""
         return (
             self.repetition_penalty != 1.0
-            or (self.end_id is not None and num_new < self.min_new_tokens)
+            or (bool(self.end_ids) and num_new < self.min_new_tokens)
             or (self.forced_bos_id is not None and num_new == 0)
             or (self.forced_eos_id is not None and num_new + 1 == limit)
         )
@@ -103,7 +104,7 @@ def decode(
         going_on = []
         for place, (row, token) in enumerate(zip(active.tolist(), tokens.tolist(), strict=True)):
             told_to_stop = on_token is not None and on_token(row, token)
-            if rows[row].add(token, is_last=token == rules.end_id or told_to_stop):
+            if rows[row].add(token, is_last=token in rules.end_ids or told_to_stop):
                 going_on.append(place)
         if not going_on:
             return rows
@@ -129,8 +130,8 @@ def process(
     """
     if rules.repetition_penalty != 1.0:
         logits = penalize_repetition(logits, paddle.to_tensor(history), rules.repetition_penalty)
-    if rules.end_id is not None and num_new < rules.min_new_tokens:
-        logits = forbid(logits, rules.end_id)
+    if rules.end_ids and num_new < rules.min_new_tokens:
+        logits = forbid(logits, paddle.to_tensor(rules.end_ids))
     if rules.forced_bos_id is not None and num_new == 0:
         logits = force(logits, rules.forced_bos_id, paddle.ones([logits.shape[0]], dtype="bool"))
     if rules.forced_eos_id is not None:
@@ -146,15 +147,12 @@ def greedy(logits: paddle.Tensor, rows: np.ndarray, step: int) -> paddle.Tensor:
 
 
 class Sampler:
-    """Draws tokens, each row from a random stream of its own.
-
-    The streams are NumPy's Philox keyed by (seed, prompt, copy) and drawn on the host: what a row gets
-    depends neither on the rows beside it nor on the device.
+    """Draws tokens, each row with random numbers of its own: rows beside it do not matter.
 
     Args:
         seed: seed of the run.
         streams: (prompt number, copy number) of each row.
-        num_steps: most tokens per row.
+        vocab_size: V.
         temperature, top_k, top_p: see :func:`~ppfleetx.generation.processors.candidates`.
     """
 
@@ -162,21 +160,15 @@ class Sampler:
         self,
         seed: int,
         streams: Sequence[tuple[int, int]],
-        num_steps: int,
+        vocab_size: int,
         *,
         temperature: float = 1.0,
         top_k: int = 0,
         top_p: float = 1.0,
     ) -> None:
-        self._uniforms = np.stack([uniforms(seed, prompt, copy, num_steps) for prompt, copy in streams])
+        self._streams = [RandomStream(seed, prompt, copy, vocab_size) for prompt, copy in streams]
         self._options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
 
     def __call__(self, logits: paddle.Tensor, rows: np.ndarray, step: int) -> paddle.Tensor:
-        weights, ids = candidates(logits, **self._options)
-        return draw(weights, ids, paddle.to_tensor(self._uniforms[rows, step]))
-
-
-def uniforms(seed: int, prompt: int, copy: int, count: int) -> np.ndarray:
-    """Float32 numbers in [0, 1) of one row: the first ``count`` of its stream."""
-    key = np.array([seed % 2**64, (prompt << 32) | copy], dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key=key)).random(count, dtype=np.float32)
+        numbers = np.concatenate([self._streams[row].numbers(step) for row in rows])
+        return draw(candidates(logits, **self._options), paddle.to_tensor(numbers))

@@ -13,13 +13,18 @@ class RowText:
     Args:
         tokenizer: of the model.
         stops: texts before which the row ends.
+        prompt: ids that the row goes on from, which may decide how its text begins.
         emit: given each new piece of text once it is certain to belong to the result.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: Sequence[str], emit: Callable[[str], None] | None = None
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        prompt: Sequence[int],
+        emit: Callable[[str], None] | None = None,
     ) -> None:
-        self._decoder = tokenizer.stream_decoder(skip_special_tokens=True)
+        self._decoder = tokenizer.stream_decoder(skip_special_tokens=True, after=prompt)
         self._stops, self._emit = tuple(stops), emit
         self._sent: list[str] = []
         self._held = ""

@@ -14,6 +14,7 @@ from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections import InferenceConfig, ModelConfig, RunConfig
 from ppfleetx.core.generate import load_generator
+from ppfleetx.data.tokenizer_files import END_OF_DOCUMENT
 from ppfleetx.data.tokenizer_training import train_tokenizer
 from ppfleetx.deploy.export import export
 from ppfleetx.deploy.inference_engine import InferenceEngine
@@ -46,12 +47,17 @@ LLAMA_STYLE = {
 STYLES = {"gpt2_style": GPT2_STYLE, "llama_style": LLAMA_STYLE}
 
 
-def write_run(directory: Path, model: dict[str, Any]) -> Path:
+def write_run(directory: Path, model: dict[str, Any], tokenizer_size: int | None = None) -> Path:
     """An output directory of training: one checkpoint, cut up as two tensor-parallel ranks save it, and a
-    tokenizer of fewer ids than the model. Weights are large, so that the likeliest token changes often."""
+    tokenizer of fewer ids than the model, or of ``tokenizer_size``. Weights are large, so that the likeliest
+    token changes often."""
     cfg = ModelConfig(**model, initializer_range=0.3)
     network = StagedModel(gpt_stages(cfg, LocalFactory()), seed=5)
-    tokenizer = train_tokenizer(["the cat and the hat and the other cat"] * 3, 300)
+    special = [END_OF_DOCUMENT]
+    if tokenizer_size is not None:
+        special += [f"<{number}>" for number in range(tokenizer_size - 271)]  # 271: what these texts give
+    texts = ["the cat and the hat and the other cat"] * 3
+    tokenizer = train_tokenizer(texts, 299 + len(special), special_tokens=special)
     named = [(parameter.info.name, parameter) for parameter in network.parameters()]
     save_checkpoint(
         directory,
@@ -99,8 +105,10 @@ class Exported:
     engine: InferenceEngine
 
 
-def make_export(tmp_path: Path, model: dict[str, Any], *overrides: str) -> Exported:
-    run = write_run(tmp_path / "run", model)
+def make_export(
+    tmp_path: Path, model: dict[str, Any], *overrides: str, tokenizer_size: int | None = None
+) -> Exported:
+    run = write_run(tmp_path / "run", model, tokenizer_size)
     cfg, ctx = configuration(run, model, *overrides), ParallelContext.single()
     directory = export(cfg, ctx)
     engine = InferenceEngine(InferenceConfig(model_dir=str(directory), cpu_threads=1))

@@ -36,8 +36,8 @@ SETTINGS = {
     "colder_than_float32": {"temperature": 1e-45},
     "smaller_than_float32": {"top_p": 1e-50},
     "smaller_than_float32_of_few": {"top_p": 1e-50, "top_k": 5},
-    "larger_than_int64": {"top_k": 2**64},
-    "guesses_larger_than_int64": {"decode_strategy": "greedy_search", "prompt_lookup_num_tokens": 2**64},
+    "as_large_as_int64": {"top_k": 2**63 - 1},
+    "guesses_as_large_as_int64": {"decode_strategy": "greedy_search", "prompt_lookup_num_tokens": 2**63 - 1},
 }
 
 

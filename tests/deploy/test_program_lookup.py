@@ -78,7 +78,7 @@ def test_a_row_ends_at_its_end_token(exported: Exported) -> None:
     row = program.run(inputs(tokens, most_guesses=0)).tolist()[0]
     for end in row:
         expected = row[: row.index(end) + 1]
-        assert program.run(inputs(tokens, end_id=end)).tolist() == [expected]
+        assert program.run(inputs(tokens, end_ids=end)).tolist() == [expected]
 
 
 class Cycle(GenerationProgram):
@@ -124,7 +124,7 @@ def test_right_guesses_save_passes() -> None:
 def test_the_end_may_be_a_guess(end: int) -> None:
     """Nothing that was right behind it is kept."""
     program = Cycle()
-    found = program.run(COUNTED, end_id=end)
+    found = program.run(COUNTED, end_ids=end)
     assert found == [(2 + i) % 9 + 1 for i in range(40)][: len(found)]
     assert found.index(end) == len(found) - 1
 
@@ -139,7 +139,7 @@ def inputs(tokens: list[int], **given: int) -> dict[str, np.ndarray]:
     """Of greedy search for one prompt."""
     values = {
         "max_new_tokens": 40,
-        "end_id": -1,
+        "end_ids": -1,
         "min_new_tokens": 0,
         "top_k": 1,
         "most_guesses": 16,
@@ -148,7 +148,7 @@ def inputs(tokens: list[int], **given: int) -> dict[str, np.ndarray]:
     return {
         "tokens": np.array([tokens]),
         "padding": np.zeros(1, np.int64),
-        "uniforms": np.zeros([1, 1], np.float32),
+        "exponentials": np.ones([1, 1, 1], np.float32),
         **{name: np.ones(1, np.float32) for name in ("repetition_penalty", "temperature", "top_p")},
         **{name: np.array([value]) for name, value in values.items()},
     }

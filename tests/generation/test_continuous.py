@@ -9,8 +9,8 @@ import pytest
 from ppfleetx.config.sections import GenerationConfig
 from ppfleetx.generation import continuous
 from ppfleetx.generation.continuous import ContinuousBatch, RowChoice, RowOptions, choose_tokens
+from ppfleetx.generation.draws import RandomStream
 from ppfleetx.generation.generator import Generator
-from ppfleetx.generation.search import uniforms
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
 
 PROMPTS = [[5, 9, 11], [7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7, 1, 8], [60, 0]]
@@ -128,7 +128,7 @@ def test_mixed_options_give_each_row_what_the_generator_gives_it(make_model, tok
 
     staged.eval()
     batch = ContinuousBatch(NextTokenModel(staged, tokenizer.vocab_size))
-    stream = uniforms(9, 0, 0, 12)
+    stream = RandomStream(9, 0, 0, tokenizer.vocab_size)
     with paddle.no_grad():
         batch.join(PROMPTS[:4], [1] * 4)
         for step in range(12):
@@ -136,8 +136,8 @@ def test_mixed_options_give_each_row_what_the_generator_gives_it(make_model, tok
                 RowChoice(
                     row_options,
                     batch.history[row],
-                    float(stream[step]),
-                    tokenizer.eod_id if row == 0 else None,
+                    stream.numbers(step)[0],
+                    tokenizer.end_ids if row == 0 else (),
                 )
                 for row, row_options in enumerate([mine, *neighbours])
             ]

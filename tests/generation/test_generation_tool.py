@@ -105,7 +105,8 @@ def test_an_output_that_cannot_be_written_is_found_at_once(run_dir: Path, name: 
     done = command(run_dir, ckpt, options=("--output", str(run_dir / name)))
     assert done.returncode == 2
     assert "Prompt" not in done.stdout and "CPU settings" not in done.stdout
-    assert f"--output = {str(run_dir / name)!r}: cannot be written: {reason}" in done.stderr
+    assert "error: --output = " in done.stderr  # and the file, perhaps shortened
+    assert f"{name}': cannot be written: {reason}" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_an_output_that_cannot_be_written_is_found_at_once(run_dir: Path, name: 
         ),
         (
             ("Model.vocab_size=200", "Generation.prompt=the"),
-            r"error: .* has \d+ token ids, the model has 200 \(Model.vocab_size\): it was trained with",
+            r"error: .* has \d+ token ids, added tokens included, and the model 200 \(Model.vocab_size\)",
         ),
     ],
 )

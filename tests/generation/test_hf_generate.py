@@ -46,7 +46,7 @@ def next_token(family: str) -> NextTokenModel:
 
 def rules_of(family: str, options: dict) -> Rules:
     return Rules(
-        GOLDEN["end"][family] if options.get("eos") else None,
+        tuple(GOLDEN["ends"][family][: options.get("eos", 0)]),
         options.get("min_new_tokens", 0),
         options.get("repetition_penalty", 1.0),
         options.get("forced_bos_token_id"),
@@ -98,3 +98,9 @@ def test_goldens_are_not_trivial(family: str) -> None:
     greedy_rows = [rows[0] for rows in GOLDEN[family]["penalty"]["ids"]]
     assert np.mean([len(set(row)) / len(row) for row in greedy_rows]) > 0.25
     assert min(len(rows[0]) for rows in GOLDEN[family]["end"]["ids"]) < GOLDEN["new_tokens"]
+    last = {row[-1] for case in ("ends", "beam_ends", "beam_ends_many") for row in rows_of(family, case)}
+    assert len(last & set(GOLDEN["ends"][family])) > 2
+
+
+def rows_of(family: str, case: str) -> list[list[int]]:
+    return [row for rows in GOLDEN[family][case]["ids"] for row in rows]

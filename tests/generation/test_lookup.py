@@ -59,7 +59,7 @@ def model(make_model, style):
 @pytest.mark.parametrize("prompts", [[CYCLE], [[3, 1]], [CYCLE, [3, 1], [5], CYCLE[:7], [9, 9, 9, 9]]])
 def test_tokens_are_those_without_guesses(model, prompts, most):
     next_token, limits = NextTokenModel(model, 61), [NEW - 7 * row for row in range(len(prompts))]
-    for rules in (Rules(), Rules(7, 5, 1.2, forced_eos_id=60), Rules(11, forced_bos_id=2)):
+    for rules in (Rules(), Rules((7, 3, 20), 5, 1.2, forced_eos_id=60), Rules((11, 9), forced_bos_id=2)):
         with paddle.no_grad():
             session = DecodingSession(next_token, prompts, use_cache=True)
             expected = decode(session, greedy, rules, limits)

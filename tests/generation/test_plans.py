@@ -14,8 +14,11 @@ from tests.generation.conftest import LLAMA_STYLE, write_run
 from tests.generation.program import generate_each
 from tests.helpers.ranks import Pools
 
+ENDS = f"Generation.eos_token_id={[270, *range(60, 110)]}"
 RUNS = {
     "greedy": ["Generation.decode_strategy=greedy_search"],
+    "ends": [ENDS, "Generation.min_dec_len=2"],
+    "beam_ends": [ENDS, "Generation.decode_strategy=beam_search", "Generation.num_beams=3"],
     "sampling": ["Generation.num_return_sequences=2", "Generation.temperature=1.5", "Generation.top_p=0.9"],
     "beam": ["Generation.decode_strategy=beam_search", "Generation.num_beams=3", "Generation.seed=null"],
     "one_prompt": ["Generation.prompt=the hat"],
@@ -75,6 +78,7 @@ def test_two_ranks_generate_what_one_process_does(
         world=2,
     )
     assert printed[0] == expected
+    assert '"stop"' in (tmp_path / "one_ends.jsonl").read_text()
     assert set(printed[1].values()) == {""}
     for name in RUNS:
         assert (tmp_path / f"two_{name}.jsonl").read_text() == (tmp_path / f"one_{name}.jsonl").read_text()

@@ -19,7 +19,7 @@ SAMPLINGS = {
 
 
 def sampler(name: str, numbers: range | list[int], copies: int = 1) -> Sampler:
-    return Sampler(11, [(i, j) for i in numbers for j in range(copies)], NEW, **SAMPLINGS[name])
+    return Sampler(11, [(i, j) for i in numbers for j in range(copies)], 61, **SAMPLINGS[name])
 
 
 def run(model, prompts: list, choose: Choose, rules: Rules, *, use_cache: bool = True, copies: int = 1):
@@ -36,7 +36,7 @@ def model(make_model, style):
     return model
 
 
-@pytest.mark.parametrize("rules", [Rules(), Rules(9, 4, 1.3)], ids=["plain", "end_min_penalty"])
+@pytest.mark.parametrize("rules", [Rules(), Rules((9,), 4, 1.3)], ids=["plain", "end_min_penalty"])
 @pytest.mark.parametrize("strategy", ["greedy", *SAMPLINGS])
 def test_cache_gives_the_tokens_of_the_full_forward(model, strategy: str, rules: Rules) -> None:
     copies = 1 if strategy == "greedy" else 3
@@ -50,7 +50,7 @@ def test_cache_gives_the_tokens_of_the_full_forward(model, strategy: str, rules:
 
 @pytest.mark.parametrize("strategy", ["greedy", "top_k_top_p"])
 def test_a_row_in_a_batch_equals_the_row_alone(model, strategy: str) -> None:
-    rules = Rules(9, 2, 1.2)
+    rules = Rules((9,), 2, 1.2)
     choose = greedy if strategy == "greedy" else sampler(strategy, range(4))
     together = run(model, PROMPTS, choose, rules)
     for number, prompt in enumerate(PROMPTS):
@@ -76,7 +76,7 @@ def test_cached_logits_equal_those_of_the_full_forward(model) -> None:
 def test_a_row_ends_with_the_end_token_and_the_others_go_on(model) -> None:
     free = run(model, PROMPTS, greedy, Rules())
     end = free[0][0][5]
-    ended = run(model, PROMPTS, greedy, Rules(end_id=end))
+    ended = run(model, PROMPTS, greedy, Rules(end_ids=(end,)))
     for (ids, reason), (free_ids, _) in zip(ended, free, strict=True):
         expected = free_ids[: free_ids.index(end) + 1] if end in free_ids else free_ids
         assert ids == expected
@@ -89,8 +89,8 @@ def test_the_end_token_does_not_come_before_the_minimum(model, strategy: str) ->
     """Whatever the end token is, it is forbidden for exactly ``min_new_tokens`` steps."""
     choose = greedy if strategy == "greedy" else sampler("all", [0])
     likeliest = run(model, PROMPTS[:1], choose, Rules())[0][0][0]
-    assert len(run(model, PROMPTS[:1], choose, Rules(end_id=likeliest))[0][0]) == 1
-    ids, _ = run(model, PROMPTS[:1], choose, Rules(end_id=likeliest, min_new_tokens=6))[0]
+    assert len(run(model, PROMPTS[:1], choose, Rules(end_ids=(likeliest,)))[0][0]) == 1
+    ids, _ = run(model, PROMPTS[:1], choose, Rules(end_ids=(likeliest,), min_new_tokens=6))[0]
     assert likeliest not in ids[:6]
     assert len(ids) > 6
 
@@ -99,7 +99,7 @@ def test_the_end_token_may_come_right_after_the_minimum(make_model) -> None:
     """A flat model, 61 tokens, 400 rows: some of them draw the end token at the first occasion."""
     model, _ = make_model(initializer_range=1e-6)
     model.eval()
-    rows = run(model, [[3]], sampler("all", [0], 400), Rules(end_id=9, min_new_tokens=5), copies=400)
+    rows = run(model, [[3]], sampler("all", [0], 400), Rules(end_ids=(9,), min_new_tokens=5), copies=400)
     assert min(ids.index(9) for ids, reason in rows if reason == "stop") == 5
 
 

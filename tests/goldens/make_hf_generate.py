@@ -28,22 +28,30 @@ CASES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "penalty": {"repetition_penalty": 1.3},
     "reward": {"repetition_penalty": 0.8},
-    "end": {"repetition_penalty": 1.3, "eos": True},
-    "end_min_length": {"repetition_penalty": 1.3, "eos": True, "min_new_tokens": 40},
+    "end": {"repetition_penalty": 1.3, "eos": 1},
+    "end_min_length": {"repetition_penalty": 1.3, "eos": 1, "min_new_tokens": 40},
     "beam": {"num_beams": 4},
-    "beam_end": {"num_beams": 4, "eos": True},
-    "beam_penalty_min": {"num_beams": 3, "eos": True, "repetition_penalty": 1.2, "min_new_tokens": 10},
-    "beam_short": {"num_beams": 4, "eos": True, "length_penalty": -1.0},
-    "beam_long": {"num_beams": 4, "eos": True, "length_penalty": 2.0},
-    "beam_early": {"num_beams": 4, "eos": True, "early_stopping": True},
-    "beam_return": {"num_beams": 4, "eos": True, "num_return_sequences": 3},
-    "beam_never": {"num_beams": 4, "eos": True, "early_stopping": "never", "length_penalty": 0.4},
+    "beam_end": {"num_beams": 4, "eos": 1},
+    "beam_penalty_min": {"num_beams": 3, "eos": 1, "repetition_penalty": 1.2, "min_new_tokens": 10},
+    "beam_short": {"num_beams": 4, "eos": 1, "length_penalty": -1.0},
+    "beam_long": {"num_beams": 4, "eos": 1, "length_penalty": 2.0},
+    "beam_early": {"num_beams": 4, "eos": 1, "early_stopping": True},
+    "beam_return": {"num_beams": 4, "eos": 1, "num_return_sequences": 3},
+    "beam_never": {"num_beams": 4, "eos": 1, "early_stopping": "never", "length_penalty": 0.4},
     "forced_eos": {"repetition_penalty": 1.3, "forced_eos_token_id": 8},
-    "beam_forced_eos": {"num_beams": 3, "eos": True, "min_new_tokens": 63, "forced_eos_token_id": 8},
+    "beam_forced_eos": {"num_beams": 3, "eos": 1, "min_new_tokens": 63, "forced_eos_token_id": 8},
     # Hugging Face forces a first token only after prompts of one token (an encoder-decoder's start token).
     "forced_bos": {"repetition_penalty": 1.3, "forced_bos_token_id": 5},
-    "beam_forced_bos": {"num_beams": 3, "eos": True, "forced_bos_token_id": 5},
+    "beam_forced_bos": {"num_beams": 3, "eos": 1, "forced_bos_token_id": 5},
+    # Several end tokens: any of them ends a row, none of them comes before the minimum length.
+    "ends": {"repetition_penalty": 1.3, "eos": 3},
+    "ends_min_length": {"repetition_penalty": 1.3, "eos": 3, "min_new_tokens": 40},
+    "beam_ends": {"num_beams": 4, "eos": 3},
+    "beam_ends_many": {"num_beams": 2, "eos": 8, "num_return_sequences": 2, "length_penalty": 0.6},
+    "beam_ends_min": {"num_beams": 3, "eos": 3, "repetition_penalty": 1.2, "min_new_tokens": 10},
+    "beam_ends_early": {"num_beams": 4, "eos": 5, "early_stopping": True},
 }
+MOST_ENDS = 8
 
 
 def build(name: str) -> torch.nn.Module:
@@ -55,41 +63,45 @@ def build(name: str) -> torch.nn.Module:
     return model.eval()
 
 
-def run(model: torch.nn.Module, prompt: list[int], end: int, options: dict[str, Any]) -> list[list[int]]:
+def run(
+    model: torch.nn.Module, prompt: list[int], ends: list[int], options: dict[str, Any]
+) -> list[list[int]]:
     """New ids of each returned sequence, without padding."""
     options = dict(options)
-    eos = end if options.pop("eos", False) else None
+    eos = ends[: options.pop("eos", 0)]
     ids = torch.tensor([prompt])
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         do_sample=False,
         max_new_tokens=NEW,
-        eos_token_id=eos,
+        eos_token_id=eos or None,
         pad_token_id=96,
         **options,
     )
     rows = []
     for row in out[:, len(prompt) :].tolist():
-        rows.append(row[: row.index(eos) + 1] if eos in row else row)
+        size = next((place + 1 for place, token in enumerate(row) if token in eos), len(row))
+        rows.append(row[:size])
     return rows
 
 
-def end_token(model: torch.nn.Module) -> int:
-    """A token that comes up early after most prompts, to serve as the end token."""
-    rows = [run(model, prompt, -1, CASES["penalty"])[0][4:40] for prompt in PROMPTS]
-    return max(range(96), key=lambda token: (sum(token in row for row in rows), token))
+def end_tokens(model: torch.nn.Module) -> list[int]:
+    """Tokens that come up early after most prompts, to serve as end tokens."""
+    rows = [run(model, prompt, [], CASES["penalty"])[0][4:40] for prompt in PROMPTS]
+    order = sorted(range(96), key=lambda token: (sum(token in row for row in rows), token), reverse=True)
+    return order[:MOST_ENDS]
 
 
 def main() -> None:
-    result: dict[str, Any] = {"new_tokens": NEW, "end": {}}
+    result: dict[str, Any] = {"new_tokens": NEW, "ends": {}}
     for name in CLASSES:
         model = build(name)
-        result["end"][name] = end = end_token(model)
+        result["ends"][name] = ends = end_tokens(model)
         result[name] = {
             case: {
                 "options": options,
-                "ids": [run(model, prompt, end, options) for prompt in PROMPTS],
+                "ids": [run(model, prompt, ends, options) for prompt in PROMPTS],
             }
             for case, options in CASES.items()
         }

@@ -15,6 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError
+from ppfleetx.config.sections import ServeConfig
 from ppfleetx.deploy.server.errors import ApiError, JsonResponse, bad_request, to_json
 from ppfleetx.deploy.server.metrics import Metrics
 from ppfleetx.deploy.server.protocol import (
@@ -39,13 +40,13 @@ class PromptReader:
 
     Args:
         generator: its tokenizer and number of positions.
-        max_batch_size: most continuations of one prompt.
+        cfg: whether special tokens are parsed, and the most continuations of one prompt.
         capacity: most continuations of one request.
     """
 
-    def __init__(self, generator: Generator, max_batch_size: int, capacity: int) -> None:
+    def __init__(self, generator: Generator, cfg: ServeConfig, capacity: int) -> None:
         self._tokenizer, self._max_positions = generator.tokenizer, generator.max_positions
-        self._max_batch_size, self._capacity = max_batch_size, capacity
+        self._cfg, self._max_batch_size, self._capacity = cfg, cfg.max_batch_size, capacity
         vocabulary = range(self._tokenizer.vocab_size)
         self._longest_token = max(len(self._tokenizer.token_bytes(token)) for token in vocabulary)
 
@@ -71,7 +72,7 @@ class PromptReader:
         seed = secrets.randbits(63) if request.seed is None else request.seed
         jobs = []
         for number, prompt in enumerate(request.prompt):
-            ids = self._encode(prompt)
+            ids = self._encode(prompt, add_special_tokens=request.add_special_tokens)
             jobs.append(
                 Job(
                     number=number,
@@ -91,7 +92,7 @@ class PromptReader:
         """A prompt as ``echo`` gives it back."""
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
-    def _encode(self, prompt: Prompt) -> Sequence[int]:
+    def _encode(self, prompt: Prompt, *, add_special_tokens: bool) -> Sequence[int]:
         if not isinstance(prompt, str):
             wrong = [token for token in prompt if not 0 <= token < self._tokenizer.vocab_size]
             if wrong:
@@ -100,14 +101,21 @@ class PromptReader:
                     "prompt",
                 )
             return prompt
-        # Cheaper than tokenizing a megabyte to find that it is too long.
+        # Cheaper than tokenizing a megabyte to find that it is too long. A normalizer may shorten a text.
         at_least = -(-len(prompt.encode("utf-8", "surrogatepass")) // self._longest_token)
-        if at_least >= self._max_positions:
+        if at_least >= self._max_positions and self._tokenizer.engine_name == "tiktoken":
             raise self._too_long(f"at least {at_least}")
         try:
-            return self._tokenizer.encode(prompt)
+            ids = self._tokenizer.encode_prompt(
+                prompt,
+                add_special_tokens=add_special_tokens,
+                parse_special_tokens=self._cfg.parse_special_tokens,
+            )
         except DataError as error:
             raise bad_request(f"prompt: {error}", "prompt") from error
+        if not ids:  # of a tokenizer that drops some characters
+            raise bad_request("prompt: has no token: there is nothing to continue", "prompt")
+        return ids
 
     def _max_new_tokens(self, prompt_length: int, request: CompletionRequest) -> int:
         room = self._max_positions - prompt_length

@@ -88,6 +88,8 @@ class CompletionRequest(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     echo: bool = False
+    add_special_tokens: bool = True
+    user: str | None = None  # tells the operator who asks, and changes no answer
     best_of: Annotated[None, BeforeValidator(_one)] = None
     frequency_penalty: NotSupported = None
     presence_penalty: NotSupported = None

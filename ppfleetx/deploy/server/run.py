@@ -151,8 +151,10 @@ def build_service(cfg: RunConfig, ctx: ParallelContext, api_key: str | None) -> 
         cfg.Serve.max_batch_size * cache_bytes(cfg, item_size) / 2**30,
     )
     metrics = Metrics()
-    scheduler = Scheduler(generator.next_token_model, generator.tokenizer, cfg.Serve, metrics)
-    prompts = PromptReader(generator, cfg.Serve.max_batch_size, scheduler.capacity)
+    scheduler = Scheduler(
+        generator.next_token_model, generator.tokenizer, generator.end_ids(cfg.Generation), cfg.Serve, metrics
+    )
+    prompts = PromptReader(generator, cfg.Serve, scheduler.capacity)
     return Service(cfg.Serve, api_key, prompts, scheduler, metrics, int(time.time()))
 
 

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import paddle
 
 from ppfleetx.config.sections import ServeConfig
@@ -17,7 +18,8 @@ from ppfleetx.deploy.server.errors import ApiError
 from ppfleetx.deploy.server.metrics import Metrics
 from ppfleetx.deploy.server.work import Event, Failed, Job, Progress, Work
 from ppfleetx.generation.continuous import ContinuousBatch, RowChoice, choose_tokens
-from ppfleetx.generation.search import Row, uniforms
+from ppfleetx.generation.draws import RandomStream
+from ppfleetx.generation.search import Row
 from ppfleetx.generation.session import NextTokenModel
 from ppfleetx.generation.text import RowText
 from ppfleetx.utils.log import get_logger
@@ -34,14 +36,21 @@ class Scheduler:
     Args:
         model: gives the logits; nobody else uses it while the thread runs.
         tokenizer: of the model.
+        end_ids: tokens that end an answer.
         cfg: limits.
         metrics: told of what happens.
     """
 
     def __init__(
-        self, model: NextTokenModel, tokenizer: Tokenizer, cfg: ServeConfig, metrics: Metrics
+        self,
+        model: NextTokenModel,
+        tokenizer: Tokenizer,
+        end_ids: tuple[int, ...],
+        cfg: ServeConfig,
+        metrics: Metrics,
     ) -> None:
         self._model, self._tokenizer, self._cfg, self._metrics = model, tokenizer, cfg, metrics
+        self._end_ids = end_ids
         self._changed = threading.Condition()  # guards the next four
         self._waiting: deque[_Waiting] = deque()
         self._num_rows = 0  # waiting and running, for the limit
@@ -146,7 +155,11 @@ class Scheduler:
     def _step(self) -> None:
         self._drop_cancelled()
         joining = self._admit()
-        self._rows += [_Running(one, copy, self._tokenizer) for one in joining for copy in range(one.copies)]
+        self._rows += [
+            _Running(one, copy, self._tokenizer, self._model.vocab_size)
+            for one in joining
+            for copy in range(one.copies)
+        ]
         self._batch.join([one.job.ids for one in joining], [one.copies for one in joining])
         if not self._rows:
             return
@@ -155,7 +168,7 @@ class Scheduler:
             choices = map(self._choice, self._rows, self._batch.history)
             tokens = choose_tokens(logits, list(choices))
             events = [
-                (row.work, row.take(token, self._tokenizer.eod_id))
+                (row.work, row.take(token, self._end_ids))
                 for row, token in zip(self._rows, tokens, strict=True)
             ]
         except Exception:  # noqa: BLE001 it is logged, and other requests are not to blame
@@ -194,8 +207,8 @@ class Scheduler:
         return admitted
 
     def _choice(self, row: _Running, history: Sequence[int]) -> RowChoice:
-        forbidden = self._tokenizer.eod_id if row.num_new < row.job.min_new_tokens else None
-        return RowChoice(row.job.options, history, row.next_uniform(), forbidden)
+        forbidden = self._end_ids if row.num_new < row.job.min_new_tokens else ()
+        return RowChoice(row.job.options, history, row.next_exponentials(), forbidden)
 
     def _keep(self, kept: list[bool]) -> None:
         """Let go of the other sequences."""
@@ -268,15 +281,15 @@ class _Waiting:
 class _Running:
     """One sequence of the batch: its text, its length and its random numbers."""
 
-    def __init__(self, one: _Waiting, copy: int, tokenizer: Tokenizer) -> None:
+    def __init__(self, one: _Waiting, copy: int, tokenizer: Tokenizer, vocab_size: int) -> None:
         job = one.job
         self.work, self.job = one.work, job
         self._index = job.first_index + copy
         self._row = Row(job.max_new_tokens)
         self._pieces: list[str] = []
-        self._text = RowText(tokenizer, job.stops, self._pieces.append)
-        self._uniforms = (
-            uniforms(job.seed, job.number, copy, job.max_new_tokens) if job.options.temperature > 0 else None
+        self._text = RowText(tokenizer, job.stops, job.ids, self._pieces.append)
+        self._stream = (
+            RandomStream(job.seed, job.number, copy, vocab_size) if job.options.temperature > 0 else None
         )
 
     @property
@@ -287,13 +300,13 @@ class _Running:
     def is_finished(self) -> bool:
         return self._row.finish_reason is not None
 
-    def next_uniform(self) -> float:
-        return 0.0 if self._uniforms is None else float(self._uniforms[self.num_new])
+    def next_exponentials(self) -> np.ndarray | None:
+        return None if self._stream is None else self._stream.numbers(self.num_new)[0]
 
-    def take(self, token: int, end_id: int) -> Progress:
+    def take(self, token: int, end_ids: tuple[int, ...]) -> Progress:
         """Add a token; what the client learns of it."""
         is_stopped = self._text.feed(token)
-        if not self._row.add(token, is_last=token == end_id or is_stopped):
+        if not self._row.add(token, is_last=token in end_ids or is_stopped):
             self._text.finish()
         text = "".join(self._pieces)
         self._pieces.clear()

@@ -27,7 +27,7 @@ class Fragile:
     """A model that raises when it is fed a certain token."""
 
     def __init__(self, model: NextTokenModel, poison: int) -> None:
-        self._model, self._poison = model, poison
+        self._model, self._poison, self.vocab_size = model, poison, model.vocab_size
         self.error: BaseException = RuntimeError("the matrix is broken")
 
     def with_cache(self, tokens, *rest):
@@ -58,8 +58,8 @@ def in_server(served_checkpoint: Path, generator) -> Callable[[Use], Fragile]:
         cfg = load_config(served_checkpoint / "config.yaml", overrides).Serve
         model, metrics = Fragile(generator.next_token_model, POISON), Metrics()
         vars(model).update(attributes)
-        scheduler = Scheduler(model, generator.tokenizer, cfg, metrics)
-        service = Service(cfg, None, PromptReader(generator, 4, scheduler.capacity), scheduler, metrics, 0)
+        scheduler = Scheduler(model, generator.tokenizer, generator.tokenizer.end_ids, cfg, metrics)
+        service = Service(cfg, None, PromptReader(generator, cfg, scheduler.capacity), scheduler, metrics, 0)
 
         async def main() -> None:
             app = create_app(service)
