@@ -37,7 +37,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="folder with tokenizer.json, or with vocab.json and merges.txt")  # fmt: skip
     add("--vocab-file", "--vocab_file", metavar="FILE", help="vocab.json, in place of --tokenizer")
     add("--merge-file", "--merge_file", metavar="FILE", help="merges.txt, with --vocab-file")
-    add("--eod-token", default="<|endoftext|>", metavar="TOKEN", help="end of a document (<|endoftext|>)")
+    add("--eod-token", metavar="TOKEN",
+        help="end of a document (the eos_token of the tokenizer's files, else <|endoftext|>)")  # fmt: skip
     add("--json-keys", "--json-key", "--json_key", "--json_keys", nargs="+", default=["text"], metavar="KEY",
         help="keys of the json objects, one pair of files each (text)")  # fmt: skip
     add("--append-eod", "--append_eod", "--append_eos", "--append-eos", action="store_true",

@@ -214,8 +214,9 @@ class TokenizerConfig(Section):
     """A GPT-2 style vocab.json."""
     merges_file: PathText | None = None
     """A GPT-2 style merges.txt."""
-    eos_token: Text = "<|endoftext|>"  # noqa: S105 a token of text, not a secret
-    """End of document, also start and padding in generation."""
+    eos_token: Text | None = None
+    """End of document, also padding; null: the `eos_token` that the directory's files name, else
+    `<|endoftext|>`."""
 
     @model_validator(mode="after")
     def _check(self) -> TokenizerConfig:

@@ -1,13 +1,12 @@
-"""Byte-level BPE: text to token ids and back.
+"""Text to token ids and back, with the tokenizer of a directory.
 
-Encoding runs through ``tiktoken`` on the tokenizer's own merges, several times faster than ``tokenizers`` and
-with the same ids (`ppfleetx.data.bpe_ranks` says why). A tokenizer that tiktoken cannot express runs through
-``tokenizers``. Nothing is ever downloaded.
+Byte-level BPE is encoded through ``tiktoken`` on the tokenizer's own merges, several times faster than
+``tokenizers`` and with the same ids (`ppfleetx.data.bpe_ranks` says why). A tokenizer that tiktoken cannot
+express runs through ``tokenizers``. Nothing is ever downloaded.
 """
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import json
 import os
@@ -21,46 +20,70 @@ from ppfleetx.config.errors import DataError
 from ppfleetx.data.tokenizer_engines import Engine, build_engine
 from ppfleetx.data.tokenizer_files import (
     END_OF_DOCUMENT,
-    read_definition,
+    TokenizerFiles,
+    read_files,
     read_vocab_and_merges,
     token_to_bytes,
-    write_definition,
+    write_files,
 )
+from ppfleetx.data.tokenizer_hf import SideFiles, as_transformers
+from ppfleetx.data.tokenizer_stream import ByteStreamDecoder, StreamDecoder, TextStreamDecoder
 
 
 class Tokenizer:
     """A tokenizer read from files.
 
-    Text is only text: ``<|endoftext|>`` inside it is encoded like any other characters, and no token is added
-    at either end. The end-of-document token also serves as padding.
+    There are two ways to encode. `encode` takes text for text: ``<|endoftext|>`` inside it is encoded like
+    any other characters, and no token is added at either end; a corpus is prepared in this way.
+    `encode_prompt` does what Hugging Face's ``AutoTokenizer`` does with the same directory: special tokens in
+    the text become their ids, and the post-processor adds its own, such as BOS. `encode_continuation` is for
+    text that follows such a text.
+
+    The end-of-document token also serves as padding.
 
     Args:
-        definition: what a ``tokenizer.json`` holds, see `ppfleetx.data.tokenizer_files`.
-        eod_token: the token that ends a document.
-        place: where the definition came from; used in messages.
+        files: a definition, which is what a ``tokenizer.json`` holds, or what was read of a directory.
+        eod_token: the token that ends a document; None: the ``eos_token`` of the files, else
+            ``<|endoftext|>``.
+        place: where they came from; used in messages.
+
+    Raises:
+        DataError: the files are damaged, or the libraries cannot use them.
     """
 
     def __init__(
-        self, definition: dict[str, Any], *, eod_token: str = END_OF_DOCUMENT, place: str = "the tokenizer"
+        self,
+        files: TokenizerFiles | dict[str, Any],
+        *,
+        eod_token: str | None = None,
+        place: str = "the tokenizer",
     ) -> None:
         self.place = place
-        self.eod_token = eod_token
-        self._definition = definition
-        self._engine: Engine = build_engine(definition, place)
-        added = definition.get("added_tokens") or []
+        self._files = files if isinstance(files, TokenizerFiles) else TokenizerFiles(files)
+        self._side = SideFiles(self._files.side_texts, place)
+        made = as_transformers(self._files.definition, self._side, is_file=self._files.has_definition)
+        self._given_eod_token, self._bos_token = eod_token, made.bos_token
+        self.eod_token = eod_token or made.eos_token or END_OF_DOCUMENT
+        self.prefix_ids, self.suffix_ids = made.before, made.after
+        self._definition = made.definition
+        self._engine: Engine = build_engine(made.definition, place)
+        added = made.definition.get("added_tokens") or []
         self._special = {entry["content"]: entry["id"] for entry in added if entry.get("special")}
+        wrong = [one for one in (*made.before, *made.after) if not 0 <= one < self.vocab_size]
+        if wrong:
+            raise DataError(f"{place}: its post-processor adds the id {wrong[0]}, which it does not have")
 
     def __reduce__(self) -> tuple[Any, ...]:  # the engines' own objects do not pickle
-        return _rebuild, (self._definition, self.eod_token, self.place)
+        return _rebuild, (self._files, self._given_eod_token, self.place)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, eod_token: str = END_OF_DOCUMENT) -> Tokenizer:
+    def load(cls, path: str | os.PathLike[str], *, eod_token: str | None = None) -> Tokenizer:
         """Load from a directory, a ``tokenizer.json``, or a ``vocab.json`` with ``merges.txt`` beside it.
 
         Raises:
             DataError: a file is missing or damaged.
         """
-        return cls(read_definition(path), eod_token=eod_token, place=os.fspath(path))
+        return cls(read_files(path), eod_token=eod_token, place=os.fspath(path))
 
     @classmethod
     def from_vocab_and_merges(
@@ -68,16 +91,16 @@ class Tokenizer:
         vocab_path: str | os.PathLike[str],
         merges_path: str | os.PathLike[str],
         *,
-        eod_token: str = END_OF_DOCUMENT,
+        eod_token: str | None = None,
     ) -> Tokenizer:
         """Load a GPT-2 style pair of files, wherever they lie."""
-        definition = read_vocab_and_merges(vocab_path, merges_path)
-        return cls(definition, eod_token=eod_token, place=os.fspath(vocab_path))
+        files = TokenizerFiles(read_vocab_and_merges(vocab_path, merges_path), has_definition=False)
+        return cls(files, eod_token=eod_token, place=os.fspath(vocab_path))
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write the files that this class and Hugging Face ``transformers`` load."""
         eod = self.eod_token if self.eod_token in self._ids else None
-        write_definition(self._definition, directory, eod)
+        write_files(self._side.with_eos(self._files, eod), directory, eod)
 
     @property
     def engine_name(self) -> str:
@@ -110,7 +133,22 @@ class Tokenizer:
             )
         return token_id
 
-    @property
+    @cached_property
+    def start_id(self) -> int:
+        """Id of the token that a text begins with when there is nothing else: BOS, or the end-of-document
+        token where there is no BOS."""
+        start = self._ids.get(self._bos_token) if self._bos_token is not None else None
+        return self.eod_id if start is None else start
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """Ids of the tokens that end a text which is being generated: the end-of-document token, and those
+        that a ``generation_config.json`` in the directory names."""
+        named = self._side.end_ids
+        own = () if named and self.eod_token not in self._ids else (self.eod_id,)
+        return tuple(dict.fromkeys((*own, *named)))
+
+    @cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids of the special tokens."""
         return frozenset(self._special.values())
@@ -121,16 +159,25 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of all that decides the ids: vocabulary, merges, special tokens, how text is cut up.
+        """SHA-256 of all that decides the ids of text: vocabulary, merges, special tokens, how it is cut up.
 
-        ``vocab.json`` + ``merges.txt`` and a ``tokenizer.json`` of the same tokenizer have the same one.
+        ``vocab.json`` + ``merges.txt`` and a ``tokenizer.json`` of the same tokenizer have the same one. What
+        `encode_prompt` puts around a text does not count.
         """
-        return hashlib.sha256(json.dumps(self._engine.identity, sort_keys=True).encode()).hexdigest()
+        written = self._files.definition
+        vocab, listed = written["model"].get("vocab") or {}, written.get("added_tokens") or []
+        of_file = {*(token if isinstance(token, str) else token[0] for token in vocab)}
+        of_file.update(entry["content"] for entry in listed)
+        identity = self._engine.identity(written)
+        added = sorted(self._ids.keys() - of_file)  # by the files beside it
+        if added:
+            identity |= {"added": added}
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     # ---- text to ids
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``.
+        """Token ids of ``text``, in which no token is special.
 
         Raises:
             DataError: ``text`` holds a lone surrogate, which no UTF-8 text can.
@@ -139,8 +186,38 @@ class Tokenizer:
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
         """Token ids of ``text`` as an integer array (uint32 or int64); quicker than `encode`."""
+        return self._encode(text, special=False, continues=False)
+
+    def encode_prompt(
+        self, text: str, *, add_special_tokens: bool = True, parse_special_tokens: bool = True
+    ) -> list[int]:
+        """Token ids of a text as Hugging Face's ``AutoTokenizer`` has them, with the defaults.
+
+        Args:
+            text: a prompt, or a text to be evaluated.
+            add_special_tokens: put before and after it what the post-processor does (`prefix_ids` and
+                `suffix_ids`).
+            parse_special_tokens: special tokens in the text become their ids; not if the directory says
+                ``split_special_tokens``.
+
+        Raises:
+            DataError: as of `encode`.
+        """
+        ids = self._encode(text, special=parse_special_tokens, continues=False).tolist()
+        return [*self.prefix_ids, *ids, *self.suffix_ids] if add_special_tokens else ids
+
+    def encode_continuation(self, text: str, *, parse_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text that follows another one: no token and no space is put before it.
+
+        Raises:
+            DataError: as of `encode`.
+        """
+        return self._encode(text, special=parse_special_tokens, continues=True).tolist()
+
+    def _encode(self, text: str, *, special: bool, continues: bool) -> np.ndarray:
         try:
-            return self._engine.encode(text)
+            special = special and self._side.parses_special_tokens
+            return self._engine.encode(text, special=special, continues=continues)
         except UnicodeEncodeError as error:
             raise DataError(
                 f"character {error.start} of the text is the lone surrogate U+{ord(text[error.start]):04X}, "
@@ -173,44 +250,15 @@ class Tokenizer:
         table = self._bytes
         return b"".join([table.get(token_id, b"") for token_id in values]).decode("utf-8", errors="replace")
 
-    def stream_decoder(self, *, skip_special_tokens: bool = False) -> StreamDecoder:
-        """A decoder to be fed one id after the other."""
-        return StreamDecoder(self, skip_special_tokens)
+    def stream_decoder(
+        self, *, skip_special_tokens: bool = False, after: Sequence[int] = ()
+    ) -> StreamDecoder:
+        """A decoder to be fed one id after the other, of a text that goes on from the ids ``after``."""
+        skipped = self.special_ids if skip_special_tokens else frozenset()
+        if self._engine.is_byte_level:
+            return ByteStreamDecoder(self._bytes, skipped)
+        return TextStreamDecoder(self.decode, self._tokens, skipped, after)
 
 
-def _rebuild(definition: dict[str, Any], eod_token: str, place: str) -> Tokenizer:
-    return Tokenizer(definition, eod_token=eod_token, place=place)
-
-
-class StreamDecoder:
-    """Decodes ids as they come, holding back the bytes of a character that is not complete yet.
-
-    The pieces joined, with that of `finish`, are what `Tokenizer.decode` gives for all ids at once.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = False) -> None:
-        self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._bytes = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._ids: list[int] = []
-        self._sent = ""
-
-    def feed(self, token_id: int) -> str:
-        """Text that became certain with this id; may be empty."""
-        if token_id in self._skipped:
-            return ""
-        if self._tokenizer._engine.is_byte_level:
-            return self._bytes.decode(self._tokenizer.token_bytes(token_id))
-        self._ids.append(token_id)
-        text = self._tokenizer.decode(self._ids)
-        return "" if text.endswith("\ufffd") else self._send(text)
-
-    def finish(self) -> str:
-        """The rest: an incomplete character comes out as U+FFFD."""
-        if self._tokenizer._engine.is_byte_level:
-            return self._bytes.decode(b"", final=True)
-        return self._send(self._tokenizer.decode(self._ids))
-
-    def _send(self, text: str) -> str:
-        new, self._sent = text[len(self._sent) :], text
-        return new
+def _rebuild(files: TokenizerFiles, eod_token: str | None, place: str) -> Tokenizer:
+    return Tokenizer(files, eod_token=eod_token, place=place)

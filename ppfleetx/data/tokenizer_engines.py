@@ -13,6 +13,7 @@ import numpy as np
 
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.bpe_ranks import live_ranks, split_by_ranks
+from ppfleetx.data.special_tokens import SpecialTokens
 from ppfleetx.data.tokenizer_files import END_OF_DOCUMENT, merge_pairs, token_to_bytes
 from ppfleetx.utils.log import get_logger
 
@@ -52,12 +53,20 @@ class Engine(Protocol):
     def ids(self) -> dict[str, int]:
         """Id of each vocabulary entry, added tokens included."""
 
-    @property
-    def identity(self) -> Any:
-        """All that decides the ids, as JSON-able data that does not depend on the file format."""
+    def identity(self, written: dict[str, Any]) -> Any:
+        """All that decides the ids, as JSON-able data that does not depend on the file format.
 
-    def encode(self, text: str) -> np.ndarray:
-        """Token ids of a text; UnicodeEncodeError for a lone surrogate."""
+        Args:
+            written: the definition as the file has it, to which nothing was added.
+        """
+
+    def encode(self, text: str, *, special: bool = False, continues: bool = False) -> np.ndarray:
+        """Token ids of a text; UnicodeEncodeError for a lone surrogate.
+
+        Args:
+            special: special tokens in it become their ids.
+            continues: it follows other text, so that no space is put before it.
+        """
 
     def decode(self, ids: list[int]) -> str:
         """Text of known ids; called only if not `is_byte_level`."""
@@ -82,34 +91,63 @@ class TokenizersEngine:
     """Any ``tokenizer.json``, through Hugging Face ``tokenizers``."""
 
     name = "tokenizers"
-    is_byte_level = False
 
     def __init__(self, definition: dict[str, Any], place: str = "the tokenizer") -> None:
-        import tokenizers
-
         self._definition, self._place = definition, place
-        with _library_errors(f"{place} is damaged or of an unknown kind"):
-            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(definition))
-        self._tokenizer.encode_special_tokens = True  # text is only text
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
+        self._made: dict[tuple[bool, bool], Any] = {}
+        self.is_byte_level = (definition.get("decoder") or {}).get("type") == "ByteLevel"
+        self._library(special=False, continues=False)
+
+    def _library(self, *, special: bool, continues: bool) -> Any:
+        """The library's tokenizer of one kind, made when it is asked for: its options are no arguments."""
+        if (special, continues) not in self._made:
+            import tokenizers
+
+            definition = without_prefix(self._definition) if continues else self._definition
+            with _library_errors(f"{self._place} is damaged or of an unknown kind"):
+                library = tokenizers.Tokenizer.from_str(json.dumps(definition))
+            library.encode_special_tokens = not special
+            library.no_padding()
+            library.no_truncation()
+            self._made[special, continues] = library
+        return self._made[special, continues]
 
     @cached_property
     def ids(self) -> dict[str, int]:
-        return self._tokenizer.get_vocab(with_added_tokens=True)
+        return self._library(special=False, continues=False).get_vocab(with_added_tokens=True)
 
-    @property
-    def identity(self) -> Any:
+    def identity(self, written: dict[str, Any]) -> Any:
         kept = ("added_tokens", "normalizer", "pre_tokenizer", "model", "decoder")
-        return {key: self._definition.get(key) for key in kept}
+        return {key: written.get(key) for key in kept}
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str, *, special: bool = False, continues: bool = False) -> np.ndarray:
         text.encode("utf-8")  # the library's message for a lone surrogate says nothing
+        library = self._library(special=special, continues=continues)
         with _library_errors(f"{self._place} cannot encode a text"):
-            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+            return np.array(library.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
     def decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+        return self._library(special=False, continues=False).decode(ids, skip_special_tokens=False)
+
+
+def without_prefix(definition: dict[str, Any]) -> dict[str, Any]:
+    """The tokenizer that puts no space before a text and is otherwise the same."""
+
+    def changed(part: Any) -> Any:
+        if not isinstance(part, dict):
+            return part
+        kind = part.get("type")
+        if kind == "Sequence":
+            key = "normalizers" if "normalizers" in part else "pretokenizers"
+            kept = [one for one in part.get(key, []) if one.get("type") != "Prepend"]
+            return part | {key: [changed(one) for one in kept]}
+        if kind == "Prepend":
+            return None
+        off = {"prepend_scheme": "never", "add_prefix_space": False}
+        return part | {key: value for key, value in off.items() if key in part}
+
+    parts = {key: changed(definition.get(key)) for key in ("normalizer", "pre_tokenizer")}
+    return definition | parts
 
 
 @contextmanager
@@ -152,6 +190,8 @@ class TiktokenEngine:
         except ValueError as error:
             raise Unsupported(f"its pattern is not one of tiktoken's ({error})") from error
         self._token_lengths = None
+        added = definition.get("added_tokens") or []
+        self._special = SpecialTokens(added) if SpecialTokens.can_be_found(added) else None
         if self._pattern not in (GPT2_PATTERN, _WHOLE_TEXT):
             self._check_custom_pattern(ranks)
 
@@ -160,7 +200,7 @@ class TiktokenEngine:
         for token, rank in ranks.items():
             self._token_lengths[rank] = len(token)
         for probe in _PROBES:
-            if not np.array_equal(self.encode(probe), self._exact.encode(probe)):
+            if not np.array_equal(self._encode_text(probe, False), self._exact.encode(probe)):
                 raise Unsupported("its pattern cuts text up in another way under tiktoken")
 
     @cached_property
@@ -172,20 +212,31 @@ class TiktokenEngine:
         added = {entry["content"]: entry["id"] for entry in self._definition.get("added_tokens") or []}
         return self._definition["model"]["vocab"] | added
 
-    @property
-    def identity(self) -> Any:
-        model = self._definition["model"]
+    def identity(self, written: dict[str, Any]) -> Any:
+        model, added = written["model"], written.get("added_tokens") or []
+        ids = model["vocab"] | {entry["content"]: entry["id"] for entry in added}
         return {
-            "vocab": sorted(self.ids.items(), key=lambda item: item[1]),
+            "vocab": sorted(ids.items(), key=lambda item: item[1]),
             "merges": [" ".join(pair) for pair in merge_pairs(model)],
-            "special": sorted(entry["content"] for entry in self._definition.get("added_tokens") or []),
+            "special": sorted(entry["content"] for entry in added),
             "pattern": self._pattern,
             "prefix_space": self._prefix_space,
             "ignore_merges": bool(model.get("ignore_merges")),
         }
 
-    def encode(self, text: str) -> np.ndarray:
-        if self._prefix_space and text and not text.startswith(" "):
+    def encode(self, text: str, *, special: bool = False, continues: bool = False) -> np.ndarray:
+        if not special:
+            return self._encode_text(text, continues)
+        if self._special is None:
+            return self._exact.encode(text, special=True, continues=continues)
+        parts = [
+            np.array([part], np.int64) if isinstance(part, int) else self._encode_text(part, continues)
+            for part in self._special.split(text)
+        ]
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
+
+    def _encode_text(self, text: str, continues: bool) -> np.ndarray:
+        if self._prefix_space and not continues and text and not text.startswith(" "):
             text = " " + text
         if self._token_lengths is not None:
             return self._encode_custom(text)

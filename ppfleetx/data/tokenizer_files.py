@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.errors import DataError, MissingDataError, shown
 from ppfleetx.utils.files import atomic_write
-from ppfleetx.utils.foreign_files import read_bounded, read_json
+from ppfleetx.utils.foreign_files import MAX_JSON_BYTES, read_bounded, read_json
 
 END_OF_DOCUMENT = "<|endoftext|>"
 TOKENIZER_FILE, VOCAB_FILE, MERGES_FILE = "tokenizer.json", "vocab.json", "merges.txt"
+CONFIG, SPECIAL_TOKENS, ADDED_TOKENS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+GENERATION_CONFIG, CHAT_TEMPLATE = "generation_config.json", "chat_template.jinja"
+SIDE_FILES = (CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, GENERATION_CONFIG, CHAT_TEMPLATE)
+"""Files beside the definition that belong to the tokenizer."""
+_SENTENCEPIECE_FILE = "tokenizer.model"
 GPT2_FILES = "https://huggingface.co/openai-community/gpt2"
 """Where vocab.json and merges.txt of GPT-2 are, for people; nothing here opens it."""
 # Far beyond any tokenizer there is; without bounds a file of some megabytes asks for gigabytes or hours.
@@ -51,8 +57,25 @@ def token_to_bytes(token: str) -> bytes | None:
         return None
 
 
-def read_definition(path: str | os.PathLike[str]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """What was read of a tokenizer.
+
+    Attributes:
+        definition: the dictionary a ``tokenizer.json`` holds.
+        has_definition: it was read from such a file, not made of ``vocab.json`` and ``merges.txt``.
+        side_texts: the other files of its directory, of `SIDE_FILES`, by name.
+    """
+
+    definition: dict[str, Any]
+    has_definition: bool = True
+    side_texts: dict[str, str] = field(default_factory=dict)
+
+
+def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
     """Read a tokenizer from a directory, a ``tokenizer.json``, or a ``vocab.json`` with its ``merges.txt``.
+
+    Only of a directory the other files count.
 
     Raises:
         DataError: nothing there, or what is there is damaged.
@@ -69,17 +92,35 @@ def read_definition(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (OSError, ValueError) as error:  # ValueError: the name holds a zero byte
         raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if path.is_dir():
+        side = _side_texts(path)
         if (path / TOKENIZER_FILE).exists():
-            return _checked(read_json(path / TOKENIZER_FILE, error=DataError), path / TOKENIZER_FILE)
+            definition = _checked(read_json(path / TOKENIZER_FILE, error=DataError), path / TOKENIZER_FILE)
+            return TokenizerFiles(definition, side_texts=side)
         if (path / VOCAB_FILE).is_file() or (path / MERGES_FILE).is_file():
-            return read_vocab_and_merges(path / VOCAB_FILE, path / MERGES_FILE)
+            definition = read_vocab_and_merges(path / VOCAB_FILE, path / MERGES_FILE)
+            return TokenizerFiles(definition, has_definition=False, side_texts=side)
         raise MissingDataError(
             f"{path} holds no tokenizer: neither {TOKENIZER_FILE} nor {VOCAB_FILE} and {MERGES_FILE} is there"
+            + _how_to_make(path)
         )
     content = read_json(path, error=DataError)
     if "model" in content:
-        return _checked(content, path)
-    return read_vocab_and_merges(path, path.with_name(MERGES_FILE))
+        return TokenizerFiles(_checked(content, path))
+    return TokenizerFiles(read_vocab_and_merges(path, path.with_name(MERGES_FILE)), has_definition=False)
+
+
+def _side_texts(directory: Path) -> dict[str, str]:
+    there = [name for name in SIDE_FILES if (directory / name).exists()]
+    return {name: _read_text(directory / name, MAX_JSON_BYTES) for name in there}
+
+
+def _how_to_make(directory: Path) -> str:
+    if not (directory / _SENTENCEPIECE_FILE).is_file():
+        return ""
+    return (
+        f"; {_SENTENCEPIECE_FILE} is not read here, and transformers makes {TOKENIZER_FILE} of it: "
+        f'AutoTokenizer.from_pretrained("{directory}").save_pretrained("{directory}")'
+    )
 
 
 def read_vocab_and_merges(
@@ -136,26 +177,44 @@ def make_definition(vocab: dict[str, int], merges: list[list[str]], special: lis
     }
 
 
-def write_definition(definition: dict[str, Any], directory: str | os.PathLike[str], eod: str | None) -> None:
-    """Write ``tokenizer.json``, ``tokenizer_config.json`` and, for a BPE, ``vocab.json`` and ``merges.txt``.
+def write_files(written: TokenizerFiles, directory: str | os.PathLike[str], eod: str | None) -> None:
+    """Write ``tokenizer.json`` and what belongs to it; of a tokenizer like GPT-2's ``vocab.json`` and
+    ``merges.txt`` as well.
 
     Hugging Face ``transformers`` loads the directory with ``AutoTokenizer.from_pretrained``.
+
+    Args:
+        written: as `read_files` gives it. Without a ``tokenizer_config.json``, one is made.
+        directory: where to.
+        eod: the end-of-document token; None: the vocabulary has none.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "add_prefix_space": False}
-    if eod is not None:
-        config |= {"bos_token": eod, "eos_token": eod, "unk_token": eod, "pad_token": eod}
-    files = {"tokenizer_config.json": json.dumps(config, indent=2)}
-    model = definition["model"]
-    if model["type"] == "BPE":
+    definition, model = written.definition, written.definition["model"]
+    files = {CONFIG: _made_config(eod), **written.side_texts}
+    if _is_like_gpt2(definition):
         merges = "".join(f"{left} {right}\n" for left, right in merge_pairs(model))
         files[VOCAB_FILE] = json.dumps(model["vocab"], ensure_ascii=False)
         files[MERGES_FILE] = f"#version: 0.2\n{merges}"
-    files[TOKENIZER_FILE] = json.dumps(definition, ensure_ascii=False, indent=1)
+    if written.has_definition or CONFIG not in written.side_texts:
+        files[TOKENIZER_FILE] = json.dumps(definition, ensure_ascii=False, indent=1)
     for name, text in files.items():
         with atomic_write(directory / name, "w") as file:
             file.write(text)
+
+
+def _made_config(eod: str | None) -> str:
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "add_prefix_space": False}
+    if eod is not None:
+        config |= {"bos_token": eod, "eos_token": eod, "unk_token": eod, "pad_token": eod}
+    return json.dumps(config, indent=2)
+
+
+def _is_like_gpt2(definition: dict[str, Any]) -> bool:
+    """Whether vocabulary and merges are enough to make it again."""
+    pre_tokenizer = definition.get("pre_tokenizer") or {}
+    is_plain = pre_tokenizer.get("type") == "ByteLevel" and not definition.get("normalizer")
+    return is_plain and definition["model"]["type"] == "BPE"
 
 
 def merge_pairs(model: dict[str, Any]) -> list[tuple[str, str]]:

@@ -100,6 +100,38 @@ def test_ids_equal_with_a_pattern_like_llama3(definition, ignore_merges):
     assert_same_ids(definition, random_texts(1000))
 
 
+SPECIAL = ["<|endoftext|>", "<|end|>", "<|end|>x", "<s>", "\u4f60", "  ", "\u00e9t"]
+
+
+@pytest.mark.parametrize("add_prefix_space", [False, True])
+@pytest.mark.parametrize("pattern", [None, LLAMA3_PATTERN])
+@pytest.mark.parametrize(
+    "flags", [{}, {"normalized": True}, {"lstrip": True}, {"single_word": True}], ids=str
+)
+def test_special_tokens_are_found_as_the_library_finds_them(definition, add_prefix_space, pattern, flags):
+    """Overlapping ones, some of them looked for last, some with the spaces or the words beside them."""
+    if pattern:
+        definition["pre_tokenizer"] = split_by(pattern)
+    else:
+        definition["pre_tokenizer"]["add_prefix_space"] = add_prefix_space
+    first = definition["added_tokens"][0]["id"]
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    definition["added_tokens"] = [
+        {"id": first + place, "content": content} | plain | (flags if place % 2 else {})
+        for place, content in enumerate(SPECIAL)
+    ]
+    tokenizer = Tokenizer(definition)
+    assert tokenizer.engine_name == "tiktoken"
+    library, rng = tokenizers.Tokenizer.from_str(json.dumps(definition)), random.Random(7)
+    for _ in range(200):
+        parts = [rng.choice([random_text(rng), rng.choice(SPECIAL)]) for _ in range(rng.randrange(7))]
+        text = "".join(parts)
+        expected = library.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode_prompt(text) == expected, repr(text)
+        if not add_prefix_space:
+            assert tokenizer.encode_continuation(text) == expected, repr(text)
+
+
 def test_text_that_a_pattern_leaves_unmatched_is_not_lost(definition):
     definition["pre_tokenizer"] = split_by(r"\p{L}+|\p{N}+| +|[\n!'.?,:;/&=%()\[\]{}$#@*\-+_<>|~^`\"\\]+")
     rng = random.Random(5)
@@ -162,11 +194,11 @@ def test_end_of_document_in_text_is_text(trained):
 def test_another_end_of_document_token(trained, tmp_path):
     tokenizer = train_tokenizer(CORPUS, 300, special_tokens=["<eos>", "<mask>"])
     tokenizer.save(tmp_path)
-    loaded = Tokenizer.load(tmp_path, eod_token="<eos>")
-    assert (loaded.eod_id, loaded.token_bytes(299), loaded.vocab_size) == (298, b"<mask>", 300)
+    for loaded in (Tokenizer.load(tmp_path, eod_token="<eos>"), Tokenizer.load(tmp_path)):  # the file says so
+        assert (loaded.eod_id, loaded.token_bytes(299), loaded.vocab_size) == (298, b"<mask>", 300)
     message = re.escape("no end-of-document token '<|endoftext|>'; its special tokens: <eos>, <mask>")
     with pytest.raises(DataError, match=message):
-        _ = Tokenizer.load(tmp_path).eod_id
+        _ = Tokenizer.load(tmp_path / "tokenizer.json").eod_id
 
 
 def test_decoding_gives_the_text_back(trained):

@@ -1,0 +1,149 @@
+"""Token ids of ``AutoTokenizer`` on the same directories (recipe: tests/goldens/make_hf_tokenizers.py)."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ppfleetx.config.errors import DataError
+from ppfleetx.data.tokenizer import Tokenizer
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+DIRECTORIES = GOLDENS / "tokenizers"
+GOLDEN = json.loads((GOLDENS / "hf_tokenizers.json").read_text(encoding="utf-8"))
+ENGINES = {"gpt2": "tiktoken", "gpt2_pair": "tiktoken", "llama3": "tiktoken"}
+
+
+@pytest.fixture(scope="module", params=GOLDEN)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def tokenizer(name: str) -> Tokenizer:
+    return Tokenizer.load(DIRECTORIES / name)
+
+
+def test_ids_are_those_of_transformers(name: str, tokenizer: Tokenizer) -> None:
+    assert tokenizer.engine_name == ENGINES.get(name, "tokenizers")
+    assert len(GOLDEN[name]["texts"]) > 60
+    for row in GOLDEN[name]["texts"]:
+        text = row["text"]
+        assert tokenizer.encode_prompt(text) == row["ids"], text
+        assert tokenizer.encode_prompt(text, add_special_tokens=False) == row["bare"], text
+        assert tokenizer.encode(text) == row["plain"], text
+        plain = tokenizer.encode_prompt(text, add_special_tokens=False, parse_special_tokens=False)
+        assert plain == row["plain"], text
+
+
+def test_texts_are_those_of_transformers(name: str, tokenizer: Tokenizer) -> None:
+    for ids, text, without_special in GOLDEN[name]["decoded"]:
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode(ids, skip_special_tokens=True) == without_special
+        for skip, expected in ((False, text), (True, without_special)):
+            stream = tokenizer.stream_decoder(skip_special_tokens=skip)
+            assert "".join([*map(stream.feed, ids), stream.finish()]) == expected
+
+
+def test_vocabulary_and_special_tokens_are_those_of_transformers(name: str, tokenizer: Tokenizer) -> None:
+    golden = GOLDEN[name]
+    assert tokenizer.vocab_size == golden["size"]
+    assert tokenizer.eod_id == (tokenizer.vocab_size - 1 if golden["eos"] is None else golden["eos"])
+    assert set(golden["special"]) <= tokenizer.special_ids
+    if golden["bos"] is not None:
+        assert tokenizer.start_id == golden["bos"]
+
+
+def test_saved_and_pickled_it_stays_what_it_is(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path)
+    for other in (Tokenizer.load(tmp_path), pickle.loads(pickle.dumps(tokenizer))):
+        assert other.fingerprint == tokenizer.fingerprint
+        assert (other.end_ids, other.prefix_ids, other.suffix_ids) == (
+            tokenizer.end_ids,
+            tokenizer.prefix_ids,
+            tokenizer.suffix_ids,
+        )
+        for row in GOLDEN[name]["texts"]:
+            assert other.encode_prompt(row["text"]) == row["ids"]
+
+
+def test_a_continuation_is_what_follows(name: str, tokenizer: Tokenizer) -> None:
+    """No BOS, no EOS, and no space of the tokenizer's own: its text is what was given."""
+    for row in GOLDEN[name]["texts"]:
+        ids = tokenizer.encode_continuation(row["text"])
+        stream = tokenizer.stream_decoder(after=tokenizer.encode_prompt("Hello", add_special_tokens=False))
+        text = row["text"]
+        if name.startswith("llama2"):
+            text = text.replace("\u2581", " ")
+        if name == "chat":
+            text = text.replace(" <wide> ", "<wide>")  # that token takes the spaces with it
+        assert "".join([*map(stream.feed, ids), stream.finish()]) == text
+
+
+def test_end_tokens_are_those_of_the_generation_config() -> None:
+    third = Tokenizer.load(DIRECTORIES / "llama3")
+    texts = [third.decode([token_id]) for token_id in third.end_ids]
+    assert texts == ["<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"]
+    assert Tokenizer.load(DIRECTORIES / "llama2").end_ids == (2,)
+    assert Tokenizer.load(DIRECTORIES / "gpt2").end_ids == (420,)
+
+
+def test_special_tokens_stay_text_where_the_directory_says_so(tmp_path: Path) -> None:
+    shutil.copytree(DIRECTORIES / "llama3", tmp_path / "split")
+    path = tmp_path / "split" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"split_special_tokens": True}))
+    tokenizer = Tokenizer.load(tmp_path / "split")
+    assert tokenizer.encode_prompt("<|eot_id|>")[1:] == tokenizer.encode("<|eot_id|>")
+
+
+def test_another_end_token_is_kept_when_it_is_saved(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(DIRECTORIES / "llama3", eod_token="<|end_of_text|>")
+    tokenizer.save(tmp_path)
+    assert (
+        Tokenizer.load(tmp_path).eod_id == tokenizer.eod_id != Tokenizer.load(DIRECTORIES / "llama3").eod_id
+    )
+
+
+def test_a_sentencepiece_model_alone_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a")
+    with pytest.raises(DataError, match=r"tokenizer\.model is not read here.*save_pretrained"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("tokenizer_config.json", "[]", r"tokenizer_config\.json holds no JSON object"),
+        ("tokenizer_config.json", "{", r"tokenizer_config\.json is not sound JSON"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "must name tokens by their ids"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"7": 3}}', r"decoder\.7 is no token: 3"),
+        ("tokenizer_config.json", '{"eos_token": {"a": 1}}', "eos_token is no token"),
+        ("tokenizer_config.json", '{"extra_special_tokens": 4}', "must be a list of tokens"),
+        ("added_tokens.json", '{"<x>": "y"}', "gives each token its id"),
+        ("generation_config.json", '{"eos_token_id": "2"}', "eos_token_id must be token ids, not '2'"),
+    ],
+)  # fmt: skip
+def test_damaged_files_are_named(tmp_path: Path, file: str, content: str, message: str) -> None:
+    shutil.copytree(DIRECTORIES / "gpt2", tmp_path / "damaged")
+    (tmp_path / "damaged" / file).write_text(content)
+    with pytest.raises(DataError, match=message):
+        _ = Tokenizer.load(tmp_path / "damaged").end_ids
+
+
+TEMPLATE = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "a", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "special_tokens": {"a": {"id": "a", "ids": [421], "tokens": ["a"]}},
+}
+
+
+@pytest.mark.parametrize("processor", [{"type": "New"}, {"type": "TemplateProcessing"}, TEMPLATE])
+def test_an_unknown_post_processor_is_refused(tmp_path: Path, processor: object) -> None:
+    definition = json.loads((DIRECTORIES / "gpt2" / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition | {"post_processor": processor}))
+    with pytest.raises(DataError, match="post-processor"):
+        Tokenizer.load(tmp_path)
