@@ -25,11 +25,14 @@ def main() -> None:
         from ppfleetx.config.loader import load_config
         from ppfleetx.core.check import check_report
         from ppfleetx.core.engine.run_directory import check_beginning
+        from ppfleetx.core.token_ids import token_id_lines
 
         cfg = load_config(args.config, args.override)
         print(check_report(cfg))
         if cfg.Data.Train is not None:
             check_beginning(cfg)
+        for line in token_id_lines(cfg):
+            print(line)
         return
     from ppfleetx.core.launch import start_process
 

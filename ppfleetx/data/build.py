@@ -30,6 +30,7 @@ from ppfleetx.data.sampler import GlobalBatchSampler, Tail
 from ppfleetx.data.split import MODES, split_ranges
 from ppfleetx.data.token_store import TokenStore
 from ppfleetx.data.tokenizer_files import GPT2_FILES
+from ppfleetx.data.vocabulary import check_tokenizer
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
@@ -161,11 +162,7 @@ def _records(cfg: RunConfig, dataset_cfg: DatasetConfig) -> GlueDataset | Prompt
             f"GPT-2 are at {GPT2_FILES} (nothing is downloaded)",
             key="Data.tokenizer",
         )
-    if tokenizer.vocab_size > cfg.Model.vocab_size:
-        raise DataError(
-            f"{tokenizer.place} has ids up to {tokenizer.vocab_size - 1}, but Model.vocab_size is "
-            f"{cfg.Model.vocab_size}: it is not the model's tokenizer"
-        )
+    check_tokenizer(tokenizer, cfg.Model.vocab_size)
     # Sequence parallelism within split sequences cuts them into mp x sep parts.
     multiple = min(dataset_cfg.max_seq_len, math.lcm(_LENGTH_MULTIPLE, cfg.plan.mp * cfg.plan.sep))
     if dataset_cfg.is_glue:

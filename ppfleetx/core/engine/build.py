@@ -29,6 +29,7 @@ from ppfleetx.core.engine.ranks import offload_notes, rank_table
 from ppfleetx.core.engine.run_directory import METRICS_FILE, hold, output_dir_of
 from ppfleetx.core.engine.start import Start, find_start
 from ppfleetx.core.module.registry import build_module
+from ppfleetx.core.token_ids import token_id_lines
 from ppfleetx.data.build import build_dataloader, load_tokenizer
 from ppfleetx.data.glue import TASKS
 from ppfleetx.data.loader import DataLoader
@@ -193,6 +194,8 @@ def _data(
 ) -> tuple[Tokenizer | None, DataLoader, DataLoader | None]:
     """Tokenizer, training batches from where the run goes on, and evaluation batches if there are any."""
     evaluates = cfg.Data.Eval is not None and cfg.Engine.eval_freq
+    for line in token_id_lines(cfg):
+        get_logger().info(line)
     made = (
         load_tokenizer(cfg),
         _loader(cfg, ctx, "Train", consumed_samples=start.state.consumed_samples),

@@ -1,0 +1,64 @@
+"""Whether the ids of a tokenizer or a corpus are ids of the model."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ppfleetx.config.errors import DataError
+from ppfleetx.data.indexed import TokenStore
+from ppfleetx.data.tokenizer import Tokenizer
+
+_PART = 1 << 16  # tokens that are read in one go
+
+
+def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Whether a model with ``Model.vocab_size`` tokens has all ids of ``tokenizer``. It may have more.
+
+    Raises:
+        DataError: it has not.
+    """
+    count = tokenizer.vocab_size
+    if count > vocab_size:
+        raise DataError(
+            f"{tokenizer.place} has {count} token ids, added tokens included, and the model {vocab_size} "
+            "(Model.vocab_size). Name the tokenizer that the model was trained with (Data.tokenizer.dir); a "
+            f"new model gets -o Model.vocab_size={count}"
+        )
+
+
+def check_corpus(corpus: TokenStore, vocab_size: int, *, most_tokens: int = 1 << 24) -> tuple[int, int]:
+    """Whether the ids of a corpus are ids of a model with ``Model.vocab_size`` tokens.
+
+    Args:
+        corpus: is looked at whole when it is small, else in parts that lie evenly over it. What is not looked
+            at here is found when it is read.
+        vocab_size: of the model.
+        most_tokens: that are looked at.
+
+    Returns:
+        The highest id that was seen (-1: there is no token), and how many tokens were looked at.
+
+    Raises:
+        DataError: one is none of the model's.
+    """
+    highest, seen = -1, 0
+    for first, last in _parts(corpus.num_tokens, most_tokens):
+        tokens = corpus.flat(first, last)
+        lowest, highest, seen = int(tokens.min()), max(highest, int(tokens.max())), seen + len(tokens)
+        if highest >= vocab_size or lowest < 0:
+            wrong = lowest if lowest < 0 else highest
+            raise DataError(
+                f"{corpus.prefix} holds the token id {wrong}, and the model has ids 0 to {vocab_size - 1} "
+                f"(Model.vocab_size = {vocab_size}). Either the corpus was made with another tokenizer, or a "
+                f"new model needs -o Model.vocab_size={max(highest + 1, vocab_size)} or more"
+            )
+    return highest, seen
+
+
+def _parts(num_tokens: int, most_tokens: int) -> list[tuple[int, int]]:
+    if num_tokens <= most_tokens:
+        starts = range(0, num_tokens, _PART)
+    else:
+        count = max(2, most_tokens // _PART)
+        starts = np.linspace(0, num_tokens - _PART, count).astype(np.int64).tolist()
+    return [(start, min(start + _PART, num_tokens)) for start in starts]
