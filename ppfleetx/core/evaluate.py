@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.config.errors import ConfigError, DataError
+from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections import RunConfig
 from ppfleetx.core.generate import check_checkpoint, find_tokenizer
@@ -29,6 +29,7 @@ from ppfleetx.data.evaluation import (
     read_text,
     window_batches,
 )
+from ppfleetx.data.vocabulary import check_tokenizer
 from ppfleetx.utils.files import atomic_write
 from ppfleetx.utils.log import get_logger
 
@@ -144,11 +145,7 @@ def read_windows(cfg: RunConfig) -> SlidingWindows | LastWords:
     """
     checkpoint = open_resolved(resolve_checkpoint(cfg.Engine.save_load.ckpt_dir))
     tokenizer = find_tokenizer(cfg, checkpoint)
-    if tokenizer.vocab_size > cfg.Model.vocab_size:
-        raise DataError(
-            f"{tokenizer.place} has {tokenizer.vocab_size} token ids, the model has {cfg.Model.vocab_size} "
-            "(Model.vocab_size): it was trained with another tokenizer"
-        )
+    check_tokenizer(tokenizer, cfg.Model.vocab_size)
     return read_evaluation_set(cfg.Offline_Eval, tokenizer)
 
 

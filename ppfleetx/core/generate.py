@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppfleetx.checkpoint.convert.ours import find_tokenizer_dir, stored_tokenizer
+from ppfleetx.checkpoint.convert.ours import find_tokenizer_dir
 from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.finetuning import FINETUNE_MODULE
@@ -22,6 +22,7 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections import RunConfig
 from ppfleetx.core.launch import start_process, world_size
 from ppfleetx.data.tokenizer import Tokenizer
+from ppfleetx.data.vocabulary import check_tokenizer
 from ppfleetx.distributed.together import gather, joint_errors
 from ppfleetx.utils.files import atomic_write
 from ppfleetx.utils.log import get_logger
@@ -167,14 +168,14 @@ def load_generator(cfg: RunConfig, ctx: ParallelContext) -> Generator:
         UserError: there is no such checkpoint or tokenizer, or they do not fit the model.
     """
     from ppfleetx.core.engine.build import build_runner, find_weights
-    from ppfleetx.generation.generator import Generator, check_vocabulary
+    from ppfleetx.generation.generator import Generator
     from ppfleetx.nn.cpu_ops import ops as cpu_ops
 
     if ctx.device == "cpu":
         cpu_ops.note_if_missing()
     start = find_weights(cfg, ctx)
     tokenizer = find_tokenizer(cfg, start.checkpoint)
-    check_vocabulary(tokenizer, cfg.Model)
+    check_tokenizer(tokenizer, cfg.Model.vocab_size)
     runner = build_runner(cfg, ctx, train=False)
     start.restore_weights(runner, cfg.Model)
     generator = Generator(runner.model, cfg.Model, tokenizer, ctx.groups.get("mp"))
@@ -200,7 +201,7 @@ def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
     written_in = Path(cfg.origins.get("Data.tokenizer.dir", "").rpartition(":")[0])
     lies_beside = written_in.resolve().parent == checkpoint.path.resolve().parent
     if stored is not None and (named is None or (is_gone and lies_beside)):
-        tokenizer = stored_tokenizer(stored, None if named is None else named.eos_token)
+        tokenizer = Tokenizer.load(stored, eod_token=None if named is None else named.eos_token)
         if is_gone:
             get_logger().warning(f"there is no {named.dir} (Data.tokenizer.dir); {stored} is used")
     else:

@@ -28,8 +28,10 @@ _DEFAULT_NEW_TOKENS = 256
 class HarnessModel(TemplateLM):
     """Log likelihoods and continuations of texts, as the harness asks for them.
 
-    Texts are encoded without special tokens; the end-of-text token begins what has no context. Of a text that
-    is too long the model sees the end.
+    Texts are encoded as the tokenizer's directory says: special tokens in them become their ids, and BOS
+    stands before them where transformers puts it there, which is the harness's own ``add_bos_token=True``.
+    What has no context begins with BOS, or the end-of-text token where there is none. Of a text that is too
+    long the model sees the end.
 
     Args:
         generator: the model with its tokenizer.
@@ -40,11 +42,16 @@ class HarnessModel(TemplateLM):
     def __init__(self, generator: Generator, vocab_size: int, *, batch_size: int = 8) -> None:
         super().__init__()
         self._generator, self._vocab_size, self._batch_size = generator, vocab_size, batch_size
-        self._model = generator.next_token_model.model
+        self._model, self._tokenizer = generator.next_token_model.model, generator.tokenizer
 
     @property
     def eot_token_id(self) -> int:
-        return self._generator.tokenizer.eod_id
+        return self._tokenizer.eod_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What begins a text without context."""
+        return self._tokenizer.start_id
 
     @property
     def max_length(self) -> int:
@@ -52,7 +59,23 @@ class HarnessModel(TemplateLM):
         return self._generator.max_positions
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        return self._generator.tokenizer.encode(string)
+        """Ids of a text; what the tokenizer puts after it is left out, since it goes on."""
+        ids = self._tokenizer.encode_prompt(string, add_special_tokens=False)
+        return ids if add_special_tokens is False else [*self._tokenizer.prefix_ids, *ids]
+
+    def loglikelihood(
+        self, requests: Sequence[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """Of continuations after contexts; the harness's own may put BOS before BOS."""
+        parts = []
+        for context, continuation in (request.args for request in requests):
+            if context:
+                before, after = self._encode_pair(context, continuation)
+            else:
+                after = self.tok_encode(continuation, add_special_tokens=False)
+                before = [self.prefix_token_id]
+            parts.append(((context, continuation), before, after))
+        return self._loglikelihood_tokens(parts, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(
         self,
@@ -104,9 +127,8 @@ class HarnessModel(TemplateLM):
         """Log probability of each whole text: every token once, after as much context as there is."""
         parts, owners = [], []
         for number, (text,) in enumerate(request.args for request in requests):
-            windows = get_rolling_token_windows(
-                self.tok_encode(text), self.prefix_token_id, self.max_length, context_len=1
-            )
+            ids = self.tok_encode(text, add_special_tokens=False)
+            windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
             for context, continuation in map(make_disjoint_window, windows):
                 parts.append((None, context, continuation))
                 owners.append(number)

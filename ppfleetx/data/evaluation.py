@@ -180,7 +180,7 @@ def read_text(cfg: OfflineEvalConfig, place: str | None = None) -> str:
 
 def _read_perplexity(cfg: OfflineEvalConfig, text: str, tokenizer: Tokenizer) -> SlidingWindows:
     rules = cfg.detokenizer or detokenizer_of_file(cfg.eval_path)
-    ids = tokenizer.encode_to_numpy(detokenizer(rules)(text)).astype(np.int64)
+    ids = np.array(tokenizer.encode_prompt(detokenizer(rules)(text)), np.int64)
     if ids.size < 2:
         raise DataError(f"{cfg.eval_path}: {ids.size} token leaves nothing to predict")
     return SlidingWindows(
@@ -225,15 +225,16 @@ def _cloze_window(text: str, cfg: OfflineEvalConfig, tokenizer: Tokenizer, place
     if len(words) < 2:
         raise DataError(f"{place}: needs a context and a last word")
     if cfg.cloze_strict:
-        context = tokenizer.encode_to_numpy(text[: text.rindex(words[-1])].strip())
-        target = tokenizer.encode_to_numpy(" " + words[-1])
+        before = tokenizer.encode_prompt(text[: text.rindex(words[-1])].strip(), add_special_tokens=False)
+        target = tokenizer.encode_continuation(" " + words[-1])
     else:
-        ids = tokenizer.encode_to_numpy(text)
-        context, target = ids[:-1], ids[-1:]
-    if target.size > cfg.max_seq_len:
+        ids = tokenizer.encode_prompt(text, add_special_tokens=False)
+        before, target = ids[:-1], ids[-1:]
+    context = [*tokenizer.prefix_ids, *before]
+    if len(target) > cfg.max_seq_len:
         raise DataError(
-            f"{place}: the last word has {target.size} tokens, a window {cfg.max_seq_len} "
+            f"{place}: the last word has {len(target)} tokens, a window {cfg.max_seq_len} "
             "(Offline_Eval.max_seq_len)"
         )
-    ids = np.concatenate([context, target]).astype(np.int64)
-    return Window(ids[-(cfg.max_seq_len + 1) :], target.size)
+    ids = np.array([*context, *target], np.int64)
+    return Window(ids[-(cfg.max_seq_len + 1) :], len(target))

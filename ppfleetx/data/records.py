@@ -51,6 +51,8 @@ class RecordDataset:
             cfg.prompt_field,
             cfg.response_field,
         ]
+        if tokenizer.prefix_ids:  # fingerprints of runs without are older than it
+            decisive.append(tokenizer.prefix_ids)
         self.fingerprint = blake2b(json.dumps(decisive).encode(), digest_size=16).hexdigest()
 
     def __len__(self) -> int:
@@ -76,8 +78,9 @@ class RecordDataset:
 class GlueDataset(RecordDataset):
     """Examples of a GLUE task for sequence classification.
 
-    Two sentences are joined by the end-of-document token, ``a <|endoftext|> b``; nothing is added at either
-    end. What is too long loses tokens at the end of its (longer) sentence.
+    Two sentences are joined by the end-of-document token, ``a <|endoftext|> b``. Before them stands what the
+    tokenizer puts before a text (BOS, or nothing), after them nothing. What is too long loses tokens at the
+    end of its (longer) sentence.
 
     Args:
         task: the task.
@@ -123,13 +126,15 @@ class GlueDataset(RecordDataset):
 
     def encode(self, texts: Sequence[str]) -> list[int]:
         """Token ids of one or two texts, at least one and at most ``max_seq_len``."""
-        parts = [self.tokenizer.encode(text) for text in texts]
-        sizes = longest_first([len(part) for part in parts], self.max_seq_len - (len(parts) - 1))
+        parts = [self.tokenizer.encode_prompt(text, add_special_tokens=False) for text in texts]
+        prefix = self.tokenizer.prefix_ids[: self.max_seq_len]
+        room = max(0, self.max_seq_len - len(prefix) - (len(parts) - 1))
+        sizes = longest_first([len(part) for part in parts], room)
         parts = [part[:size] for part, size in zip(parts, sizes, strict=True)]
-        joined = parts[0]
+        joined = [*prefix, *parts[0]]
         for part in parts[1:]:
             joined = [*joined, self.tokenizer.eod_id, *part]
-        return joined or [self.tokenizer.eod_id]
+        return joined[: self.max_seq_len] or [self.tokenizer.eod_id]
 
 
 def longest_first(sizes: Sequence[int], room: int) -> list[int]:
@@ -151,9 +156,11 @@ class PromptResponseDataset(RecordDataset):
     """Prompts with responses, for causal language modelling with the loss on the response alone.
 
     A sample is ``prompt response <|endoftext|>``, prompt and response tokenised each for itself with nothing
-    between them. The loss counts where a token of the response or the end-of-document token is predicted.
-    What is too long loses the beginning of its prompt, all but its last token; if that does not suffice, the
-    end of its response, and then there is no end-of-document token. An empty prompt begins with that token.
+    between them; special tokens in them become their ids. Before the prompt stands what the tokenizer puts
+    before a text (BOS, or nothing). The loss counts where a token of the response or the end-of-document
+    token is predicted. What is too long loses the beginning of its prompt, but not BOS, until one token is
+    left; then the end of its response, and there is no end-of-document token. A prompt without any token
+    begins with the end-of-document token.
 
     Args:
         cfg: the section, with directory, part and field names.
@@ -197,10 +204,13 @@ class PromptResponseDataset(RecordDataset):
 
     def encode(self, prompt: str, response: str) -> tuple[list[int], list[int]]:
         """Token ids of prompt (at least one) and response, together at most ``max_seq_len + 1``."""
-        given = self.tokenizer.encode(prompt) or [self.tokenizer.eod_id]
-        learnt = [*self.tokenizer.encode(response), self.tokenizer.eod_id]
+        given = self.tokenizer.encode_prompt(prompt, add_special_tokens=False)
+        learnt = [*self.tokenizer.encode_continuation(response), self.tokenizer.eod_id]
         learnt = learnt[: self.max_seq_len]
-        return given[-(self.max_seq_len + 1 - len(learnt)) :], learnt
+        room = self.max_seq_len + 1 - len(learnt)
+        prefix = self.tokenizer.prefix_ids[:room]
+        first = max(0, len(given) - (room - len(prefix)))
+        return [*prefix, *given[first:]] or [self.tokenizer.eod_id], learnt
 
 
 def read_pairs(path: Path, prompt_field: str, response_field: str) -> tuple[list[tuple[str, str]], str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +16,12 @@ from ppfleetx.checkpoint.convert.run import Conversion, convert
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.core.harness import find_tasks, generation_options, load_model, measure, run
+from ppfleetx.data.tokenizer import Tokenizer
 from ppfleetx.data.tokenizer_training import train_tokenizer
 from ppfleetx.distributed.context import ParallelContext
 from tests.e2e.program import NANO
 
+GOLDENS = Path(__file__).parents[1] / "goldens"
 WORDS = "the cat sat on a mat and then it ran to a house of dogs where cats are not liked"
 TASK = """
 task: tiny_last_word
@@ -167,3 +171,48 @@ def test_a_missing_harness_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("ppfleetx.core.harness.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'ppfleetx\[lm_eval\]'"):
         run("there is no such file", [], ["a task"])
+
+
+def test_bos_begins_a_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness's classes are stand-ins here: what counts is which ids are scored after which."""
+
+    class TemplateLM:
+        def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+            before = self.tok_encode(context)
+            return before, self.tok_encode(context + continuation)[len(before) :]
+
+    def windows(
+        token_list: list[int], prefix_token: int, *_: int, **__: int
+    ) -> list[tuple[list[int], list[int]]]:
+        return [([prefix_token], token_list)]
+
+    modules = {
+        "lm_eval.api.instance": {"Instance": object},
+        "lm_eval.api.model": {"TemplateLM": TemplateLM},
+        "lm_eval.utils": {"get_rolling_token_windows": windows, "make_disjoint_window": lambda pair: pair},
+    }
+    for name in ("lm_eval", "lm_eval.api", *modules):
+        module = ModuleType(name)
+        vars(module).update(modules.get(name, {}))
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "ppfleetx.core.harness_model", raising=False)
+    harness_model = importlib.import_module("ppfleetx.core.harness_model")
+    monkeypatch.delitem(sys.modules, "ppfleetx.core.harness_model")
+    for name in ("llama2", "llama3", "gpt2"):
+        tokenizer = Tokenizer.load(GOLDENS / "tokenizers" / name)
+        generator = SimpleNamespace(
+            tokenizer=tokenizer, max_positions=64, next_token_model=SimpleNamespace(model=None)
+        )
+        model = harness_model.HarnessModel(generator, 600)
+        scored: list[tuple[list[int], list[int]]] = []
+        model._loglikelihood_tokens = lambda parts, scored=scored, **_: (
+            scored.extend((before, after) for _, before, after in parts) or [(0.0, True)] * len(parts)
+        )
+        model.loglikelihood(requests(("the dog", " jumps"), ("", "the dog")))
+        model.loglikelihood_rolling(requests(("the dog",)))
+        whole = tokenizer.encode_prompt("the dog jumps")
+        assert [*scored[0][0], *scored[0][1]] == whole
+        start = [tokenizer.start_id]
+        bare = tokenizer.encode_prompt("the dog", add_special_tokens=False)
+        assert scored[1:] == [(start, bare)] * 2
+        assert model.tok_encode("the dog") == tokenizer.encode_prompt("the dog")

@@ -1,6 +1,7 @@
 """Samples made of texts: classification, and prompts with responses."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,10 @@ from ppfleetx.data.gpt_dataset import PADDING
 from ppfleetx.data.loader import DataLoader
 from ppfleetx.data.records import GlueDataset, PromptResponseDataset, longest_first
 from ppfleetx.data.sampler import GlobalBatchSampler
+from ppfleetx.data.tokenizer import Tokenizer
 from tests.helpers.texts import small_tokenizer
+
+GOLDEN_TOKENIZERS = Path(__file__).parents[1] / "goldens" / "tokenizers"
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +119,47 @@ def test_an_empty_prompt_begins_with_the_separator(tmp_path, tokenizer):
     dataset = responses(tmp_path, tokenizer, [{"q": "", "a": "fox"}], prompt_field="q", response_field="a")
     assert dataset[0]["tokens"][0] == tokenizer.eod_id
     assert counted(dataset[0]) == [*tokenizer.encode("fox"), tokenizer.eod_id]
+
+
+@pytest.mark.parametrize("name", ["llama2", "llama3"])
+def test_bos_stands_once_at_the_beginning(tmp_path, name):
+    """Not between prompt and response, and special tokens of a template become their ids."""
+    llama = Tokenizer.load(GOLDEN_TOKENIZERS / name)
+    end = llama.eod_token
+    records = [
+        {"prompt": "the quick brown", "response": " fox"},
+        {"prompt": f"user asks{end}", "response": f"a{end}b"},
+        {"prompt": "the quick brown fox " * 9, "response": " dog"},
+        {"prompt": "", "response": "x"},
+        {"prompt": "a", "response": "the lazy dog " * 9},
+    ]
+    dataset = responses(tmp_path, llama, records, max_seq_len=20)
+    bos, special = llama.start_id, llama.encode_prompt(end, add_special_tokens=False)
+    assert llama.prefix_ids == (bos,) and len(special) == 1
+    for index, record in enumerate(records):
+        sample = dataset[index]
+        tokens = sample["tokens"][: sample["lengths"]].tolist()
+        assert tokens[0] == bos and tokens.count(bos) == 1, record
+    first = dataset[0]
+    whole = llama.encode_prompt("the quick brown fox")
+    assert [*first["tokens"][: first["lengths"]].tolist(), llama.eod_id] == [*whole, llama.eod_id]
+    assert counted(first) == [*llama.encode_continuation(" fox"), llama.eod_id]
+    assert counted(dataset[1]).count(special[0]) == 2
+    assert dataset[2]["lengths"] == 20 and counted(dataset[3])[-1] == llama.eod_id
+    assert counted(dataset[4]) == llama.encode_continuation("the lazy dog " * 9)[:20]
+
+
+def test_glue_examples_begin_with_bos(tmp_path):
+    llama = Tokenizer.load(GOLDEN_TOKENIZERS / "llama3")
+    dataset = glue(
+        tmp_path, llama, [("the dog", "the fox", "entailment"), ("the dog " * 30, "a", "entailment")]
+    )
+    sample = dataset[0]
+    expected = [llama.start_id, *llama.encode("the dog"), llama.eod_id, *llama.encode("the fox")]
+    assert sample["tokens"][: sample["lengths"]].tolist() == expected
+    longer = dataset[1]
+    assert longer["tokens"][0] == llama.start_id and longer["lengths"] == dataset.max_seq_len
+    assert longer["tokens"][-2:].tolist() == [llama.eod_id, *llama.encode("a")]
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def write_hf(
     *,
     source: Mapping[str, Any] | None = None,
     tokenizer_dir: Path | None = None,
-    eos_id: int | None = None,
+    token_ids: Mapping[str, Any] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Write a directory that ``transformers`` loads.
@@ -112,7 +112,7 @@ def write_hf(
         model: the network.
         source: what :func:`read_hf` said the weights came with, if they did.
         tokenizer_dir: whose files are copied.
-        eos_id: end-of-document token.
+        token_ids: `bos_token_id` and `eos_token_id` of that tokenizer.
         max_file_bytes: weights beyond this go into several files with an index.
 
     Raises:
@@ -121,7 +121,7 @@ def write_hf(
     directory = Path(directory)
     kinds = sorted({tensor.dtype for tensor in tensors.values()})
     source = source or {}
-    config = hf_config(model, kinds[-1], original=source.get("config"), eos_id=eos_id)
+    config = hf_config(model, kinds[-1], original=source.get("config"), token_ids=token_ids)
     theirs: dict[str, LazyTensor] = {}
     for rule in rules(config):
         theirs |= _split(rule, tensors[rule.ours], part_shapes(rule, tensors[rule.ours].shape))
@@ -142,9 +142,9 @@ def part_shapes(rule: Rule, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy a tokenizer's files, as many as there are."""
+    """Copy a tokenizer's files, as many as there are, and what says which tokens end a text."""
     target.mkdir(parents=True, exist_ok=True)
-    for name in TOKENIZER_FILES:
+    for name in (*TOKENIZER_FILES, GENERATION_CONFIG):
         if (source / name).is_file() and source.resolve() != target.resolve():
             shutil.copyfile(source / name, target / name)
 

@@ -22,7 +22,7 @@ def hf_config(
     dtype: str,
     *,
     original: Mapping[str, Any] | None = None,
-    eos_id: int | None = None,
+    token_ids: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The configuration under which ``transformers`` computes what `model` computes.
 
@@ -30,7 +30,7 @@ def hf_config(
         model: the network.
         dtype: element type of the weights, as in safetensors files.
         original: the configuration the weights once came with; kept if it describes the same network.
-        eos_id: end-of-document token, for a configuration made anew.
+        token_ids: `bos_token_id` and `eos_token_id`, for a configuration made anew.
 
     Raises:
         CheckpointError: neither GPT-2 nor Llama can express the network; says what stands in the way.
@@ -39,7 +39,7 @@ def hf_config(
         config = dict(original)
     else:
         config = _gpt2(model) if model.position_embedding_type == "learned_absolute" else _llama(model)
-        config |= {"bos_token_id": eos_id, "eos_token_id": eos_id}
+        config |= token_ids or {"bos_token_id": None, "eos_token_id": None}
     if not describes(config, model):
         raise CheckpointError("this network cannot be written as a Hugging Face GPT-2 or Llama")
     config.pop("dtype", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import yaml
 
 from ppfleetx.checkpoint.convert.hf import copy_tokenizer
+from ppfleetx.checkpoint.convert.hf_files import GENERATION_CONFIG
 from ppfleetx.checkpoint.convert.weights import Weights, slices_of
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.lazy import LazyTensor
@@ -26,7 +28,6 @@ from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.tree import Node
 from ppfleetx.data.tokenizer import Tokenizer
 from ppfleetx.utils.files import atomic_write
-from ppfleetx.utils.foreign_files import read_json
 from ppfleetx.utils.log import get_logger
 
 TOKENIZER_DIR = "tokenizer"
@@ -109,6 +110,7 @@ def write_ppfleetx(
     tokenizer, fingerprints = None, {}
     if weights.tokenizer_dir is not None:
         copy_tokenizer(weights.tokenizer_dir, output / TOKENIZER_DIR)
+        _add_generation_config(output / TOKENIZER_DIR, weights.source)
         tokenizer = load_tokenizer(output / TOKENIZER_DIR)
     if tokenizer is not None:
         fingerprints["tokenizer"] = tokenizer.fingerprint
@@ -127,36 +129,24 @@ def write_ppfleetx(
     )
 
 
+def _add_generation_config(directory: Path, source: Mapping[str, Any]) -> None:
+    """Write down which tokens end a text where only ``config.json`` says so, as transformers does."""
+    path, config = directory / GENERATION_CONFIG, source.get("config")
+    if path.exists() or not isinstance(config, Mapping) or config.get("eos_token_id") is None:
+        return
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+    ids = {key: config[key] for key in keys if config.get(key) is not None}
+    with atomic_write(path, "w") as file:
+        file.write(json.dumps({"_from_model_config": True, **ids}, indent=2) + "\n")
+
+
 def load_tokenizer(directory: Path) -> Tokenizer | None:
     """The tokenizer in a directory with its own end-of-document token; None when ours cannot read it."""
     try:
-        return stored_tokenizer(directory)
+        return Tokenizer.load(directory)
     except DataError as error:
         get_logger().warning(f"the tokenizer was copied, but cannot be used here: {error}")
         return None
-
-
-def stored_tokenizer(directory: Path, eod_token: str | None = None) -> Tokenizer:
-    """The tokenizer in a directory.
-
-    Args:
-        directory: stored with a checkpoint.
-        eod_token: end of document; None: the directory's own, if it says.
-
-    Raises:
-        DataError: its files are missing, damaged or of a kind that is not read.
-    """
-    eos = eod_token or _eos_token(directory)
-    return Tokenizer.load(directory) if eos is None else Tokenizer.load(directory, eod_token=eos)
-
-
-def _eos_token(directory: Path) -> str | None:
-    path = directory / "tokenizer_config.json"
-    if not path.is_file():
-        return None
-    token = read_json(path, error=DataError).get("eos_token")
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) else None
 
 
 def _write_config(output: Path, model: ModelConfig, tokenizer: Tokenizer | None) -> None:

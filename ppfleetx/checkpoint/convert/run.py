@@ -82,7 +82,7 @@ def convert(job: Conversion) -> Path:
         job.output,
         source=weights.source,
         tokenizer_dir=weights.tokenizer_dir,
-        eos_id=_eos_id(tokenizer),
+        token_ids=_token_ids(tokenizer),
     )
     return job.output
 
@@ -204,10 +204,11 @@ def _refuse_finetuned(job: Conversion, weights: Weights, model: ModelConfig) -> 
         )
 
 
-def _eos_id(tokenizer: Any) -> int | None:
+def _token_ids(tokenizer: Any) -> dict[str, Any] | None:
     if tokenizer is None:
         return None
     try:
-        return tokenizer.eod_id
+        ends = list(tokenizer.end_ids)
+        return {"bos_token_id": tokenizer.start_id, "eos_token_id": ends[0] if len(ends) == 1 else ends}
     except DataError:
         return None

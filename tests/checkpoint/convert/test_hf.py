@@ -108,9 +108,12 @@ def test_a_checkpoint_of_our_own_gets_a_configuration_made_for_it(tmp_path, name
     config, tensors = hf_dirs.golden(name)
     weights = read_hf(hf_dirs.write(tmp_path / "hf", name))
     model = model_of(weights, None)
-    write_hf(fitted(weights, model), model, tmp_path / "out", eos_id=5, max_file_bytes=20_000)
+    ids = {"bos_token_id": 4, "eos_token_id": [5, 6]}
+    write_hf(fitted(weights, model), model, tmp_path / "out", token_ids=ids, max_file_bytes=20_000)
+    for file in ("config.json", "generation_config.json"):
+        made = json.loads((tmp_path / "out" / file).read_text())
+        assert (made["bos_token_id"], made["eos_token_id"]) == (4, [5, 6])
     made = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert made["eos_token_id"] == 5
     ours, theirs = model_keys(made), model_keys(config)
     assert ours | {"initializer_range": 0} == theirs | {"initializer_range": 0}
     again = read_hf(tmp_path / "out")
