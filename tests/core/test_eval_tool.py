@@ -127,7 +127,7 @@ def test_perplexity_of_a_text(place: Path) -> None:
         ({"Offline_Eval__cloze_eval": True}, ["wiki.test.tokens:1: is not JSON"]),
         ({"Engine__save_load__ckpt_dir": None}, ["Engine.save_load.ckpt_dir", "names no checkpoint"]),
         ({"Engine__save_load__ckpt_dir": "/nowhere"}, ["/nowhere"]),
-        ({"Model__vocab_size": 256}, ["token ids, added tokens included, and the model 256", "Model.vocab_size"]),
+        ({"Model__vocab_size": 256}, ["token ids, added tokens included", "the model 256 (Model.vocab"]),
         ({"Data__tokenizer": None}, ["tokenizer"]),
         ({"Engine__save_load__output_dir": SHIPPED}, ["Engine.save_load.output_dir", "cannot be made"]),
         (
