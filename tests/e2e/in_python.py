@@ -1,0 +1,24 @@
+"""In the ranks of a pool: training as a Python program asks for it, several times."""
+
+from __future__ import annotations
+
+
+def runs(corpus: str, output: str, plans: list[list[str]]) -> None:
+    """One run after the other in this process, each from the configuration on."""
+    from ppfleetx.core.engine.build import train
+    from ppfleetx.core.launch import start_process
+    from tests.e2e.program import NANO
+
+    for number, overrides in enumerate(plans):
+        given = [
+            f"Data.Train.dataset.input_dir={corpus}",
+            "Data.Eval=null",
+            f"Engine.save_load.output_dir={output}/{number}",
+            "Engine.max_steps=2",
+            "Engine.eval_freq=0",
+            "Global.global_batch_size=4",
+            "Global.local_batch_size=null",
+            *overrides,
+        ]
+        cfg, ctx = start_process(str(NANO), given, reads=("Train",))
+        train(cfg, ctx)
