@@ -28,7 +28,7 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 @contextmanager
@@ -131,7 +131,7 @@ def parse_json(
         raise error(f"{place} holds no JSON object at its top")
     if not _is_shallow(value, max_depth):
         raise error(f"{place} is nested more than {max_depth} levels deep")
-    if _SURROGATE.search(text):  # half of a character cannot be written anywhere
+    if b"\\u" in content and _SURROGATE.search(content):  # half of a character cannot be written anywhere
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:

@@ -135,9 +135,12 @@ class _Place:
 
 def _place(path: Path, name: str, entry: Any) -> _Place:
     """A tensor as the header describes it. Raises CheckpointError for what none can be."""
-    where = f"the header of {path} is damaged: {shown(name)}"
+
+    def damaged(what: str) -> CheckpointError:
+        return CheckpointError(f"the header of {path} is damaged: {shown(name)} {what}")
+
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-        raise CheckpointError(f"{where} lacks its dtype, shape or data_offsets")
+        raise damaged("lacks its dtype, shape or data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in NUMPY_OF_DTYPE:
         raise CheckpointError(
@@ -145,13 +148,13 @@ def _place(path: Path, name: str, entry: Any) -> _Place:
             f"{', '.join(NUMPY_OF_DTYPE)}"
         )
     if not _are_sizes(shape) or len(shape) > _MAX_DIMS:
-        raise CheckpointError(f"{where} has the shape {shown(shape)}")
+        raise damaged(f"has the shape {shown(shape)}")
     if not _are_sizes(offsets) or len(offsets) != 2:
-        raise CheckpointError(f"{where} has the data_offsets {shown(offsets)}")
+        raise damaged(f"has the data_offsets {shown(offsets)}")
     start, end = offsets
     if end - start != prod(shape) * NUMPY_OF_DTYPE[dtype].itemsize:
-        raise CheckpointError(
-            f"{where} of shape {shown(shape)} and type {dtype} cannot lie in the {end - start} bytes of its "
+        raise damaged(
+            f"of shape {shown(shape)} and type {dtype} cannot lie in the {end - start} bytes of its "
             f"data_offsets {offsets}"
         )
     return _Place(dtype, tuple(shape), start, end)
@@ -163,12 +166,13 @@ def _are_sizes(values: Any) -> bool:
 
 def _check_layout(path: Path, places: Mapping[str, _Place], data_bytes: int) -> None:
     """Raise CheckpointError unless the tensors cover the data without gap, overlap or bytes left over."""
-    reached, before = 0, "the header"
+    reached, before = 0, None
     for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].end)):
         if place.start != reached:
             what = "overlaps with" if place.start < reached else "leaves a gap after"
-            raise CheckpointError(f"the header of {path} is damaged: {shown(name)} {what} {before}")
-        reached, before = place.end, shown(name)
+            other = "the header" if before is None else shown(before)
+            raise CheckpointError(f"the header of {path} is damaged: {shown(name)} {what} {other}")
+        reached, before = place.end, name
     if reached > data_bytes:
         raise CheckpointError(f"{path} is cut off: {reached - data_bytes} bytes of its tensors are missing")
     if reached < data_bytes:
