@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from ppfleetx.utils.log import get_logger
 from tests.helpers.leftovers import nothing_left
 
 _LONG = ("parity/", "faults/", "e2e/", "deploy/")
@@ -23,6 +24,17 @@ def _nothing_left() -> Iterator[None]:
     """A test that leaves a process behind fails, and the process is ended."""
     with nothing_left():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _log_as_it_was() -> Iterator[None]:
+    """A program run in the test's process sets the logger up; the next test must not inherit that."""
+    logger = get_logger()
+    level, handlers, propagate = logger.level, list(logger.handlers), logger.propagate
+    yield
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
+    logger.propagate = propagate
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

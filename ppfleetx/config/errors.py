@@ -8,7 +8,7 @@ from typing import Any
 UNSET: Any = object()
 """Stands for "no value", where None is a value."""
 
-_MAX_TEXT = 80
+_MAX_TEXT = 200  # a path should be seen whole
 _MAX_KEY = 120
 _MAX_RULE = 2000
 

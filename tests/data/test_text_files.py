@@ -152,7 +152,7 @@ def test_only_files_are_read(tmp_path, tokenizer) -> None:
     ):
         with pytest.raises(UserError, match=r"a pipe|pipes cannot be read"):
             look()
-    for name, why in (("/dev/zero", "a device"), (str(tmp_path), "a directory"), ("n" * 300, "too long")):
+    for name, why in (("/dev/zero", "a device"), (str(tmp_path), "a directory")):
         with pytest.raises(ConfigError, match=why):
             read_text(OfflineEvalConfig(eval_path=name))
     with pytest.raises(DataError, match="too long"):

@@ -154,6 +154,7 @@ def arguments(tmp_path: Path) -> dict[str, list[str]]:
         "tools/make_stdlib_corpus.py": ["--output", str(tmp_path / "stdlib.jsonl")],
         "tools/merge_datasets.py": ["--input", str(corpus), str(corpus), "--output-prefix", "merged"],
         "tools/merge_lora.py": ["--input", str(run), "--output", str(tmp_path / "merged")],
+        "tools/plan.py": ["-c", str(config), "--card", "A100-80GB"],
         "tools/plot_loss.py": ["--metrics", str(metrics), "--output", str(tmp_path / "loss.png")],
         "tools/preprocess_data.py": [
             *("--input", str(text), "--tokenizer", str(run / "tokenizer")),
