@@ -93,7 +93,7 @@ def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
         raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if path.is_dir():
         side = _side_texts(path)
-        if (path / TOKENIZER_FILE).exists():
+        if os.path.lexists(path / TOKENIZER_FILE):  # a link that leads nowhere is damage, not absence
             definition = _checked(read_json(path / TOKENIZER_FILE, error=DataError), path / TOKENIZER_FILE)
             return TokenizerFiles(definition, side_texts=side)
         if (path / VOCAB_FILE).is_file() or (path / MERGES_FILE).is_file():
@@ -110,7 +110,7 @@ def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
 
 
 def _side_texts(directory: Path) -> dict[str, str]:
-    there = [name for name in SIDE_FILES if (directory / name).exists()]
+    there = [name for name in SIDE_FILES if os.path.lexists(directory / name)]
     return {name: _read_text(directory / name, MAX_JSON_BYTES) for name in there}
 
 
