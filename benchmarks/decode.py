@@ -165,7 +165,7 @@ def exported(threads: int, *, top_k: int = 1, top_p: float = 1.0, most_guesses: 
     next_token = our_model()
     import numpy as np
 
-    from ppfleetx.config.sections import InferenceConfig
+    from ppfleetx.config.sections.root import InferenceConfig
     from ppfleetx.deploy.export_dir import PROGRAM
     from ppfleetx.deploy.inference_engine import Program
     from ppfleetx.deploy.program import save_program
@@ -204,7 +204,7 @@ def our_model() -> NextTokenModel:
 
     prepare_process()
     import_paddle()
-    from ppfleetx.config.sections import ModelConfig
+    from ppfleetx.config.sections.root import ModelConfig
     from ppfleetx.generation.session import NextTokenModel
     from ppfleetx.models.gpt.stages import gpt_stages
     from ppfleetx.models.staged import StagedModel

@@ -21,11 +21,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ppfleetx.data.corpus import find_sources, iterate_texts
 from ppfleetx.data.indexed import IndexedDatasetWriter, bin_path, idx_path, optimal_dtype
-from ppfleetx.data.preprocess import preprocess
-from ppfleetx.data.tokenizer import Tokenizer
-from ppfleetx.data.tokenizer_training import train_tokenizer
+from ppfleetx.data.prepare.corpus import find_sources, iterate_texts
+from ppfleetx.data.prepare.preprocess import preprocess
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.data.tokenizer.training import train_tokenizer
 
 
 def write_corpus(directory: Path) -> dict[str, Path]:

@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def make_model(args: argparse.Namespace) -> Any:
-    from ppfleetx.config.sections import ModelConfig
+    from ppfleetx.config.sections.root import ModelConfig
     from ppfleetx.generation.session import NextTokenModel
     from ppfleetx.models.gpt.stages import gpt_stages
     from ppfleetx.models.staged import StagedModel
@@ -110,7 +110,7 @@ def sample_with(next_token: Any) -> Sample:
 def sample_exported(next_token: Any, directory: Path) -> Sample:
     import numpy as np
 
-    from ppfleetx.config.sections import InferenceConfig
+    from ppfleetx.config.sections.root import InferenceConfig
     from ppfleetx.deploy.export_dir import PROGRAM
     from ppfleetx.deploy.inference_engine import Program
     from ppfleetx.deploy.program import save_program

@@ -115,7 +115,7 @@ def make_runner(layers: int, hidden: int, heads: int):
 
     prepare_process()
     import_paddle()
-    from ppfleetx.config.sections import ModelConfig, OptimizerConfig, RunConfig
+    from ppfleetx.config.sections.root import ModelConfig, OptimizerConfig, RunConfig
     from ppfleetx.core.module.gpt import GPTModule
     from ppfleetx.distributed.context import ParallelContext
     from ppfleetx.parallel.apply import parallelize

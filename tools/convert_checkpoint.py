@@ -50,7 +50,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     plan = None if args.plan is None else parse_plan(args.plan)
-    from ppfleetx.checkpoint.convert.run import Conversion, check_logits, convert, load_model_section
+    from ppfleetx.checkpoint.foreign.convert import Conversion, check_logits, convert, load_model_section
     from ppfleetx.config.plan import ParallelPlan
     from ppfleetx.utils.log import configure_logging
 

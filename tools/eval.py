@@ -21,7 +21,7 @@ def main() -> None:
     add_config_arguments(parser)
     args = parser.parse_args()
 
-    from ppfleetx.core.evaluate import run
+    from ppfleetx.core.programs.evaluate import run
 
     run(args.config, args.override)
 

@@ -50,7 +50,7 @@ def main() -> int:
 
 def show(prefix: str, as_json: bool) -> None:
     """Print what the corpus holds."""
-    from ppfleetx.data.corpus_summary import summary, summary_text
+    from ppfleetx.data.prepare.corpus_summary import summary, summary_text
 
     facts = summary(prefix)
     print(json.dumps(facts) if as_json else summary_text(facts))

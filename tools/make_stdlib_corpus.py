@@ -18,7 +18,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1234, help="of the order of the documents (1234)")
     parser.add_argument("--overwrite", action="store_true", help="replace a file that is there already")
     args = parser.parse_args()
-    from ppfleetx.data.stdlib_corpus import write_stdlib_corpus
+    from ppfleetx.data.prepare.stdlib_corpus import write_stdlib_corpus
 
     num_documents, num_bytes = write_stdlib_corpus(args.output, args.seed, overwrite=args.overwrite)
     print(f"{num_documents:,} documents, {num_bytes / 1e6:.1f} MB of text: {args.output}")

@@ -23,8 +23,8 @@ def main() -> None:
     args = parser.parse_args()
 
     from ppfleetx.data.indexed import IndexedDataset
-    from ppfleetx.data.merging import merge
     from ppfleetx.data.prefixes import find_prefixes
+    from ppfleetx.data.prepare.merging import merge
 
     prefixes = [prefix for path in args.input for prefix in find_prefixes(path)]
     merge(prefixes, args.output_prefix, overwrite=args.overwrite)

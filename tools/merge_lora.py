@@ -21,7 +21,7 @@ def main() -> None:
     )
     args = parser.parse_args()
 
-    from ppfleetx.checkpoint.convert.lora import merge_lora
+    from ppfleetx.checkpoint.foreign.merge_lora import merge_lora
     from ppfleetx.utils.log import configure_logging
 
     configure_logging()

@@ -63,8 +63,8 @@ def main() -> None:
     args = parse_arguments()
     # A terminated run leaves as little behind as one stopped by Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    from ppfleetx.data.corpus import find_sources
-    from ppfleetx.data.preprocess import preprocess
+    from ppfleetx.data.prepare.corpus import find_sources
+    from ppfleetx.data.prepare.preprocess import preprocess
 
     workers = available_cores() if args.workers is None else args.workers
     if workers < 1:
@@ -101,7 +101,7 @@ def available_cores() -> int:
 
 def load_tokenizer(args: argparse.Namespace):
     """The tokenizer the command line names."""
-    from ppfleetx.data.tokenizer import Tokenizer
+    from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
     if (args.tokenizer is None) == (args.vocab_file is None) or bool(args.vocab_file) != bool(
         args.merge_file

@@ -23,9 +23,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.check:
         from ppfleetx.config.loader import load_config
-        from ppfleetx.core.check import check_report
         from ppfleetx.core.engine.run_directory import check_beginning
-        from ppfleetx.core.token_ids import token_id_lines
+        from ppfleetx.core.programs.check import check_report
+        from ppfleetx.core.programs.token_ids import token_id_lines
 
         cfg = load_config(args.config, args.override)
         print(check_report(cfg))
@@ -34,10 +34,10 @@ def main() -> None:
         for line in token_id_lines(cfg):
             print(line)
         return
-    from ppfleetx.core.launch import start_process
+    from ppfleetx.core.programs.launch import start_process
 
     cfg, ctx = start_process(args.config, args.override, reads=("Train", "Eval"))
-    from ppfleetx.core.engine.build import train
+    from ppfleetx.core.programs.train import train
 
     train(cfg, ctx)
 

@@ -35,8 +35,8 @@ def main() -> None:
 
 def train(args: argparse.Namespace) -> None:
     """Train and write, with a progress bar over the bytes read."""
-    from ppfleetx.data.corpus import find_sources, iterate_texts
-    from ppfleetx.data.tokenizer_training import train_tokenizer
+    from ppfleetx.data.prepare.corpus import find_sources, iterate_texts
+    from ppfleetx.data.tokenizer.training import train_tokenizer
     from ppfleetx.utils.progress import ProgressBar
 
     if (args.output / "tokenizer.json").exists() and not args.overwrite:

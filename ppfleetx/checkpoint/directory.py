@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ppfleetx.checkpoint.convert.fleetx import is_fleetx, open_fleetx
-from ppfleetx.checkpoint.foreign import described
+from ppfleetx.checkpoint.foreign.detect import described
+from ppfleetx.checkpoint.foreign.fleetx import is_fleetx, open_fleetx
 from ppfleetx.checkpoint.manifest import (
     BEST_FILE,
     LATEST_FILE,

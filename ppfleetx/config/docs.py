@@ -17,13 +17,13 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from ppfleetx.config.bases import MAX_CHAIN, MAX_FILES
 from ppfleetx.config.effects import Effect, keys_of
 from ppfleetx.config.fields import Section
-from ppfleetx.config.files import MAX_FILE_BYTES
-from ppfleetx.config.parse import MAX_DEPTH, MAX_VALUES
 from ppfleetx.config.plan import LEGAL
-from ppfleetx.config.sections import RunConfig
+from ppfleetx.config.reading.bases import MAX_CHAIN, MAX_FILES
+from ppfleetx.config.reading.files import MAX_FILE_BYTES
+from ppfleetx.config.reading.parse import MAX_DEPTH, MAX_VALUES
+from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.words import describe, field_types, section_in
 
 _HEAD = """\

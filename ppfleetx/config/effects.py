@@ -11,8 +11,8 @@ from enum import Enum
 from typing import Any
 
 from ppfleetx.config.fields import Section
-from ppfleetx.config.model import ModelConfig
-from ppfleetx.config.sections import RunConfig
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.words import field_types, section_in
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ppfleetx.config.data import GLUE_OUTPUTS, DatasetConfig
 from ppfleetx.config.fields import RuleError
-from ppfleetx.config.sections import RunConfig
+from ppfleetx.config.sections.data import GLUE_OUTPUTS, DatasetConfig
+from ppfleetx.config.sections.root import RunConfig
 
 FINETUNE_MODULE = "GPTFinetuneModule"
 

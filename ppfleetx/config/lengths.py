@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ppfleetx.config.fields import RuleError
 from ppfleetx.config.finetuning import FINETUNE_MODULE
 from ppfleetx.config.plan import CONFIG_KEYS, ParallelPlan, Violation, Workload, violations
-from ppfleetx.config.sections import RunConfig
+from ppfleetx.config.sections.root import RunConfig
 
 
 def used_lengths(cfg: RunConfig) -> dict[str, int]:

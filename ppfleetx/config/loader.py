@@ -6,13 +6,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ppfleetx.config.bases import read_with_bases
-from ppfleetx.config.fleetx_compat import modernize
-from ppfleetx.config.fleetx_scope import refuse_left_out
-from ppfleetx.config.foreign import refuse_foreign
-from ppfleetx.config.overrides import apply_overrides
+from ppfleetx.config.other_toolkits.fleetx import modernize
+from ppfleetx.config.other_toolkits.fleetx_scope import refuse_left_out
+from ppfleetx.config.other_toolkits.foreign import refuse_foreign
+from ppfleetx.config.reading.bases import read_with_bases
+from ppfleetx.config.reading.overrides import apply_overrides
 from ppfleetx.config.resolve import resolve
-from ppfleetx.config.sections import RunConfig
+from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.validate import validate
 
 CONFIG_FILE = "config.yaml"

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from ppfleetx.config.fields import Section
-from ppfleetx.config.sections import RunConfig
+from ppfleetx.config.sections.root import RunConfig
 
 RECORD_MARK = "# The configuration of a run."
 _HEAD = f"""\

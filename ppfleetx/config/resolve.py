@@ -13,7 +13,7 @@ from ppfleetx.config.fields import MAX_RANKS, RuleError, Section
 from ppfleetx.config.finetuning import FINETUNE_MODULE, finetuning_violations, glue_task, num_outputs
 from ppfleetx.config.lengths import length_violations, position_violations, workload_of
 from ppfleetx.config.plan import AXES, CONFIG_KEYS, ParallelPlan, nearest_plan, violations
-from ppfleetx.config.sections import RunConfig, plan_of
+from ppfleetx.config.sections.root import RunConfig, plan_of
 from ppfleetx.config.validate import violation_error
 
 

@@ -6,7 +6,7 @@ import difflib
 from functools import cache
 
 from ppfleetx.config.fields import Section
-from ppfleetx.config.synonyms import our_key
+from ppfleetx.config.other_toolkits.synonyms import our_key
 from ppfleetx.config.words import field_types, section_in
 
 

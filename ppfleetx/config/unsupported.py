@@ -11,7 +11,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from ppfleetx.config.sections import RunConfig
+from ppfleetx.config.sections.root import RunConfig
 
 _SHIPPED = Path(__file__).resolve().parents[1] / "configs"
 

@@ -20,23 +20,23 @@ from ppfleetx.data.blended import (
     normalise,
     weighted_order,
 )
-from ppfleetx.data.glue import TASKS
-from ppfleetx.data.glue_metrics import require_libraries
 from ppfleetx.data.gpt_dataset import GPTDataset, SampleOptions
 from ppfleetx.data.loader import DataLoader
 from ppfleetx.data.prefixes import find_prefixes, open_tokens
-from ppfleetx.data.records import GlueDataset, PromptResponseDataset
 from ppfleetx.data.sampler import GlobalBatchSampler, Tail
 from ppfleetx.data.split import MODES, split_ranges
+from ppfleetx.data.tasks.glue import TASKS
+from ppfleetx.data.tasks.glue_metrics import require_libraries
+from ppfleetx.data.tasks.records import GlueDataset, PromptResponseDataset
 from ppfleetx.data.token_store import TokenStore
-from ppfleetx.data.tokenizer_files import GPT2_FILES
+from ppfleetx.data.tokenizer.files import GPT2_FILES
 from ppfleetx.data.vocabulary import check_tokenizer
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
-    from ppfleetx.config.data import DatasetConfig
-    from ppfleetx.config.sections import RunConfig
-    from ppfleetx.data.tokenizer import Tokenizer
+    from ppfleetx.config.sections.data import DatasetConfig
+    from ppfleetx.config.sections.root import RunConfig
+    from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 Mode = Literal["Train", "Eval", "Test"]
 
@@ -177,7 +177,7 @@ def load_tokenizer(cfg: RunConfig) -> Tokenizer | None:
     Raises:
         DataError: its files are missing or damaged; the message names the key.
     """
-    from ppfleetx.data.tokenizer import Tokenizer
+    from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
     files = cfg.Data.tokenizer
     key = next(

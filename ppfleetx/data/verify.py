@@ -16,7 +16,7 @@ from ppfleetx.data.prefixes import find_prefixes
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
-    from ppfleetx.config.sections import RunConfig
+    from ppfleetx.config.sections.root import RunConfig
 
 _LEVELS = ("none", "index", "full")
 _NAMED = 3  # corpora in a log line

@@ -6,7 +6,7 @@ import numpy as np
 
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.indexed import TokenStore
-from ppfleetx.data.tokenizer import Tokenizer
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 _PART = 1 << 16  # tokens that are read in one go
 

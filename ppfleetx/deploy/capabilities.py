@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.generation import GenerationConfig
-from ppfleetx.config.sections import RunConfig
+from ppfleetx.config.sections.generation import GenerationConfig
+from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.utils.cpu import CPUINFO, flags_in, read_cpuinfo
 
 _BF16_FLAGS = ("avx512_bf16", "amx_bf16")

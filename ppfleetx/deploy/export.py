@@ -15,9 +15,9 @@ from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.checkpoint.housekeeping import publish
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.sections import RunConfig
-from ppfleetx.core.generate import check_checkpoint, load_generator
-from ppfleetx.core.launch import start_with, world_size
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.core.programs.generate import check_checkpoint, load_generator
+from ppfleetx.core.programs.launch import start_with, world_size
 from ppfleetx.deploy.capabilities import check_generation
 from ppfleetx.deploy.export_dir import (
     PROGRAM,

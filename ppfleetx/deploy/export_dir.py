@@ -56,7 +56,7 @@ class ExportManifest:
         max_positions: most tokens of a prompt and its continuation together.
         model: the ``Model`` section it was exported with.
         generation: keys of the ``Generation`` section that were set when it was exported.
-        tokenizer_fingerprint: see :attr:`ppfleetx.data.tokenizer.Tokenizer.fingerprint`.
+        tokenizer_fingerprint: see :attr:`ppfleetx.data.tokenizer.tokenizer.Tokenizer.fingerprint`.
         checkpoint: name of the checkpoint the weights are of.
         inputs: names and types of the program's inputs.
         paddle_version: of the Paddle that wrote the program.

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.sections import GenerationConfig, RunConfig
+from ppfleetx.config.sections.root import GenerationConfig, RunConfig
 from ppfleetx.config.validate import section_of
-from ppfleetx.core.generate import (
+from ppfleetx.core.programs.generate import (
     check_output,
     continue_together,
     print_generations,
     read_prompts,
     write_generations,
 )
-from ppfleetx.core.launch import expected_device, start_with, world_size
+from ppfleetx.core.programs.launch import expected_device, start_with, world_size
 from ppfleetx.deploy.capabilities import check_generation, check_inference, check_onednn
 from ppfleetx.deploy.export_dir import ExportManifest, open_export
 from ppfleetx.deploy.replicas import as_replicas

@@ -11,8 +11,8 @@ import paddle
 from paddle import inference
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.generation import InferenceConfig, TensorRTConfig
-from ppfleetx.data.tokenizer import Tokenizer
+from ppfleetx.config.sections.generation import InferenceConfig, TensorRTConfig
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.deploy.capabilities import check_generation, check_onednn
 from ppfleetx.deploy.export_dir import (
     PROGRAM_FILE,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ppfleetx.config.sections import DistributedConfig, RunConfig
+from ppfleetx.config.sections.root import DistributedConfig, RunConfig
 
 
 def as_replicas(cfg: RunConfig, processes: int) -> tuple[RunConfig, list[str]]:

@@ -9,7 +9,7 @@ import paddle
 from ppfleetx.config.batch import BatchPlan
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.plan import AXES, ParallelPlan
-from ppfleetx.config.sections import RunConfig
+from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.random import register_sliced_stream, seed_everything
 
@@ -60,7 +60,7 @@ def _set_flags(cfg: RunConfig) -> None:
 def start_fleet(plan: ParallelPlan, batch: BatchPlan, device: str) -> ParallelContext:
     """``fleet.init`` with the degrees of ``plan``: the only call of it in this package.
 
-    On the CPU the process groups of :mod:`ppfleetx.distributed.cpu_backend` are installed before.
+    On the CPU the process groups of :mod:`ppfleetx.distributed.cpu.backend` are installed before.
 
     Raises:
         ConfigError: CPU processes with a Paddle build for GPUs, where those groups do not work.
@@ -68,7 +68,7 @@ def start_fleet(plan: ParallelPlan, batch: BatchPlan, device: str) -> ParallelCo
     from paddle.distributed import fleet
 
     if device == "cpu":
-        from ppfleetx.distributed import cpu_backend
+        from ppfleetx.distributed.cpu import backend as cpu_backend
 
         if not cpu_backend.install():
             raise ConfigError(

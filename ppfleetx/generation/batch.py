@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ppfleetx.config.sections import GenerationConfig
+from ppfleetx.config.sections.root import GenerationConfig
 from ppfleetx.generation.draws import RandomStream, uniforms
 from ppfleetx.generation.lookup import MOST_ROWS
 from ppfleetx.generation.search import Choose, Sampler, greedy

@@ -11,8 +11,8 @@ import paddle
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, DataError
-from ppfleetx.config.sections import GenerationConfig, ModelConfig
-from ppfleetx.data.tokenizer import Tokenizer
+from ppfleetx.config.sections.root import GenerationConfig, ModelConfig
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.data.vocabulary import check_tokenizer
 from ppfleetx.generation.batch import Batch, OnText
 from ppfleetx.generation.beam import BeamOptions, beam_search

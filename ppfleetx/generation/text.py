@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ppfleetx.data.tokenizer import Tokenizer
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 
 class RowText:

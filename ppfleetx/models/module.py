@@ -7,7 +7,7 @@ from typing import Any
 
 import paddle
 
-from ppfleetx.config.sections import RunConfig
+from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.nn.stage import LayerFactory, Stage
 
 Tensors = dict[str, paddle.Tensor]

@@ -12,7 +12,7 @@ import paddle
 from paddle import nn
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.lora import LoraConfig
+from ppfleetx.config.sections.lora import LoraConfig
 from ppfleetx.distributed.collectives import exchange
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.random import sliced_stream

@@ -14,7 +14,7 @@ from typing import Any
 import paddle
 from paddle import nn
 
-from ppfleetx.config.lora import LoraConfig
+from ppfleetx.config.sections.lora import LoraConfig
 from ppfleetx.nn.stage import LayerFactory, NameOf, Stage
 
 

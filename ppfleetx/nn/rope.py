@@ -13,7 +13,7 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 
-from ppfleetx.config.rope import RopeScalingConfig
+from ppfleetx.config.sections.rope import RopeScalingConfig
 from ppfleetx.nn.rope_scaling import attention_factor, inverse_frequencies
 
 

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from ppfleetx.config.rope import RopeScalingConfig
+from ppfleetx.config.sections.rope import RopeScalingConfig
 
 
 def inverse_frequencies(head_dim: int, base: float, scaling: RopeScalingConfig | None) -> np.ndarray:

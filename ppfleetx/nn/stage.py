@@ -18,7 +18,7 @@ from paddle import nn
 from ppfleetx.nn.init import Init, draw
 
 if TYPE_CHECKING:
-    from ppfleetx.config.lora import LoraConfig
+    from ppfleetx.config.sections.lora import LoraConfig
 
 NameOf = Callable[[str], str]
 """Canonical name of what lies at a path within a layer."""

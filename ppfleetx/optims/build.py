@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.optimizer import LRConfig, OptimizerConfig
+from ppfleetx.config.sections.optimizer import LRConfig, OptimizerConfig
 from ppfleetx.optims.adamw import NamedParams, Optimizer, adamw, sgd
 from ppfleetx.optims.groups import decays
 from ppfleetx.optims.schedules import Schedule

@@ -7,7 +7,7 @@ from typing import Any
 
 import paddle
 
-from ppfleetx.config.sections import RunConfig
+from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.models.module import BasicModule
 from ppfleetx.models.staged import StagedModel

@@ -17,8 +17,8 @@ from typing import Any
 
 import paddle
 
-from ppfleetx.config.engine import MixedPrecisionConfig
 from ppfleetx.config.errors import CheckpointError, ConfigError
+from ppfleetx.config.sections.engine import MixedPrecisionConfig
 from ppfleetx.optims.gradients import add_to_main_gradient, gradient_of
 from ppfleetx.optims.on_host import copy_to_host
 

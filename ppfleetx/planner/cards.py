@@ -12,8 +12,8 @@ from pydantic import Field
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt, Section, Text, UnitFloat
-from ppfleetx.config.parse import Budget, read_yaml
-from ppfleetx.config.tree import Node
+from ppfleetx.config.reading.parse import Budget, read_yaml
+from ppfleetx.config.reading.tree import Node
 from ppfleetx.config.validate import section_of
 
 GIB = 1 << 30

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ppfleetx.config.batch import BatchPlan
-from ppfleetx.config.model import ModelConfig
 from ppfleetx.config.plan import ParallelPlan, Workload
-from ppfleetx.config.sections import RunConfig
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.planner.cards import Card
 
 Recompute = Literal["none", "core_attn", "full_attn", "full"]

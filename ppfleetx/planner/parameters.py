@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ppfleetx.config.model import ModelConfig
+from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.shape import parameter_shapes
 from ppfleetx.planner.case import Case
 

@@ -18,7 +18,7 @@ def main() -> None:
     parser.add_argument("--output", metavar="FILE", help="also write prompts and results as jsonl")
     args = parser.parse_args()
 
-    from ppfleetx.core.generate import run
+    from ppfleetx.core.programs.generate import run
 
     run(args.config, args.override, args.output)
 

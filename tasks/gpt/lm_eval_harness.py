@@ -24,7 +24,7 @@ def main() -> None:
     add("--output", metavar="FILE", help="also write the results as JSON")
     args = parser.parse_args()
 
-    from ppfleetx.core.harness import run
+    from ppfleetx.core.programs.lm_eval import run
 
     run(
         args.config,

@@ -20,7 +20,7 @@ MODEL = {
 def save(output_dir: str, model: dict[str, int] | None = None) -> dict[str, int]:
     """Save a new model (MODEL, or other sizes); bytes of all its tensors and of the largest."""
     from ppfleetx.checkpoint.reader import open_checkpoint
-    from ppfleetx.checkpoint.training import model_slices
+    from ppfleetx.checkpoint.tensors import model_slices
     from ppfleetx.checkpoint.writer import save_checkpoint
 
     runner, cfg = _runner({}, 1, model)
@@ -36,7 +36,7 @@ def load(path: str, plan: dict[str, int], world: int, model: dict[str, int] | No
     """Load it under a plan: bytes this rank holds, bytes it needed besides at worst, bytes it read."""
     from ppfleetx.checkpoint import storage
     from ppfleetx.checkpoint.reader import open_checkpoint
-    from ppfleetx.checkpoint.training import load_model
+    from ppfleetx.checkpoint.tensors import load_model
 
     runner, cfg = _runner(plan, world, model)
     names = runner.model_names()

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import save_file
 
-from ppfleetx.checkpoint.convert.run import Conversion, convert
 from ppfleetx.checkpoint.directory import resolve_checkpoint
-from ppfleetx.checkpoint.foreign import described
+from ppfleetx.checkpoint.foreign.convert import Conversion, convert
+from ppfleetx.checkpoint.foreign.detect import described
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import load_config
-from ppfleetx.core.check import check_report
-from tests.checkpoint.convert import hf_dirs
+from ppfleetx.core.programs.check import check_report
+from tests.checkpoint.foreign import hf_dirs
 
 ROOT = Path(__file__).resolve().parents[2]
 NANO = ROOT / "ppfleetx/configs/debug/gpt_nano.yaml"

@@ -9,9 +9,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from ppfleetx.checkpoint.convert.layout import merge
-from ppfleetx.checkpoint.convert.ours import read_ppfleetx
 from ppfleetx.checkpoint.entries import CHUNK_BYTES
+from ppfleetx.checkpoint.foreign.layout import merge
+from ppfleetx.checkpoint.foreign.ours import read_ppfleetx
 from ppfleetx.checkpoint.inspect import open_for_inspection
 from ppfleetx.checkpoint.manifest import marker_of
 from ppfleetx.checkpoint.reader import open_checkpoint, read_marker

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppfleetx.checkpoint.paddle_file import read_paddle_file
-from ppfleetx.checkpoint.pickled import PLAIN_NAMES, check_claims, flatten
-from ppfleetx.checkpoint.torch_file import read_torch_file
-from ppfleetx.checkpoint.unpickle import Unpickler
+from ppfleetx.checkpoint.foreign.paddle_file import read_paddle_file
+from ppfleetx.checkpoint.foreign.pickled import PLAIN_NAMES, check_claims, flatten
+from ppfleetx.checkpoint.foreign.torch_file import read_torch_file
+from ppfleetx.checkpoint.foreign.unpickle import Unpickler
 from ppfleetx.config.errors import CheckpointError, shown
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "torch"

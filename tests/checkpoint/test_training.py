@@ -7,7 +7,7 @@ import pytest
 from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.checkpoint.rng import rng_state, set_rng_state
 from ppfleetx.checkpoint.slices import whole
-from ppfleetx.checkpoint.training import (
+from ppfleetx.checkpoint.tensors import (
     host_array,
     load_model,
     load_optimizer,
@@ -15,7 +15,7 @@ from ppfleetx.checkpoint.training import (
     optimizer_slices,
 )
 from ppfleetx.config.errors import CheckpointError
-from ppfleetx.config.optimizer import OptimizerConfig
+from ppfleetx.config.sections.optimizer import OptimizerConfig
 from ppfleetx.nn.init import Constant
 from ppfleetx.nn.stage import ParamInfo
 from ppfleetx.optims.build import build_optimizer

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppfleetx.checkpoint.paddle_file import read_paddle_file
-from ppfleetx.checkpoint.pickled import PLAIN_NAMES, PickledArray
+from ppfleetx.checkpoint.foreign.paddle_file import read_paddle_file
+from ppfleetx.checkpoint.foreign.pickled import PLAIN_NAMES, PickledArray
+from ppfleetx.checkpoint.foreign.torch_file import read_torch_file
+from ppfleetx.checkpoint.foreign.unpickle import RawBytes, Record, RefusedPickleError, Unpickler
 from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE
-from ppfleetx.checkpoint.torch_file import read_torch_file
-from ppfleetx.checkpoint.unpickle import RawBytes, Record, RefusedPickleError, Unpickler
 from ppfleetx.config.errors import CheckpointError
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "torch"

@@ -5,7 +5,7 @@ import pytest
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
-from ppfleetx.core.check import check_report
+from ppfleetx.core.programs.check import check_report
 
 
 @pytest.mark.parametrize(

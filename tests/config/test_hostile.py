@@ -8,7 +8,7 @@ import pytest
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.plan import ParallelPlan, Workload, nearest_plan
-from ppfleetx.core.check import check_report
+from ppfleetx.core.programs.check import check_report
 from tests.config.conftest import SMALL
 
 SECONDS = 5  # of the processor

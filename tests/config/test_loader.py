@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.record import dump_config, run_record
-from ppfleetx.config.sections import LRConfig, ModelConfig, RunConfig
+from ppfleetx.config.sections.root import LRConfig, ModelConfig, RunConfig
 from ppfleetx.config.words import field_types, section_in
 
 CONFIGS = Path(__file__).parents[2] / "ppfleetx" / "configs"
@@ -261,7 +261,7 @@ def test_fast_and_without_paddle():
         "import numpy, pydantic, yaml\n"
         "libraries = time.process_time()\n"
         "from ppfleetx.config.loader import load_config\n"
-        "from ppfleetx.core.check import check_report\n"
+        "from ppfleetx.core.programs.check import check_report\n"
         "text = check_report(load_config(sys.argv[1])); assert 'paddle' not in sys.modules; print(text)\n"
         "print(time.process_time() / libraries)"
     )

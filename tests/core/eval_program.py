@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ppfleetx.core.evaluate import evaluate
-from ppfleetx.data.evaluation import LastWords, SlidingWindows, Window
+from ppfleetx.core.programs.evaluate import evaluate
+from ppfleetx.data.tasks.evaluation import LastWords, SlidingWindows, Window
 from tests.models.gpt_builders import GOLDENS
 
 HF = json.loads((GOLDENS / "hf_scores.json").read_text())
@@ -56,7 +56,7 @@ def score(config: str, overrides: Mapping[str, Any], case: list[int] | str, worl
 def loss_on_corpus(config: str, overrides: Mapping[str, Any], world: int = 1) -> str:
     """What tools/eval.py finds on Data.Eval."""
     from ppfleetx.config.loader import load_config
-    from ppfleetx.core.engine.build import evaluate
+    from ppfleetx.core.programs.train import evaluate
     from ppfleetx.distributed.init import init_distributed
 
     options = [f"{key}={value}" for key, value in overrides.items()]

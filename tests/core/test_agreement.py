@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from ppfleetx.config.errors import CheckpointError
-from ppfleetx.config.model import ModelConfig
+from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.core.engine.agreement import check_same_function
 
 ROPE = {

@@ -13,12 +13,12 @@ import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.checkpoint.training import model_slices
+from ppfleetx.checkpoint.tensors import model_slices
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.config.errors import UserError
-from ppfleetx.config.model import ModelConfig
-from ppfleetx.core import evaluate
-from ppfleetx.data.tokenizer_training import train_tokenizer
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.core.programs import evaluate
+from ppfleetx.data.tokenizer.training import train_tokenizer
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import LocalFactory

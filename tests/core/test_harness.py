@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from ppfleetx.checkpoint.convert.run import Conversion, convert
+from ppfleetx.checkpoint.foreign.convert import Conversion, convert
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
-from ppfleetx.core.harness import find_tasks, generation_options, load_model, measure, run
-from ppfleetx.data.tokenizer import Tokenizer
-from ppfleetx.data.tokenizer_training import train_tokenizer
+from ppfleetx.core.programs.lm_eval import find_tasks, generation_options, load_model, measure, run
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.data.tokenizer.training import train_tokenizer
 from ppfleetx.distributed.context import ParallelContext
 from tests.e2e.program import NANO
 
@@ -161,14 +161,16 @@ def test_a_task_of_ones_own(both: tuple[Any, Any], tmp_path: Path) -> None:
 def test_mistakes_are_found_before_paddle_is_loaded(
     options: dict[str, int], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ppfleetx.core.harness.find_spec", lambda name: True)
-    monkeypatch.setattr("ppfleetx.core.harness.start_with", lambda cfg: pytest.fail("a process was started"))
+    monkeypatch.setattr("ppfleetx.core.programs.lm_eval.find_spec", lambda name: True)
+    monkeypatch.setattr(
+        "ppfleetx.core.programs.lm_eval.start_with", lambda cfg: pytest.fail("a process was started")
+    )
     with pytest.raises(ConfigError, match=words):
         run(str(NANO), [], ["a task"], **options)
 
 
 def test_a_missing_harness_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppfleetx.core.harness.find_spec", lambda name: None)
+    monkeypatch.setattr("ppfleetx.core.programs.lm_eval.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'ppfleetx\[lm_eval\]'"):
         run("there is no such file", [], ["a task"])
 
@@ -195,9 +197,9 @@ def test_bos_begins_a_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
         module = ModuleType(name)
         vars(module).update(modules.get(name, {}))
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "ppfleetx.core.harness_model", raising=False)
-    harness_model = importlib.import_module("ppfleetx.core.harness_model")
-    monkeypatch.delitem(sys.modules, "ppfleetx.core.harness_model")
+    monkeypatch.delitem(sys.modules, "ppfleetx.core.programs.lm_eval_model", raising=False)
+    harness_model = importlib.import_module("ppfleetx.core.programs.lm_eval_model")
+    monkeypatch.delitem(sys.modules, "ppfleetx.core.programs.lm_eval_model")
     for name in ("llama2", "llama3", "gpt2"):
         tokenizer = Tokenizer.load(GOLDENS / "tokenizers" / name)
         generator = SimpleNamespace(

@@ -4,7 +4,7 @@ import pytest
 
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_config
-from ppfleetx.core.launch import start_with, world_size
+from ppfleetx.core.programs.launch import start_with, world_size
 
 PRETRAIN = "ppfleetx/configs/nlp/gpt/pretrain_gpt_345M_single_card.yaml"
 ON_CPU = ["Global.device=cpu", "Engine.mix_precision.enable=False"]

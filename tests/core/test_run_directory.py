@@ -14,7 +14,7 @@ from ppfleetx.checkpoint.ownership import RunRecord, read_run, run_of, write_run
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.record import run_record
-from ppfleetx.config.sections import RunConfig
+from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine import claim as claiming
 from ppfleetx.core.engine.claim import claim
 from ppfleetx.core.engine.run_directory import base_of, check_beginning, hold, output_dir_of

@@ -12,10 +12,10 @@ import pytest
 
 from ppfleetx.config.errors import DataError
 from ppfleetx.config.loader import load_config
-from ppfleetx.core import token_ids
-from ppfleetx.core.token_ids import token_id_lines
+from ppfleetx.core.programs import token_ids
+from ppfleetx.core.programs.token_ids import token_id_lines
 from ppfleetx.data.indexed import IndexedDatasetWriter
-from ppfleetx.data.tokenizer_training import train_tokenizer
+from ppfleetx.data.tokenizer.training import train_tokenizer
 from ppfleetx.data.vocabulary import check_corpus
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from ppfleetx.data.bpe_ranks import live_ranks, split_by_ranks
-from ppfleetx.data.tokenizer_engines import TiktokenEngine, TokenizersEngine, Unsupported
-from ppfleetx.data.tokenizer_files import BYTE_CHARACTERS, make_definition
+from ppfleetx.data.tokenizer.bpe_ranks import live_ranks, split_by_ranks
+from ppfleetx.data.tokenizer.engines import TiktokenEngine, TokenizersEngine, Unsupported
+from ppfleetx.data.tokenizer.files import BYTE_CHARACTERS, make_definition
 
 
 def random_definition(rng: random.Random, alphabet: str, num_merges: int) -> dict:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ppfleetx.data.detokenize import detokenizer, detokenizer_of_file
+from ppfleetx.data.tasks.detokenize import detokenizer, detokenizer_of_file
 
 # Written by hand from the published files' conventions.
 WIKITEXT = [

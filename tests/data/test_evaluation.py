@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from ppfleetx.config.errors import UserError
-from ppfleetx.config.generation import OfflineEvalConfig
-from ppfleetx.data.evaluation import (
+from ppfleetx.config.sections.generation import OfflineEvalConfig
+from ppfleetx.data.tasks.evaluation import (
     LastWords,
     SlidingWindows,
     Window,
@@ -20,8 +20,8 @@ from ppfleetx.data.evaluation import (
     read_evaluation_set,
     window_batches,
 )
-from ppfleetx.data.tokenizer import Tokenizer
-from ppfleetx.data.tokenizer_training import train_tokenizer
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.data.tokenizer.training import train_tokenizer
 
 
 @pytest.fixture(scope="module")

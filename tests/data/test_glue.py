@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from ppfleetx.config.data import GLUE_OUTPUTS
 from ppfleetx.config.errors import DataError
-from ppfleetx.data import glue_metrics as metrics
-from ppfleetx.data.glue import TASKS, read_glue
+from ppfleetx.config.sections.data import GLUE_OUTPUTS
+from ppfleetx.data.tasks import glue_metrics as metrics
+from ppfleetx.data.tasks.glue import TASKS, read_glue
 
 MNLI = "index\tpromptID\tpairID\tgenre\tsentence1_binary_parse\tsentence2_binary_parse\tsentence1_parse\t"
 MNLI += "sentence2_parse\tsentence1\tsentence2"

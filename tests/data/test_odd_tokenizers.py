@@ -7,8 +7,8 @@ import time
 import pytest
 
 from ppfleetx.config.errors import DataError
-from ppfleetx.data.tokenizer import Tokenizer
-from ppfleetx.data.tokenizer_files import BYTE_CHARACTERS, make_definition
+from ppfleetx.data.tokenizer.files import BYTE_CHARACTERS, make_definition
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 BYTES = {character: number for number, character in enumerate(BYTE_CHARACTERS)}
 

@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppfleetx.config.data import DatasetConfig
 from ppfleetx.config.errors import DataError
-from ppfleetx.data.glue import TASKS
+from ppfleetx.config.sections.data import DatasetConfig
 from ppfleetx.data.gpt_dataset import PADDING
 from ppfleetx.data.loader import DataLoader
-from ppfleetx.data.records import GlueDataset, PromptResponseDataset, longest_first
 from ppfleetx.data.sampler import GlobalBatchSampler
-from ppfleetx.data.tokenizer import Tokenizer
+from ppfleetx.data.tasks.glue import TASKS
+from ppfleetx.data.tasks.records import GlueDataset, PromptResponseDataset, longest_first
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from tests.helpers.texts import small_tokenizer
 
 GOLDEN_TOKENIZERS = Path(__file__).parents[1] / "goldens" / "tokenizers"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.config.errors import DataError
-from ppfleetx.data.stdlib_corpus import stdlib_files, write_stdlib_corpus
-from ppfleetx.data.tokenizer import Tokenizer
+from ppfleetx.data.prepare.stdlib_corpus import stdlib_files, write_stdlib_corpus
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 

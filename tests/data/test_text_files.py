@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from ppfleetx.config.data import DatasetConfig
 from ppfleetx.config.errors import ConfigError, DataError, UserError
-from ppfleetx.config.generation import OfflineEvalConfig
-from ppfleetx.data import text_files
-from ppfleetx.data.corpus import find_sources, iterate_texts
-from ppfleetx.data.cut_documents import cut_documents
-from ppfleetx.data.evaluation import read_text
-from ppfleetx.data.glue import TASKS, read_glue
+from ppfleetx.config.sections.data import DatasetConfig
+from ppfleetx.config.sections.generation import OfflineEvalConfig
 from ppfleetx.data.indexed import IndexedDataset
-from ppfleetx.data.json_lines import load_line
-from ppfleetx.data.preprocess import preprocess
-from ppfleetx.data.records import PromptResponseDataset
-from ppfleetx.data.text_files import TextFile, read_lines
+from ppfleetx.data.prepare.corpus import find_sources, iterate_texts
+from ppfleetx.data.prepare.cut_documents import cut_documents
+from ppfleetx.data.prepare.preprocess import preprocess
+from ppfleetx.data.tasks.evaluation import read_text
+from ppfleetx.data.tasks.glue import TASKS, read_glue
+from ppfleetx.data.tasks.records import PromptResponseDataset
+from ppfleetx.data.text import files as text_files
+from ppfleetx.data.text.files import TextFile, read_lines
+from ppfleetx.data.text.json_lines import load_line
 from tests.helpers.texts import random_text, small_tokenizer
 
 

@@ -13,9 +13,9 @@ import pytest
 import tokenizers
 
 from ppfleetx.config.errors import DataError
-from ppfleetx.data import tokenizer_engines
-from ppfleetx.data.tokenizer import Tokenizer
-from ppfleetx.data.tokenizer_training import train_tokenizer
+from ppfleetx.data.tokenizer import engines as tokenizer_engines
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.data.tokenizer.training import train_tokenizer
 from tests.helpers.texts import CORPUS, FRAGMENTS, LLAMA3_PATTERN, random_text, small_tokenizer
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.config.errors import DataError
-from ppfleetx.data.tokenizer import Tokenizer
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 DIRECTORIES = GOLDENS / "tokenizers"

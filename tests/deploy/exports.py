@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.checkpoint.slices import TensorSlice
-from ppfleetx.checkpoint.training import model_slices
+from ppfleetx.checkpoint.tensors import model_slices
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.sections import InferenceConfig, ModelConfig, RunConfig
-from ppfleetx.core.generate import load_generator
-from ppfleetx.data.tokenizer_files import END_OF_DOCUMENT
-from ppfleetx.data.tokenizer_training import train_tokenizer
+from ppfleetx.config.sections.root import InferenceConfig, ModelConfig, RunConfig
+from ppfleetx.core.programs.generate import load_generator
+from ppfleetx.data.tokenizer.files import END_OF_DOCUMENT
+from ppfleetx.data.tokenizer.training import train_tokenizer
 from ppfleetx.deploy.export import export
 from ppfleetx.deploy.inference_engine import InferenceEngine
 from ppfleetx.distributed.context import ParallelContext

@@ -12,13 +12,13 @@ import httpx
 import numpy as np
 import pytest
 
-from ppfleetx.checkpoint.convert.hf import write_hf
-from ppfleetx.checkpoint.convert.run import Conversion, convert
-from ppfleetx.checkpoint.lazy import LazyTensor
+from ppfleetx.checkpoint.foreign.convert import Conversion, convert
+from ppfleetx.checkpoint.foreign.huggingface import write_hf
+from ppfleetx.checkpoint.foreign.lazy import LazyTensor
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.sections import GenerationConfig, InferenceConfig, RunConfig
-from ppfleetx.core.evaluate import read_windows
-from ppfleetx.core.generate import load_generator
+from ppfleetx.config.sections.root import GenerationConfig, InferenceConfig, RunConfig
+from ppfleetx.core.programs.evaluate import read_windows
+from ppfleetx.core.programs.generate import load_generator
 from ppfleetx.deploy.export import export
 from ppfleetx.deploy.inference_engine import InferenceEngine
 from ppfleetx.deploy.server.app import create_app

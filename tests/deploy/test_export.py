@@ -14,7 +14,7 @@ import pytest
 from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.sections import GenerationConfig
+from ppfleetx.config.sections.root import GenerationConfig
 from ppfleetx.deploy import capabilities
 from ppfleetx.deploy.capabilities import check_inference, check_onednn, has_bfloat16
 from ppfleetx.deploy.export import run as run_export

@@ -7,7 +7,7 @@ import paddle
 import pytest
 
 from ppfleetx.config.errors import ConfigError, DataError
-from ppfleetx.config.sections import GenerationConfig, InferenceConfig
+from ppfleetx.config.sections.root import GenerationConfig, InferenceConfig
 from ppfleetx.deploy import inference_engine
 from ppfleetx.deploy.export_dir import cpu_ops_file
 from ppfleetx.deploy.inference_engine import InferenceEngine

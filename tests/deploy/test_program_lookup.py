@@ -4,7 +4,7 @@ import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.config.sections import GenerationConfig, ModelConfig
+from ppfleetx.config.sections.root import GenerationConfig, ModelConfig
 from ppfleetx.deploy.program import INPUTS, GenerationProgram
 from ppfleetx.deploy.program_lookup import FEWEST_ALIKE, accept, follow, last_occurrence, next_width
 from ppfleetx.generation import lookup

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.sections import GenerationConfig, InferenceConfig
+from ppfleetx.config.sections.root import GenerationConfig, InferenceConfig
 from ppfleetx.deploy.inference_engine import InferenceEngine
 from tests.deploy.exports import GPT2_STYLE, Exported, make_export
 

@@ -155,7 +155,8 @@ def needed() -> dict[str, bool]:
 
 def replaced() -> list[str]:
     """The table's targets; also that installing twice replaces once."""
-    from ppfleetx.distributed import cpu_backend, cpu_patches
+    from ppfleetx.distributed.cpu import backend as cpu_backend
+    from ppfleetx.distributed.cpu import patches as cpu_patches
 
     cpu_backend.install()
     first = {e.target: getattr(cpu_patches.resolve_owner(e), e.name) for e in cpu_patches.TABLE}
@@ -169,7 +170,7 @@ def replaced() -> list[str]:
 
 def nothing_on_cuda() -> bool:
     """On a build with CUDA (as far as it says) nothing is touched."""
-    from ppfleetx.distributed import cpu_backend
+    from ppfleetx.distributed.cpu import backend as cpu_backend
 
     before = core.EagerReducer
     paddle.is_compiled_with_cuda, original = (lambda: True), paddle.is_compiled_with_cuda

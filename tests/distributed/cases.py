@@ -9,9 +9,10 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 
-from ppfleetx.distributed import cpu_backend, cpu_job
-from ppfleetx.distributed.cpu_arrays import tensor_array
-from ppfleetx.distributed.cpu_wire import CommError
+from ppfleetx.distributed.cpu import backend as cpu_backend
+from ppfleetx.distributed.cpu import job as cpu_job
+from ppfleetx.distributed.cpu.arrays import tensor_array
+from ppfleetx.distributed.cpu.wire import CommError
 
 _groups: dict[tuple, object] = {}
 

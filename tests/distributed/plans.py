@@ -18,7 +18,7 @@ from paddle.distributed.fleet import meta_parallel as mpu
 from paddle.distributed.fleet.layers.mpu.mp_ops import _c_identity
 from paddle.distributed.fleet.utils import sequence_parallel_utils as spu
 
-from ppfleetx.distributed import cpu_backend
+from ppfleetx.distributed.cpu import backend as cpu_backend
 
 VOCAB, HIDDEN, HEADS, SEQ, BATCH = 64, 32, 4, 16, 8
 

@@ -9,7 +9,7 @@ import pytest
 from paddle.base import core
 
 from ppfleetx.config.loader import load_config
-from ppfleetx.core import launch
+from ppfleetx.core.programs import launch
 from ppfleetx.distributed import init
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.tf32 import OVERRIDE, allow_tf32

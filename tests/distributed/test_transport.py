@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.distributed import cpu_handshake as handshake
-from ppfleetx.distributed import cpu_transport as transport
-from ppfleetx.distributed.cpu_inbox import BufferPool
-from ppfleetx.distributed.cpu_rendezvous import Members
-from ppfleetx.distributed.cpu_wire import CommError, StartError
+from ppfleetx.distributed.cpu import handshake as handshake
+from ppfleetx.distributed.cpu import transport as transport
+from ppfleetx.distributed.cpu.inbox import BufferPool
+from ppfleetx.distributed.cpu.rendezvous import Members
+from ppfleetx.distributed.cpu.wire import CommError, StartError
 
 TOKEN = bytes(range(32))
 

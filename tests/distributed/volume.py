@@ -41,7 +41,7 @@ def step(overrides: dict[str, Any], micro_batch_size: int, world: int) -> dict[s
 
     from ppfleetx.config.loader import load_config
     from ppfleetx.core.module.registry import build_module
-    from ppfleetx.distributed import cpu_backend
+    from ppfleetx.distributed.cpu import backend as cpu_backend
     from ppfleetx.distributed.init import init_distributed
     from ppfleetx.parallel.apply import parallelize
     from ppfleetx.parallel.grad_sync import replica_group

@@ -116,8 +116,8 @@ def train(values: Mapping[str, Any], world: int, config: str, stop_after: int | 
 
     import paddle
 
-    from ppfleetx.core.engine import build
     from ppfleetx.core.engine.callbacks.base import Callback
+    from ppfleetx.core.programs import train as build
 
     class Stop(Callback):
         def on_step_end(self, engine: Any, record: Any) -> None:
@@ -137,7 +137,7 @@ def evaluate(values: Mapping[str, Any], world: int, config: str = GLUE) -> dict[
     """In a rank: what tools/eval.py measures."""
     import paddle
 
-    from ppfleetx.core.engine.build import evaluate
+    from ppfleetx.core.programs.train import evaluate
 
     with paddle.utils.unique_name.guard():
         record = evaluate(*_load(values, world, config))
@@ -149,7 +149,7 @@ def logits(values: Mapping[str, Any], world: int, config: str = GLUE) -> list[li
     import numpy as np
     import paddle
 
-    from ppfleetx.core.engine.build import build_runner, find_weights
+    from ppfleetx.core.programs.train import build_runner, find_weights
 
     with paddle.utils.unique_name.guard():
         cfg, ctx = _load(values, world, config)

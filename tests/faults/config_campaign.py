@@ -26,7 +26,7 @@ from types import FrameType
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
-from ppfleetx.core.check import check_report
+from ppfleetx.core.programs.check import check_report
 from tests.faults.config_mutations import mutated, override
 
 ROOT = Path(__file__).resolve().parents[2]

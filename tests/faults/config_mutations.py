@@ -8,7 +8,7 @@ import string
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from ppfleetx.config.sections import RunConfig
+from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.suggest import all_keys
 from ppfleetx.config.words import field_types, members, section_in
 

@@ -53,16 +53,16 @@ class Ended:
 
 def _evaluation(path: str, tokenizer: str) -> None:
     """What tools/eval.py reads before it needs Paddle."""
-    from ppfleetx.config.generation import OfflineEvalConfig
-    from ppfleetx.data.evaluation import read_evaluation_set
-    from ppfleetx.data.tokenizer import Tokenizer
+    from ppfleetx.config.sections.generation import OfflineEvalConfig
+    from ppfleetx.data.tasks.evaluation import read_evaluation_set
+    from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
     cfg = OfflineEvalConfig(eval_path=path, cloze_eval="jsonl" in path, max_seq_len=64, overlapping_eval=64)
     read_evaluation_set(cfg, Tokenizer.load(tokenizer))
 
 
 def _glue(directory: str) -> None:
-    from ppfleetx.data.glue import TASKS, read_glue
+    from ppfleetx.data.tasks.glue import TASKS, read_glue
 
     read_glue(TASKS["SST2"], directory, "train")
 

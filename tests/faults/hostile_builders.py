@@ -19,7 +19,7 @@ import numpy as np
 from ppfleetx.checkpoint.slices import whole
 from ppfleetx.models.gpt.hf import hf_to_canonical
 from tests.checkpoint.checkpoints import save
-from tests.checkpoint.convert import hf_dirs
+from tests.checkpoint.foreign import hf_dirs
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 Make = Callable[[Path], Any]

@@ -31,7 +31,7 @@ from ppfleetx.data.indexed import IndexedDatasetWriter
 from ppfleetx.models.gpt.hf_keys import model_keys
 from ppfleetx.models.gpt.shape import parameter_shapes
 from tests.checkpoint.checkpoints import save
-from tests.checkpoint.convert import hf_dirs
+from tests.checkpoint.foreign import hf_dirs
 from tests.faults.hostile_files import FLEETX, HF, MEGATRON, OURS, TOKENIZER, Case, all_cases
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from tests.checkpoint.checkpoints import RANK, save
-from tests.checkpoint.convert import hf_dirs
-from tests.checkpoint.convert.test_odd_hf import ODD_VALUES
-from tests.checkpoint.convert.test_safetensors_file import LIES as HEADERS
-from tests.checkpoint.convert.test_safetensors_file import file_of
+from tests.checkpoint.foreign import hf_dirs
+from tests.checkpoint.foreign.test_odd_hf import ODD_VALUES
+from tests.checkpoint.foreign.test_safetensors_file import LIES as HEADERS
+from tests.checkpoint.foreign.test_safetensors_file import file_of
 from tests.checkpoint.test_lying_manifests import LIES as MANIFESTS
 from tests.checkpoint.test_lying_manifests import reseal, saved
 from tests.checkpoint.test_pickle_bombs import BOMBS, doubled, entries

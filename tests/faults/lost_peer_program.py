@@ -23,8 +23,8 @@ import train
 
 from ppfleetx.checkpoint.shared_save import SharedSave
 from ppfleetx.core.engine.engine import Engine
-from ppfleetx.distributed import cpu_handshake
-from ppfleetx.distributed.cpu_transport import Mesh
+from ppfleetx.distributed.cpu import handshake as cpu_handshake
+from ppfleetx.distributed.cpu.transport import Mesh
 from ppfleetx.utils.cli import run_tool
 
 PATIENCE_SECONDS = 120.0

@@ -2,10 +2,10 @@
 
 import pytest
 
-from ppfleetx.checkpoint.convert.run import Conversion, convert, load_model_section
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.foreign.convert import Conversion, convert, load_model_section
 from ppfleetx.config.errors import UserError
-from ppfleetx.data.tokenizer import Tokenizer
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from tests.faults.hostile_campaign import Programs, campaign
 from tests.faults.hostile_files import FLEETX, OURS, TOKENIZER, all_cases
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.checkpoint.training import model_slices
+from ppfleetx.checkpoint.tensors import model_slices
 from ppfleetx.checkpoint.writer import save_checkpoint
-from ppfleetx.config.sections import ModelConfig
-from ppfleetx.data.tokenizer import Tokenizer
-from ppfleetx.data.tokenizer_training import train_tokenizer
+from ppfleetx.config.sections.root import ModelConfig
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.data.tokenizer.training import train_tokenizer
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import LocalFactory

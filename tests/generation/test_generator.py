@@ -3,8 +3,8 @@
 import pytest
 
 from ppfleetx.config.errors import ConfigError, DataError
-from ppfleetx.config.sections import GenerationConfig, ModelConfig
-from ppfleetx.data.tokenizer import Tokenizer
+from ppfleetx.config.sections.root import GenerationConfig, ModelConfig
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.generation.generator import Generator
 from ppfleetx.generation.text import RowText
 

@@ -7,7 +7,7 @@ import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.config.sections import ModelConfig
+from ppfleetx.config.sections.root import ModelConfig
 from ppfleetx.generation.beam import BeamOptions, beam_search
 from ppfleetx.generation.search import Rules, decode, greedy
 from ppfleetx.generation.session import DecodingSession, NextTokenModel

@@ -6,7 +6,7 @@ import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.config.sections import GenerationConfig
+from ppfleetx.config.sections.root import GenerationConfig
 from ppfleetx.generation import continuous
 from ppfleetx.generation.continuous import ContinuousBatch
 from ppfleetx.generation.generator import Generator

@@ -31,7 +31,7 @@ def main() -> None:
 
     prepare_process()
     import_paddle()
-    from ppfleetx.config.sections import GenerationConfig
+    from ppfleetx.config.sections.root import GenerationConfig
     from tests.deploy.exports import GPT2_STYLE, make_export
 
     sizes = {

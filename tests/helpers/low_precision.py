@@ -52,7 +52,7 @@ class _Cast:
 @contextlib.contextmanager
 def emulated() -> Iterator[None]:
     """Low precision within; Paddle is as before after."""
-    from ppfleetx.distributed import cpu_backend
+    from ppfleetx.distributed.cpu import backend as cpu_backend
     from ppfleetx.nn import linear, norm
     from ppfleetx.parallel import precision
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from ppfleetx.data.tokenizer import Tokenizer
-from ppfleetx.data.tokenizer_training import train_tokenizer
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.data.tokenizer.training import train_tokenizer
 
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from ppfleetx.config.model import ModelConfig
+from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import LocalFactory

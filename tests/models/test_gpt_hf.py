@@ -5,7 +5,7 @@ import paddle
 import pytest
 
 from ppfleetx.config.errors import CheckpointError
-from ppfleetx.config.model import ModelConfig
+from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.hf import canonical_to_hf, hf_to_canonical, model_keys
 from ppfleetx.nn.loss import token_loss
 from ppfleetx.nn.stage import canonical_parameters

@@ -7,10 +7,10 @@ import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.checkpoint.convert.hf_config import describes, hf_config
+from ppfleetx.checkpoint.foreign.huggingface_config import describes, hf_config
 from ppfleetx.config.errors import CheckpointError
-from ppfleetx.config.model import ModelConfig
-from ppfleetx.config.rope import RopeScalingConfig
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.config.sections.rope import RopeScalingConfig
 from ppfleetx.models.gpt.hf import hf_to_canonical
 from ppfleetx.models.gpt.hf_keys import model_keys
 from ppfleetx.models.gpt.hf_rope import hf_rope, rope_keys, rope_notes

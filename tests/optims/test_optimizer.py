@@ -7,7 +7,7 @@ import paddle
 import pytest
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.optimizer import LRConfig, OptimizerConfig, WeightDecayScheduleConfig
+from ppfleetx.config.sections.optimizer import LRConfig, OptimizerConfig, WeightDecayScheduleConfig
 from ppfleetx.optims.build import build_optimizer, build_schedule
 from ppfleetx.optims.grad_clip import clip_by_global_norm, global_norm
 from ppfleetx.optims.groups import decays

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ppfleetx.config.loader import load_config
-from ppfleetx.core.engine.build import build_runner
+from ppfleetx.core.programs.train import build_runner
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn import stage
 

@@ -6,8 +6,8 @@ import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.config.engine import MixedPrecisionConfig
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.sections.engine import MixedPrecisionConfig
 from ppfleetx.optims.adamw import sgd
 from ppfleetx.optims.gradients import add_to_main_gradient, drop_gradient, gradient_of
 from ppfleetx.parallel.precision import LossScaler, Precision

@@ -186,7 +186,7 @@ def train_part(
 
     from ppfleetx.checkpoint.manager import CheckpointManager
     from ppfleetx.checkpoint.reader import open_checkpoint
-    from ppfleetx.checkpoint.training import load_model, load_optimizer, model_slices, optimizer_slices
+    from ppfleetx.checkpoint.tensors import load_model, load_optimizer, model_slices, optimizer_slices
 
     with paddle.utils.unique_name.guard():
         cfg, ctx, runner = build(plan, world_size, model, "adamw", micro_batch_size, {})

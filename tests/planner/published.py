@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from ppfleetx.config.model import ModelConfig
 from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.planner.case import Case, Precision
 
 GOLDENS = Path(__file__).resolve().parents[1] / "goldens" / "planner"

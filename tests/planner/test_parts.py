@@ -5,8 +5,8 @@ import json
 import pytest
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.model import ModelConfig
 from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.shape import flops_per_step, parameter_count
 from ppfleetx.planner.cards import card_names, load_card
 from ppfleetx.planner.case import Case, Precision

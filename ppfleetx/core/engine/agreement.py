@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ppfleetx.checkpoint.convert.weights import network_of
+from ppfleetx.checkpoint.foreign.weights import network_of
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.config.effects import Change, Effect, changes, network
 from ppfleetx.config.errors import CheckpointError
-from ppfleetx.config.sections import ModelConfig, RunConfig, SaveLoadConfig
+from ppfleetx.config.sections.root import ModelConfig, RunConfig, SaveLoadConfig
 from ppfleetx.utils.log import get_logger
 
 Fingerprints = Mapping[str, str | None]

@@ -7,7 +7,7 @@ from functools import partial
 from ppfleetx.checkpoint.housekeeping import describe_os_error
 from ppfleetx.checkpoint.ownership import Ownership, read_run
 from ppfleetx.config.errors import DataError
-from ppfleetx.config.sections import RunConfig
+from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.claim import claim
 from ppfleetx.core.engine.pace import Pace
 from ppfleetx.core.engine.run_directory import (
@@ -19,7 +19,7 @@ from ppfleetx.core.engine.run_directory import (
     with_value,
 )
 from ppfleetx.core.engine.start import Start, find_start
-from ppfleetx.data.tokenizer import Tokenizer
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import gather, joint_errors
 

@@ -6,15 +6,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ppfleetx.checkpoint.adapters import BASE
 from ppfleetx.checkpoint.background import BackgroundManager
-from ppfleetx.checkpoint.base import BASE
 from ppfleetx.checkpoint.housekeeping import write_best
 from ppfleetx.checkpoint.manager import CheckpointManager
 from ppfleetx.checkpoint.manifest import step_directory
 from ppfleetx.checkpoint.ownership import Ownership
 from ppfleetx.checkpoint.rng import gather_rng_state
-from ppfleetx.checkpoint.training import model_slices, optimizer_slices
-from ppfleetx.config.sections import RunConfig
+from ppfleetx.checkpoint.tensors import model_slices, optimizer_slices
+from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.agreement import Fingerprints
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import joint_errors

@@ -18,7 +18,7 @@ from ppfleetx.checkpoint.manifest import BEST_FILE, LATEST_FILE, parse_step_dire
 from ppfleetx.checkpoint.ownership import RUN_FILE, Ownership, RunRecord, new_run, read_run, write_run
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.record import run_record
-from ppfleetx.config.sections import RunConfig
+from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.run_directory import (
     CKPT_DIR,
     CONFIG_FILE,
@@ -29,7 +29,7 @@ from ppfleetx.core.engine.run_directory import (
     lies_in,
     output_dir_of,
 )
-from ppfleetx.core.sources import sources
+from ppfleetx.core.programs.sources import sources
 from ppfleetx.utils.files import atomic_write, put_aside, remove_unfinished
 from ppfleetx.utils.log import get_logger
 

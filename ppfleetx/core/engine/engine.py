@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import UserError
-from ppfleetx.config.sections import RunConfig
+from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.callbacks.base import Callback, EvalRecord, StepRecord
 from ppfleetx.core.engine.measure import Measure, TokenLoss
 from ppfleetx.core.engine.pace import Pace
@@ -16,7 +16,7 @@ from ppfleetx.core.engine.saving import GuardedSaver, Saver
 from ppfleetx.core.engine.signals import StopRequest
 from ppfleetx.core.engine.state import TrainState
 from ppfleetx.core.engine.watch import Watch
-from ppfleetx.data.glue_metrics import main_metric
+from ppfleetx.data.tasks.glue_metrics import main_metric
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.optims.schedules import Schedule
 from ppfleetx.parallel.runner import MicroBatch, NonFiniteError, Runner

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from ppfleetx.core.perplexity import perplexity
-from ppfleetx.data.glue_metrics import glue_metrics
+from ppfleetx.core.programs.perplexity import perplexity
+from ppfleetx.data.tasks.glue_metrics import glue_metrics
 from ppfleetx.distributed.together import gather
 from ppfleetx.parallel.runner import MicroBatch, Runner
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ppfleetx.config.errors import DataError
-from ppfleetx.config.sections import RunConfig
+from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.state import TrainState
 
 

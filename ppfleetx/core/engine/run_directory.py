@@ -19,7 +19,7 @@ from ppfleetx.checkpoint.manifest import parse_step_directory
 from ppfleetx.checkpoint.ownership import RUN_FILE, read_run, run_of
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.record import RECORD_MARK
-from ppfleetx.config.sections import RunConfig
+from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.utils.files import exclusive_lock
 
 _KEY = "Engine.save_load.output_dir"

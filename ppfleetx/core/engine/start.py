@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ppfleetx.checkpoint.base import base_fingerprint, check_base, is_beside_base, refuse_without_base
-from ppfleetx.checkpoint.convert.weights import with_vocabulary
+from ppfleetx.checkpoint.adapters import base_fingerprint, check_base, is_beside_base, refuse_without_base
 from ppfleetx.checkpoint.directory import (
     newest_complete,
     newest_good,
     open_resolved,
     resolve_checkpoint,
 )
+from ppfleetx.checkpoint.foreign.weights import with_vocabulary
 from ppfleetx.checkpoint.ownership import read_run
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.rng import restore_rng_state
-from ppfleetx.checkpoint.training import load_masters, load_model, load_optimizer
+from ppfleetx.checkpoint.tensors import load_masters, load_model, load_optimizer
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.finetuning import FINETUNE_MODULE
-from ppfleetx.config.sections import ModelConfig, RunConfig, SaveLoadConfig
+from ppfleetx.config.sections.root import ModelConfig, RunConfig, SaveLoadConfig
 from ppfleetx.core.engine.agreement import Fingerprints, check_resumed, check_same_function, tell_changes
 from ppfleetx.core.engine.run_directory import CKPT_DIR, INIT_FROM, RESUME
 from ppfleetx.core.engine.state import TrainState

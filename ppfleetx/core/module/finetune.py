@@ -8,7 +8,7 @@ import paddle
 import paddle.nn.functional as F
 
 from ppfleetx.config.finetuning import glue_task, num_outputs
-from ppfleetx.config.sections import RunConfig
+from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.models.gpt.stages import gpt_classification_stages
 from ppfleetx.models.module import BasicModule, Tensors
 from ppfleetx.nn.stage import LayerFactory, Stage

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.sections import RunConfig
+from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.module.eval import GPTEvalModule
 from ppfleetx.core.module.finetune import GPTFinetuneModule
 from ppfleetx.core.module.gpt import GPTModule

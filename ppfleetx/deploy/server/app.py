@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ppfleetx.config.sections import ServeConfig
+from ppfleetx.config.sections.root import ServeConfig
 from ppfleetx.deploy.server.completions import Answer, Answering, EventStream, PromptReader
 from ppfleetx.deploy.server.errors import ApiError, JsonResponse
 from ppfleetx.deploy.server.limits import Accounting, check_key, read_json_body

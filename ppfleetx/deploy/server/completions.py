@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError
-from ppfleetx.config.sections import ServeConfig
+from ppfleetx.config.sections.root import ServeConfig
 from ppfleetx.deploy.server.errors import ApiError, JsonResponse, bad_request, to_json
 from ppfleetx.deploy.server.metrics import Metrics
 from ppfleetx.deploy.server.protocol import (

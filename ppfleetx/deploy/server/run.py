@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.sections import RunConfig, ServeConfig
-from ppfleetx.config.serve import API_KEY_VARIABLE
-from ppfleetx.core.generate import check_checkpoint
-from ppfleetx.core.launch import start_process, world_size
+from ppfleetx.config.sections.root import RunConfig, ServeConfig
+from ppfleetx.config.sections.serve import API_KEY_VARIABLE
+from ppfleetx.core.programs.generate import check_checkpoint
+from ppfleetx.core.programs.launch import start_process, world_size
 from ppfleetx.utils.cli import EXIT_INTERRUPTED
 from ppfleetx.utils.log import get_logger
 
@@ -132,9 +132,9 @@ def build_service(cfg: RunConfig, ctx: ParallelContext, api_key: str | None) -> 
     """Load the model and put the parts together.
 
     Raises:
-        UserError: see :func:`ppfleetx.core.generate.load_generator`.
+        UserError: see :func:`ppfleetx.core.programs.generate.load_generator`.
     """
-    from ppfleetx.core.generate import load_generator
+    from ppfleetx.core.programs.generate import load_generator
     from ppfleetx.deploy.server.app import Service
     from ppfleetx.deploy.server.completions import PromptReader
     from ppfleetx.deploy.server.metrics import Metrics

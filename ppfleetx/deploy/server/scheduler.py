@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import paddle
 
-from ppfleetx.config.sections import ServeConfig
-from ppfleetx.data.tokenizer import Tokenizer
+from ppfleetx.config.sections.root import ServeConfig
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.deploy.server.errors import ApiError
 from ppfleetx.deploy.server.metrics import Metrics
 from ppfleetx.deploy.server.work import Event, Failed, Job, Progress, Work

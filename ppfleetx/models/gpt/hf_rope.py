@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ppfleetx.config.errors import CheckpointError, ConfigError, shown
-from ppfleetx.config.model import ModelConfig
-from ppfleetx.config.rope import REFUSED_TYPES, RopeScalingConfig
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.config.sections.rope import REFUSED_TYPES, RopeScalingConfig
 from ppfleetx.config.validate import section_of
 
 PLACES = ("rope_scaling", "rope_parameters")

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import Literal
 
-from ppfleetx.config.model import ModelConfig
+from ppfleetx.config.sections.model import ModelConfig
 
 Shape = tuple[int, ...]
 

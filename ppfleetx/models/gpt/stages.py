@@ -24,7 +24,7 @@ from ppfleetx.nn.stage import LayerFactory, Stage, Tie
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
-    from ppfleetx.config.model import ModelConfig
+    from ppfleetx.config.sections.model import ModelConfig
 
 _WORD_TIE = Tie(key="embedding.word_embeddings", attribute="word_embeddings")
 

@@ -4,8 +4,8 @@ import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.config.model import ModelConfig
-from ppfleetx.config.sections import RunConfig
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.measure import mean_loss
 from ppfleetx.core.module.finetune import GPTFinetuneModule
 from ppfleetx.models.gpt.hf import hf_to_canonical, model_keys

@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.sections import GenerationConfig
-from ppfleetx.core.generate import load_generator
+from ppfleetx.config.sections.root import GenerationConfig
+from ppfleetx.core.programs.generate import load_generator
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.generation.generator import Generation, Generator
 from tests.deploy.server.conftest import ENDLESS, Server

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from ppfleetx.config.loader import load_config
-from ppfleetx.core.generate import load_generator
+from ppfleetx.core.programs.generate import load_generator
 from ppfleetx.deploy.server.app import Service, create_app
 from ppfleetx.deploy.server.completions import Answer, Answering, EventStream, PromptReader
 from ppfleetx.deploy.server.metrics import Metrics

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from ppfleetx.config.sections import ModelConfig
+from ppfleetx.config.sections.root import ModelConfig
 from ppfleetx.models.gpt.shape import flops_per_step, paper_flops, parameter_count, parameter_shapes
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.core.engine.callbacks.base import Callback, EvalRecord
-from ppfleetx.data.glue import GlueTask
+from ppfleetx.data.tasks.glue import GlueTask
 from ppfleetx.utils.files import atomic_write
 from ppfleetx.utils.log import get_logger
 

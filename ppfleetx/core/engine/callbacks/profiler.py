@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from paddle import profiler
 
-from ppfleetx.config.sections import ProfilerConfig
+from ppfleetx.config.sections.root import ProfilerConfig
 from ppfleetx.core.engine.callbacks.base import Callback, StepRecord
 from ppfleetx.utils.log import get_logger
 

@@ -1,0 +1,172 @@
+"""Our own checkpoints on either side of a conversion: weights in, weights out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.foreign.huggingface import copy_tokenizer
+from ppfleetx.checkpoint.foreign.huggingface_files import GENERATION_CONFIG
+from ppfleetx.checkpoint.foreign.lazy import LazyTensor
+from ppfleetx.checkpoint.foreign.weights import Weights, slices_of
+from ppfleetx.checkpoint.manifest import Manifest
+from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.checkpoint.slices import MODEL, OPTIMIZER
+from ppfleetx.checkpoint.tensors import MASTER_WEIGHT
+from ppfleetx.checkpoint.writer import MAX_FILE_BYTES, save_checkpoint
+from ppfleetx.config.errors import DataError
+from ppfleetx.config.loader import CONFIG_FILE, load_config
+from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.reading.parse import Budget, parse_yaml
+from ppfleetx.config.reading.tree import Node
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.log import get_logger
+
+TOKENIZER_DIR = "tokenizer"
+
+
+# ---- in
+
+
+def read_ppfleetx(path: str | Path, *, masters: bool = False) -> Weights:
+    """Weights of one of our checkpoints.
+
+    Args:
+        path: whatever `Engine.save_load.ckpt_dir` accepts.
+        masters: take float32 master weights in place of 16-bit ones where there are some.
+    """
+    checkpoint = open_resolved(resolve_checkpoint(path))
+    manifest = checkpoint.manifest
+    tensors = {}
+    for name in checkpoint.names():
+        use_master = masters and (OPTIMIZER, name, MASTER_WEIGHT) in manifest.tensors
+        tensors[name] = _lazy(checkpoint, *((OPTIMIZER, MASTER_WEIGHT) if use_master else (MODEL, "")), name)
+    source = manifest.state.get("source") or {}
+    return Weights(
+        str(checkpoint.path),
+        tensors,
+        model=model_section(manifest),
+        vocab_size=manifest.vocab_size,
+        epoch=manifest.epoch,
+        step=manifest.step,
+        source=source,
+        tokenizer_dir=find_tokenizer_dir(checkpoint.path),
+    )
+
+
+def model_section(manifest: Manifest) -> dict[str, Any]:
+    """The `Model` section a checkpoint was saved with; empty when it does not say."""
+    config = manifest.config
+    if isinstance(config, str):
+        node = parse_yaml(config, "the configuration in the manifest", Budget())
+        config = None if node is None else _plain(node)
+    section = config.get("Model") if isinstance(config, Mapping) else None
+    return dict(section) if isinstance(section, Mapping) else {}
+
+
+def _plain(node: Node) -> Any:
+    if isinstance(node.value, dict):
+        return {key: _plain(child) for key, child in node.value.items()}
+    return [_plain(child) for child in node.value] if isinstance(node.value, list) else node.value
+
+
+def find_tokenizer_dir(checkpoint: Path) -> Path | None:
+    """The tokenizer stored in or beside a checkpoint."""
+    places = (checkpoint / TOKENIZER_DIR, checkpoint.resolve().parent / TOKENIZER_DIR)
+    return next((place for place in places if place.is_dir()), None)
+
+
+# ---- out
+
+
+def write_ppfleetx(
+    weights: Weights,
+    tensors: Mapping[str, LazyTensor],
+    model: ModelConfig,
+    output: str | Path,
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> Path:
+    """Write a checkpoint of weights alone, with `config.yaml` and the tokenizer beside it.
+
+    Args:
+        weights: where the tensors come from; progress, source and tokenizer are taken from it.
+        tensors: all parameters of `model`, padded.
+        output: output directory.
+
+    Returns:
+        the step directory.
+    """
+    output = Path(output)
+    output.mkdir(parents=True, exist_ok=True)
+    tokenizer, fingerprints = None, {}
+    if weights.tokenizer_dir is not None:
+        copy_tokenizer(weights.tokenizer_dir, output / TOKENIZER_DIR)
+        _add_generation_config(output / TOKENIZER_DIR, weights.source)
+        tokenizer = load_tokenizer(output / TOKENIZER_DIR)
+    if tokenizer is not None:
+        fingerprints["tokenizer"] = tokenizer.fingerprint
+    _write_config(output, model, tokenizer)
+    return save_checkpoint(
+        output,
+        epoch=weights.epoch,
+        step=weights.step,
+        tensors=slices_of(tensors),
+        state={"source": dict(weights.source)},
+        plan=asdict(ParallelPlan()),
+        config=load_config(output / CONFIG_FILE).model_dump(mode="json"),
+        fingerprints=fingerprints,
+        vocab_size=model.vocab_size,
+        max_file_bytes=max_file_bytes,
+    )
+
+
+def _add_generation_config(directory: Path, source: Mapping[str, Any]) -> None:
+    """Write down which tokens end a text where only ``config.json`` says so, as transformers does."""
+    path, config = directory / GENERATION_CONFIG, source.get("config")
+    if path.exists() or not isinstance(config, Mapping) or config.get("eos_token_id") is None:
+        return
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+    ids = {key: config[key] for key in keys if config.get(key) is not None}
+    with atomic_write(path, "w") as file:
+        file.write(json.dumps({"_from_model_config": True, **ids}, indent=2) + "\n")
+
+
+def load_tokenizer(directory: Path) -> Tokenizer | None:
+    """The tokenizer in a directory with its own end-of-document token; None when ours cannot read it."""
+    try:
+        return Tokenizer.load(directory)
+    except DataError as error:
+        get_logger().warning(f"the tokenizer was copied, but cannot be used here: {error}")
+        return None
+
+
+def _write_config(output: Path, model: ModelConfig, tokenizer: Tokenizer | None) -> None:
+    """A configuration with the network, ready to be trained from or generated with."""
+    tree: dict[str, Any] = {
+        "Global": {"local_batch_size": 1},
+        "Model": model.model_dump(mode="json", exclude_unset=True),
+    }
+    if tokenizer is not None:
+        # Absolute, so that it can be used from anywhere; where the directory has been moved since, programs
+        # that load the checkpoint take the tokenizer beside it.
+        place = {"dir": str((output / TOKENIZER_DIR).resolve()), "eos_token": tokenizer.eod_token}
+        tree["Data"] = {"tokenizer": place}
+    with atomic_write(output / CONFIG_FILE, "w") as file:
+        file.write(
+            "# Made by tools/convert_checkpoint.py; add the sections of your run, or use it as _base_.\n"
+        )
+        file.write(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+
+
+def _lazy(checkpoint: Checkpoint, kind: str, state: str, name: str) -> LazyTensor:
+    entry = checkpoint.entry(name, kind, state)
+    return LazyTensor(entry.dtype, entry.shape, lambda: checkpoint.read(name, kind, state))

@@ -1,0 +1,336 @@
+"""Between live Paddle tensors and slices: model parameters and optimizer state, out and in.
+
+Parameters carry `info` (nn/stage.py): canonical name, global shape, offset and shape of the part here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ppfleetx.checkpoint.entries import TensorEntry
+from ppfleetx.checkpoint.foreign.lazy import cast
+from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.checkpoint.slices import DTYPE_OF_NAME, MODEL, OPTIMIZER, Index, TensorSlice
+from ppfleetx.config.counts import counted
+from ppfleetx.config.errors import CheckpointError
+from ppfleetx.utils.log import get_logger
+
+if TYPE_CHECKING:
+    from paddle import Tensor
+
+NamedTensors = Iterable[tuple[str, "Tensor"]]
+StateKey = tuple[str, str]
+MASTER_WEIGHT = "master_weight"
+_SIXTEEN_BIT = ("F16", "BF16")
+
+
+def model_slices(named_params: NamedTensors) -> Iterator[TensorSlice]:
+    """One slice per parameter, to be read when the writer comes to it."""
+    for name, param in named_params:
+        yield _slice(name, MODEL, "", param, param.info)
+
+
+def optimizer_slices(state: Mapping[StateKey, Tensor], named_params: NamedTensors) -> Iterator[TensorSlice]:
+    """One slice per state tensor. A state of its parameter's shape lies where the parameter lies; any other
+    (the powers of beta, one number) is the same for all slices and stored with the first of them."""
+    params = dict(named_params)
+    for (name, state_name), tensor in state.items():
+        info = params[name].info
+        if tuple(tensor.shape) != tuple(info.local_shape) and any(info.offset):
+            continue
+        yield _slice(name, OPTIMIZER, state_name, tensor, info)
+
+
+def load_model(
+    named_params: NamedTensors,
+    checkpoint: Checkpoint,
+    *,
+    vocab_size: int | None = None,
+    allow_missing: Collection[str] = (),
+    allow_extra: bool | Collection[str] = False,
+    allow_other_shapes: bool = False,
+    model_names: Collection[str] = (),
+) -> list[str]:
+    """Copy a checkpoint's weights into parameters, each rank reading its own part; the names of those here.
+
+    Element types are converted, from a 16-bit checkpoint's master weights where it has them. A table
+    padded to another number of rows gets its true rows, and keeps its own padding.
+
+    Args:
+        vocab_size: true vocabulary size of the model; must be the checkpoint's.
+        allow_missing: parameters that may be absent and then keep their values.
+        allow_extra: ignore tensors that the model does not have; or the names of those to ignore.
+        allow_other_shapes: parameters whose shape or vocabulary is another one keep their values.
+        model_names: names of the whole model, where ``named_params`` are those of one rank.
+
+    Raises:
+        CheckpointError: another vocabulary, missing, unknown or differently shaped tensors (before
+            anything is changed), or damaged bytes.
+    """
+    params = list(named_params)
+    others = allow_other_shapes and _has_other_vocabulary(checkpoint, vocab_size)
+    if not others:
+        _check_vocabulary(checkpoint, vocab_size)
+    names = [name for name, _ in params]
+    _check_names(checkpoint, list(dict.fromkeys([*names, *model_names])), allow_missing, allow_extra)
+    stored = set(checkpoint.names())
+    present = [(name, param) for name, param in params if name in stored]
+    if allow_other_shapes:
+        present = _of_same_shape(checkpoint, present, others)
+    for name, param in present:
+        _check_shape(checkpoint, checkpoint.entry(name), param.info)
+    for name, param in present:
+        kind, state = MODEL, ""
+        has_master = (OPTIMIZER, name, MASTER_WEIGHT) in checkpoint.manifest.tensors
+        stored_as = checkpoint.entry(name).dtype
+        if has_master and stored_as in _SIXTEEN_BIT and _dtype(param) != stored_as:
+            kind, state = OPTIMIZER, MASTER_WEIGHT
+        _fill(checkpoint, checkpoint.entry(name, kind, state), param, param.info)
+    return [name for name, _ in present]
+
+
+def load_optimizer(
+    state: Mapping[StateKey, Tensor],
+    named_params: NamedTensors,
+    checkpoint: Checkpoint,
+    *,
+    model_names: Collection[str] = (),
+) -> None:
+    """Copy a checkpoint's optimizer state into the live one (`Optimizer.state()`), one tensor at a time.
+
+    Master weights the checkpoint does not have (it was trained in float32) are its float32 weights.
+    `model_names` are the names of the whole model, where `state` is that of one rank.
+
+    Raises:
+        CheckpointError: a state is missing or unknown, or of another shape (before anything is
+            changed), or damaged bytes.
+    """
+    params = dict(named_params)
+    stored = set(checkpoint.keys(OPTIMIZER))
+    missing = [key for key in state if key not in stored and key[1] != MASTER_WEIGHT]
+    elsewhere = set(model_names) - {name for name, _ in state}  # of other ranks, which check them
+    unknown = [
+        key for key in stored if key not in state and key[1] != MASTER_WEIGHT and key[0] not in elsewhere
+    ]
+    if missing or unknown:
+        raise CheckpointError(
+            f"the optimizer state in checkpoint {checkpoint.path} is not that of this optimizer and model"
+            f"{_listed('it lacks', ['/'.join(key) for key in missing])}"
+            f"{_listed('it has besides', ['/'.join(key) for key in sorted(unknown)])}"
+            "; set Engine.save_load.load_optim to False to start with a fresh optimizer"
+        )
+    plan = []
+    for key, tensor in state.items():
+        entry = checkpoint.entry(key[0], OPTIMIZER, key[1]) if key in stored else checkpoint.entry(key[0])
+        info = _Place(tensor, params[key[0]].info)
+        _check_shape(checkpoint, entry, info)
+        plan.append((entry, tensor, info))
+    for entry, tensor, info in plan:
+        _fill(checkpoint, entry, tensor, info)
+
+
+def load_masters(
+    state: Mapping[StateKey, Tensor], named_params: NamedTensors, checkpoint: Checkpoint
+) -> None:
+    """Copy into the master weights among ``state`` what :func:`load_model` put, rounded, into the parameters:
+    the checkpoint's master weights, or its weights. Without that the first update would undo the loading.
+
+    Raises:
+        CheckpointError: damaged bytes.
+    """
+    params, stored = dict(named_params), set(checkpoint.names())
+    for (name, state_name), tensor in state.items():
+        if state_name == MASTER_WEIGHT and name in stored:
+            has_master = (OPTIMIZER, name, MASTER_WEIGHT) in checkpoint.manifest.tensors
+            key = (name, OPTIMIZER, MASTER_WEIGHT) if has_master else (name, MODEL, "")
+            _fill(checkpoint, checkpoint.entry(*key), tensor, params[name].info)
+
+
+class _Place:
+    """Where a state tensor lies: with its parameter when it has its shape, else alone and whole."""
+
+    def __init__(self, tensor: Tensor, info: Any) -> None:
+        shape = tuple(tensor.shape)
+        follows = shape == tuple(info.local_shape)
+        self.name = info.name
+        self.global_shape: Index = tuple(info.global_shape) if follows else shape
+        self.offset: Index = tuple(info.offset) if follows else (0,) * len(shape)
+        self.local_shape: Index = shape
+        self.kind = info.kind if follows else ""
+
+
+def _slice(name: str, kind: str, state: str, tensor: Tensor, info: Any) -> TensorSlice:
+    place = _Place(tensor, info)
+    return TensorSlice(
+        name=name,
+        kind=kind,
+        dtype=_dtype(tensor),
+        global_shape=place.global_shape,
+        offset=place.offset,
+        shape=place.local_shape,
+        data=lambda: host_array(tensor),
+        state=state,
+        vocab_dim=_vocab_dim(place),
+        is_live=_is_host(tensor),
+    )
+
+
+def host_array(tensor: Tensor) -> np.ndarray:
+    """A tensor's elements in host memory, bfloat16 as its bits in uint16.
+
+    No copy where possible (float32 on a CPU): then the array is the tensor's own memory.
+    """
+    return np.from_dlpack(tensor.detach()) if _is_host(tensor) else tensor.numpy()
+
+
+def _is_host(tensor: Tensor) -> bool:
+    """Whether NumPy can look at the tensor's memory: on the host, contiguous, of a type NumPy knows."""
+    return tensor.place.is_cpu_place() and _dtype(tensor) != "BF16" and tensor.is_contiguous()
+
+
+def _dtype(tensor: Tensor) -> str:
+    return DTYPE_OF_NAME[str(tensor.dtype).removeprefix("paddle.")]
+
+
+def _vocab_dim(place: Any) -> int | None:
+    """Dimension that counts vocabulary entries: rows of the word embedding, columns of an untied head."""
+    if place.kind == "word_embedding":
+        return 0
+    return len(place.global_shape) - 1 if place.kind == "head" else None
+
+
+def _fill(checkpoint: Checkpoint, entry: TensorEntry, tensor: Tensor, place: Any) -> None:
+    """Copy the tensor's part of a stored one into it."""
+    offset, shape = tuple(place.offset), tuple(place.local_shape)
+    if tuple(entry.shape) == tuple(place.global_shape):
+        if entry.dtype == _dtype(tensor) and _is_host(tensor):
+            checkpoint.read(*_key(entry), offset=offset, shape=shape, out=host_array(tensor))
+        else:
+            values = checkpoint.read(*_key(entry), offset=offset, shape=shape)
+            _set(tensor, cast(values, entry.dtype, _dtype(tensor)))
+        return
+    dim = entry.vocab_dim
+    rows = min(checkpoint.manifest.vocab_size - offset[dim], shape[dim])
+    current = host_array(tensor).copy()
+    if rows > 0:
+        part = tuple(rows if axis == dim else size for axis, size in enumerate(shape))
+        values = checkpoint.read(*_key(entry), offset=offset, shape=part)
+        current[tuple(slice(size) for size in part)] = cast(values, entry.dtype, _dtype(tensor))
+    _set(tensor, current)
+
+
+def _set(tensor: Tensor, values: np.ndarray) -> None:
+    """Write into a tensor where it is: Paddle's `set_value` would move one in host memory to the device."""
+    if tensor.place.is_cpu_place():
+        import paddle
+
+        tensor.get_tensor().set(values, paddle.CPUPlace())
+    else:
+        tensor.set_value(values)
+
+
+def _key(entry: TensorEntry) -> tuple[str, str, str]:
+    return entry.name, entry.kind, entry.state
+
+
+def _has_other_vocabulary(checkpoint: Checkpoint, vocab_size: int | None) -> bool:
+    stored = checkpoint.manifest.vocab_size
+    return vocab_size is not None and stored is not None and stored != vocab_size
+
+
+def _check_vocabulary(checkpoint: Checkpoint, vocab_size: int | None) -> None:
+    if _has_other_vocabulary(checkpoint, vocab_size):
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} has a vocabulary of {checkpoint.manifest.vocab_size}, the model "
+            f"(Model.vocab_size) of {vocab_size}: they belong to different tokenizers; with "
+            "Engine.save_load.allow_other_shapes=True the embedding starts afresh"
+        )
+
+
+def _of_same_shape(
+    checkpoint: Checkpoint, params: list[tuple[str, Tensor]], other_vocabulary: bool
+) -> list[tuple[str, Tensor]]:
+    """Parameters that can be loaded; the others are told, and keep their values."""
+    same, other = [], []
+    for name, param in params:
+        entry = checkpoint.entry(name)
+        try:
+            _check_shape(checkpoint, entry, param.info)
+            fits = not other_vocabulary or entry.vocab_dim is None
+        except CheckpointError:
+            fits = False
+        if fits:
+            same.append((name, param))
+        else:
+            other.append(name)
+    if other:
+        get_logger().warning(
+            f"parameters of another shape, that keep their initial values: {', '.join(other)}"
+        )
+    return same
+
+
+def _check_names(
+    checkpoint: Checkpoint,
+    names: list[str],
+    allow_missing: Collection[str],
+    allow_extra: bool | Collection[str],
+) -> None:
+    stored = checkpoint.names()
+    missing = [name for name in names if name not in set(stored)]
+    refused = [name for name in missing if name not in allow_missing]
+    if refused:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} lacks parameters of the model{_listed('missing', refused)}; "
+            "with Engine.save_load.allow_missing=True they keep their initial values"
+        )
+    extra = [name for name in stored if name not in set(names)]
+    ignored = extra if allow_extra is True else allow_extra or ()
+    if any(name not in ignored for name in extra):
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} holds parameters the model does not have{_listed('extra', extra)}"
+            "; with Engine.save_load.allow_extra=True they are left out"
+        )
+    for what, found in (("with initial values", missing), ("left out", extra)):
+        if found:
+            get_logger().warning(f"{counted(len(found), 'parameter')} {what}: {_first(found)}")
+
+
+def _check_shape(checkpoint: Checkpoint, entry: TensorEntry, place: Any) -> None:
+    stored, wanted, dim = tuple(entry.shape), tuple(place.global_shape), entry.vocab_dim
+    if stored == wanted:
+        return
+    name = f"{entry.name} {entry.state}".rstrip()
+    true_size = checkpoint.manifest.vocab_size
+    differs = [axis for axis, (a, b) in enumerate(zip(stored, wanted, strict=False)) if a != b]
+    if len(stored) == len(wanted) and differs == [dim]:
+        if true_size is not None and true_size <= min(stored[dim], wanted[dim]):
+            return  # padded differently: the true entries are there
+        raise CheckpointError(
+            f"{name} has {stored[dim]} vocabulary entries in checkpoint {checkpoint.path} and {wanted[dim]} "
+            f"in the model; the checkpoint's vocabulary is {true_size if true_size else 'not recorded'}; "
+            f"{_way_around(entry)}"
+        )
+    raise CheckpointError(
+        f"{name} has shape {list(stored)} in checkpoint {checkpoint.path} and {list(wanted)} in the model; "
+        f"{_way_around(entry)}"
+    )
+
+
+def _way_around(entry: TensorEntry) -> str:
+    if entry.kind == OPTIMIZER:
+        return "Engine.save_load.load_optim=False starts with a fresh optimizer"
+    return "with Engine.save_load.allow_other_shapes=True it keeps its initial values"
+
+
+def _listed(word: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    return f"; {word} {len(names)}: {_first(names)}"
+
+
+def _first(names: list[str]) -> str:
+    return f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"

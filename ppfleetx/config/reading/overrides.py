@@ -1,0 +1,173 @@
+"""``-o Section.key=value`` overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ppfleetx.config.counts import counted
+from ppfleetx.config.errors import ConfigError, shown
+from ppfleetx.config.fields import Section
+from ppfleetx.config.reading.parse import MAX_DEPTH, Budget, key_problem, parse_yaml
+from ppfleetx.config.reading.tree import Node, copy_tree, is_index, plain_value, same_value
+from ppfleetx.config.words import field_types, is_text_only, item_type, section_in
+
+_MAX_OVERRIDES = 1000
+
+
+@dataclass(frozen=True)
+class _Override:
+    """One override as it was read. Its place is ``-o override n``."""
+
+    key: str
+    path: tuple[str, ...]
+    node: Node
+
+    @property
+    def place(self) -> str:
+        return self.node.place
+
+
+def apply_overrides(tree: Node, overrides: Sequence[str], root: type[Section]) -> Node:
+    """``tree`` with the overrides applied in order; unknown keys are found when the result is validated.
+
+    What an override says holds in the end: a later one may say the same or more, but not something else.
+    """
+    if len(overrides) > _MAX_OVERRIDES:
+        raise ConfigError(f"{len(overrides):,} overrides are given; a file holds more than {_MAX_OVERRIDES}")
+    budget = Budget()
+    read = [
+        _read(text, f"-o override {number}", root, budget) for number, text in enumerate(overrides, start=1)
+    ]
+    _refuse_contradictions(read)
+    tree = copy_tree(tree)
+    for one in read:
+        _put(tree, one)
+    return tree
+
+
+def _read(text: str, place: str, root: type[Section], budget: Budget) -> _Override:
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    path = tuple(key.split("."))
+    if not equals or not all(path):
+        raise ConfigError(
+            f"{shown(text)} is not of the form Section.key=value.",
+            place=place,
+            hint="Example: Engine.max_steps=10.",
+        )
+    if len(path) > MAX_DEPTH:
+        raise ConfigError(f"has {len(path):,} parts; no key has so many", key=key, place=place)
+    for part in path:
+        if problem := key_problem(part):
+            raise ConfigError(problem, key=key, place=place)
+    return _Override(key, path, _read_value(value, _annotation_at(root, path), key, place, budget))
+
+
+def _refuse_contradictions(read: Sequence[_Override]) -> None:
+    """Raise where a later override takes back what an earlier one has set."""
+    latest: dict[tuple[str, ...], _Override] = {}
+    below: dict[tuple[str, ...], list[_Override]] = {}
+    for one in read:
+        for earlier in (*filter(None, [latest.get(one.path)]), *below.get(one.path, ())):
+            if not _keeps(one, earlier):
+                raise ConfigError(
+                    f"is already set by {earlier.place.removeprefix('-o ')}"
+                    f"{'' if earlier.key == one.key else f' ({earlier.key})'} to "
+                    f"{shown(plain_value(earlier.node))}; give one of them",
+                    key=one.key,
+                    value=plain_value(one.node),
+                    place=one.place,
+                )
+        latest[one.path] = one
+        for length in range(1, len(one.path)):
+            below.setdefault(one.path[:length], []).append(one)
+
+
+def _keeps(later: _Override, earlier: _Override) -> bool:
+    """Whether what ``earlier`` set is still there when the value of ``later`` stands at its own path."""
+    node: Node | None = later.node
+    for part in earlier.path[len(later.path) :]:
+        inner = node.value if node is not None else None
+        if isinstance(inner, dict):
+            node = inner.get(part)
+        elif isinstance(inner, list) and is_index(part) and int(part) < len(inner):
+            node = inner[int(part)]
+        else:
+            return False
+    return node is not None and same_value(node, earlier.node)
+
+
+def _annotation_at(root: type[Section], path: Sequence[str]) -> Any:
+    """Type of the field at ``path``; None where the schema has no such field."""
+    annotation: Any = root
+    for part in path:
+        section = section_in(annotation)
+        annotation = field_types(section).get(part) if section else item_type(annotation)
+        if annotation is None:
+            return None
+    return annotation
+
+
+def _read_value(text: str, annotation: Any, key: str, place: str, budget: Budget) -> Node:
+    text_field = annotation is not None and is_text_only(annotation)
+    if problem := _unusable(text):
+        raise ConfigError(problem, key=key, value=text, place=place)
+    try:
+        node = parse_yaml(text, place, budget)
+    except ConfigError as error:
+        if text_field:
+            budget.take(1, len(text), place)
+            return Node(text, place)
+        inner = "" if error.key is None else f"(at {error.key}) "
+        raise ConfigError(f"the value {inner}{error.rule}", key=key, value=text, place=place) from None
+    if node is None:  # nothing, or only a YAML comment: to a text field that is a text like any other
+        return Node(text, place) if text_field and text.strip() else Node(None, place, "")
+    if text_field and node.text is not None:
+        return Node(node.value, place, text)
+    if text_field and isinstance(node.value, dict):
+        return Node(text, place)
+    if text_field and isinstance(node.value, list) and item_type(annotation) is None:
+        return Node(text, place)
+    return node
+
+
+def _unusable(text: str) -> str | None:
+    """Why ``text`` cannot be a value of any kind: it can neither be written to a file nor name one."""
+    if "\0" in text:
+        return "holds the character NUL, which no text here may"
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # bytes of a command line that are no UTF-8
+        return f"is not valid YAML: character {error.start} is no Unicode text"
+    return None
+
+
+def _put(tree: Node, one: _Override) -> None:
+    """Put the override's value where its path leads; missing mappings on the way are made."""
+    for depth, part in enumerate(one.path):
+        is_last = depth == len(one.path) - 1
+        if isinstance(tree.value, list):
+            index = _index(part, len(tree.value), one)
+            if is_last:
+                tree.value[index] = copy_tree(one.node)
+                return
+            tree = tree.value[index]
+            continue
+        if not isinstance(tree.value, dict):
+            tree.value, tree.text, tree.place = {}, None, one.place
+        if is_last:
+            tree.value[part] = copy_tree(one.node)
+            return
+        tree = tree.value.setdefault(part, Node({}, one.place))
+
+
+def _index(text: str, length: int, one: _Override) -> int:
+    if not is_index(text):
+        raise ConfigError(f"{shown(text)} is not an index of the list", key=one.key, place=one.place)
+    if int(text) >= length:
+        raise ConfigError(
+            f"the list has {counted(length, 'item')}, numbered from 0", key=one.key, place=one.place
+        )
+    return int(text)

@@ -1,0 +1,278 @@
+"""Section ``Model``: the network, and how its layers are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Literal
+
+from pydantic import model_validator
+
+from ppfleetx.config.fields import (
+    MAX_SIZE,
+    Bool,
+    CountInt,
+    Fraction,
+    NonNegativeFloat,
+    NumLayers,
+    PositiveFloat,
+    PositiveInt,
+    RuleError,
+    Section,
+    Size,
+)
+from ppfleetx.config.sections.lora import LoraConfig
+from ppfleetx.config.sections.rope import RopeScalingConfig
+
+
+class ModelConfig(Section):
+    """Shape of the GPT and of its computation. Lengths count tokens, widths count features."""
+
+    module: Literal["GPTModule", "GPTEvalModule", "GPTGenerationModule", "GPTFinetuneModule"] = "GPTModule"
+    """What is done with the model: pretraining, offline evaluation, generation or finetuning."""
+    name: Literal["GPT"] = "GPT"
+    """Model family."""
+    vocab_size: Size
+    """True number of token ids. The table is padded (see the next key); padding never gets probability."""
+    vocab_size_divisible_unit: Size = 128
+    """The vocabulary is padded to a multiple of this, whatever `Distributed.mp_degree` is."""
+    hidden_size: Size
+    """Width of the residual stream."""
+    num_layers: NumLayers
+    """Number of transformer layers over all pipeline stages."""
+    num_attention_heads: Size
+    """Number of query heads."""
+    num_query_groups: Size | None = None
+    """Number of key/value heads (grouped-query attention); null: one per query head."""
+    head_dim: Size | None = None
+    """Width of one head; null: `hidden_size / num_attention_heads`."""
+    ffn_hidden_size: Size | None = None
+    """Inner width of the MLP; null: `4 * hidden_size`, with swiglu `int(8/3 * hidden_size / 64) * 64`."""
+    hidden_act: Literal["gelu", "gelu_exact", "relu", "relu2", "swiglu"] = "gelu"
+    """Activation of the MLP. `gelu` is the tanh form, `relu2` squares the ReLU, `swiglu` has a gate."""
+    hidden_dropout_prob: Fraction = 0.1
+    """Dropout after the embedding and on each residual branch."""
+    attention_probs_dropout_prob: Fraction = 0.1
+    """Dropout on attention probabilities."""
+    max_position_embeddings: Size = 1024
+    """Longest sequence the model may see; rows of the table with learned positions."""
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
+    """How positions enter: a learned table, rotary embedding of queries and keys, or not at all."""
+    rotary_base: PositiveFloat = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScalingConfig | None = None
+    """Stretch the rotary frequencies to longer sequences; null: as they are."""
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    """Kind of every norm. RMSNorm has no bias."""
+    norm_epsilon: PositiveFloat = 1e-5
+    """Added to the variance in every norm."""
+    tie_word_embeddings: Bool = True
+    """The output head is the word embedding."""
+    add_bias_linear: Bool = True
+    """Biases in all linears; the next three keys decide per place, null follows this one."""
+    add_qkv_bias: Bool | None = None
+    """Bias of the query/key/value projection."""
+    add_out_proj_bias: Bool | None = None
+    """Bias of the attention output projection."""
+    add_mlp_bias: Bool | None = None
+    """Biases of both MLP linears."""
+    add_head_bias: Bool | None = None
+    """Bias of an untied output head; null: none."""
+    sandwich_norm: Bool = False
+    """A further norm after attention and after the MLP, before the residual addition."""
+    attn_post_norm_scale: NonNegativeFloat = 1.0
+    """Initial gain of the norm after attention (with `sandwich_norm`)."""
+    ffn_post_norm_scale: NonNegativeFloat = 1.0
+    """Initial gain of the norm after the MLP (with `sandwich_norm`)."""
+    initializer_range: NonNegativeFloat = 0.02
+    """Standard deviation of the initial weights."""
+    scale_output_init: Bool = True
+    """Attention output and second MLP linear start at `initializer_range / sqrt(2 * num_layers)`."""
+    scale_qk_by_layer_num: Bool = True
+    """Scores are computed divided by the number of layers and multiplied back in the softmax: keeps fp16
+    from overflowing, changes nothing in exact arithmetic, and is not done in fp32."""
+    softmax_in_fp32: Bool = True
+    """Attention softmax in float32 under mixed precision."""
+    attention_kernel: Literal["auto", "reference", "flash"] = "auto"
+    """`reference` is plain matmul-softmax-matmul, `flash` a fused kernel (an error where it cannot run;
+    decoding after cached keys takes the reference), `auto` takes flash where it can run and says where not.
+    It can in 16 bits on GPUs of compute capability 8.x and 9.0, with head sizes that are multiples of 8, up
+    to 256 (to train above 192: capability 8.0 and 9.0)."""
+    use_flash_attn: Bool = False
+    """FleetX's switch: true asks for the flash kernel where the device has one."""
+    fused_linear: Bool = False
+    """Matrix product and bias in one kernel. Either value changes nothing: Paddle always does so on a GPU,
+    and has no such kernel on a CPU."""
+    fuse_attn_qkv: Bool = True
+    """Queries, keys and values are one weight, grouped per key/value head. Always so; false only warns."""
+    use_recompute: Bool = False
+    """Recompute activations in the backward pass instead of keeping them."""
+    recompute_granularity: Literal["full", "full_attn", "core_attn"] | None = None
+    """What is recomputed: a whole layer, its attention, or only scores-softmax-context; null: full."""
+    recompute_layers: tuple[CountInt, ...] | None = None
+    """Recompute only these layers (numbered from 0); null: all."""
+    no_recompute_layers: tuple[CountInt, ...] | None = None
+    """Do not recompute these layers."""
+    recompute_interval: PositiveInt = 1
+    """Recompute every n-th layer, counted from layer 0."""
+    sequence_parallel: Bool = False
+    """Split norms and dropouts over the tensor-parallel ranks along the sequence (needs `mp_degree` > 1)."""
+    virtual_pp_degree: NumLayers = 1
+    """Model chunks per pipeline stage (interleaved schedule)."""
+    num_classes: PositiveInt | None = None
+    """Classes of the finetuning head (GPTFinetuneModule), 1 for a task that predicts a number; null: the
+    task's own number."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters and freeze the rest; null: train all weights."""
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding table: `vocab_size` rounded up to the divisible unit."""
+        unit = self.vocab_size_divisible_unit
+        return -(-self.vocab_size // unit) * unit
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key/value heads."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        """Width of one head."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        """Inner width of the MLP (of each of gate and up with swiglu)."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        if self.hidden_act == "swiglu":
+            return int(self.hidden_size * 4 * 2 / 3 / 64) * 64
+        return 4 * self.hidden_size
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Whether the query/key/value projection has a bias."""
+        return self.add_bias_linear if self.add_qkv_bias is None else self.add_qkv_bias
+
+    @property
+    def has_out_proj_bias(self) -> bool:
+        """Whether the attention output projection has a bias."""
+        return self.add_bias_linear if self.add_out_proj_bias is None else self.add_out_proj_bias
+
+    @property
+    def has_mlp_bias(self) -> bool:
+        """Whether the MLP linears have biases."""
+        return self.add_bias_linear if self.add_mlp_bias is None else self.add_mlp_bias
+
+    @property
+    def has_head_bias(self) -> bool:
+        """Whether the output head has a bias."""
+        return bool(self.add_head_bias)
+
+    def is_recomputed(self, layer: int) -> bool:
+        """Whether layer ``layer`` (0-based, over the whole model) is recomputed in the backward pass."""
+        return layer in self.recomputed_layers()
+
+    def recomputed_layers(self) -> Collection[int]:
+        """The layers (0-based, over the whole model) that are recomputed in the backward pass."""
+        if not self.use_recompute:
+            return ()
+        chosen = self.recompute_layers
+        if chosen is None:
+            chosen = range(0, self.num_layers, self.recompute_interval)
+        return frozenset(chosen) - frozenset(self.no_recompute_layers or ())
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> ModelConfig:
+        heads, groups = self.num_attention_heads, self.kv_heads
+        if self.head_dim is None and self.hidden_size % heads:
+            raise RuleError(
+                ("num_attention_heads", "hidden_size"),
+                f"{heads} heads do not divide the hidden size {self.hidden_size}; "
+                "change one of them or give Model.head_dim",
+            )
+        if heads % groups:
+            raise RuleError(
+                ("num_query_groups", "num_attention_heads"),
+                f"the number of query groups {groups} must divide the number of heads {heads}",
+            )
+        if self.position_embedding_type == "rope" and self.head_size % 2:
+            raise RuleError(
+                ("head_dim", "position_embedding_type", "hidden_size", "num_attention_heads"),
+                f"rotary positions turn pairs of features: the head width must be even, not {self.head_size}",
+            )
+        if self.ffn_size < 1:
+            raise RuleError(
+                ("ffn_hidden_size", "hidden_size"),
+                f"the swiglu width of hidden size {self.hidden_size} would be 0; give Model.ffn_hidden_size",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_rope_scaling(self) -> ModelConfig:
+        if self.rope_scaling is None:
+            return self
+        if self.position_embedding_type != "rope":
+            raise RuleError(
+                ("rope_scaling", "position_embedding_type"),
+                f"stretches rotary positions, and position_embedding_type is {self.position_embedding_type}",
+            )
+        if self.rope_scaling.type == "yarn" and self.rotary_base <= 1:
+            raise RuleError(("rotary_base", "rope_scaling.type"), "yarn needs a base greater than 1")
+        return self
+
+    @model_validator(mode="after")
+    def _check_widths(self) -> ModelConfig:
+        projection = (self.num_attention_heads + 2 * self.kv_heads) * self.head_size
+        inner = self.ffn_size * (2 if self.hidden_act == "swiglu" else 1)
+        for keys, what, width in (
+            (("vocab_size", "vocab_size_divisible_unit"), "padded vocabulary", self.padded_vocab_size),
+            (("ffn_hidden_size", "hidden_size"), "MLP", inner),
+            (("head_dim", "hidden_size", "num_attention_heads"), "query/key/value projection", projection),
+        ):
+            if width > MAX_SIZE:
+                raise RuleError(keys, f"the {what} would be {width} wide; Paddle counts up to {MAX_SIZE}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_options(self) -> ModelConfig:
+        if self.tie_word_embeddings and self.add_head_bias:
+            raise RuleError(
+                ("add_head_bias", "tie_word_embeddings"), "a head tied to the word embedding has no bias"
+            )
+        if self.use_flash_attn and self.attention_kernel == "reference":
+            raise RuleError(
+                ("attention_kernel", "use_flash_attn"),
+                "the reference kernel and use_flash_attn contradict each other; drop one of them",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_lora(self) -> ModelConfig:
+        if self.lora is not None:
+            self.lora.check_targets(self.num_layers)
+        return self
+
+    @model_validator(mode="after")
+    def _check_recompute(self) -> ModelConfig:
+        for key in ("recompute_layers", "no_recompute_layers"):
+            layers = getattr(self, key) or ()
+            if outside := [layer for layer in layers if layer >= self.num_layers]:
+                raise RuleError(
+                    (key, "num_layers"),
+                    f"layer {outside[0]} does not exist: layers are numbered 0 to {self.num_layers - 1}",
+                )
+            if len(set(layers)) != len(layers):
+                raise RuleError((key,), "names a layer twice")
+        if self.recompute_layers is not None and self.recompute_interval != 1:
+            raise RuleError(
+                ("recompute_interval", "recompute_layers"),
+                "choose the layers by a list or by an interval, not by both",
+            )
+        both = set(self.recompute_layers or ()) & set(self.no_recompute_layers or ())
+        if both:
+            raise RuleError(
+                ("no_recompute_layers", "recompute_layers"),
+                f"layer {min(both)} is in both lists",
+            )
+        return self

@@ -1,0 +1,148 @@
+"""Every section under one import, and the whole configuration as one frozen object."""
+
+from __future__ import annotations
+
+from pydantic import PrivateAttr
+
+from ppfleetx.config.batch import BatchPlan
+from ppfleetx.config.fields import Section
+from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.sections.compress import CompressConfig, PruneConfig, QuantizationConfig
+from ppfleetx.config.sections.data import (
+    DataConfig,
+    DatasetConfig,
+    DataSplitConfig,
+    LoaderConfig,
+    SamplerConfig,
+    TokenizerConfig,
+)
+from ppfleetx.config.sections.distributed import DistributedConfig, ShardingConfig
+from ppfleetx.config.sections.engine import (
+    EngineConfig,
+    GlobalConfig,
+    MixedPrecisionConfig,
+    ProfilerConfig,
+    ProfilerSummaryConfig,
+    SaveLoadConfig,
+)
+from ppfleetx.config.sections.generation import (
+    GenerationConfig,
+    InferenceConfig,
+    OfflineEvalConfig,
+    TensorRTConfig,
+)
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.config.sections.optimizer import (
+    GradClipConfig,
+    LRConfig,
+    OptimizerConfig,
+    WeightDecayScheduleConfig,
+)
+from ppfleetx.config.sections.serve import ServeConfig
+
+__all__ = [
+    "CompressConfig",
+    "DataConfig",
+    "DataSplitConfig",
+    "DatasetConfig",
+    "DistributedConfig",
+    "EngineConfig",
+    "GenerationConfig",
+    "GlobalConfig",
+    "GradClipConfig",
+    "InferenceConfig",
+    "LRConfig",
+    "LoaderConfig",
+    "MixedPrecisionConfig",
+    "ModelConfig",
+    "OfflineEvalConfig",
+    "OptimizerConfig",
+    "ProfilerConfig",
+    "ProfilerSummaryConfig",
+    "PruneConfig",
+    "QuantizationConfig",
+    "RunConfig",
+    "SamplerConfig",
+    "SaveLoadConfig",
+    "ServeConfig",
+    "ShardingConfig",
+    "TensorRTConfig",
+    "TokenizerConfig",
+    "WeightDecayScheduleConfig",
+    "plan_of",
+]
+
+
+class RunConfig(Section):
+    """One run. Made by :func:`ppfleetx.config.loader.load_config`, which also fills what follows from the
+    rest: batch sizes, ``dp_degree``, ``accumulate_steps``, ``decay_steps``, ``test_iters``."""
+
+    Global: GlobalConfig = GlobalConfig()
+    Engine: EngineConfig = EngineConfig()
+    Model: ModelConfig
+    Data: DataConfig = DataConfig()
+    Distributed: DistributedConfig = DistributedConfig()
+    Optimizer: OptimizerConfig = OptimizerConfig()
+    Generation: GenerationConfig = GenerationConfig()
+    Inference: InferenceConfig = InferenceConfig()
+    Serve: ServeConfig = ServeConfig()
+    Offline_Eval: OfflineEvalConfig = OfflineEvalConfig()
+    Profiler: ProfilerConfig = ProfilerConfig()
+    Compress: CompressConfig = CompressConfig()
+
+    _batch: BatchPlan | None = PrivateAttr(default=None)
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+    _derived: frozenset[str] = PrivateAttr(default=frozenset())
+    _warnings: tuple[str, ...] = PrivateAttr(default=())
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """Parallel degrees of the run."""
+        return plan_of(self)
+
+    @property
+    def batch(self) -> BatchPlan:
+        """Batch sizes of the run."""
+        if self._batch is None:
+            raise RuntimeError("RunConfig.batch is known only after load_config")
+        return self._batch
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """Where each given value was written: dotted key -> ``file:line`` or ``-o override n``."""
+        return dict(self._origins)
+
+    @property
+    def derived(self) -> frozenset[str]:
+        """Keys that got their values from other keys and the number of processes."""
+        return self._derived
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a user should know about how the configuration was read; tools log these."""
+        return self._warnings
+
+    def __eq__(self, other: object) -> bool:
+        """Equal values, wherever they were written."""
+        if not isinstance(other, RunConfig):
+            return NotImplemented
+        return self.model_dump() == other.model_dump()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def plan_of(cfg: RunConfig) -> ParallelPlan:
+    """The parallel plan a configuration asks for; an open ``dp_degree`` is 1."""
+    distributed, sharding = cfg.Distributed, cfg.Distributed.sharding
+    return ParallelPlan(
+        dp=distributed.dp_degree or 1,
+        mp=distributed.mp_degree,
+        pp=distributed.pp_degree,
+        sharding=sharding.sharding_degree,
+        sep=distributed.sep_degree,
+        sharding_stage=sharding.sharding_stage,
+        sharding_offload=sharding.sharding_offload,
+        sequence_parallel=cfg.Model.sequence_parallel,
+        virtual_pp_degree=cfg.Model.virtual_pp_degree,
+        pp_layers=distributed.layers_of_chunks(cfg.Model.num_layers, cfg.Model.virtual_pp_degree),
+    )

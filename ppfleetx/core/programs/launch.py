@@ -1,0 +1,142 @@
+"""From a command line to a process that is ready: configuration first, Paddle last."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from ppfleetx.checkpoint.directory import resolve_checkpoint
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.finetuning import FINETUNE_MODULE
+from ppfleetx.config.loader import load_config
+from ppfleetx.config.reading.tree import is_index
+from ppfleetx.config.unsupported import not_supported_reasons, without_effect
+from ppfleetx.core.engine.run_directory import check_beginning
+from ppfleetx.core.programs.sources import refuse_foreign, sources
+from ppfleetx.data.build import build_dataset, open_corpora
+from ppfleetx.utils.log import configure_logging
+from ppfleetx.utils.process_env import import_paddle, prepare_process
+
+if TYPE_CHECKING:
+    from ppfleetx.config.sections.root import RunConfig
+    from ppfleetx.distributed.context import ParallelContext
+
+
+def start_process(
+    path: str, overrides: Sequence[str], *, reads: Sequence[str] = ()
+) -> tuple[RunConfig, ParallelContext]:
+    """Read the configuration, refuse what cannot run, and only then load Paddle and choose the device.
+
+    Args:
+        reads: which sections of ``Data`` the program will read.
+
+    Raises:
+        UserError: anything wrong, missing or not supported, before any device work.
+    """
+    return start_with(load_config(path, overrides, world_size=world_size(os.environ)), reads=reads)
+
+
+def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig, ParallelContext]:
+    """:func:`start_process` for a configuration that is loaded already."""
+    main = rank(os.environ) == 0
+    logger = configure_logging(quiet=not main and not cfg.plan.knows_loss(rank(os.environ)))
+    for warning in (*cfg.warnings, *without_effect(cfg)) if main else ():
+        logger.warning(warning)
+    device = expected_device(cfg.Global.device)
+    _refuse_unsupported(cfg, device)
+    if "Train" in reads and cfg.Model.module == "GPTEvalModule":
+        raise ConfigError(
+            "only evaluates (tools/eval.py); to train use GPTModule",
+            key="Model.module",
+            value="GPTEvalModule",
+        )
+    if cfg.plan.world_size == 1:  # ranks of a job find out together, later
+        _look_for_files(cfg, reads)
+    said = prepare_process(device=device)
+    import_paddle()
+    logger.info(said)
+    from ppfleetx.core.engine.watch import check_configuration
+    from ppfleetx.distributed.init import init_distributed
+    from ppfleetx.distributed.tf32 import allow_tf32
+
+    tf32 = allow_tf32(cfg.Global.allow_tf32)  # before Global.flags, which may say otherwise
+    ctx = init_distributed(cfg)
+    if ctx.device == "gpu":
+        logger.info(tf32)
+    check_configuration(cfg, ctx)
+    return cfg, ctx
+
+
+def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
+    """Raise at once, and not after Paddle has been loaded, when a corpus or a checkpoint is not there, or a
+    run in ``output_dir`` is in the way."""
+    for mode in reads:
+        section = getattr(cfg.Data, mode)
+        if mode == "Test" and cfg.Model.module != FINETUNE_MODULE:
+            continue  # nothing else reads it
+        if section is not None and section.dataset.is_corpus:
+            open_corpora(cfg, mode)
+        elif section is not None:
+            build_dataset(cfg, mode)
+    refuse_foreign(cfg)
+    if "Train" in reads:
+        check_beginning(cfg)
+    begins = "Train" in reads and not cfg.Engine.save_load.resume
+    for key, directory in sources(cfg):
+        # What does not begin no longer needs the weights that it, or the run it looks at, once started from.
+        if key != "Engine.save_load.init_from" or begins:
+            resolve_checkpoint(directory, verify=False)
+
+
+def expected_device(wanted: str) -> str:
+    """The device ``Global.device`` will lead to, told from the installed Paddle without importing it.
+
+    Raises:
+        ConfigError: a GPU is wanted, and Paddle's CPU build is what is installed.
+    """
+    has_gpu_build = _is_installed("paddlepaddle-gpu")
+    if wanted == "auto":
+        return "gpu" if has_gpu_build else "cpu"
+    if wanted == "gpu" and not has_gpu_build and _is_installed("paddlepaddle"):
+        raise ConfigError(
+            "the Paddle installed here is the CPU build; install paddlepaddle-gpu, or run on the CPU with "
+            "-o Global.device=cpu -o Engine.mix_precision.enable=False",
+            key="Global.device",
+            value=wanted,
+        )
+    return wanted
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        metadata.distribution(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _refuse_unsupported(cfg: RunConfig, device: str) -> None:
+    reasons = not_supported_reasons(cfg, device)
+    if reasons:
+        raise ConfigError("this configuration is valid, but cannot run yet:\n  " + "\n  ".join(reasons))
+
+
+def world_size(environ: Mapping[str, str]) -> int:
+    """Processes of the job, as Paddle's launcher tells its ranks; 1 without a launcher."""
+    return _number(environ, "PADDLE_TRAINERS_NUM", 1)
+
+
+def rank(environ: Mapping[str, str]) -> int:
+    """This process's number in the job."""
+    return _number(environ, "PADDLE_TRAINER_ID", 0)
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, str(default))
+    if not is_index(text):
+        raise ConfigError(
+            "the launcher's variable is not a number", key=name, value=text, place="environment"
+        )
+    return int(text)

@@ -1,0 +1,191 @@
+"""Tasks of lm-evaluation-harness on a checkpoint (https://github.com/EleutherAI/lm-evaluation-harness, 0.4).
+
+``lm_eval`` is an optional dependency and is imported only when it is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_config
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.core.programs.generate import check_checkpoint, check_output, load_generator
+from ppfleetx.core.programs.launch import start_with, world_size
+from ppfleetx.utils.files import atomic_write
+
+if TYPE_CHECKING:
+    from ppfleetx.core.programs.lm_eval_model import HarnessModel
+
+
+def run(
+    path: str,
+    overrides: Sequence[str],
+    tasks: Sequence[str],
+    *,
+    batch_size: int = 8,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    include_path: str | None = None,
+    output: str | None = None,
+) -> None:
+    """The program ``tasks/gpt/lm_eval_harness.py``: measure and print a table.
+
+    Args:
+        path, overrides: as of ``start_process``.
+        tasks: names of the harness's tasks or groups.
+        batch_size: texts per forward pass.
+        num_fewshot: examples in each prompt; None: what the task says.
+        limit: only so many examples of each task.
+        include_path: a directory of further task definitions (YAML).
+        output: a JSON file for the results.
+
+    Raises:
+        UserError: ``lm_eval`` is not installed, a number is too small, a task is unknown, or what
+            ``load_generator`` refuses.
+    """
+    require_lm_eval()
+    for key, value, least in (
+        ("--batch-size", batch_size, 1),
+        ("--num-fewshot", num_fewshot, 0),
+        ("--limit", limit, 1),
+    ):
+        if value is not None and value < least:
+            raise ConfigError(f"must be at least {least}", key=key, value=value)
+    if output is not None:
+        check_output(Path(output))
+    if include_path is not None and not Path(include_path).is_dir():
+        raise ConfigError("there is no such directory", key="--include-path", value=include_path)
+    cfg = load_config(path, overrides, world_size=world_size(os.environ))
+    check_checkpoint(cfg)
+    if cfg.plan.world_size > 1:
+        raise ConfigError(
+            "the harness runs in one process; start it without a launcher and with all degrees 1 (a "
+            "checkpoint of any plan loads)",
+            key="Distributed",
+        )
+    cfg, ctx = start_with(cfg)
+    manager = find_tasks(tasks, include_path)
+    model = load_model(cfg, ctx, batch_size)
+    results = measure(model, tasks, manager, num_fewshot=num_fewshot, limit=limit)
+    from lm_eval.utils import make_table
+
+    print(make_table(results), flush=True)
+    if output is not None:
+        with atomic_write(output, "w") as file:
+            json.dump(results["results"], file, indent=2, default=str)
+
+
+def require_lm_eval() -> None:
+    """Refuse in words where lm-evaluation-harness is missing.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if find_spec("lm_eval") is None:
+        raise ConfigError("this program needs lm-evaluation-harness: pip install 'ppfleetx[lm_eval]'")
+
+
+def load_model(cfg: RunConfig, ctx: Any, batch_size: int) -> HarnessModel:
+    """The checkpoint ``Engine.save_load.ckpt_dir`` as a model of the harness."""
+    from ppfleetx.core.programs.lm_eval_model import HarnessModel
+
+    return HarnessModel(load_generator(cfg, ctx), cfg.Model.vocab_size, batch_size=batch_size)
+
+
+def find_tasks(tasks: Sequence[str], include_path: str | None) -> Any:
+    """The harness's ``TaskManager``, which knows all of ``tasks``.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    from lm_eval.tasks import TaskManager
+
+    if include_path is not None:  # the harness's own thousands take it half a minute to list
+        manager = TaskManager(include_path=include_path, include_defaults=False)
+        if all(manager.match_tasks([name]) for name in tasks):
+            return manager
+    manager = TaskManager(include_path=include_path)
+    unknown = [name for name in tasks if not manager.match_tasks([name])]
+    if unknown:
+        raise ConfigError(
+            "lm-evaluation-harness has no such task; `lm_eval ls tasks` lists them, and --include-path adds "
+            "definitions of your own",
+            key="--tasks",
+            value=unknown[0],
+        )
+    return manager
+
+
+def measure(
+    model: HarnessModel,
+    tasks: Sequence[str],
+    manager: Any,
+    *,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+) -> dict[str, Any]:
+    """What ``lm_eval.simple_evaluate`` finds."""
+    import lm_eval
+
+    return lm_eval.simple_evaluate(
+        model=model,
+        tasks=list(tasks),
+        task_manager=manager,
+        num_fewshot=num_fewshot,
+        limit=limit,
+        bootstrap_iters=0,
+        log_samples=False,
+    )
+
+
+def generation_options(asked: Mapping[str, Any], max_new_tokens: int) -> tuple[dict[str, Any], list[str]]:
+    """``Generation`` keys for the options a task gives ``generate_until``, and its stop strings.
+
+    Args:
+        asked: the task's options, names of Hugging Face ``generate``.
+        max_new_tokens: used where the task says nothing.
+
+    Raises:
+        ConfigError: an option that generation does not have.
+    """
+    left = dict(asked)
+    until = left.pop("until", None) or []
+    stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
+    given = [left.pop(key) for key in ("max_gen_toks", "max_new_tokens") if key in left]
+    temperature = float(left.pop("temperature", 0.0) or 0.0)
+    samples = left.pop("do_sample", temperature > 0)
+    options: dict[str, Any] = {"max_dec_len": int(given[0]) if given else max_new_tokens}
+    options |= dict(_renamed(left))
+    if left:
+        name, value = next(iter(left.items()))
+        raise ConfigError(f"a task asks for {name} = {value!r}, which generation does not have")
+    if samples:
+        return {**options, "decode_strategy": "sampling", "temperature": temperature or 1.0}, stops
+    for key in ("top_k", "top_p"):
+        options.pop(key, None)
+    beams = options.get("num_beams", 1) > 1
+    return {**options, "decode_strategy": "beam_search" if beams else "greedy_search"}, stops
+
+
+_SAME_MEANING = {
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "repetition_penalty": "repetition_penalty",
+    "num_beams": "num_beams",
+    "length_penalty": "length_penalty",
+    "early_stopping": "early_stopping",
+    "min_new_tokens": "min_dec_len",
+}
+
+
+def _renamed(left: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Take what has another name here, or the same, out of ``left``."""
+    for theirs, ours in _SAME_MEANING.items():
+        if theirs in left:
+            yield ours, left.pop(theirs)

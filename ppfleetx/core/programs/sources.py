@@ -1,0 +1,37 @@
+"""The checkpoints a configuration names as sources of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.sections.root import RunConfig
+
+
+def sources(cfg: RunConfig) -> Iterator[tuple[str, str]]:
+    """Key and value of every source that is named."""
+    options, lora = cfg.Engine.save_load, cfg.Model.lora
+    for key, place in (
+        ("Engine.save_load.ckpt_dir", options.ckpt_dir),
+        ("Engine.save_load.init_from", options.init_from),
+        ("Model.lora.base", None if lora is None else lora.base),
+    ):
+        if place is not None:
+            yield key, place
+
+
+def refuse_foreign(cfg: RunConfig) -> None:
+    """Say how to convert a source that another program wrote. One that is not there yet is passed over.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    named = list(sources(cfg))
+    if not named:
+        return
+    from ppfleetx.checkpoint.foreign.detect import described  # knows many formats, which takes time to load
+
+    for key, place in named:
+        if sentence := described(Path(place)):
+            raise ConfigError(sentence, key=key, value=place, place=cfg.origins.get(key))

@@ -1,0 +1,229 @@
+"""Wiring: from a configuration and a context to a run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from ppfleetx.checkpoint.adapters import BASE
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.finetuning import FINETUNE_MODULE
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.core.engine.beginning import begin, find_sources
+from ppfleetx.core.engine.callbacks.base import Callback, EvalRecord
+from ppfleetx.core.engine.callbacks.memory import MemoryLog
+from ppfleetx.core.engine.callbacks.metrics import MetricsFile
+from ppfleetx.core.engine.callbacks.predictions import Predictions, write_predictions
+from ppfleetx.core.engine.callbacks.profiler import ProfilerCallback
+from ppfleetx.core.engine.callbacks.progress import TrainProgress
+from ppfleetx.core.engine.callbacks.train_log import TrainLog
+from ppfleetx.core.engine.callbacks.visual_dl import VisualDL, visual_dl_is_installed
+from ppfleetx.core.engine.checkpoints import CheckpointSaver
+from ppfleetx.core.engine.engine import Engine
+from ppfleetx.core.engine.measure import Classification, Measure, TokenLoss
+from ppfleetx.core.engine.pace import Pace
+from ppfleetx.core.engine.ranks import offload_notes, rank_table
+from ppfleetx.core.engine.run_directory import METRICS_FILE, hold, output_dir_of
+from ppfleetx.core.engine.start import Start, find_start
+from ppfleetx.core.module.registry import build_module
+from ppfleetx.core.programs.check import check_report
+from ppfleetx.core.programs.token_ids import token_id_lines
+from ppfleetx.data.build import build_dataloader, load_tokenizer
+from ppfleetx.data.loader import DataLoader
+from ppfleetx.data.tasks.glue import TASKS
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.data.verify import verify_corpora
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.together import first_on_each_node, joint_errors, local_rank
+from ppfleetx.optims.build import build_schedule
+from ppfleetx.parallel.apply import parallelize
+from ppfleetx.parallel.runner import Runner
+from ppfleetx.utils.log import get_logger
+
+
+def train(cfg: RunConfig, ctx: ParallelContext) -> None:
+    """Train as configured: start or resume, evaluate, save, stop.
+
+    Raises:
+        UserError: data, checkpoint or configuration that cannot be trained with, in words.
+    """
+    if cfg.Data.Train is None:
+        raise ConfigError("training needs a corpus", key="Data.Train")
+    log = get_logger()
+    for line in check_report(cfg).splitlines():
+        log.info(line)
+    with contextlib.ExitStack() as stack:
+        with joint_errors(ctx, name_ranks=False):
+            if ctx.is_main:
+                hold(cfg, stack)
+        _train_in(output_dir_of(cfg), cfg, ctx)
+
+
+def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext) -> None:
+    """Train in a directory that is held; it becomes this run's when nothing else can be wrong."""
+    log = get_logger()
+    cfg, start = find_sources(cfg, ctx)
+    tokenizer, train_loader, eval_loader = first_on_each_node(ctx, lambda: _data(cfg, ctx, start))
+    runner = build_runner(cfg, ctx, train=True)
+    for line in (*rank_table(ctx, runner), *offload_notes(ctx)):
+        log.info(line)
+    pace = Pace.of(cfg, train_loader.samples_per_epoch)
+    schedule = build_schedule(cfg.Optimizer, pace.max_steps)
+    log.info(schedule.describe())
+    fingerprints = {
+        "data": train_loader.fingerprint,
+        "tokenizer": None if tokenizer is None else tokenizer.fingerprint,
+    }
+    schedule = start.restore(runner, schedule, fingerprints, cfg)
+    if start.base_fingerprint is not None:
+        fingerprints[BASE] = start.base_fingerprint
+    ownership = begin(cfg, ctx, start, pace, tokenizer)
+    engine = Engine(
+        cfg,
+        ctx,
+        runner,
+        schedule=schedule,
+        saver=CheckpointSaver(cfg, ctx, output_dir, fingerprints, ownership),
+        callbacks=_callbacks(cfg, ctx, output_dir),
+        samples_per_epoch=train_loader.samples_per_epoch,
+        pace=pace,
+        new_measure=measure_of(cfg, ctx),
+    )
+    engine.state = start.state
+    engine.fit(train_loader, eval_loader)
+
+
+def evaluate(cfg: RunConfig, ctx: ParallelContext) -> EvalRecord:
+    """Evaluate the checkpoint ``Engine.save_load.ckpt_dir`` on ``Data.Eval`` and print the result.
+
+    A classifier's answers are written to ``output_dir/predictions``, those on ``Data.Test`` too.
+
+    Raises:
+        UserError: no such checkpoint or data, or they do not fit the model.
+    """
+    if cfg.Data.Eval is None:
+        raise ConfigError("evaluation needs a corpus", key="Data.Eval")
+    start = find_weights(cfg, ctx)
+    loader = first_on_each_node(ctx, lambda: _evaluation_data(cfg, ctx))
+    runner = build_runner(cfg, ctx, train=False)
+    start.restore_weights(runner, cfg.Model)
+    speaks = ctx.is_main or ctx.knows_loss
+    callbacks: list[Callback] = [TrainLog(cfg.Engine.logging_freq)] if speaks else []
+    callbacks += _predictions(cfg, ctx)
+    engine = Engine(cfg, ctx, runner, callbacks=callbacks, new_measure=measure_of(cfg, ctx))
+    engine.state = start.state
+    record = engine.evaluate(loader)
+    if cfg.Model.module == FINETUNE_MODULE and cfg.Data.Test is not None:
+        _predict_test(cfg, ctx, runner)
+    return record
+
+
+def measure_of(cfg: RunConfig, ctx: ParallelContext, *, has_labels: bool = True) -> Callable[[], Measure]:
+    """What makes the measure of each evaluation: a classifier's, or the token-weighted loss."""
+    if cfg.Model.module != FINETUNE_MODULE:
+        return TokenLoss
+    return partial(Classification, build_module(cfg), ctx, has_labels=has_labels)
+
+
+def _predict_test(cfg: RunConfig, ctx: ParallelContext, runner: Runner) -> None:
+    """Write the answers on ``Data.Test``, which has no labels."""
+    measure = measure_of(cfg, ctx, has_labels=False)()
+    for micro_batches in first_on_each_node(ctx, lambda: _loader(cfg, ctx, "Test")):
+        measure.add(runner, micro_batches)
+    outputs = measure.result().outputs
+    dataset = cfg.Data.Test.dataset
+    with joint_errors(ctx, name_ranks=False):
+        if ctx.is_main:
+            task = TASKS[dataset.name]
+            write_predictions(_predictions_dir(cfg) / task.file_name(dataset.split), task, outputs)
+
+
+def _predictions(cfg: RunConfig, ctx: ParallelContext) -> list[Callback]:
+    """The main rank of a classifier writes what it answers."""
+    if not ctx.is_main or cfg.Model.module != FINETUNE_MODULE or cfg.Data.Eval is None:
+        return []
+    dataset = cfg.Data.Eval.dataset
+    return [Predictions(_predictions_dir(cfg), TASKS[dataset.name], dataset.split)]
+
+
+def _predictions_dir(cfg: RunConfig) -> Path:
+    return Path(cfg.Engine.save_load.output_dir) / "predictions"
+
+
+def find_weights(cfg: RunConfig, ctx: ParallelContext) -> Start:
+    """The checkpoint to evaluate, generate or export with: ``ckpt_dir``, which must be given."""
+    if cfg.Engine.save_load.ckpt_dir is None:
+        raise ConfigError(
+            "names no checkpoint; give -o Engine.save_load.ckpt_dir=DIR (a step directory or an output "
+            "directory of a training run)",
+            key="Engine.save_load.ckpt_dir",
+        )
+    return find_start(cfg.Engine.save_load, None, ctx)
+
+
+def build_runner(cfg: RunConfig, ctx: ParallelContext, *, train: bool) -> Runner:
+    """Model of the configured module under the plan of ``ctx``, with fresh weights."""
+    runner = parallelize(build_module(cfg), cfg, ctx, train=train)
+    runner.checks = cfg.Engine.checks
+    return runner
+
+
+def _loader(cfg: RunConfig, ctx: ParallelContext, mode: str, *, consumed_samples: int = 0) -> DataLoader:
+    loader = build_dataloader(
+        cfg,
+        mode,
+        data_rank=ctx.data_rank,
+        data_size=ctx.data_size,
+        consumed_samples=consumed_samples,
+    )
+    for line in loader.describe().splitlines():
+        get_logger().info(line)
+    return loader
+
+
+def _evaluation_data(cfg: RunConfig, ctx: ParallelContext) -> DataLoader:
+    loader = _loader(cfg, ctx, "Eval")
+    _verify(cfg, ["Eval"])
+    return loader
+
+
+def _data(
+    cfg: RunConfig, ctx: ParallelContext, start: Start
+) -> tuple[Tokenizer | None, DataLoader, DataLoader | None]:
+    """Tokenizer, training batches from where the run goes on, and evaluation batches if there are any."""
+    evaluates = cfg.Data.Eval is not None and cfg.Engine.eval_freq
+    for line in token_id_lines(cfg):
+        get_logger().info(line)
+    made = (
+        load_tokenizer(cfg),
+        _loader(cfg, ctx, "Train", consumed_samples=start.state.consumed_samples),
+        _loader(cfg, ctx, "Eval") if evaluates else None,
+    )
+    _verify(cfg, ["Train", "Eval"] if evaluates else ["Train"])
+    return made
+
+
+def _verify(cfg: RunConfig, modes: Sequence[str]) -> None:
+    """Compare the corpora with their checksums, once a node."""
+    if local_rank() == 0:
+        verify_corpora(cfg, modes)
+
+
+def _callbacks(cfg: RunConfig, ctx: ParallelContext, output_dir: Path) -> list[Callback]:
+    """The main rank's, who alone writes files; the rank that computes the loss logs it too."""
+    freq = cfg.Engine.logging_freq
+    if not ctx.is_main:
+        return [TrainLog(freq)] if ctx.knows_loss else []
+    callbacks: list[Callback] = [
+        TrainProgress(cfg.Engine.progress_bar),
+        TrainLog(freq),
+        MetricsFile(output_dir / METRICS_FILE, freq),
+        MemoryLog(),
+    ]
+    if visual_dl_is_installed():
+        callbacks.append(VisualDL(output_dir / "vdl"))
+    if cfg.Profiler.enable:
+        callbacks.append(ProfilerCallback(cfg.Profiler, output_dir))
+    return [*callbacks, *_predictions(cfg, ctx)]

@@ -1,0 +1,217 @@
+"""Text corpora on disk as a stream of chunks: json lines (.gz, .zst too), plain text, folders of text."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ppfleetx.config.errors import DataError
+from ppfleetx.data.prepare.cut_documents import Kind, cut_documents, paragraphs
+from ppfleetx.data.text.files import MAX_LINE_BYTES, TextFile, is_packed
+from ppfleetx.data.text.json_lines import load_line
+
+CHUNK_BYTES = 2 << 20
+MOST_IN_VAIN = 300_000
+"""Lines without a document, one after the other. A file with more is not of the kind it should be."""
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file of the corpus.
+
+    Attributes:
+        path: the file.
+        kind: what one document is: a json line, a line, what lies between blank lines, or the whole file.
+        num_bytes: size on disk.
+    """
+
+    path: Path
+    kind: Kind
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of the corpus that one worker handles: whole documents of one file, or several whole files.
+
+    Attributes:
+        kind: as of `Source`.
+        paths: the file the data are from, or the files to read.
+        data: bytes of whole documents. None for kind "file"; of the other kinds, for a document that is too
+            long.
+        num_disk_bytes: how much of the files on disk this is (compressed, if they are); for the progress bar.
+        max_document_bytes: what is longer is left out.
+    """
+
+    kind: Kind
+    paths: tuple[Path, ...]
+    data: bytes | None
+    num_disk_bytes: int
+    max_document_bytes: int = MAX_LINE_BYTES
+
+
+def find_sources(
+    inputs: Sequence[str | os.PathLike[str]],
+    *,
+    suffixes: Sequence[str] = (),
+    split_on: Literal["file", "line", "blank-line"] = "file",
+) -> list[Source]:
+    """The files of a corpus in the order they will be written; those of a folder sorted by path.
+
+    ``.jsonl`` and ``.json`` files (``.gz``, ``.zst`` behind that allowed) hold one json object a line; every
+    other file is plain text. Hidden files, hidden folders and ``__pycache__`` are passed over.
+
+    Args:
+        inputs: files and folders.
+        suffixes: in folders take only files whose name ends in one of these.
+        split_on: what one document of a plain text file is.
+
+    Raises:
+        DataError: an input does not exist, or there is no file at all.
+    """
+    sources = []
+    for entry in map(Path, inputs):
+        try:
+            entry.stat()
+        except FileNotFoundError:
+            raise DataError(f"no such file or folder: {entry}") from None
+        except (OSError, ValueError) as error:  # ValueError: the name holds a zero byte
+            why = getattr(error, "strerror", None) or error
+            raise DataError(f"{entry} cannot be read: {why}") from error
+        if not entry.is_file() and not entry.is_dir():
+            raise DataError(f"{entry} is neither a file nor a folder; pipes cannot be read")
+        paths = [entry] if entry.is_file() else _files_below(entry, tuple(suffixes))
+        if not paths:
+            wanted = f" ending in {', '.join(suffixes)}" if suffixes else ""
+            raise DataError(f"the folder {entry} holds no file{wanted}")
+        sources += [Source(path, _kind_of(path, split_on), path.stat().st_size) for path in paths]
+    if not sources:
+        raise DataError("no input was given")
+    return sources
+
+
+def _files_below(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    found = []
+    for root, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name != "__pycache__" and not name.startswith(".")]
+        wanted = [name for name in names if not name.startswith(".") and name.endswith(suffixes or ("",))]
+        found += [path for path in map(Path(root).joinpath, wanted) if path.is_file()]
+    return sorted(found)
+
+
+def _kind_of(path: Path, split_on: str) -> Kind:
+    name = path.name.removesuffix(".gz").removesuffix(".zst")
+    if name.endswith((".jsonl", ".json")):
+        return "json"
+    return {"file": "file", "line": "line", "blank-line": "paragraph"}[split_on]
+
+
+def read_chunks(
+    sources: Sequence[Source],
+    chunk_bytes: int | None = None,
+    max_document_bytes: int = MAX_LINE_BYTES,
+) -> Iterator[Chunk]:
+    """The corpus in order, in chunks of about ``chunk_bytes``; a document larger than that is one chunk.
+
+    Args:
+        max_document_bytes: a longer document is a chunk without data. A plain file that is one document may
+            be as long as it is on disk.
+
+    Raises:
+        DataError: a file cannot be read, or is damaged.
+    """
+    chunk_bytes = min(CHUNK_BYTES if chunk_bytes is None else chunk_bytes, max_document_bytes)
+    group: list[Source] = []
+    for source in sources:
+        # A packed file may hold far more than its size tells, so it is a chunk of its own.
+        fits = _size(group) + source.num_bytes <= chunk_bytes and not is_packed(source.path)
+        if group and (source.kind != "file" or not fits):
+            yield _file_chunk(group, max_document_bytes)
+            group = []
+        if source.kind == "file":
+            group.append(source)
+        else:
+            yield from _document_chunks(source, chunk_bytes, max_document_bytes)
+    if group:
+        yield _file_chunk(group, max_document_bytes)
+
+
+def _size(group: list[Source]) -> int:
+    return sum(source.num_bytes for source in group)
+
+
+def _file_chunk(group: list[Source], max_document_bytes: int) -> Chunk:
+    return Chunk("file", tuple(source.path for source in group), None, _size(group), max_document_bytes)
+
+
+def _document_chunks(source: Source, chunk_bytes: int, max_document_bytes: int) -> Iterator[Chunk]:
+    """Blocks of a file, each cut behind its last whole document."""
+    done = 0
+    with TextFile(source.path) as file:
+        blocks = iter(lambda: file.read(chunk_bytes), b"")
+        for data in cut_documents(blocks, source.kind, max_document_bytes):
+            yield Chunk(source.kind, (source.path,), data, file.position - done, max_document_bytes)
+            done = file.position
+
+
+def read_file(path: Path, max_document_bytes: int = MAX_LINE_BYTES) -> bytes | None:
+    """The whole of a file, unpacked; None when it is packed and longer than ``max_document_bytes``."""
+    with TextFile(path) as file:
+        return file.read_all(max(max_document_bytes, path.stat().st_size))
+
+
+def documents_of(chunk: Chunk) -> Iterator[bytes | None]:
+    """Raw documents of a chunk, one for each line, paragraph or file; empty ones too.
+
+    None stands for one that is longer than the chunk's ``max_document_bytes``.
+    """
+    if chunk.kind == "file":
+        for path in chunk.paths:
+            content = read_file(path, chunk.max_document_bytes)
+            yield None if content is None else content.removeprefix(_BOM)
+    elif chunk.data is None:
+        yield None
+    elif chunk.kind == "paragraph":
+        yield from paragraphs(chunk.data.removeprefix(_BOM))
+    else:
+        lines = chunk.data.removeprefix(_BOM).split(b"\n")
+        if not lines[-1]:
+            lines.pop()
+        for line in lines:
+            yield line.removesuffix(b"\r")
+
+
+def iterate_texts(sources: Sequence[Source], key: str = "text") -> Iterator[str]:
+    """Texts of a corpus, for training a tokenizer; what is no text (bad json, not UTF-8) is passed over.
+
+    Raises:
+        DataError: a file cannot be read, is damaged, or is none of this kind.
+    """
+    path, num_in_vain = None, 0
+    for chunk in read_chunks(sources):
+        if chunk.kind == "file" or chunk.paths[0] != path:
+            path, num_in_vain = chunk.paths[0], 0
+        for document in documents_of(chunk):
+            text = _text_of(document, chunk.kind, key)
+            if text:
+                num_in_vain = 0
+                yield text
+            else:
+                num_in_vain += 1
+        if num_in_vain > MOST_IN_VAIN and chunk.kind != "file":
+            raise DataError(f"{path}: {num_in_vain:,} lines one after the other hold no text under {key!r}")
+
+
+def _text_of(document: bytes | None, kind: Kind, key: str) -> str | None:
+    """The text of a document; None when it has none."""
+    if not document:
+        return None
+    try:
+        text = load_line(document).get(key) if kind == "json" else document.decode("utf-8")
+    except (ValueError, AttributeError):
+        return None
+    return text if isinstance(text, str) else None

@@ -1,0 +1,184 @@
+"""Text corpora to token files: several processes, order kept, memory independent of the corpus's size."""
+
+from __future__ import annotations
+
+import glob
+import os
+import resource
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from ppfleetx.config.counts import counted
+from ppfleetx.config.errors import DataError
+from ppfleetx.data.indexed import IndexedDatasetWriter, bin_path, idx_path, optimal_dtype, refuse_to_replace
+from ppfleetx.data.prepare.corpus import Chunk, Source, read_chunks
+from ppfleetx.data.prepare.encode_chunk import ChunkEncoder, Problems
+from ppfleetx.data.prepare.ordered_pool import map_in_order
+from ppfleetx.data.text.files import MAX_LINE_BYTES
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.utils.progress import ProgressBar
+
+
+@dataclass
+class Report:
+    """What a run did.
+
+    Attributes:
+        num_documents: documents written (for each key).
+        num_tokens: tokens written, end-of-document tokens included.
+        num_text_bytes: UTF-8 bytes of the texts that were encoded.
+        problems: what was left out, and where the first ones are.
+        seconds: wall-clock time.
+        cpu_seconds: processor time of this process and its workers.
+        outputs: prefixes of the pairs written.
+    """
+
+    num_documents: int = 0
+    num_tokens: int = 0
+    num_text_bytes: int = 0
+    problems: Problems = field(default_factory=Problems)
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    outputs: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        mb = self.num_text_bytes / 1e6
+        lines = [
+            f"{counted(self.num_documents, 'document', ',')}, {counted(self.num_tokens, 'token', ',')} from "
+            f"{mb:,.1f} MB of text ({self.num_text_bytes / max(1, self.num_tokens):.2f} bytes per token)",
+            f"{self.seconds:.1f} s, {mb / self.seconds:.1f} MB/s; "
+            f"{self.cpu_seconds:.1f} s of processor time, {mb / self.cpu_seconds:.1f} MB/s per core",
+        ]
+        lines += [f"left out: {line}" for line in self.problems.lines()]
+        lines += [f"wrote {bin_path(prefix)} and {idx_path(prefix)}" for prefix in self.outputs]
+        return "\n".join(lines)
+
+
+def output_prefixes(output_prefix: str | os.PathLike[str], keys: Sequence[str]) -> dict[str, str]:
+    """Prefix of the pair of each key, named as Megatron names them."""
+    return {key: f"{os.fspath(output_prefix)}_{key}_document" for key in keys}
+
+
+def preprocess(
+    sources: Sequence[Source],
+    output_prefix: str | os.PathLike[str],
+    tokenizer: Tokenizer,
+    *,
+    keys: Sequence[str] = ("text",),
+    append_eod: bool = False,
+    workers: int = 1,
+    strict: bool = False,
+    overwrite: bool = False,
+    max_document_bytes: int = MAX_LINE_BYTES,
+    show_progress: bool | Literal["auto"] = "auto",
+) -> Report:
+    """Encode a corpus into ``{output_prefix}_{key}_document.{bin,idx}``.
+
+    Documents keep the order of the input. Empty documents and those that are no text are left out, counted
+    and reported. The files appear when everything is written; a run that fails or is interrupted leaves
+    nothing.
+
+    Args:
+        sources: see `ppfleetx.data.prepare.corpus.find_sources`.
+        output_prefix: start of the names of the files to write.
+        tokenizer: encodes the texts.
+        keys: keys of the json objects to encode, each to its own pair. Plain text counts as "text".
+        append_eod: write the end-of-document token after each document.
+        workers: processes that encode; 1 encodes in this process.
+        strict: a document that would be left out is an error.
+        overwrite: replace an existing pair.
+        max_document_bytes: a longer document is left out; see `ppfleetx.data.prepare.corpus.read_chunks`.
+        show_progress: True, False, or "auto" for terminals only.
+
+    Raises:
+        DataError: wrong input, existing output, no document at all, or a worker that died.
+    """
+    outputs = output_prefixes(output_prefix, keys)
+    _check_keys(sources, keys)
+    _prepare_outputs(outputs.values(), overwrite)
+    began, cpu_began = time.perf_counter(), _cpu_seconds()
+    encoder = ChunkEncoder(tokenizer, tuple(keys), append_eod, optimal_dtype(tokenizer.vocab_size))
+    report = Report(outputs=list(outputs.values()))
+    try:
+        chunks = read_chunks(sources, max_document_bytes=max_document_bytes)
+        _encode_all(sources, chunks, encoder, outputs, workers, strict, show_progress, report)
+    except OSError as error:  # what cannot be read is a DataError already
+        raise DataError(f"cannot write {os.fspath(output_prefix)}: {error}") from error
+    report.seconds = time.perf_counter() - began
+    report.cpu_seconds = _cpu_seconds() - cpu_began
+    return report
+
+
+def _encode_all(
+    sources: Sequence[Source],
+    chunks: Iterable[Chunk],
+    encoder: ChunkEncoder,
+    outputs: dict[str, str],
+    workers: int,
+    strict: bool,
+    show_progress: bool | Literal["auto"],
+    report: Report,
+) -> None:
+    """Write every pair, and count in ``report``. Nothing is written if anything fails."""
+    total = sum(source.num_bytes for source in sources)
+    with ExitStack() as stack:
+        # Outermost, so that the workers are forked before the progress bar starts its thread.
+        results = stack.enter_context(map_in_order(encoder, chunks, workers))
+        writers = {
+            key: stack.enter_context(IndexedDatasetWriter(prefix, encoder.dtype))
+            for key, prefix in outputs.items()
+        }
+        bar = stack.enter_context(ProgressBar("encoding", total=total / 1e6, unit="MB", show=show_progress))
+        for chunk, result in results:
+            report.problems.add(chunk, result, strict)
+            for key, (tokens, lengths) in result.arrays(encoder.dtype).items():
+                writers[key].add_documents(tokens, lengths)
+            report.num_documents += result.num_documents
+            report.num_text_bytes += result.num_text_bytes
+            bar.advance(chunk.num_disk_bytes / 1e6, counted(report.num_documents, "document", ","))
+        if report.num_documents == 0:
+            raise DataError("\n".join(["there is no document to write", *report.problems.lines()]))
+        report.num_tokens = sum(writer.num_tokens for writer in writers.values())
+
+
+def _check_keys(sources: Sequence[Source], keys: Sequence[str]) -> None:
+    if not keys or len(set(keys)) != len(keys):
+        raise DataError(f"json keys must be given, each once; got {', '.join(keys) or 'none'}")
+    plain = next((source for source in sources if source.kind != "json"), None)
+    if plain is not None and len(keys) > 1:
+        raise DataError(f"{plain.path} is plain text and has no keys {', '.join(keys)}; give one key")
+
+
+def _prepare_outputs(prefixes: Iterable[str], overwrite: bool) -> None:
+    """Refuse to replace a finished pair, and remove what killed runs left behind."""
+    for prefix in prefixes:
+        for path in (bin_path(prefix), idx_path(prefix)):
+            _remove_leftovers(path)
+        refuse_to_replace(prefix, overwrite)
+
+
+def _remove_leftovers(path: Path) -> None:
+    for leftover in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
+        process = leftover.name.split(".")[-2]
+        if process.isdigit() and not _is_running(int(process)):
+            leftover.unlink(missing_ok=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _cpu_seconds() -> float:
+    """Processor time of this process and of those of its children that have ended."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)

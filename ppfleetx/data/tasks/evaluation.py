@@ -1,0 +1,240 @@
+"""Evaluation sets read from text files: perplexity in sliding windows, and last words (cloze).
+
+Both are sequences of :class:`Window`. How many windows go through the model at a time, and on how many data
+ranks, is for :func:`window_batches`; neither changes which tokens are scored after which context.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ppfleetx.config.errors import ConfigError, DataError
+from ppfleetx.config.sections.generation import OfflineEvalConfig
+from ppfleetx.data.tasks.detokenize import detokenizer, detokenizer_of_file
+from ppfleetx.data.text.files import TextFile
+from ppfleetx.data.text.json_lines import load_line
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+
+MicroBatch = dict[str, np.ndarray]
+_KEY = "Offline_Eval.eval_path"
+
+
+@dataclass(frozen=True)
+class Window:
+    """Consecutive tokens, of which the last ``num_scored`` are predicted from those before them.
+
+    ``ids [n + 1]``: the model is given the first n, its labels are the last n.
+    """
+
+    ids: np.ndarray
+    num_scored: int
+
+
+class EvaluationSet(ABC):
+    """Windows by number."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, number: int) -> Window: ...
+
+
+class SlidingWindows(EvaluationSet):
+    """Every token of a text but the first, scored exactly once.
+
+    The first window scores ``max_seq_len`` tokens. Each later one begins ``stride`` tokens on and scores the
+    ``stride`` tokens that are new to it, so that every token but the first few is predicted from at least
+    ``max_seq_len - stride`` tokens. The last window is shorter.
+
+    Args:
+        ids: tokens of the text ``[T]``, at least two.
+        max_seq_len: tokens given to the model at a time.
+        stride: tokens from one window to the next, at most ``max_seq_len``.
+        num_words: parts of the text as it was in the file, between single spaces.
+        detokenizer: name of the rules applied to the text.
+    """
+
+    def __init__(
+        self, ids: np.ndarray, max_seq_len: int, stride: int, *, num_words: int, detokenizer: str
+    ) -> None:
+        self.ids, self.num_words, self.detokenizer = ids, num_words, detokenizer
+        self._length, self._stride = max_seq_len, stride
+
+    @property
+    def num_scored(self) -> int:
+        """All tokens but the first."""
+        return self.ids.size - 1
+
+    def __len__(self) -> int:
+        beyond_first = max(0, self.num_scored - self._length)
+        return 1 + -(-beyond_first // self._stride)
+
+    def __getitem__(self, number: int) -> Window:
+        start = number * self._stride
+        end = min(start + self._length, self.num_scored)
+        done = start - self._stride + self._length if number else 0
+        return Window(self.ids[start : end + 1], end - done)
+
+
+class LastWords(EvaluationSet):
+    """Texts whose end is to be told from what comes before it, the longest first: little padding.
+
+    Attributes:
+        order: number among the given windows of each one here.
+    """
+
+    def __init__(self, windows: Sequence[Window]) -> None:
+        self.order = sorted(range(len(windows)), key=lambda number: -windows[number].ids.size)
+        self._windows = [windows[number] for number in self.order]
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def __getitem__(self, number: int) -> Window:
+        return self._windows[number]
+
+
+def window_batches(
+    windows: EvaluationSet,
+    batch_size: int,
+    data_rank: int = 0,
+    data_size: int = 1,
+    *,
+    multiple_of: int = 1,
+) -> Iterator[MicroBatch]:
+    """Arrays for one data rank: ``tokens``, ``position_ids``, ``labels`` (int64) and ``loss_mask`` (float32),
+    each ``[b, s]``.
+
+    Ranks take equally many rows of each batch, ``batch_size`` or at the end fewer. Rows are padded on the
+    right to the longest of the rank's batch, and missing rows at the very end are filled up; the mask of
+    padding is 0. ``s`` is a multiple of ``multiple_of``.
+    """
+    for start in range(0, len(windows), batch_size * data_size):
+        rows = min(batch_size, -(-(len(windows) - start) // data_size))
+        first = start + data_rank * rows
+        yield _batch([windows[i] for i in range(first, min(first + rows, len(windows)))], rows, multiple_of)
+
+
+def num_batches(windows: EvaluationSet, batch_size: int, data_size: int = 1) -> int:
+    """Batches that :func:`window_batches` gives each data rank."""
+    return -(-len(windows) // (batch_size * data_size))
+
+
+def _batch(windows: Sequence[Window], rows: int, multiple_of: int) -> MicroBatch:
+    longest = max((window.ids.size - 1 for window in windows), default=1)
+    length = -(-longest // multiple_of) * multiple_of
+    tokens = np.zeros([rows, length], np.int64)
+    labels, mask = np.zeros_like(tokens), np.zeros([rows, length], np.float32)
+    for row, window in enumerate(windows):
+        size = window.ids.size - 1
+        tokens[row, :size], labels[row, :size] = window.ids[:-1], window.ids[1:]
+        mask[row, size - window.num_scored : size] = 1.0
+    positions = np.ascontiguousarray(np.broadcast_to(np.arange(length), [rows, length]))
+    return {"tokens": tokens, "position_ids": positions, "labels": labels, "loss_mask": mask}
+
+
+def read_evaluation_set(cfg: OfflineEvalConfig, tokenizer: Tokenizer) -> SlidingWindows | LastWords:
+    """The windows of ``Offline_Eval.eval_path``.
+
+    Raises:
+        ConfigError, DataError: the file is missing, empty, too short or malformed (naming its line).
+    """
+    text = read_text(cfg)
+    return _read_cloze(cfg, text, tokenizer) if cfg.cloze_eval else _read_perplexity(cfg, text, tokenizer)
+
+
+def read_text(cfg: OfflineEvalConfig, place: str | None = None) -> str:
+    """The file ``Offline_Eval.eval_path`` (``.gz``, ``.zst``: unpacked), without a byte order mark.
+
+    Args:
+        cfg: the section.
+        place: where the key was given.
+
+    Raises:
+        ConfigError: it is not given, cannot be read, or holds nothing but white space.
+    """
+    name = cfg.eval_path
+    if name is None:
+        what = "jsonl file (cloze_eval: True)" if cfg.cloze_eval else "text file"
+        raise ConfigError(f"names no file; give -o {_KEY}=FILE, a {what}", key=_KEY, place=place)
+    try:
+        with TextFile(Path(name)) as file:
+            text = file.read_all().decode("utf-8-sig")
+    except DataError as error:
+        raise ConfigError(str(error), key=_KEY, place=place) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            "cannot be read: it is not UTF-8 text", key=_KEY, value=name, place=place
+        ) from error
+    if not text or text.isspace():
+        raise ConfigError("is empty", key=_KEY, value=name, place=place)
+    return text
+
+
+def _read_perplexity(cfg: OfflineEvalConfig, text: str, tokenizer: Tokenizer) -> SlidingWindows:
+    rules = cfg.detokenizer or detokenizer_of_file(cfg.eval_path)
+    ids = np.array(tokenizer.encode_prompt(detokenizer(rules)(text)), np.int64)
+    if ids.size < 2:
+        raise DataError(f"{cfg.eval_path}: {ids.size} token leaves nothing to predict")
+    return SlidingWindows(
+        ids, cfg.max_seq_len, cfg.overlapping_eval, num_words=count_words(text), detokenizer=rules
+    )
+
+
+def count_words(text: str) -> int:
+    """Parts between single spaces, line ends among them: what word-level perplexities are counted in."""
+    return len(text.strip().split(" "))
+
+
+def _read_cloze(cfg: OfflineEvalConfig, text: str, tokenizer: Tokenizer) -> LastWords:
+    # Not splitlines(): a text may hold form feeds and other separators that end no line of a file.
+    windows = []
+    number, end = 1, 0
+    for match in re.finditer(r"[^\n]+", text):
+        number += text.count("\n", end, match.start())
+        end = match.start()
+        if not match[0].isspace():
+            place = f"{cfg.eval_path}:{number}"
+            windows.append(_cloze_window(_text_of(match[0], place), cfg, tokenizer, place))
+    return LastWords(windows)
+
+
+def _text_of(line: str, place: str) -> str:
+    try:
+        value = load_line(line.encode())
+    except ValueError as error:
+        raise DataError(f"{place}: is not JSON: {error}") from error
+    text = value.get("text") if isinstance(value, dict) else None
+    if not isinstance(text, str):
+        raise DataError(f'{place}: needs an object with a text under "text"')
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise DataError(f"{place}: holds a lone surrogate, which is not text")
+    return text
+
+
+def _cloze_window(text: str, cfg: OfflineEvalConfig, tokenizer: Tokenizer, place: str) -> Window:
+    """Context and target; of a context that is too long the right end."""
+    words = text.split()
+    if len(words) < 2:
+        raise DataError(f"{place}: needs a context and a last word")
+    if cfg.cloze_strict:
+        before = tokenizer.encode_prompt(text[: text.rindex(words[-1])].strip(), add_special_tokens=False)
+        target = tokenizer.encode_continuation(" " + words[-1])
+    else:
+        ids = tokenizer.encode_prompt(text, add_special_tokens=False)
+        before, target = ids[:-1], ids[-1:]
+    context = [*tokenizer.prefix_ids, *before]
+    if len(target) > cfg.max_seq_len:
+        raise DataError(
+            f"{place}: the last word has {len(target)} tokens, a window {cfg.max_seq_len} "
+            "(Offline_Eval.max_seq_len)"
+        )
+    ids = np.array([*context, *target], np.int64)
+    return Window(ids[-(cfg.max_seq_len + 1) :], len(target))

@@ -1,0 +1,251 @@
+"""Datasets of texts, one sample per record: GLUE examples, and prompts with responses.
+
+Samples are padded on the right to ``max_seq_len`` with the end-of-document token. Attention is causal, so no
+real token sees padding; the loader cuts off what is padding in all samples of a step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ppfleetx.config.counts import counted
+from ppfleetx.config.errors import DataError, shown
+from ppfleetx.data.gpt_dataset import PADDING, Sample
+from ppfleetx.data.tasks.glue import GlueTask, read_glue
+from ppfleetx.data.text.files import read_lines
+from ppfleetx.data.text.json_lines import load_line
+from ppfleetx.utils.foreign_files import os_errors
+
+if TYPE_CHECKING:
+    from ppfleetx.config.sections.data import DatasetConfig
+    from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+
+_FIELDS_NAMED = 10  # in a message
+
+
+class RecordDataset:
+    """What the datasets of this file share: their size, their name in messages, and their fingerprint.
+
+    Attributes:
+        length_multiple: the loader cuts the samples of a step to a multiple of this.
+        fingerprint: hash of all that decides the samples.
+    """
+
+    def __init__(
+        self, cfg: DatasetConfig, tokenizer: Tokenizer, path: Path, digest: str, length_multiple: int
+    ) -> None:
+        self.max_seq_len, self.tokenizer, self.path = cfg.max_seq_len, tokenizer, path
+        self.length_multiple = length_multiple
+        decisive = [
+            cfg.name,
+            digest,
+            tokenizer.fingerprint,
+            cfg.max_seq_len,
+            cfg.prompt_field,
+            cfg.response_field,
+        ]
+        if tokenizer.prefix_ids:  # fingerprints of runs without are older than it
+            decisive.append(tokenizer.prefix_ids)
+        self.fingerprint = blake2b(json.dumps(decisive).encode(), digest_size=16).hexdigest()
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def samples_per_epoch(self) -> float:
+        """Records of the file."""
+        return float(len(self))
+
+    def describe(self) -> str:
+        """One line for people."""
+        examples, tokens = counted(len(self), "example", ","), counted(self.max_seq_len, "token", ",")
+        return f"{self.path}: {examples}, cut to {tokens}"
+
+    def padded(self, ids: Sequence[int]) -> np.ndarray:
+        """``ids`` filled up to ``max_seq_len``, int64."""
+        tokens = np.full(self.max_seq_len, self.tokenizer.eod_id, np.int64)
+        tokens[: len(ids)] = ids
+        return tokens
+
+
+class GlueDataset(RecordDataset):
+    """Examples of a GLUE task for sequence classification.
+
+    Two sentences are joined by the end-of-document token, ``a <|endoftext|> b``. Before them stands what the
+    tokenizer puts before a text (BOS, or nothing), after them nothing. What is too long loses tokens at the
+    end of its (longer) sentence.
+
+    Args:
+        task: the task.
+        cfg: the section, with directory and part.
+        tokenizer: makes the tokens.
+        length_multiple: see :class:`RecordDataset`.
+
+    Raises:
+        DataError: see `ppfleetx.data.tasks.glue.read_glue`.
+    """
+
+    def __init__(
+        self, task: GlueTask, cfg: DatasetConfig, tokenizer: Tokenizer, length_multiple: int = 1
+    ) -> None:
+        examples = read_glue(task, cfg.input_dir, cfg.split)
+        super().__init__(cfg, tokenizer, examples.path, examples.digest, length_multiple)
+        self.task, self.part = task, cfg.split
+        self.texts, self.labels = examples.texts, examples.labels
+
+    @property
+    def has_labels(self) -> bool:
+        return self.labels is not None
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Example ``index``, or for `PADDING` one that counts nowhere.
+
+        Returns:
+            ``tokens`` int64 [s], ``lengths`` int64 [] (real tokens), ``labels`` int64 [] (float32 of a
+            regression; 0 without labels), ``loss_mask`` float32 [], ``sample_ids`` int64 [].
+        """
+        ids = self.encode(self.texts[max(index, 0)])
+        label = 0 if self.labels is None else self.labels[max(index, 0)]
+        return {
+            "tokens": self.padded(ids),
+            "lengths": np.array(len(ids), np.int64),
+            "labels": np.array(label, np.float32 if self.task.is_regression else np.int64),
+            "loss_mask": np.array(0.0 if index == PADDING else 1.0, np.float32),
+            "sample_ids": np.array(index, np.int64),
+        }
+
+    def encode(self, texts: Sequence[str]) -> list[int]:
+        """Token ids of one or two texts, at least one and at most ``max_seq_len``."""
+        parts = [self.tokenizer.encode_prompt(text, add_special_tokens=False) for text in texts]
+        prefix = self.tokenizer.prefix_ids[: self.max_seq_len]
+        room = max(0, self.max_seq_len - len(prefix) - (len(parts) - 1))
+        sizes = longest_first([len(part) for part in parts], room)
+        parts = [part[:size] for part, size in zip(parts, sizes, strict=True)]
+        joined = [*prefix, *parts[0]]
+        for part in parts[1:]:
+            joined = [*joined, self.tokenizer.eod_id, *part]
+        return joined[: self.max_seq_len] or [self.tokenizer.eod_id]
+
+
+def longest_first(sizes: Sequence[int], room: int) -> list[int]:
+    """Sizes of one or two texts after tokens were taken from the longer one until both fit ``room``."""
+    if sum(sizes) <= room:
+        return list(sizes)
+    if len(sizes) == 1:
+        return [room]
+    first, second = sizes
+    half = max(0, room) // 2
+    if second <= half:
+        return [room - second, second]
+    if first <= room - half:
+        return [first, room - first]
+    return [room - half, half]
+
+
+class PromptResponseDataset(RecordDataset):
+    """Prompts with responses, for causal language modelling with the loss on the response alone.
+
+    A sample is ``prompt response <|endoftext|>``, prompt and response tokenised each for itself with nothing
+    between them; special tokens in them become their ids. Before the prompt stands what the tokenizer puts
+    before a text (BOS, or nothing). The loss counts where a token of the response or the end-of-document
+    token is predicted. What is too long loses the beginning of its prompt, but not BOS, until one token is
+    left; then the end of its response, and there is no end-of-document token. A prompt without any token
+    begins with the end-of-document token.
+
+    Args:
+        cfg: the section, with directory, part and field names.
+        tokenizer: makes the tokens.
+        length_multiple: see :class:`RecordDataset`.
+
+    Raises:
+        DataError: the file is missing, or a line is not an object with two texts; with file and line.
+    """
+
+    @os_errors(DataError)
+    def __init__(self, cfg: DatasetConfig, tokenizer: Tokenizer, length_multiple: int = 1) -> None:
+        paths = [Path(cfg.input_dir) / f"{cfg.split}.jsonl{packed}" for packed in ("", ".gz", ".zst")]
+        path = next((path for path in paths if path.exists()), paths[0])
+        self.pairs, digest = read_pairs(path, cfg.prompt_field, cfg.response_field)
+        super().__init__(cfg, tokenizer, path, digest, length_multiple)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Record ``index``, or for `PADDING` one whose loss mask is 0.
+
+        Returns:
+            ``tokens``, ``labels``, ``position_ids`` int64 [s], ``loss_mask`` float32 [s], ``lengths`` int64
+            [] (positions before the padding), ``sample_ids`` int64 [].
+        """
+        prompt, response = self.encode(*self.pairs[max(index, 0)])
+        ids, size = [*prompt, *response], len(prompt) + len(response) - 1
+        mask = np.zeros(self.max_seq_len, np.float32)
+        if index != PADDING:
+            mask[len(prompt) - 1 : size] = 1.0
+        return {
+            "tokens": self.padded(ids[:-1]),
+            "labels": self.padded(ids[1:]),
+            "position_ids": np.arange(self.max_seq_len, dtype=np.int64),
+            "loss_mask": mask,
+            "lengths": np.array(size, np.int64),
+            "sample_ids": np.array(index, np.int64),
+        }
+
+    def encode(self, prompt: str, response: str) -> tuple[list[int], list[int]]:
+        """Token ids of prompt (at least one) and response, together at most ``max_seq_len + 1``."""
+        given = self.tokenizer.encode_prompt(prompt, add_special_tokens=False)
+        learnt = [*self.tokenizer.encode_continuation(response), self.tokenizer.eod_id]
+        learnt = learnt[: self.max_seq_len]
+        room = self.max_seq_len + 1 - len(learnt)
+        prefix = self.tokenizer.prefix_ids[:room]
+        first = max(0, len(given) - (room - len(prefix)))
+        return [*prefix, *given[first:]] or [self.tokenizer.eod_id], learnt
+
+
+def read_pairs(path: Path, prompt_field: str, response_field: str) -> tuple[list[tuple[str, str]], str]:
+    """(prompt, response) of each line of a jsonl file, and a hash of the file.
+
+    Raises:
+        DataError: see :class:`PromptResponseDataset`.
+    """
+    if not path.exists():
+        raise DataError(
+            f"there is no file {path}; PromptResponseDataset reads {{split}}.jsonl (or .jsonl.gz, "
+            ".jsonl.zst) in the directory Data.*.dataset.input_dir"
+        )
+    pairs, digest = [], blake2b(digest_size=16)
+    for number, line in read_lines(path, digest.update):
+        if line.strip():
+            pairs.append(_pair(line, f"{path}:{number}", prompt_field, response_field))
+    if not pairs:
+        raise DataError(f"{path} holds no record")
+    return pairs, digest.hexdigest()
+
+
+def _pair(line: bytes, place: str, *fields: str) -> tuple[str, str]:
+    try:
+        record = load_line(line)
+    except ValueError as error:
+        raise DataError(f"{place}: this is not a line of JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{place}: must be an object with {' and '.join(fields)}")
+    for field in fields:
+        text = record.get(field)
+        if not isinstance(text, str):
+            names = ", ".join(map(shown, islice(record, _FIELDS_NAMED))) or "none"
+            more = ", ..." if len(record) > _FIELDS_NAMED else ""
+            raise DataError(f"{place}: field {field!r} must be a text; the record's fields: {names}{more}")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise DataError(f"{place}: field {field!r} holds a lone surrogate, which is not text")
+    return record[fields[0]], record[fields[1]]

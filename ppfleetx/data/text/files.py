@@ -1,0 +1,147 @@
+"""Text files, compressed or not, as a stream: whole or refused, and bounded by what they can really hold."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+from ppfleetx.config.errors import DataError
+from ppfleetx.data.text.zstd_frames import FrameFollower
+from ppfleetx.utils.foreign_files import opened
+
+MAX_LINE_BYTES = 64_000_000
+"""Longest line of a file of records; longer ones are no text anybody trains on."""
+
+# Text shrinks to a third or a tenth, logs full of repetitions to a hundredth. What unpacks to more than this
+# was made to fill memory or disk.
+_MAX_EXPANSION, _FREE_BYTES = 200, 4_000_000
+_PACKED_BYTES = 8192  # read at a time, so that what comes out can be held against them
+_BLOCK_BYTES = 1 << 20
+
+
+def is_packed(path: Path) -> bool:
+    """Whether the name says that the file is compressed."""
+    return path.suffix in (".gz", ".zst")
+
+
+class TextFile:
+    """The bytes of a file, unpacked if its name ends in ``.gz`` or ``.zst``; a context manager.
+
+    Several gzip members or zstandard frames, one after the other, are one text. Each must be whole.
+
+    Args:
+        path: the file.
+
+    Raises:
+        DataError: it is no file, cannot be read, is damaged, is cut off, or unpacks to what no text is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._num_bytes = 0  # unpacked so far
+
+    def __enter__(self) -> TextFile:
+        self._open = opened(self._path, DataError)
+        self._raw = self._open.__enter__()
+        self._is_packed = is_packed(self._path)
+        self._stream = self._unpacked()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.__exit__(None, None, None)
+
+    @property
+    def position(self) -> int:
+        """Bytes of the file on disk that were read so far."""
+        return self._raw.tell()
+
+    def _unpacked(self) -> BinaryIO:
+        if self._path.suffix == ".gz":
+            return gzip.GzipFile(fileobj=self._raw)
+        if self._path.suffix == ".zst":
+            import zstandard
+
+            source = FrameFollower(self._raw)
+            return zstandard.ZstdDecompressor().stream_reader(
+                source, read_size=_PACKED_BYTES, read_across_frames=True
+            )
+        return self._raw
+
+    def read(self, num_bytes: int) -> bytes:
+        """The next ``num_bytes``, fewer only at the end of the text."""
+        parts, missing = [], num_bytes
+        while missing:
+            part = self._read_some(min(missing, _BLOCK_BYTES))
+            if not part:
+                break
+            parts.append(part)
+            missing -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def read_all(self, limit: int | None = None) -> bytes | None:
+        """What is left of the text; None when that is more than ``limit`` bytes."""
+        content = io.BytesIO()
+        while part := self._read_some(_BLOCK_BYTES):
+            content.write(part)
+            if limit is not None and content.tell() > limit:
+                return None
+        return content.getvalue()
+
+    def _read_some(self, num_bytes: int) -> bytes:
+        try:
+            part = self._stream.read(num_bytes)
+            if not part and self._is_packed and not self.position:
+                raise EOFError("it is empty")
+        except (OSError, EOFError, ValueError, zlib.error) as error:
+            why = getattr(error, "strerror", None) or error
+            raise DataError(f"{self._path} cannot be read: {why}") from error
+        except Exception as error:
+            if type(error).__name__ != "ZstdError":  # not imported unless a .zst file is read
+                raise
+            raise DataError(f"{self._path} cannot be read: {error}") from error
+        self._num_bytes += len(part)
+        if self._is_packed and self._num_bytes > _FREE_BYTES + _MAX_EXPANSION * self.position:
+            raise DataError(
+                f"{self._path} cannot be read: {self._num_bytes:,} bytes came out of {self.position:,}, more "
+                f"than {_MAX_EXPANSION} times as much, which text does not do; if it is wanted all the same, "
+                "unpack the file first"
+            )
+        return part
+
+
+def read_lines(path: Path, see: Callable[[bytes], object] = len) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, line without its end) of each line of a file, compressed or not.
+
+    Only line feeds end lines; a carriage return before one stays.
+
+    Args:
+        path: the file.
+        see: is given all bytes in order, for a hash of them.
+
+    Raises:
+        DataError: as `TextFile`, or a line is longer than `MAX_LINE_BYTES`.
+    """
+    number, pending, size = 0, [], 0
+    with TextFile(path) as file:
+        while block := file.read(_BLOCK_BYTES):
+            see(block)
+            first, *lines = block.split(b"\n")
+            pending.append(first)
+            size += len(first)
+            if size > MAX_LINE_BYTES:
+                raise DataError(f"{path}:{number + 1}: the line is longer than {MAX_LINE_BYTES:,} bytes")
+            if lines:
+                *whole, rest = [b"".join(pending), *lines]
+                for line in whole:
+                    number += 1
+                    yield number, line
+                pending, size = [rest], len(rest)
+    if size:
+        yield number + 1, b"".join(pending)

@@ -1,0 +1,370 @@
+"""The two ways a tokenizer encodes: ``tiktoken`` where it gives the same ids, else ``tokenizers``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+
+from ppfleetx.config.errors import DataError
+from ppfleetx.data.tokenizer.bpe_ranks import live_ranks, split_by_ranks
+from ppfleetx.data.tokenizer.files import END_OF_DOCUMENT, merge_pairs, token_to_bytes
+from ppfleetx.data.tokenizer.special_tokens import SpecialTokens
+from ppfleetx.utils.log import get_logger
+
+# How ByteLevel(use_regex=True) cuts text up, that is
+#   's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
+# rewritten so that tiktoken needs less backtracking: the white space at the end of the text first, then a run
+# without its last character, then that character.
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$|\s+(?!\S)|\s"
+_WHOLE_TEXT = r"(?s:.+)"
+# tiktoken's regular expressions keep a stack entry for each character inside `\s+(?!\S)`, a million at most.
+_LONG_RUN = 100_000
+_MOST_SPLITTING = 20_000_000  # splitting a token takes time with the square of its length
+_WHITE_SPACE = "".join(map(chr, [*range(9, 14), 32, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B)]))
+_WHITE_SPACE += "\u2028\u2029\u202f\u205f\u3000"
+_NOT_WHITE_SPACE = re.compile(f"[^{_WHITE_SPACE}]")
+# Texts on which a pattern of the user's must behave alike under both libraries before it is trusted.
+_PROBES = (
+    "",
+    "Hello world's  12345 x_y\n\n  def f(a, b):\r\n\treturn a+=b;   \n \n",
+    "I'LL WE'VE don't 'S '\u017f 'Re ''d \u017f K \u212a",
+    " \u00a0\u2003x\u3000\u2028 y\x1c z\x85w \u200b\ufeff",
+    "\u4f60\u597d\uff0c\u4e16\u754c\u3002 \u0e2a\u0e27\u0e31\u0e2a e\u0301\u0308",
+    "\u0661\u00bd\u2167 \u01c5\u02b0",
+    "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001d7d8\U0001f1e9\U0001f1ea \U00010400",
+    "\x00\x01\x7f<|endoftext|> https://a.b/c?d=e&f=%20  ....!!!??? --- /* */ // ### $$$",
+    "3.14e-10 0x1F 1,000,000 a\r\r\n \n\t \n  b \r c\n\n\n\n    d     ",
+)
+
+
+class Engine(Protocol):
+    """What `Tokenizer` needs of a library."""
+
+    name: str
+    is_byte_level: bool
+
+    @property
+    def ids(self) -> dict[str, int]:
+        """Id of each vocabulary entry, added tokens included."""
+
+    def identity(self, written: dict[str, Any]) -> Any:
+        """All that decides the ids, as JSON-able data that does not depend on the file format.
+
+        Args:
+            written: the definition as the file has it, to which nothing was added.
+        """
+
+    def encode(self, text: str, *, special: bool = False, continues: bool = False) -> np.ndarray:
+        """Token ids of a text; UnicodeEncodeError for a lone surrogate.
+
+        Args:
+            special: special tokens in it become their ids.
+            continues: it follows other text, so that no space is put before it.
+        """
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of known ids; called only if not `is_byte_level`."""
+
+
+class Unsupported(Exception):  # noqa: N818 - control flow between the two engines, never shown as an error
+    """tiktoken cannot express this tokenizer; the message says what it is about."""
+
+
+def build_engine(definition: dict[str, Any], place: str) -> Engine:
+    """The quick engine if it gives the right ids, else the general one (which is logged)."""
+    try:
+        return TiktokenEngine(definition, place)
+    except Unsupported as reason:
+        get_logger().warning(
+            "%s: %s, so it is encoded with the tokenizers library, several times slower", place, reason
+        )
+        return TokenizersEngine(definition, place)
+
+
+class TokenizersEngine:
+    """Any ``tokenizer.json``, through Hugging Face ``tokenizers``."""
+
+    name = "tokenizers"
+
+    def __init__(self, definition: dict[str, Any], place: str = "the tokenizer") -> None:
+        self._definition, self._place = definition, place
+        self._made: dict[tuple[bool, bool], Any] = {}
+        self.is_byte_level = (definition.get("decoder") or {}).get("type") == "ByteLevel"
+        self._library(special=False, continues=False)
+
+    def _library(self, *, special: bool, continues: bool) -> Any:
+        """The library's tokenizer of one kind, made when it is asked for: its options are no arguments."""
+        if (special, continues) not in self._made:
+            import tokenizers
+
+            definition = without_prefix(self._definition) if continues else self._definition
+            with _library_errors(f"{self._place} is damaged or of an unknown kind"):
+                library = tokenizers.Tokenizer.from_str(json.dumps(definition))
+            library.encode_special_tokens = not special
+            library.no_padding()
+            library.no_truncation()
+            self._made[special, continues] = library
+        return self._made[special, continues]
+
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        return self._library(special=False, continues=False).get_vocab(with_added_tokens=True)
+
+    def identity(self, written: dict[str, Any]) -> Any:
+        kept = ("added_tokens", "normalizer", "pre_tokenizer", "model", "decoder")
+        return {key: written.get(key) for key in kept}
+
+    def encode(self, text: str, *, special: bool = False, continues: bool = False) -> np.ndarray:
+        text.encode("utf-8")  # the library's message for a lone surrogate says nothing
+        library = self._library(special=special, continues=continues)
+        with _library_errors(f"{self._place} cannot encode a text"):
+            return np.array(library.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+
+    def decode(self, ids: list[int]) -> str:
+        return self._library(special=False, continues=False).decode(ids, skip_special_tokens=False)
+
+
+def without_prefix(definition: dict[str, Any]) -> dict[str, Any]:
+    """The tokenizer that puts no space before a text and is otherwise the same."""
+
+    def changed(part: Any) -> Any:
+        if not isinstance(part, dict):
+            return part
+        kind = part.get("type")
+        if kind == "Sequence":
+            key = "normalizers" if "normalizers" in part else "pretokenizers"
+            kept = [one for one in part.get(key, []) if one.get("type") != "Prepend"]
+            return part | {key: [changed(one) for one in kept]}
+        if kind == "Prepend":
+            return None
+        off = {"prepend_scheme": "never", "add_prefix_space": False}
+        return part | {key: value for key, value in off.items() if key in part}
+
+    parts = {key: changed(definition.get(key)) for key in ("normalizer", "pre_tokenizer")}
+    return definition | parts
+
+
+@contextmanager
+def _library_errors(what: str) -> Iterator[None]:
+    """What ``tokenizers`` raises (nothing narrower than Exception, or a panic of Rust) as DataError."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"{what}: {error}") from error
+
+
+class TiktokenEngine:
+    """Byte-level BPE through tiktoken.
+
+    Raises:
+        Unsupported: the tokenizer is something else, or its merges cannot be expressed as ranks.
+    """
+
+    name = "tiktoken"
+    is_byte_level = True
+
+    def __init__(self, definition: dict[str, Any], place: str = "the tokenizer") -> None:
+        import tiktoken
+
+        self._definition, self._place = definition, place
+        model = definition["model"]
+        _check_model(definition, model)
+        self._pattern, self._prefix_space = _pre_tokenizer(definition.get("pre_tokenizer"))
+        ranks, self._id_of_rank = _ranks_and_ids(model)
+        try:
+            self._encoding = tiktoken.Encoding(
+                "ppfleetx",
+                pat_str=self._pattern,
+                mergeable_ranks=ranks,
+                # Never allowed, so never produced; without any special token encode_to_numpy is half as fast.
+                special_tokens={END_OF_DOCUMENT: max(ranks.values()) + 1},
+            )
+        except ValueError as error:
+            raise Unsupported(f"its pattern is not one of tiktoken's ({error})") from error
+        self._token_lengths = None
+        added = definition.get("added_tokens") or []
+        self._special = SpecialTokens(added) if SpecialTokens.can_be_found(added) else None
+        if self._pattern not in (GPT2_PATTERN, _WHOLE_TEXT):
+            self._check_custom_pattern(ranks)
+
+    def _check_custom_pattern(self, ranks: dict[bytes, int]) -> None:
+        self._token_lengths = np.zeros(max(ranks.values()) + 1, dtype=np.int64)
+        for token, rank in ranks.items():
+            self._token_lengths[rank] = len(token)
+        for probe in _PROBES:
+            if not np.array_equal(self._encode_text(probe, False), self._exact.encode(probe)):
+                raise Unsupported("its pattern cuts text up in another way under tiktoken")
+
+    @cached_property
+    def _exact(self) -> TokenizersEngine:
+        return TokenizersEngine(self._definition, self._place)
+
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        added = {entry["content"]: entry["id"] for entry in self._definition.get("added_tokens") or []}
+        return self._definition["model"]["vocab"] | added
+
+    def identity(self, written: dict[str, Any]) -> Any:
+        model, added = written["model"], written.get("added_tokens") or []
+        ids = model["vocab"] | {entry["content"]: entry["id"] for entry in added}
+        return {
+            "vocab": sorted(ids.items(), key=lambda item: item[1]),
+            "merges": [" ".join(pair) for pair in merge_pairs(model)],
+            "special": sorted(entry["content"] for entry in added),
+            "pattern": self._pattern,
+            "prefix_space": self._prefix_space,
+            "ignore_merges": bool(model.get("ignore_merges")),
+        }
+
+    def encode(self, text: str, *, special: bool = False, continues: bool = False) -> np.ndarray:
+        if not special:
+            return self._encode_text(text, continues)
+        if self._special is None:
+            return self._exact.encode(text, special=True, continues=continues)
+        parts = [
+            np.array([part], np.int64) if isinstance(part, int) else self._encode_text(part, continues)
+            for part in self._special.split(text)
+        ]
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
+
+    def _encode_text(self, text: str, continues: bool) -> np.ndarray:
+        if self._prefix_space and not continues and text and not text.startswith(" "):
+            text = " " + text
+        if self._token_lengths is not None:
+            return self._encode_custom(text)
+        parts = [self._encoding.encode_to_numpy(part, disallowed_special=()) for part in self._parts(text)]
+        ranks = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return ranks if self._id_of_rank is None else self._id_of_rank[ranks]
+
+    def _parts(self, text: str) -> Iterator[str]:
+        """The text, cut around very long runs of white space, where the pattern ends a piece anyway."""
+        begin = 0
+        if self._pattern == GPT2_PATTERN:
+            for start, stop in _long_runs(text):
+                # If something follows the run, its last character is no longer part of the piece.
+                stop = stop if stop == len(text) else stop - 1
+                yield text[begin:start]
+                yield text[start:stop]
+                begin = stop
+        yield text[begin:]
+
+    def _encode_custom(self, text: str) -> np.ndarray:
+        """Encode with a pattern of the user's; where tiktoken fails or drops text, with ``tokenizers``.
+
+        What the pattern does not match is dropped by tiktoken and kept by ``tokenizers``.
+        """
+        if next(_long_runs(text), None) is not None:
+            return self._exact.encode(text)
+        try:
+            ranks = self._encoding.encode_to_numpy(text, disallowed_special=())
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # out of stack, raised by Rust outside Exception
+                raise
+            return self._exact.encode(text)
+        if self._token_lengths[ranks].sum() != len(text.encode("utf-8")):
+            return self._exact.encode(text)
+        return ranks if self._id_of_rank is None else self._id_of_rank[ranks]
+
+    def decode(self, ids: list[int]) -> str:
+        raise NotImplementedError("byte-level tokens are decoded by Tokenizer")
+
+
+def _long_runs(text: str) -> Iterator[tuple[int, int]]:
+    """Borders of the runs of at least `_LONG_RUN` white-space characters; costs nothing on other texts."""
+    stop = 0
+    for probe in range(_LONG_RUN - 1, len(text), _LONG_RUN):  # such a run cannot pass between two probes
+        if probe < stop or text[probe] not in _WHITE_SPACE:
+            continue
+        before = max(stop, probe - _LONG_RUN)
+        start = before + len(text[before:probe].rstrip(_WHITE_SPACE))
+        after = _NOT_WHITE_SPACE.search(text, probe)
+        stop = len(text) if after is None else after.start()
+        if stop - start >= _LONG_RUN:
+            yield start, stop
+
+
+def _check_model(definition: dict[str, Any], model: dict[str, Any]) -> None:
+    if model["type"] != "BPE":
+        raise Unsupported(f"its model is {model['type']}, not byte-level BPE")
+    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(key):
+            raise Unsupported(f"its model has {key} = {model[key]!r}")
+    normalizer = definition.get("normalizer")
+    if normalizer and normalizer.get("normalizers") != []:
+        raise Unsupported(f"it has a normalizer ({normalizer.get('type')})")
+    plain = [added["content"] for added in definition.get("added_tokens") or [] if not added.get("special")]
+    if plain:
+        raise Unsupported(f"it has added tokens that are not special, such as {plain[0]!r}")
+
+
+def _pre_tokenizer(described: dict[str, Any] | None) -> tuple[str, bool]:
+    """(pattern, whether a space is put in front of the text) of a ``pre_tokenizer`` entry."""
+    steps = [described] if described else []
+    if described and described.get("type") == "Sequence":
+        steps = described.get("pretokenizers", [])
+    is_list = isinstance(steps, list) and all(isinstance(step, dict) for step in steps)
+    if not is_list or not steps or steps[-1].get("type") != "ByteLevel":
+        raise Unsupported("its pre-tokenizer does not end in ByteLevel")
+    prefix_space, use_regex = steps[-1].get("add_prefix_space", True), steps[-1].get("use_regex", True)
+    if not (isinstance(prefix_space, bool) and isinstance(use_regex, bool)):
+        raise Unsupported("its ByteLevel has options of another kind")
+    if len(steps) == 1:
+        return (GPT2_PATTERN if use_regex else _WHOLE_TEXT), prefix_space
+    described_pattern = steps[0].get("pattern")
+    pattern = described_pattern.get("Regex") if isinstance(described_pattern, dict) else None
+    is_plain_split = steps[0].get("type") == "Split" and not steps[0].get("invert")
+    if (
+        len(steps) > 2
+        or use_regex
+        or prefix_space
+        or not is_plain_split
+        or not isinstance(pattern, str)
+        or steps[0].get("behavior") != "Isolated"
+    ):
+        raise Unsupported("its pre-tokenizer is not ByteLevel, alone or after one Split by a pattern")
+    return pattern, False
+
+
+def _ranks_and_ids(model: dict[str, Any]) -> tuple[dict[bytes, int], np.ndarray | None]:
+    """tiktoken's ranks, and the id of each rank (None where the ids themselves serve as ranks)."""
+    vocab: dict[str, int] = model["vocab"]
+    id_of = {token_to_bytes(token): token_id for token, token_id in vocab.items()}
+    id_of.pop(None, None)
+    singles = [bytes([byte]) for byte in range(256)]
+    if any(single not in id_of for single in singles):
+        raise Unsupported("its vocabulary does not have all 256 bytes")
+    merges = [(token_to_bytes(left), token_to_bytes(right)) for left, right in merge_pairs(model)]
+    if any(left is None or right is None for left, right in merges):
+        raise Unsupported("its merges are not written in the byte alphabet")
+    live = live_ranks(merges)
+    if live is None:
+        raise Unsupported("its merges are not in the order in which tokens are built")
+    tokens = [*singles, *live]
+    if model.get("ignore_merges"):
+        tokens += _whole_piece_tokens(id_of, live)
+    ids = np.array([id_of[token] for token in tokens], dtype=np.int64)
+    if (np.diff(ids[len(singles) : len(singles) + len(live)]) > 0).all():
+        return {token: id_of[token] for token in tokens}, None
+    return {token: rank for rank, token in enumerate(tokens)}, ids
+
+
+def _whole_piece_tokens(id_of: dict[bytes, int], live: dict[bytes, int]) -> list[bytes]:
+    """Tokens that no merge makes and ``ignore_merges`` yields, but only for a whole piece of text.
+
+    tiktoken does the same, except that it would also join two neighbours to such a token.
+    """
+    extra = [token for token in id_of if len(token) > 1 and token not in live]
+    if sum(len(token) ** 2 for token in extra) > _MOST_SPLITTING:
+        raise Unsupported("too many of its tokens are made by no merge")
+    for token in extra:
+        if len(split_by_ranks(token, live)) == 2:
+            raise Unsupported(f"its token {token!r} is made by no merge, though its halves are tokens")
+    return extra

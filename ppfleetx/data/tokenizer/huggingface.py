@@ -1,0 +1,274 @@
+"""A tokenizer's directory as Hugging Face transformers reads it: special tokens, what goes around a text.
+
+``tokenizer.json`` is not all: transformers adds the tokens that ``tokenizer_config.json``,
+``special_tokens_map.json`` and ``added_tokens.json`` name, and some of its classes replace parts of the file.
+`as_transformers` does what ``AutoTokenizer`` of version 5 does for GPT-2 and Llama; token ids are compared in
+``tests/data/test_tokenizer_hf.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ppfleetx.config.errors import DataError, shown
+from ppfleetx.data.tokenizer.files import (
+    ADDED_TOKENS,
+    CONFIG,
+    END_OF_DOCUMENT,
+    GENERATION_CONFIG,
+    SPECIAL_TOKENS,
+    TokenizerFiles,
+)
+from ppfleetx.utils.foreign_files import parse_json
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_LLAMA, _LLAMA_NAMED = "LlamaTokenizer", {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+Token = dict[str, Any]
+"""An added token as ``tokenizer.json`` has it: ``content`` and flags, perhaps ``id``."""
+
+
+@dataclass(frozen=True)
+class SideFiles:
+    """What lies beside the definition of a tokenizer.
+
+    Attributes:
+        texts: of the files that are there, by name; of `SIDE_FILES`.
+        place: the directory, for messages.
+    """
+
+    texts: Mapping[str, str]
+    place: str = "the tokenizer"
+
+    def read(self, name: str) -> dict[str, Any]:
+        """The object in a file; empty when there is no such file. Raises DataError when it is damaged."""
+        if name not in self.texts:
+            return {}
+        return parse_json(self.texts[name].encode(), f"{self.place}/{name}", DataError)
+
+    def named_tokens(self, defaults: Mapping[str, str]) -> dict[str, Token]:
+        """The tokens that have a name, such as ``bos_token``; ``special_tokens_map.json`` goes first.
+
+        Args:
+            defaults: what transformers' class calls them when no file says.
+        """
+        values: dict[str, Any] = {**defaults, **self._settings}
+        names = [*_NAMED, *(key for key in values if key.endswith("_token") and key not in _NAMED)]
+        kept = {key: values[key] for key in names if isinstance(values.get(key), str | dict)}
+        return {key: self._token(value, key) | {"special": True} for key, value in kept.items()}
+
+    @property
+    def class_name(self) -> str:
+        """transformers' class of the tokenizer without ``Fast``; empty when the files do not say."""
+        name = self.read(CONFIG).get("tokenizer_class")
+        return name.removesuffix("Fast") if isinstance(name, str) else ""
+
+    @property
+    def parses_special_tokens(self) -> bool:
+        return self.read(CONFIG).get("split_special_tokens") is not True
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """``eos_token_id`` of ``generation_config.json``, which is a number or a list of them."""
+        given = self.read(GENERATION_CONFIG).get("eos_token_id")
+        ids = [] if given is None else given if isinstance(given, list) else [given]
+        if not all(type(one) is int and one >= 0 for one in ids):
+            raise DataError(
+                f"{self.place}/{GENERATION_CONFIG}: eos_token_id must be token ids, not {shown(given)}"
+            )
+        return tuple(dict.fromkeys(ids))
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """``tokenizer_config.json``, over which ``special_tokens_map.json`` goes where it still counts."""
+        config = self.read(CONFIG)
+        return config if "added_tokens_decoder" in config else config | self.read(SPECIAL_TOKENS)
+
+    def with_eos(self, files: TokenizerFiles, eos: str | None) -> TokenizerFiles:
+        """``files`` in which the token that ends a text is ``eos``, where they name one at all."""
+        texts = dict(files.side_texts)
+        for name in (CONFIG, SPECIAL_TOKENS):
+            content = self.read(name)
+            given = content.get("eos_token")
+            named = given.get("content") if isinstance(given, dict) else given
+            if name in texts and eos not in (None, named) and (name == CONFIG or "eos_token" in content):
+                texts[name] = json.dumps(content | {"eos_token": eos}, ensure_ascii=False, indent=2)
+        return replace(files, side_texts=texts)
+
+    def added_tokens(self, added: Sequence[Token], named: Iterable[Token]) -> list[Token]:
+        """Tokens that transformers adds to a definition, in its order.
+
+        Args:
+            added: those of ``tokenizer.json``, which it adds once more where nothing else lists them.
+            named: see :meth:`named_tokens`.
+        """
+        config, named = self.read(CONFIG), list(named)
+        if "added_tokens_decoder" in config:
+            listed = self._by_id(config["added_tokens_decoder"])
+        else:
+            special = {token["content"] for token in named}
+            ids = self.read(ADDED_TOKENS)
+            if not all(type(number) is int for number in ids.values()):
+                raise DataError(f"{self.place}/{ADDED_TOKENS} is damaged: it gives each token its id")
+            listed = [_token(content, special=content in special) for content in sorted(ids, key=ids.get)]
+            listed += [{key: token[key] for key in ("content", *_FLAGS) if key in token} for token in added]
+        known = {token["content"] for token in (*added, *listed)}
+        return [*listed, *(one for one in (*named, *self._extra()) if one["content"] not in known)]
+
+    def _by_id(self, listed: Any) -> list[Token]:
+        if not isinstance(listed, dict) or not all(key.isdecimal() for key in listed):
+            raise DataError(f"{self.place}/{CONFIG}: added_tokens_decoder must name tokens by their ids")
+        ordered = sorted(listed, key=int)
+        return [self._token(listed[key], f"added_tokens_decoder.{key}") for key in ordered]
+
+    def _extra(self) -> Iterable[Token]:
+        settings = self._settings
+        extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+        extra = list(extra.values()) if isinstance(extra, dict) else extra
+        if not isinstance(extra, list):
+            raise DataError(f"{self.place}/{CONFIG}: extra_special_tokens must be a list of tokens")
+        return [self._token(token, "extra_special_tokens") | {"special": True} for token in extra]
+
+    def _token(self, value: Any, key: str) -> Token:
+        """A token written as its text or as an object."""
+        if isinstance(value, str):
+            return _token(value, special=True)
+        content = value.get("content") if isinstance(value, dict) else None
+        if not isinstance(content, str):
+            raise DataError(f"{self.place}/{CONFIG}: {key} is no token: {shown(value)}")
+        special = value.get("special") is True
+        return _token(content, special=special) | {k: value[k] for k in _FLAGS if type(value.get(k)) is bool}
+
+
+def _token(content: str, *, special: bool) -> Token:
+    flags = dict.fromkeys(_FLAGS, False) | {"normalized": not special, "special": special}
+    return {"content": content} | flags
+
+
+@dataclass(frozen=True)
+class TransformersTokenizer:
+    """What ``AutoTokenizer`` makes of a directory.
+
+    Attributes:
+        definition: as a ``tokenizer.json`` holds it.
+        bos_token, eos_token: texts of these tokens; None where no file names them.
+        before, after: ids that are put around a text.
+    """
+
+    definition: dict[str, Any]
+    bos_token: str | None
+    eos_token: str | None
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+def as_transformers(definition: dict[str, Any], side: SideFiles, *, is_file: bool) -> TransformersTokenizer:
+    """What transformers makes of a definition; ``definition`` itself is left as it is.
+
+    Args:
+        is_file: it was read from a ``tokenizer.json``, whose post-processor says what is put around a text.
+            Otherwise ``add_bos_token`` and ``add_eos_token`` do.
+
+    Raises:
+        DataError: a file is damaged.
+    """
+    is_bpe = definition["model"]["type"] == "BPE"
+    is_llama = side.class_name == _LLAMA and is_bpe and not _is_byte_level(definition)
+    named = side.named_tokens(_LLAMA_NAMED if is_llama else {})
+    vocab = definition["model"].get("vocab")
+    if isinstance(vocab, dict):
+        added, table = definition.get("added_tokens") or [], {}
+        if is_llama:
+            definition = _llama(definition, side)
+        else:
+            _add(table, vocab, added)
+        _add(table, vocab, side.added_tokens(added, named.values()))
+        ordered = sorted(table.values(), key=lambda token: token["id"])
+        definition = definition | {"added_tokens": ordered}
+    bos, eos = (named.get(key, {}).get("content") for key in ("bos_token", "eos_token"))
+    if is_file:
+        before, after = template_ids(definition.get("post_processor"), side.place)
+    else:
+        ids = {**vocab, **{one["content"]: one["id"] for one in definition["added_tokens"]}}
+        config, start, end = side.read(CONFIG), bos or END_OF_DOCUMENT, eos or END_OF_DOCUMENT
+        before = (ids[start],) if config.get("add_bos_token") is True and start in ids else ()
+        after = (ids[end],) if config.get("add_eos_token") is True and end in ids else ()
+    return TransformersTokenizer(definition, bos, eos, before, after)
+
+
+def _add(table: dict[str, Token], vocab: Mapping[str, int], tokens: Iterable[Token]) -> None:
+    """What the ``tokenizers`` library does with added tokens: one that it knows keeps its id."""
+    following = max((token["id"] + 1 for token in table.values()), default=0)
+    for token in tokens:
+        content = token["content"]
+        if not content:
+            continue
+        known = table[content]["id"] if content in table else vocab.get(content)
+        number = max(following, len(vocab)) if known is None else known
+        table[content] = {"id": number} | {key: value for key, value in token.items() if key != "id"}
+        following = max(following, number + 1)
+
+
+def _is_byte_level(definition: Mapping[str, Any]) -> bool:
+    return '"ByteLevel"' in json.dumps({key: definition[key] for key in definition if key != "model"})
+
+
+def _llama(definition: dict[str, Any], side: SideFiles) -> dict[str, Any]:
+    """``LlamaTokenizer`` of transformers 5 keeps vocabulary, merges and post-processor of a file, and has the
+    rest of its own."""
+    config = side.read(CONFIG)
+    has_prefix = config.get("add_prefix_space") is not False
+    scheme = ("always" if config.get("legacy") is True else "first") if has_prefix else "never"
+    decoders = [
+        {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if has_prefix:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    space = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme, "split": False}
+    model = {key: definition["model"][key] for key in ("vocab", "merges")}
+    return definition | {
+        "normalizer": None,
+        "pre_tokenizer": space,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {"type": "BPE", **model, "fuse_unk": True, "byte_fallback": True, "unk_token": None},
+    }
+
+
+def template_ids(processor: Any, place: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ids that a ``post_processor`` puts before and after a text.
+
+    Raises:
+        DataError: it does something else.
+    """
+    kind = processor.get("type") if isinstance(processor, dict) else None
+    if processor is None or kind == "ByteLevel":
+        return (), ()
+    try:
+        if kind == "Sequence":
+            parts = [template_ids(part, place) for part in processor["processors"]]
+            before = [one for prefix, _ in reversed(parts) for one in prefix]
+            return tuple(before), tuple(one for _, suffix in parts for one in suffix)
+        if kind in ("BertProcessing", "RobertaProcessing"):
+            return (int(processor["cls"][1]),), (int(processor["sep"][1]),)
+        if kind == "TemplateProcessing":
+            return _around(processor)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise DataError(f"{place}: its post-processor {shown(kind)} is damaged") from error
+    raise DataError(f"{place}: its post-processor {shown(kind or processor)} is of an unknown kind")
+
+
+def _around(processor: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    ids: list[list[int]] = [[]]
+    for piece in processor["single"]:
+        if "Sequence" in piece:
+            ids.append([])
+        else:
+            ids[-1] += processor["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
+    before, after = ids  # ValueError: it has the text not exactly once
+    return tuple(map(int, before)), tuple(map(int, after))

@@ -1,0 +1,264 @@
+"""Text to token ids and back, with the tokenizer of a directory.
+
+Byte-level BPE is encoded through ``tiktoken`` on the tokenizer's own merges, several times faster than
+``tokenizers`` and with the same ids (`ppfleetx.data.tokenizer.bpe_ranks` says why). A tokenizer that
+tiktoken cannot express runs through ``tokenizers``. Nothing is ever downloaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ppfleetx.config.errors import DataError
+from ppfleetx.data.tokenizer.engines import Engine, build_engine
+from ppfleetx.data.tokenizer.files import (
+    END_OF_DOCUMENT,
+    TokenizerFiles,
+    read_files,
+    read_vocab_and_merges,
+    token_to_bytes,
+    write_files,
+)
+from ppfleetx.data.tokenizer.huggingface import SideFiles, as_transformers
+from ppfleetx.data.tokenizer.stream import ByteStreamDecoder, StreamDecoder, TextStreamDecoder
+
+
+class Tokenizer:
+    """A tokenizer read from files.
+
+    There are two ways to encode. `encode` takes text for text: ``<|endoftext|>`` inside it is encoded like
+    any other characters, and no token is added at either end; a corpus is prepared in this way.
+    `encode_prompt` does what Hugging Face's ``AutoTokenizer`` does with the same directory: special tokens in
+    the text become their ids, and the post-processor adds its own, such as BOS. `encode_continuation` is for
+    text that follows such a text.
+
+    The end-of-document token also serves as padding.
+
+    Args:
+        files: a definition, which is what a ``tokenizer.json`` holds, or what was read of a directory.
+        eod_token: the token that ends a document; None: the ``eos_token`` of the files, else
+            ``<|endoftext|>``.
+        place: where they came from; used in messages.
+
+    Raises:
+        DataError: the files are damaged, or the libraries cannot use them.
+    """
+
+    def __init__(
+        self,
+        files: TokenizerFiles | dict[str, Any],
+        *,
+        eod_token: str | None = None,
+        place: str = "the tokenizer",
+    ) -> None:
+        self.place = place
+        self._files = files if isinstance(files, TokenizerFiles) else TokenizerFiles(files)
+        self._side = SideFiles(self._files.side_texts, place)
+        made = as_transformers(self._files.definition, self._side, is_file=self._files.has_definition)
+        self._given_eod_token, self._bos_token = eod_token, made.bos_token
+        self.eod_token = eod_token or made.eos_token or END_OF_DOCUMENT
+        self.prefix_ids, self.suffix_ids = made.before, made.after
+        self._definition = made.definition
+        self._engine: Engine = build_engine(made.definition, place)
+        added = made.definition.get("added_tokens") or []
+        self._special = {entry["content"]: entry["id"] for entry in added if entry.get("special")}
+        wrong = [one for one in (*made.before, *made.after) if not 0 <= one < self.vocab_size]
+        if wrong:
+            raise DataError(f"{place}: its post-processor adds the id {wrong[0]}, which it does not have")
+
+    def __reduce__(self) -> tuple[Any, ...]:  # the engines' own objects do not pickle
+        return _rebuild, (self._files, self._given_eod_token, self.place)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, eod_token: str | None = None) -> Tokenizer:
+        """Load from a directory, a ``tokenizer.json``, or a ``vocab.json`` with ``merges.txt`` beside it.
+
+        Raises:
+            DataError: a file is missing or damaged.
+        """
+        return cls(read_files(path), eod_token=eod_token, place=os.fspath(path))
+
+    @classmethod
+    def from_vocab_and_merges(
+        cls,
+        vocab_path: str | os.PathLike[str],
+        merges_path: str | os.PathLike[str],
+        *,
+        eod_token: str | None = None,
+    ) -> Tokenizer:
+        """Load a GPT-2 style pair of files, wherever they lie."""
+        files = TokenizerFiles(read_vocab_and_merges(vocab_path, merges_path), has_definition=False)
+        return cls(files, eod_token=eod_token, place=os.fspath(vocab_path))
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Write the files that this class and Hugging Face ``transformers`` load."""
+        eod = self.eod_token if self.eod_token in self._ids else None
+        write_files(self._side.with_eos(self._files, eod), directory, eod)
+
+    @property
+    def engine_name(self) -> str:
+        """``tiktoken`` or ``tokenizers``: the library that encodes."""
+        return self._engine.name
+
+    # ---- vocabulary
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        return self._engine.ids
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Highest token id plus one: the true vocabulary of a model, before padding."""
+        return max(self._ids.values()) + 1
+
+    @cached_property
+    def eod_id(self) -> int:
+        """Id of the end-of-document token.
+
+        Raises:
+            DataError: the vocabulary has no such token.
+        """
+        token_id = self._ids.get(self.eod_token)
+        if token_id is None:
+            others = ", ".join(self._special) or "none"
+            raise DataError(
+                f"{self.place} has no end-of-document token {self.eod_token!r}; its special tokens: {others}"
+            )
+        return token_id
+
+    @cached_property
+    def start_id(self) -> int:
+        """Id of the token that a text begins with when there is nothing else: BOS, or the end-of-document
+        token where there is no BOS."""
+        start = self._ids.get(self._bos_token) if self._bos_token is not None else None
+        return self.eod_id if start is None else start
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """Ids of the tokens that end a text which is being generated: the end-of-document token, and those
+        that a ``generation_config.json`` in the directory names."""
+        named = self._side.end_ids
+        own = () if named and self.eod_token not in self._ids else (self.eod_id,)
+        return tuple(dict.fromkeys((*own, *named)))
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the special tokens."""
+        return frozenset(self._special.values())
+
+    @cached_property
+    def _tokens(self) -> dict[int, str]:
+        return {token_id: token for token, token_id in self._ids.items()}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of all that decides the ids of text: vocabulary, merges, special tokens, how it is cut up.
+
+        ``vocab.json`` + ``merges.txt`` and a ``tokenizer.json`` of the same tokenizer have the same one. What
+        `encode_prompt` puts around a text does not count.
+        """
+        written = self._files.definition
+        vocab, listed = written["model"].get("vocab") or {}, written.get("added_tokens") or []
+        of_file = {*(token if isinstance(token, str) else token[0] for token in vocab)}
+        of_file.update(entry["content"] for entry in listed)
+        identity = self._engine.identity(written)
+        added = sorted(self._ids.keys() - of_file)  # by the files beside it
+        if added:
+            identity |= {"added": added}
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+    # ---- text to ids
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``, in which no token is special.
+
+        Raises:
+            DataError: ``text`` holds a lone surrogate, which no UTF-8 text can.
+        """
+        return self.encode_to_numpy(text).tolist()
+
+    def encode_to_numpy(self, text: str) -> np.ndarray:
+        """Token ids of ``text`` as an integer array (uint32 or int64); quicker than `encode`."""
+        return self._encode(text, special=False, continues=False)
+
+    def encode_prompt(
+        self, text: str, *, add_special_tokens: bool = True, parse_special_tokens: bool = True
+    ) -> list[int]:
+        """Token ids of a text as Hugging Face's ``AutoTokenizer`` has them, with the defaults.
+
+        Args:
+            text: a prompt, or a text to be evaluated.
+            add_special_tokens: put before and after it what the post-processor does (`prefix_ids` and
+                `suffix_ids`).
+            parse_special_tokens: special tokens in the text become their ids; not if the directory says
+                ``split_special_tokens``.
+
+        Raises:
+            DataError: as of `encode`.
+        """
+        ids = self._encode(text, special=parse_special_tokens, continues=False).tolist()
+        return [*self.prefix_ids, *ids, *self.suffix_ids] if add_special_tokens else ids
+
+    def encode_continuation(self, text: str, *, parse_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text that follows another one: no token and no space is put before it.
+
+        Raises:
+            DataError: as of `encode`.
+        """
+        return self._encode(text, special=parse_special_tokens, continues=True).tolist()
+
+    def _encode(self, text: str, *, special: bool, continues: bool) -> np.ndarray:
+        try:
+            special = special and self._side.parses_special_tokens
+            return self._engine.encode(text, special=special, continues=continues)
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"character {error.start} of the text is the lone surrogate U+{ord(text[error.start]):04X}, "
+                "which is not text"
+            ) from error
+
+    # ---- ids to text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes a token stands for; none for an id outside the vocabulary (a padding row of the model)."""
+        return self._bytes.get(token_id, b"")
+
+    @cached_property
+    def _bytes(self) -> dict[int, bytes]:
+        added = {entry["id"] for entry in self._definition.get("added_tokens") or []}
+        table = {}
+        for token, token_id in self._ids.items():
+            value = None if token_id in added else token_to_bytes(token)
+            table[token_id] = token.encode("utf-8") if value is None else value
+        return table
+
+    def decode(self, ids: Sequence[int] | np.ndarray, *, skip_special_tokens: bool = False) -> str:
+        """Text of ``ids``. Ids outside the vocabulary give nothing; bytes that are not UTF-8 give U+FFFD."""
+        values = np.asarray(ids).tolist()
+        if skip_special_tokens:
+            special = self.special_ids
+            values = [token_id for token_id in values if token_id not in special]
+        if not self._engine.is_byte_level:
+            return self._engine.decode([token_id for token_id in values if token_id in self._tokens])
+        table = self._bytes
+        return b"".join([table.get(token_id, b"") for token_id in values]).decode("utf-8", errors="replace")
+
+    def stream_decoder(
+        self, *, skip_special_tokens: bool = False, after: Sequence[int] = ()
+    ) -> StreamDecoder:
+        """A decoder to be fed one id after the other, of a text that goes on from the ids ``after``."""
+        skipped = self.special_ids if skip_special_tokens else frozenset()
+        if self._engine.is_byte_level:
+            return ByteStreamDecoder(self._bytes, skipped)
+        return TextStreamDecoder(self.decode, self._tokens, skipped, after)
+
+
+def _rebuild(files: TokenizerFiles, eod_token: str | None, place: str) -> Tokenizer:
+    return Tokenizer(files, eod_token=eod_token, place=place)

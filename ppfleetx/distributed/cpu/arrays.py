@@ -1,0 +1,162 @@
+"""Paddle's CPU tensors as memory, and reductions over arrays that give all ranks the same bits."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import paddle
+
+from ppfleetx.distributed.cpu.inbox import BufferPool
+from ppfleetx.distributed.cpu.wire import CommError
+
+# Paddle's type -> NumPy's of the same layout; bfloat16 has none and travels as its bits.
+_DTYPES = {
+    paddle.float32: np.float32,
+    paddle.float64: np.float64,
+    paddle.float16: np.float16,
+    paddle.bfloat16: np.uint16,
+    paddle.int8: np.int8,
+    paddle.uint8: np.uint8,
+    paddle.int16: np.int16,
+    paddle.int32: np.int32,
+    paddle.int64: np.int64,
+    paddle.bool: np.bool_,
+    paddle.complex64: np.complex64,
+    paddle.complex128: np.complex128,
+}
+DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+
+SUM, MAX, MIN, PRODUCT, AVG = range(5)  # paddle.base.core.ReduceOp
+_UFUNC = {SUM: np.add, MAX: np.maximum, MIN: np.minimum, PRODUCT: np.multiply, AVG: np.add}
+
+
+def tensor_array(tensor: paddle.Tensor) -> np.ndarray:
+    """The tensor's own memory, flat; no copy."""
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise CommError(f"no communication of {tensor.dtype} tensors")
+    if not tensor.is_contiguous():
+        raise CommError(f"the memory of a tensor of shape {list(tensor.shape)} is not contiguous")
+    count = math.prod(tensor.shape)
+    if count == 0:
+        return np.empty(0, dtype)
+    nbytes = count * np.dtype(dtype).itemsize
+    return np.frombuffer((ctypes.c_char * nbytes).from_address(tensor.data_ptr()), dtype=dtype)
+
+
+class TensorMemory:
+    """The memory of one operation's tensors, kept alive until :meth:`finish`.
+
+    Strided tensors (transposed gradients, say) take part through a contiguous copy.
+    """
+
+    def __init__(self) -> None:
+        self._owners: list[paddle.Tensor] = []
+        self._strided: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def read(self, tensor: paddle.Tensor) -> np.ndarray:
+        """The flat contents of ``tensor``."""
+        self._owners.append(tensor)
+        if tensor.is_contiguous():
+            return tensor_array(tensor)
+        # Not Tensor.contiguous(): it moves the tensor itself, away from what it is a view of.
+        return np.ascontiguousarray(_strided_array(tensor)).reshape(-1)
+
+    def write(self, tensor: paddle.Tensor) -> np.ndarray:
+        """Memory that is ``tensor``'s contents after :meth:`finish`, and before."""
+        array = self.read(tensor)
+        if not tensor.is_contiguous():
+            self._strided.append((_strided_array(tensor), array))
+        return array
+
+    def finish(self) -> None:
+        """Copy back what is strided, and let go."""
+        for strided, array in self._strided:
+            strided[...] = array.reshape(strided.shape)
+        self._owners, self._strided = [], []
+
+
+def _strided_array(tensor: paddle.Tensor) -> np.ndarray:
+    dtype = np.dtype(_DTYPES[tensor.dtype])
+    steps = [step * dtype.itemsize for step in tensor.strides]
+    reach = sum(step * (size - 1) for step, size in zip(steps, tensor.shape, strict=True)) + dtype.itemsize
+    memory = (ctypes.c_char * reach).from_address(tensor.data_ptr())
+    return np.ndarray(tuple(tensor.shape), dtype, memory, strides=steps)
+
+
+def byte_view(array: np.ndarray) -> memoryview:
+    """The bytes of a contiguous array."""
+    return memoryview(array.view(np.uint8))
+
+
+def _from_bfloat16(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _to_bfloat16(values: np.ndarray) -> np.ndarray:
+    """Round to nearest, ties to even; a NaN stays one."""
+    bits = values.view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype(np.uint16)
+
+
+def reduce_in_order(parts: Sequence[np.ndarray], out: np.ndarray, op: int, *, bfloat16: bool) -> None:
+    """Reduce ``parts`` (one a rank, in rank order) into ``out``, which may be one of them.
+
+    16-bit floats are accumulated in float32 and rounded once. An integer mean is rounded towards zero.
+    """
+    ufunc, narrow = _UFUNC[op], bfloat16 or out.dtype == np.float16
+    widen = _from_bfloat16 if bfloat16 else (lambda part: part.astype(np.float32))
+    if narrow:
+        total = widen(parts[0])
+        for part in parts[1:]:
+            ufunc(total, widen(part), out=total)
+    else:
+        # `out` holds a part that is still to be read unless it is one of the first two.
+        late = any(np.shares_memory(out, part, max_work=1) for part in parts[2:])
+        total = np.empty_like(out) if late else out
+        ufunc(parts[0], parts[1], out=total)
+        for part in parts[2:]:
+            ufunc(total, part, out=total)
+    if op == AVG:
+        if total.dtype.kind in "fc":
+            total /= len(parts)
+        else:
+            total = np.trunc(total / len(parts)).astype(out.dtype)
+    if narrow:
+        out[:] = _to_bfloat16(total) if bfloat16 else total.astype(np.float16)
+    elif total is not out:
+        out[:] = total
+
+
+def bounds(count: int, parts: int) -> list[int]:
+    """Boundaries of ``count`` elements cut into ``parts`` nearly equal ranges."""
+    return [count * i // parts for i in range(parts + 1)]
+
+
+@dataclass
+class Flat:
+    """Several arrays packed into one for a single reduction."""
+
+    array: np.ndarray
+    pool: BufferPool
+
+    @classmethod
+    def pack(cls, pool: BufferPool, arrays: Sequence[np.ndarray]) -> Flat:
+        """Copy ``arrays`` (of one type) one behind the other, into a buffer of ``pool``."""
+        nbytes = sum(array.nbytes for array in arrays)
+        flat = pool.take(nbytes).view(arrays[0].dtype)
+        np.concatenate(arrays, out=flat)
+        return cls(flat, pool)
+
+    def unpack(self, arrays: Sequence[np.ndarray]) -> None:
+        """Copy the contents back; this object is used up."""
+        offset = 0
+        for array in arrays:
+            array[:] = self.array[offset : offset + array.size]
+            offset += array.size
+        self.pool.give(self.array)

@@ -1,0 +1,31 @@
+"""Process groups for the CPU build of Paddle, on which fleet's own hybrid code runs unmodified.
+
+A backend for development and continuous integration: Paddle's Gloo groups lack half of the operations
+fleet uses and collide with each other. On a build with CUDA ``install()`` does nothing and NCCL does the
+work. ``docs/cpu_backend.md`` tells how it works, what it promises and what is in which file;
+``cpu_patches.py`` lists every attribute of Paddle that is replaced.
+"""
+
+from __future__ import annotations
+
+import os
+
+import paddle
+
+from ppfleetx.distributed.cpu.job import close, reset_traffic, traffic, wait_all
+from ppfleetx.distributed.cpu.patches import apply_patches
+
+__all__ = ["close", "install", "reset_traffic", "traffic", "wait_all"]
+
+
+def install() -> bool:
+    """Make Paddle's "gloo" process groups those of this module. Call before ``fleet.init``; idempotent.
+
+    Returns:
+        Whether it is in force: False on a build with CUDA, where nothing is touched.
+    """
+    if paddle.is_compiled_with_cuda():
+        return False
+    os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")  # as the launcher does where there are no cards
+    apply_patches()
+    return True

@@ -1,0 +1,224 @@
+"""The connections between the ranks of a CPU job: each pair proves to each other that it belongs to the job.
+
+One connection for each pair carries what they communicate; two ranks on different hosts have a second one,
+which tells when the other host is gone (``cpu_watch.py``). Both ends prove that they know the job's token; a
+stranger is turned away, and delays nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hmac
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+
+import numpy as np
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.distributed.cpu.rendezvous import Members, meet
+from ppfleetx.distributed.cpu.wire import CommError, Peer, StartError, read_memory
+
+DIRECT_VARIABLE = "PADDLE_CPU_COMM_DIRECT"
+HANDSHAKE_SECONDS = 30.0
+MESSAGES, WATCH = range(2)  # what a connection is for
+
+
+def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
+    """Meet all other ranks of the job and connect with each.
+
+    Args:
+        address: local address to listen on, reachable from the other ranks.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+        StartError: a rank does not come, does not answer or does not know the token.
+    """
+    try:
+        listener = socket.create_server((address, 0), backlog=2 * world_size + 16)
+    except OSError as error:
+        raise ConfigError(
+            f"rank {rank} cannot listen there ({error.strerror}): it is no address of this machine. "
+            "--host of the launcher sets the address, GLOO_SOCKET_IFNAME selects an interface",
+            key="address",
+            value=address,
+        ) from error
+    with listener:
+        members = meet(rank, world_size, (address, listener.getsockname()[1]))
+        meeting = _Meeting(rank, members)
+        listener.settimeout(0.02)
+        acceptor = threading.Thread(target=meeting.accept, args=(listener,), daemon=True)
+        acceptor.start()
+        for other in range(rank):
+            for role in meeting.roles(other):
+                meeting.add(_dial(rank, other, members, role), role)
+        acceptor.join(HANDSHAKE_SECONDS + 1.0)
+    return meeting.peers()
+
+
+class _Meeting:
+    """Who has connected so far."""
+
+    def __init__(self, rank: int, members: Members) -> None:
+        self._rank, self._members = rank, members
+        self._state = threading.Condition(threading.Lock())
+        self._connected: dict[tuple[int, int], Peer] = {}  # (rank, role) -> connection
+
+    def roles(self, other: int) -> tuple[int, ...]:
+        """What there are connections with ``other`` for; nobody's own host vanishes."""
+        addresses = self._members.addresses
+        return (MESSAGES,) if addresses[other][0] == addresses[self._rank][0] else (MESSAGES, WATCH)
+
+    def accept(self, listener: socket.socket) -> None:
+        """Take the connections of the higher ranks; a stranger is turned away and forgotten."""
+        higher = range(self._rank + 1, len(self._members.addresses))
+        expected = {(other, role) for other in higher for role in self.roles(other)}
+        deadline = time.monotonic() + HANDSHAKE_SECONDS
+        while not expected <= set(self._connected) and time.monotonic() < deadline:
+            try:
+                connection, _ = listener.accept()
+                # In a thread of its own, so that one who connects and stays silent delays nobody.
+                threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
+            except TimeoutError:
+                pass
+            except OSError:
+                return  # this rank has given up meanwhile, and closed it
+            with self._state:
+                self._state.wait_for(lambda: expected <= set(self._connected), 0.001)
+
+    def _greet(self, connection: socket.socket) -> None:
+        try:
+            peer, role = _welcome(self._rank, connection, self._members.token)
+        except (OSError, EOFError, CommError):
+            connection.close()
+            return
+        known = self._rank < peer.rank < len(self._members.addresses) and role in self.roles(peer.rank)
+        if not known or not self.add(peer, role):
+            connection.close()
+
+    def add(self, peer: Peer, role: int) -> bool:
+        """Take note of a connection; False where there is one already."""
+        with self._state:
+            if (peer.rank, role) in self._connected:
+                return False
+            self._connected[peer.rank, role] = peer
+            self._state.notify_all()
+            return True
+
+    def peers(self) -> dict[int, Peer]:
+        """The other ranks, each with its connections.
+
+        Raises:
+            StartError: some did not connect.
+        """
+        peers: dict[int, Peer] = {}
+        for other in range(len(self._members.addresses)):
+            if other == self._rank:
+                continue
+            connections = [self._connected.get((other, role)) for role in self.roles(other)]
+            if None in connections:
+                raise StartError(
+                    f"rank {self._rank}: {self._members.name(other)} did not connect within "
+                    f"{HANDSHAKE_SECONDS:g} s"
+                )
+            peers[other] = peer = connections[MESSAGES]
+            peer.name = self._members.name(other)
+            peer.watch = connections[WATCH].connection if len(connections) > 1 else None
+        return peers
+
+
+def local_address() -> str:
+    """The address other ranks reach this one at.
+
+    ``GLOO_SOCKET_IFNAME``'s, else the host of ``PADDLE_CURRENT_ENDPOINT``, as Paddle's own Gloo takes
+    its interface from the first and the launcher announces the second.
+
+    Raises:
+        ConfigError: the interface has no address.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if not interface:
+        return os.environ.get("PADDLE_CURRENT_ENDPOINT", "127.0.0.1:0").rpartition(":")[0] or "127.0.0.1"
+    get_interface_address = 0x8915  # SIOCGIFADDR, linux/sockios.h
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", interface.encode()[:15])
+        try:
+            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), get_interface_address, request)[20:24])
+        except OSError as error:
+            raise ConfigError(
+                f"this interface has no IPv4 address ({error.strerror})",
+                key="GLOO_SOCKET_IFNAME",
+                value=interface,
+                place="environment",
+            ) from error
+
+
+def _proof(token: bytes, side: str, *parts: bytes) -> bytes:
+    return hmac.digest(token, b"|".join([side.encode(), *(part.hex().encode() for part in parts)]), "sha256")
+
+
+def _dial(rank: int, other: int, members: Members, role: int) -> Peer:
+    """Connect to ``other`` and prove to each other that both know the job's token.
+
+    HMAC-SHA256 over both sides' random challenges, their ranks and what the connection is for; the token
+    itself is not sent.
+    """
+    try:
+        connection = socket.create_connection(members.addresses[other], HANDSHAKE_SECONDS)
+        connection.settimeout(HANDSHAKE_SECONDS)
+        peer = Peer(other, connection)
+        theirs, ours = _receive_bytes(peer, 32), secrets.token_bytes(32)
+        ends = struct.pack("!III", rank, other, role)
+        connection.sendall(ends + ours + _proof(members.token, "dial", theirs, ours, ends))
+        proof = _proof(members.token, "welcome", ours, theirs, ends)
+        if not hmac.compare_digest(_receive_bytes(peer, 32), proof):
+            raise StartError(f"rank {rank}: {members.name(other)} does not know this job's token")
+        if role == MESSAGES:
+            _probe_memory(peer)
+    except (OSError, EOFError) as error:
+        raise StartError(f"rank {rank}: no connection to {members.name(other)}: {error}") from error
+    return peer
+
+
+def _welcome(rank: int, connection: socket.socket, token: bytes) -> tuple[Peer, int]:
+    """The other end of :func:`_dial`: who has connected, and what for."""
+    connection.settimeout(HANDSHAKE_SECONDS)
+    peer = Peer(-1, connection)
+    ours = secrets.token_bytes(32)
+    connection.sendall(ours)
+    ends, theirs, proof = (_receive_bytes(peer, n) for n in (12, 32, 32))
+    peer.rank, addressed, role = struct.unpack("!III", ends)
+    if addressed != rank or not hmac.compare_digest(proof, _proof(token, "dial", ours, theirs, ends)):
+        raise CommError("a stranger")
+    connection.sendall(_proof(token, "welcome", theirs, ours, ends))
+    if role == MESSAGES:
+        _probe_memory(peer)
+    return peer, role
+
+
+def _probe_memory(peer: Peer) -> None:
+    """Find out whether each side may read the other's memory: same host, same user, kernel willing."""
+    secret = np.frombuffer(secrets.token_bytes(32), np.uint8).copy()
+    wanted = os.environ.get(DIRECT_VARIABLE, "1") != "0"
+    pid = os.getpid() if wanted else 0
+    peer.connection.sendall(struct.pack("!IQ", pid, secret.ctypes.data) + secret.tobytes())
+    peer_pid, address = struct.unpack("!IQ", _receive_bytes(peer, 12))
+    expected, found = _receive_bytes(peer, 32), bytearray(32)
+    readable = False
+    if wanted and peer_pid:
+        with contextlib.suppress(OSError):
+            read_memory(peer_pid, address, memoryview(found))
+            readable = bytes(found) == expected
+    peer.connection.sendall(b"1" if readable else b"0")
+    peer.pid = peer_pid
+    peer.direct = _receive_bytes(peer, 1) == b"1"  # also keeps `secret` alive until the peer has read it
+
+
+def _receive_bytes(peer: Peer, count: int) -> bytes:
+    buffer = bytearray(count)
+    peer.receive(memoryview(buffer))
+    return bytes(buffer)

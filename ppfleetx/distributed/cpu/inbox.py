@@ -1,0 +1,145 @@
+"""Where messages of a CPU job meet the receives they belong to.
+
+A reader thread takes what arrives straight into the receiver's memory where the receive is posted already,
+and into a spare buffer where it is not.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from ppfleetx.distributed.cpu.wire import Key, OutOfStepError, Signature
+
+
+class Batch:
+    """Receives that one step of an operation waits for together."""
+
+    __slots__ = ("remaining",)
+
+    def __init__(self) -> None:
+        self.remaining = 0
+
+
+class Receive:
+    """One posted receive; ``spare`` holds the payload if it could not go to ``view`` at once."""
+
+    __slots__ = ("batch", "done", "key", "signature", "spare", "spare_signature", "view")
+
+    def __init__(self, key: Key, signature: Signature, view: memoryview, batch: Batch) -> None:
+        self.key, self.signature, self.view, self.batch = key, signature, view, batch
+        self.spare: np.ndarray | None = None
+        self.spare_signature: Signature | None = None
+        self.done = False
+        batch.remaining += 1
+
+    def accepts(self, signature: Signature, nbytes: int) -> bool:
+        return self.signature == signature and self.view.nbytes == nbytes
+
+
+class Inbox:
+    """Posted receives that wait for their message, and messages that wait for their receive.
+
+    Args:
+        rank: of this process, for messages to people.
+        state: lock of what all threads share; its waiters are told when a step's receives are complete.
+        pool: where spare buffers come from.
+    """
+
+    def __init__(self, rank: int, state: threading.Condition, pool: BufferPool) -> None:
+        self._rank, self._state, self._pool = rank, state, pool
+        self._posted: dict[Key, Receive] = {}
+        self._arrived: dict[Key, tuple[Signature, np.ndarray]] = {}
+
+    def post(self, wanted: Iterable[tuple[Key, Signature, memoryview]]) -> list[Receive]:
+        """Post receives that are waited for together."""
+        batch = Batch()
+        receives = [Receive(key, signature, view, batch) for key, signature, view in wanted]
+        with self._state:
+            for receive in receives:
+                message = self._arrived.pop(receive.key, None)
+                if message is None:
+                    self._posted[receive.key] = receive
+                else:
+                    receive.spare_signature, receive.spare = message
+                    receive.done = True
+                    batch.remaining -= 1
+        return receives
+
+    def unpost(self, receives: list[Receive]) -> None:
+        with self._state:
+            for receive in receives:
+                if self._posted.get(receive.key) is receive:
+                    del self._posted[receive.key]
+
+    def settle(self, receive: Receive, text: str) -> None:
+        """Move a payload that came before its receive, and check that it is the right one."""
+        if receive.spare is None:
+            return
+        buffer, receive.spare = receive.spare, None
+        if receive.spare_signature != receive.signature or buffer.nbytes != receive.view.nbytes:
+            raise OutOfStepError(mismatch(self._rank, receive.key[0], text, receive.spare_signature))
+        if buffer.nbytes:
+            np.frombuffer(receive.view, np.uint8)[:] = buffer
+        self._pool.give(buffer)
+
+    def take(self, key: Key, signature: Signature, length: int, read: Callable[[memoryview], None]) -> None:
+        """In a reader thread: a message of ``length`` bytes has come, which ``read`` gets."""
+        with self._state:
+            receive = self._posted.pop(key, None)
+        direct = receive is not None and receive.accepts(signature, length)
+        buffer = None if direct else self._pool.take(length)
+        read(receive.view if buffer is None else memoryview(buffer))
+        with self._state:
+            receive = receive or self._posted.pop(key, None)
+            if receive is None:
+                self._arrived[key] = (signature, buffer)
+                return
+            receive.spare, receive.spare_signature, receive.done = buffer, signature, True
+            receive.batch.remaining -= 1
+            if receive.batch.remaining == 0 or not direct:
+                self._state.notify_all()
+
+
+def mismatch(own_rank: int, rank: int, text: str, other: Signature | None) -> str:
+    """What is wrong when ``rank`` sent something else than the operation ``text`` waits for."""
+    return (
+        f"rank {own_rank}: waiting for rank {rank} in {text}: it sent {other} in its place; "
+        "the ranks do not run the same operations in the same order"
+    )
+
+
+_SMALL = 1 << 16  # below, a new array costs less than looking for an old one
+
+
+class BufferPool:
+    """Reused byte buffers: a fresh 64 MB array costs more in page faults than in copying."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._held = limit, 0
+        self._free: list[np.ndarray] = []
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """A uint8 array of ``nbytes``, contents undefined."""
+        if nbytes < _SMALL:
+            return np.empty(nbytes, np.uint8)
+        with self._lock:
+            fits = [i for i, buffer in enumerate(self._free) if nbytes <= buffer.nbytes <= 2 * nbytes + 4096]
+            if fits:
+                base = self._free.pop(min(fits, key=lambda i: self._free[i].nbytes))
+                self._held -= base.nbytes
+                return base[:nbytes]
+        return np.empty(nbytes, np.uint8)
+
+    def give(self, buffer: np.ndarray) -> None:
+        """Hand a buffer from :meth:`take` back."""
+        base = buffer if buffer.base is None else buffer.base
+        if not isinstance(base, np.ndarray) or base.nbytes < _SMALL:
+            return
+        with self._lock:
+            if self._held + base.nbytes <= self._limit:
+                self._free.append(base)
+                self._held += base.nbytes

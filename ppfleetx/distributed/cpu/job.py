@@ -1,0 +1,81 @@
+"""The process groups of this rank: made when Paddle asks for them, on connections that they share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+
+from ppfleetx.distributed.cpu.group import CpuProcessGroup
+from ppfleetx.distributed.cpu.handshake import local_address
+from ppfleetx.distributed.cpu.transport import Mesh, time_limit
+
+_mesh: Mesh | None = None
+_creations: dict[int, int] = {}
+_groups: list[CpuProcessGroup] = []
+
+
+def traffic() -> dict[int, dict[str, Any]]:
+    """What this rank has communicated since the start or :func:`reset_traffic`, by group id.
+
+    Returns:
+        ``{group id: {"ranks": [...], "operations": {name: {"calls", "payload", "sent"}}}}``.
+        ``payload`` is in bytes what the operations were called with, ``sent`` the bytes the textbook's
+        algorithm makes one rank send for them (n ranks; S = bytes of the whole tensor, i.e. of the output
+        of an all-gather and of the input of a reduce-scatter, scatter or all-to-all):
+
+        ========================== =========================================
+        all_reduce (ring)          2 (n-1)/n S
+        all_gather, reduce_scatter (n-1)/n S
+        all_to_all                 (n-1)/n S, or the bytes that leave the rank
+        broadcast, reduce          (n-1)/n S (mean over the ranks: each but one receives, or sends, S)
+        gather                     S/n but for the destination
+        scatter                    (n-1)/n S by the source
+        send                       S
+        ========================== =========================================
+
+        What actually crosses the wire differs: small all-reduces go to all ranks at once, and broadcast
+        is sent by the source alone.
+    """
+    return {
+        group.group_id: {
+            "ranks": list(group.ranks),
+            "operations": {k: dict(v) for k, v in group.counts.items()},
+        }
+        for group in _groups
+        if group.counts
+    }
+
+
+def reset_traffic() -> None:
+    """Start counting anew."""
+    for group in _groups:
+        group.counts.clear()
+
+
+def wait_all() -> None:
+    """Complete every asynchronous operation under way."""
+    if _mesh is not None:
+        _mesh.complete_all()
+
+
+def close() -> None:
+    """Say goodbye to the other ranks (done at interpreter exit; needed before ``os._exit``)."""
+    if _mesh is not None:
+        _mesh.close()
+
+
+def create_process_group(rank: int, size: int, group_id: int) -> CpuProcessGroup:
+    """A process group in place of ``ProcessGroupGloo.create``.
+
+    The first one is the default group, made by all ranks together: it opens the connections. Later ones
+    cost no communication.
+    """
+    global _mesh
+    if _mesh is None:
+        env = paddle.distributed.ParallelEnv()
+        _mesh = Mesh.connect(env.rank, env.world_size, address=local_address(), timeout=time_limit())
+    generation = _creations[group_id] = _creations.get(group_id, 0) + 1
+    group = CpuProcessGroup(_mesh, rank, size, group_id, generation)
+    _groups.append(group)
+    return group

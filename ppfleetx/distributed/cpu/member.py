@@ -1,0 +1,148 @@
+"""What the operations of a CPU process group are made of: its members, and how they exchange memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from hashlib import blake2b
+
+import numpy as np
+import paddle
+
+from ppfleetx.distributed.cpu.arrays import DTYPE_CODES, byte_view, reduce_in_order
+from ppfleetx.distributed.cpu.inbox import BufferPool
+from ppfleetx.distributed.cpu.operation import Operation, Steps
+from ppfleetx.distributed.cpu.transport import Mesh
+from ppfleetx.distributed.cpu.wire import OPERATIONS, Key, Signature
+
+CODES = {name: code for code, name in enumerate(OPERATIONS)}
+_BYTES = 255  # the dtype code of operations without one (barrier)
+
+
+class Member:
+    """This rank as a member of one group."""
+
+    def __init__(self, mesh: Mesh, rank: int, size: int, group_id: int, generation: int) -> None:
+        self._mesh, self._rank, self._size = mesh, rank, size
+        self.group_id, self._generation = group_id, generation
+        self._number = 0
+        self._to: dict[int, int] = {}
+        self._from: dict[int, int] = {}
+        self._coalesced: list[Operation] | None = None
+        self._lock = threading.Lock()
+        self.counts: dict[str, dict[str, float]] = {}
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The members' ranks in the job. Paddle tells them to the Group object only, made after this one."""
+        group = paddle.distributed.collective._group_map.get(self.group_id)
+        ranks = range(self._size) if group is None else group.ranks
+        assert len(ranks) == self._size, "Paddle's group and its process group disagree"
+        return tuple(ranks)
+
+    @cached_property
+    def _key(self) -> int:
+        """64 bits that no other group of the job has, the same on all members."""
+        identity = f"{self.group_id}:{self._generation}:{self.ranks}"
+        return int.from_bytes(blake2b(identity.encode(), digest_size=8).digest())
+
+    @property
+    def pool(self) -> BufferPool:
+        return self._mesh.pool
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def name(self) -> str:
+        return "GLOO"
+
+    def _count(self, name: str, payload: int, sent: float) -> None:
+        entry = self.counts.setdefault(name, {"calls": 0, "payload": 0, "sent": 0.0})
+        entry["calls"] += 1
+        entry["payload"] += payload
+        entry["sent"] += sent
+
+    def _run(
+        self,
+        name: str,
+        steps: Callable[[int, Signature], Steps],
+        *,
+        sync: bool,
+        dtype: int = _BYTES,
+        nbytes: int = 0,
+        root: int = -1,
+    ) -> Operation:
+        """Start a collective; ``nbytes`` and ``root`` are what the members must agree on."""
+        with self._lock:
+            number = self._number
+            self._number += 1
+        signature = Signature(CODES[name], dtype, nbytes, root)
+        text = f"{name} of group {self.group_id} ({nbytes} bytes)"
+        operation = self._operation(steps(number, signature), text, number, signature)
+        return self._mesh.launch(operation, sync=sync)
+
+    def _operation(self, steps: Steps, text: str, number: int, signature: Signature) -> Operation:
+        mesh = self._mesh
+        return Operation(
+            mesh.inbox,
+            mesh.complete,
+            steps,
+            text=text,
+            group=self._key,
+            number=number,
+            signature=signature,
+        )
+
+    def _exchange(
+        self,
+        number: int,
+        signature: Signature,
+        phase: int,
+        outgoing: dict[int, np.ndarray],
+        incoming: dict[int, np.ndarray],
+    ) -> Steps:
+        """Send ``outgoing[member]`` to and fill ``incoming[member]`` from each member named, all at once."""
+        me, size = self._rank, self._size
+        wanted: list[tuple[Key, Signature, memoryview]] = [
+            ((self.ranks[member], self._key, phase, number), signature, byte_view(array))
+            for member, array in incoming.items()
+        ]
+        receives = self._mesh.inbox.post(wanted)
+        order = sorted(outgoing, key=lambda member: (member - me) % size)  # not all to the same one first
+        unread = [
+            self._mesh.send(self.ranks[m], self._key, phase, number, signature, byte_view(outgoing[m]))
+            for m in order
+        ]
+        for wait_until_read in unread:
+            if wait_until_read is not None:
+                wait_until_read()
+        yield receives
+
+    def _others(self) -> list[int]:
+        return [member for member in range(self._size) if member != self._rank]
+
+    def _scratch(self, like: np.ndarray, members: Sequence[int]) -> dict[int, np.ndarray]:
+        return {m: self.pool.take(like.nbytes).view(like.dtype) for m in members}
+
+    def _release(self, scratch: dict[int, np.ndarray]) -> None:
+        for array in scratch.values():
+            self.pool.give(array)
+
+    def _reduce_parts(
+        self, mine: np.ndarray, theirs: dict[int, np.ndarray], out: np.ndarray, op: int, dtype: int
+    ) -> None:
+        parts = [mine if m == self._rank else theirs[m] for m in range(self._size)]
+        reduce_in_order(parts, out, op, bfloat16=dtype == DTYPE_CODES[paddle.bfloat16])
+
+    def _equal(self, array: np.ndarray) -> list[np.ndarray]:
+        return np.split(array, self._size)
+
+    def _rows(self, array: np.ndarray, sizes: Sequence[int] | None, width: int) -> list[np.ndarray]:
+        """``array`` cut into ``sizes`` rows of ``width`` elements (equal parts without)."""
+        if not sizes:
+            return self._equal(array)
+        return np.split(array, np.cumsum(np.asarray(sizes) * width)[:-1])

@@ -1,0 +1,427 @@
+"""The connections of one rank of a CPU job, the operations under way on them, and waits that end.
+
+One connection per pair of ranks, made once and shared by every process group. A reader thread per
+connection drains it for as long as the process lives, so a send never waits for the receiver's program and
+no order of sends and receives can deadlock. ``cpu_handshake.py`` makes the connections, ``cpu_wire.py``
+knows the frames on them, ``cpu_inbox.py`` brings messages and receives together, ``cpu_watch.py`` and
+``cpu_ends.py`` know who is gone.
+
+Nothing in these files knows Paddle: memory is ``memoryview`` and NumPy.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+
+from ppfleetx.distributed.cpu.ends import Ends
+from ppfleetx.distributed.cpu.handshake import connect_ranks
+from ppfleetx.distributed.cpu.inbox import BufferPool, Inbox, mismatch
+from ppfleetx.distributed.cpu.operation import Operation
+from ppfleetx.distributed.cpu.watch import Watch
+from ppfleetx.distributed.cpu.wire import (
+    ACK,
+    BYE,
+    DATA,
+    DIRECT,
+    HEADER,
+    QUERY,
+    STATE,
+    CommError,
+    CommTimeoutError,
+    OutOfStepError,
+    Peer,
+    PeerLostError,
+    Signature,
+    address_of,
+    make_header,
+    read_memory,
+)
+from ppfleetx.utils.peers import note_raised, report_lost
+from ppfleetx.utils.start import seconds_in
+
+TIMEOUT_VARIABLE = "PADDLE_CPU_COMM_TIMEOUT"
+DIRECT_BYTES = 1 << 16  # below this a copy through the socket is faster than the acknowledgement
+STALL_SECONDS = 2.0  # how long a rank waits before it asks the others what they are doing
+_GOODBYE_SECONDS = 2.0  # for all peers together; one of them may not read
+_SOCKET_BUFFER = 4 << 20
+_POOL_BYTES = 256 << 20
+
+
+class Mesh:
+    """The connections of this rank to all others, what has arrived, and the operations under way."""
+
+    def __init__(self, rank: int, timeout: float, peers: dict[int, Peer]) -> None:
+        self.rank, self.timeout, self.peers = rank, timeout, peers
+        self.pool = BufferPool(_POOL_BYTES)
+        self.state = threading.Condition(threading.Lock())
+        self.engine = threading.RLock()
+        self.pending: list[Operation] = []
+        self.inbox = Inbox(rank, self.state, self.pool)
+        self._ends = Ends(rank, {other: peer.name for other, peer in peers.items()})
+        self._issued: dict[int, dict[int, Signature]] = {}  # group -> number -> what this rank ran
+        self._answers: dict[int, tuple[Signature | None, bool, str]] = {}
+        self._blocked: Operation | None = None
+        self._closed = False
+
+    # -- connections --------------------------------------------------------------------------
+
+    @classmethod
+    def connect(cls, rank: int, world_size: int, *, address: str, timeout: float) -> Mesh:
+        """Connect this rank with all others of the job, and listen to them.
+
+        Args:
+            address: see :func:`connect_ranks`.
+            timeout: limit in seconds of every later wait, 0 for none.
+
+        Raises:
+            ConfigError, StartError: as of :func:`connect_ranks`.
+        """
+        mesh = cls(rank, timeout, connect_ranks(rank, world_size, address))
+        mesh._start()
+        return mesh
+
+    def _start(self) -> None:
+        idle = {rank: peer.watch for rank, peer in self.peers.items() if peer.watch is not None}
+        self._watch = Watch(idle, lambda rank, reason: self._lose(self.peers[rank], reason))
+        for peer in self.peers.values():
+            _tune(peer.connection, self.timeout)
+            threading.Thread(
+                target=self._read, args=(peer,), name=f"cpu-comm-{peer.rank}", daemon=True
+            ).start()
+        os.register_at_fork(after_in_child=self._abandon)
+        atexit.register(self.close)
+
+    def _abandon(self) -> None:
+        """In a forked child (a data loader's worker): drop the sockets, or a dead parent looks alive."""
+        for peer in self.peers.values():
+            with contextlib.suppress(OSError):
+                os.close(peer.connection.detach())
+        self._watch.close_in_child()
+        self.peers, self._closed = {}, True
+
+    def close(self) -> None:
+        """Say goodbye: the others learn that this rank ended, and whether it failed."""
+        if self._closed:
+            return
+        self._closed = True
+        with self.state:
+            text, lost = self._ends.farewell()
+        payload = text.encode()
+        frame = make_header(BYE, Signature(0, 0, 0, lost), length=len(payload))
+        deadline = time.monotonic() + _GOODBYE_SECONDS
+        for peer in self.peers.values():
+            left = max(deadline - time.monotonic(), 0.1)
+            with contextlib.suppress(OSError):
+                _limit_sending(peer.connection, left)
+                peer.send(frame, memoryview(payload), patience=left)
+                peer.connection.shutdown(socket.SHUT_WR)
+
+    # -- sending ------------------------------------------------------------------------------
+
+    def send(
+        self, dst: int, group: int, phase: int, number: int, signature: Signature, view: memoryview
+    ) -> Callable[[], None] | None:
+        """Send ``view``; returns what to call before its memory may change, or None if it may already.
+
+        Raises:
+            PeerLostError: the connection is gone.
+            CommTimeoutError: the peer takes nothing any more.
+        """
+        peer = self.peers.get(dst)
+        if peer is None:
+            raise CommError(f"rank {self.rank}: the connections of this process are closed")
+        try:
+            peer.frames_sent += 1
+            if not peer.direct or view.nbytes < DIRECT_BYTES:
+                peer.send(make_header(DATA, signature, phase, group, number, view.nbytes), view)
+                return None
+            peer.direct_sent += 1
+            ticket = peer.direct_sent
+            address = address_of(view)
+            peer.send(make_header(DIRECT, signature, phase, group, number, view.nbytes, address))
+        except BlockingIOError as error:  # the socket's own time limit
+            raise self._not_taken(peer, signature) from error
+        except OSError as error:
+            self._lose(peer, _reason(error))
+            with self.state:
+                raise self._lost(f"{signature} to rank {dst}", dst) from error
+        return lambda: self._await_read(peer, ticket, signature, view)
+
+    def _await_read(self, peer: Peer, ticket: int, signature: Signature, view: memoryview) -> None:
+        """Until the peer has read ``view``; its reader thread does so without its program's help."""
+        deadline = time.monotonic() + self.timeout if self.timeout else float("inf")
+        with self.state:
+            while peer.direct_acknowledged < ticket:
+                if peer.rank in self._ends:
+                    raise self._lost(f"{signature} to rank {peer.rank}", peer.rank)
+                if time.monotonic() > deadline:
+                    raise self._not_taken(peer, signature)
+                self.state.wait(STALL_SECONDS)
+
+    def _not_taken(self, peer: Peer, signature: Signature) -> CommTimeoutError:
+        text = f"rank {self.rank}: {peer.name} did not take {signature} within {self.timeout:g} s"
+        return note_raised(CommTimeoutError(f"{text}; {TIMEOUT_VARIABLE} sets the limit"))
+
+    # -- receiving ----------------------------------------------------------------------------
+
+    def _read(self, peer: Peer) -> None:
+        header = bytearray(HEADER.size)
+        try:
+            while True:
+                peer.receive(memoryview(header))
+                fields = HEADER.unpack(header)
+                if fields[0] in (DATA, DIRECT):
+                    self._take(peer, fields)
+                elif self._take_control(peer, fields):
+                    return
+        except (OSError, EOFError, MemoryError) as error:
+            self._lose(peer, _reason(error))
+
+    def _take(self, peer: Peer, fields: tuple[int, ...]) -> None:
+        kind, operation, dtype, phase, root, group, number, nbytes, length, address = fields
+
+        def read(view: memoryview) -> None:
+            if kind == DIRECT:
+                read_memory(peer.pid, address, view)
+                peer.send_control(make_header(ACK))
+            else:
+                peer.receive(view)
+            peer.frames_received += 1
+
+        key, signature = (peer.rank, group, phase, number), Signature(operation, dtype, nbytes, root)
+        self.inbox.take(key, signature, length, read)
+
+    def _take_control(self, peer: Peer, fields: tuple[int, ...]) -> bool:
+        """Handle a frame that is not data; True when it was the last one."""
+        kind, operation, dtype, phase, root, group, number, nbytes, length, extra = fields
+        signature = Signature(operation, dtype, nbytes, root)
+        text = bytearray(length)
+        peer.receive(memoryview(text))
+        if kind == QUERY:
+            self._answer(peer, group, number, phase)
+            return False
+        with self.state:
+            if kind == ACK:
+                peer.direct_acknowledged += 1
+            elif kind == STATE:
+                # Nothing is on its way when each side has received what the other one sent.
+                quiet = (number, extra) == (peer.frames_received, peer.frames_sent)
+                differs = signature if phase & 1 else None
+                self._answers[peer.rank] = (differs, bool(phase & 2) and quiet, text.decode())
+            self.state.notify_all()
+        if kind == BYE:
+            self._end(lambda: self._ends.add_goodbye(peer.rank, text.decode(errors="replace"), root))
+        return kind == BYE
+
+    def _lose(self, peer: Peer, reason: str) -> None:
+        """``peer`` is gone without a goodbye."""
+        self._end(lambda: self._ends.add(peer.rank, reason, failed=True))
+        with contextlib.suppress(OSError):
+            peer.connection.shutdown(socket.SHUT_RDWR)  # whoever is sending to it waits no longer
+
+    def _end(self, record: Callable[[], bool]) -> None:
+        with self.state:
+            is_first = record()
+            self.state.notify_all()
+            sentence = self._ends.sentence() if is_first else ""
+        if is_first and not self._closed:
+            report_lost(sentence, self.close)
+
+    def _lost(self, text: str, rank: int) -> PeerLostError:
+        return note_raised(self._ends.error(text, rank))
+
+    # -- running operations -------------------------------------------------------------------
+
+    def launch(self, operation: Operation, *, sync: bool) -> Operation:
+        """Start an operation, and complete it if ``sync``."""
+        with self.engine:
+            if operation.number >= 0:
+                self._remember(operation)
+            self.pending.append(operation)
+            try:
+                operation.advance()
+            except BaseException as error:
+                self._drop(operation, error)
+                raise
+            if operation.done:
+                self.pending.remove(operation)
+        if sync:
+            self.complete(operation)
+        return operation
+
+    def _remember(self, operation: Operation) -> None:
+        with self.state:
+            issued = self._issued.setdefault(operation.group, {})
+            issued[operation.number] = operation.signature
+            issued.pop(operation.number - 256, None)
+
+    def complete(self, operation: Operation) -> None:
+        """Wait for ``operation``, advancing every other one under way meanwhile.
+
+        Raises:
+            PeerLostError, OutOfStepError, CommTimeoutError: it cannot complete; the message names the
+                rank that is missing and the operations.
+        """
+        with self.engine:
+            deadline = time.monotonic() + self.timeout if self.timeout else float("inf")
+            while not operation.done:
+                if operation.failure is not None:
+                    raise operation.failure
+                self._advance_ready()
+                if not operation.done:
+                    try:
+                        self._wait(operation, deadline)
+                    except BaseException as error:
+                        self._drop(operation, error)
+                        raise
+
+    def _advance_ready(self) -> None:
+        for operation in [*self.pending]:
+            if operation.ready():
+                try:
+                    operation.advance()
+                except BaseException as error:
+                    self._drop(operation, error)
+                    raise
+                if operation.done:
+                    self.pending.remove(operation)
+
+    def complete_all(self) -> None:
+        """Wait for everything under way."""
+        while self.pending:
+            self.complete(self.pending[0])
+
+    def _drop(self, operation: Operation, error: BaseException) -> None:
+        if operation in self.pending:
+            self.pending.remove(operation)
+        operation.withdraw(error)
+
+    def _wait(self, operation: Operation, deadline: float) -> None:
+        """Until some pending operation can advance."""
+        suspicion = 0
+        with self.state:
+            self._blocked = operation
+            self._answers.clear()
+        try:
+            while True:
+                with self.state:
+                    if self.state.wait_for(
+                        self._woken, min(STALL_SECONDS, max(deadline - time.monotonic(), 0))
+                    ):
+                        if any(other.ready() for other in self.pending):
+                            return
+                        self._check_lost(operation)
+                    if time.monotonic() >= deadline:
+                        raise note_raised(CommTimeoutError(self._timed_out(operation)))
+                    suspicion = self._judge(operation, suspicion)
+                self._query(operation)
+                self._sleep_unless_ready()
+        finally:
+            with self.state:
+                self._blocked = None
+
+    def _woken(self) -> bool:
+        if any(other.ready() for other in self.pending):
+            return True
+        return self._ends.is_broken or any(rank in self._ends for rank in self._blocked.missing())
+
+    def _sleep_unless_ready(self) -> None:
+        """Let the answers come in; a failure found meanwhile is judged by the caller."""
+        with self.state:
+            self.state.wait_for(lambda: any(other.ready() for other in self.pending), 0.05)
+
+    def _check_lost(self, operation: Operation) -> None:
+        missing = operation.missing()
+        gone = [rank for rank in missing if rank in self._ends]
+        if gone or self._ends.is_broken:
+            raise self._lost(operation.text, gone[0] if gone else missing[0])
+
+    def _judge(self, operation: Operation, suspicion: int) -> int:
+        """Read the answers of the ranks waited for: another operation, or waiting for us as we for them?"""
+        waiting = False
+        for rank in operation.missing():
+            differs, waits_for_us, text = self._answers.get(rank, (None, False, ""))
+            if differs is not None:
+                raise OutOfStepError(mismatch(self.rank, rank, operation.text, differs))
+            if waits_for_us and len(self.pending) == 1:
+                waiting = True
+                # Twice, so that an answer that crossed a message on its way is not believed.
+                if suspicion >= 2:
+                    raise OutOfStepError(
+                        f"rank {self.rank}: waiting for rank {rank} in {operation.text}, while rank {rank} "
+                        f"waits for this rank in {text}; the ranks do not run the same operations "
+                        "in the same order"
+                    )
+        return suspicion + 1 if waiting else 0
+
+    def _query(self, operation: Operation) -> None:
+        """Ask the ranks waited for what they are doing."""
+        with self.state:
+            self._answers.clear()
+            missing = [rank for rank in operation.missing() if rank not in self._ends]
+        point_to_point = int(operation.number < 0)
+        for rank in missing:
+            with contextlib.suppress(OSError):
+                self.peers[rank].send(
+                    make_header(
+                        QUERY, operation.signature, point_to_point, operation.group, max(operation.number, 0)
+                    )
+                )
+
+    def _answer(self, peer: Peer, group: int, number: int, point_to_point: int) -> None:
+        with self.state:
+            issued = None if point_to_point else self._issued.get(group, {}).get(number)
+            blocked = self._blocked
+            text = "no communication (computing, or reading data)" if blocked is None else blocked.text
+            waits = blocked is not None and len(self.pending) == 1 and peer.rank in blocked.missing()
+            flags = (1 if issued is not None else 0) | (2 if waits else 0)
+            payload = text.encode()
+            frame = make_header(
+                STATE, issued, flags, group, peer.frames_sent, len(payload), peer.frames_received
+            )
+        peer.send_control(frame + payload)
+
+    def _timed_out(self, operation: Operation) -> str:
+        missing = operation.missing()
+        known = [f"rank {r} was in {self._answers[r][2]}" for r in missing if r in self._answers]
+        return (
+            f"rank {self.rank}: waited {self.timeout:g} s for "
+            f"{', '.join(self.peers[rank].name for rank in missing)} in {operation.text}"
+            + (f" ({'; '.join(known)})" if known else "")
+            + f"; {TIMEOUT_VARIABLE} sets the limit"
+        )
+
+
+def time_limit() -> float:
+    """Seconds any wait may take (``PADDLE_CPU_COMM_TIMEOUT``, default 1800, 0 for ever).
+
+    Raises:
+        ConfigError: the variable is no such number.
+    """
+    return seconds_in(TIMEOUT_VARIABLE, 1800.0)
+
+
+def _tune(connection: socket.socket, timeout: float) -> None:
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        connection.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER)
+    if timeout:
+        _limit_sending(connection, timeout)
+
+
+def _limit_sending(connection: socket.socket, seconds: float) -> None:
+    """Let a thread wait so long at most until the peer's reader takes what it sends."""
+    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
+def _reason(error: BaseException) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
