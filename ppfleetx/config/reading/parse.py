@@ -58,7 +58,9 @@ class Budget:
 def read_yaml(
     path: Path, budget: Budget, *, key: str | None = None, value: str = UNSET, place: str | None = None
 ) -> Node:
-    """The mapping in the file ``path``; key, value and place as of :func:`ppfleetx.config.reading.files.read_text`.
+    """The mapping in the file ``path``.
+
+    Key, value and place are as of :func:`ppfleetx.config.reading.files.read_text`.
 
     Raises:
         ConfigError: the file cannot be read, is no YAML, has no mapping, or is larger than any configuration.
