@@ -15,7 +15,8 @@ import pytest
 from ppfleetx.checkpoint.foreign.convert import Conversion, convert
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
-from ppfleetx.core.programs.lm_eval import find_tasks, generation_options, load_model, measure, run
+from ppfleetx.core.programs.lm_eval import find_tasks, load_model, measure, run
+from ppfleetx.core.programs.lm_eval_options import generation_options
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.data.tokenizer.training import train_tokenizer
 from ppfleetx.distributed.context import ParallelContext

@@ -8,9 +8,9 @@ import pytest
 
 from ppfleetx.config.errors import DataError
 from ppfleetx.config.loader import load_config
-from ppfleetx.core.engine.callbacks.base import EvalRecord
 from ppfleetx.core.engine.engine import Engine
 from ppfleetx.core.engine.pace import Pace
+from ppfleetx.core.engine.run import EvalRecord
 from ppfleetx.core.engine.state import TrainState
 from ppfleetx.distributed.context import ParallelContext
 from tests.e2e.conftest import NANO

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.adapters import BASE
 from ppfleetx.checkpoint.background import BackgroundManager
@@ -16,11 +15,9 @@ from ppfleetx.checkpoint.rng import gather_rng_state
 from ppfleetx.checkpoint.tensors import model_slices, optimizer_slices
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.agreement import Fingerprints
+from ppfleetx.core.engine.run import Run
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import joint_errors
-
-if TYPE_CHECKING:
-    from ppfleetx.core.engine.engine import Engine
 
 
 class CheckpointSaver:
@@ -47,9 +44,9 @@ class CheckpointSaver:
             vocab_size=cfg.Model.vocab_size,
         )
 
-    def save(self, engine: Engine) -> Path:
+    def save(self, run: Run) -> Path:
         """Write the checkpoint of the engine as it stands, or begin to; return where it is or will be."""
-        runner = engine.runner
+        runner = run.runner
         runner.before_update = self._manager.wait_for_copy
         parameters = [(n, p) for n, p in runner.named_parameters() if runner.writes(p)]
         if self._trained_alone:
@@ -57,20 +54,20 @@ class CheckpointSaver:
         held = {name for name, _ in parameters}
         states = {key: tensor for key, tensor in runner.optimizer_state().items() if key[0] in held}
         return self._manager.save(
-            epoch=engine.state.epoch,
-            step=engine.state.step,
+            epoch=run.state.epoch,
+            step=run.state.step,
             tensors=[*model_slices(parameters), *optimizer_slices(states, parameters)],
             state={
-                "train": engine.state.to_json(),
-                "schedule": engine.schedule.state(),
+                "train": run.state.to_json(),
+                "schedule": run.schedule.state(),
                 **gather_rng_state(self._ctx),
                 "scaler": runner.scaler_state(),
             },
         )
 
-    def mark_best(self, engine: Engine) -> None:
+    def mark_best(self, run: Run) -> None:
         """Let ``best`` name the checkpoint of the engine as it stands."""
-        path = self._manager.output_dir / step_directory(engine.state.epoch, engine.state.step)
+        path = self._manager.output_dir / step_directory(run.state.epoch, run.state.step)
         with joint_errors(self._ctx, name_ranks=False):
             if self._ctx.is_main and path.is_dir():  # a run that resumed may have its first elsewhere
                 write_best(path, self._manager.ownership)

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import UserError
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.core.engine.callbacks.base import Callback, EvalRecord, StepRecord
+from ppfleetx.core.engine.callbacks.base import Callback
 from ppfleetx.core.engine.measure import Measure, TokenLoss
 from ppfleetx.core.engine.pace import Pace
+from ppfleetx.core.engine.run import EvalRecord, StepRecord
 from ppfleetx.core.engine.saving import GuardedSaver, Saver
 from ppfleetx.core.engine.signals import StopRequest
 from ppfleetx.core.engine.state import TrainState

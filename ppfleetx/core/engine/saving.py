@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from ppfleetx.config.errors import CheckpointError, UserError
+from ppfleetx.core.engine.run import Run
 from ppfleetx.utils.log import get_logger
-
-if TYPE_CHECKING:
-    from ppfleetx.core.engine.engine import Engine
 
 
 class Saver(Protocol):
@@ -19,10 +17,10 @@ class Saver(Protocol):
     All ranks of a job call its methods together, and the same of them raise the same CheckpointError.
     """
 
-    def save(self, engine: Engine) -> Any:
+    def save(self, run: Run) -> Any:
         """Save, or begin to."""
 
-    def mark_best(self, engine: Engine) -> Any:
+    def mark_best(self, run: Run) -> Any:
         """Remember the checkpoint of the engine as it stands, once complete, as the best."""
 
     def poll(self) -> Any:
@@ -48,7 +46,7 @@ class GuardedSaver:
         self._saver, self._stops = saver, on_error == "stop"
         self._failure: CheckpointError | None = None
 
-    def save(self, engine: Engine) -> None:
+    def save(self, run: Run) -> None:
         """Save, after what is still under way.
 
         Raises:
@@ -59,9 +57,9 @@ class GuardedSaver:
         saver = self._saver
         self._guard(saver.wait)
         self._failure = None
-        self._guard(lambda: saver.save(engine))
+        self._guard(lambda: saver.save(run))
 
-    def mark_best(self, engine: Engine) -> None:
+    def mark_best(self, run: Run) -> None:
         """Complete what is under way and remember it as the best, unless it failed.
 
         Raises:
@@ -72,7 +70,7 @@ class GuardedSaver:
         saver = self._saver
         self._guard(saver.wait)
         if self._failure is None:
-            self._guard(lambda: saver.mark_best(engine))
+            self._guard(lambda: saver.mark_best(run))
 
     def poll(self) -> None:
         """Learn, without waiting, what became of a save in the background.

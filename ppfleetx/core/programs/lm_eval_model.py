@@ -15,7 +15,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections.root import GenerationConfig
 from ppfleetx.config.validate import section_of
-from ppfleetx.core.programs.lm_eval import generation_options
+from ppfleetx.core.programs.lm_eval_options import generation_options
 from ppfleetx.data.tasks.evaluation import LastWords, Window, window_batches
 from ppfleetx.generation.generator import Generator
 from ppfleetx.nn.scores import token_scores

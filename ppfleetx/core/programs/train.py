@@ -12,7 +12,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.finetuning import FINETUNE_MODULE
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.beginning import begin, find_sources
-from ppfleetx.core.engine.callbacks.base import Callback, EvalRecord
+from ppfleetx.core.engine.callbacks.base import Callback
 from ppfleetx.core.engine.callbacks.memory import MemoryLog
 from ppfleetx.core.engine.callbacks.metrics import MetricsFile
 from ppfleetx.core.engine.callbacks.predictions import Predictions, write_predictions
@@ -25,6 +25,7 @@ from ppfleetx.core.engine.engine import Engine
 from ppfleetx.core.engine.measure import Classification, Measure, TokenLoss
 from ppfleetx.core.engine.pace import Pace
 from ppfleetx.core.engine.ranks import offload_notes, rank_table
+from ppfleetx.core.engine.run import EvalRecord
 from ppfleetx.core.engine.run_directory import METRICS_FILE, hold, output_dir_of
 from ppfleetx.core.engine.start import Start, find_start
 from ppfleetx.core.module.registry import build_module

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import resource
 import sys
-from typing import TYPE_CHECKING
 
 import paddle
 
-from ppfleetx.core.engine.callbacks.base import Callback, StepRecord
+from ppfleetx.core.engine.callbacks.base import Callback
+from ppfleetx.core.engine.run import Run, StepRecord
 from ppfleetx.utils.log import get_logger
-
-if TYPE_CHECKING:
-    from ppfleetx.core.engine.engine import Engine
 
 
 class MemoryLog(Callback):
@@ -21,28 +18,28 @@ class MemoryLog(Callback):
     def __init__(self) -> None:
         self._said = False
 
-    def on_step_end(self, engine: Engine, record: StepRecord) -> None:
+    def on_step_end(self, run: Run, record: StepRecord) -> None:
         if self._said:
             return
         self._said = True
-        parameters = sum(_bytes(p) for _, p in engine.runner.named_parameters())
-        states = sum(_bytes(t) for t in engine.runner.optimizer_state().values())
-        where = " in host memory" if engine.ctx.plan.sharding_offload else ""
+        parameters = sum(_bytes(p) for _, p in run.runner.named_parameters())
+        states = sum(_bytes(t) for t in run.runner.optimizer_state().values())
+        where = " in host memory" if run.ctx.plan.sharding_offload else ""
         get_logger().info(
             f"memory: parameters {_mib(parameters)}, optimizer state {_mib(states)}{where}, "
-            f"{peak_memory(engine)}"
+            f"{peak_memory(run)}"
         )
 
-    def on_fit_end(self, engine: Engine) -> None:
-        get_logger().info(f"memory: {peak_memory(engine)}")
+    def on_fit_end(self, run: Run) -> None:
+        get_logger().info(f"memory: {peak_memory(run)}")
 
 
-def peak_memory(engine: Engine) -> str:
+def peak_memory(run: Run) -> str:
     """Peak resident memory of the process, and of its device where there is one."""
     # Linux counts ru_maxrss in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     text = f"peak host {_mib(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)}"
-    if engine.ctx.device.startswith("gpu"):
+    if run.ctx.device.startswith("gpu"):
         text += f", peak device {_mib(paddle.device.cuda.max_memory_allocated())}"
     return text
 

@@ -7,15 +7,13 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ppfleetx.core.engine.callbacks.base import Callback, EvalRecord, StepRecord
+from ppfleetx.core.engine.callbacks.base import Callback
 from ppfleetx.core.engine.callbacks.window import Window
+from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord
 from ppfleetx.utils.files import atomic_write, put_aside
 from ppfleetx.utils.log import get_logger
-
-if TYPE_CHECKING:
-    from ppfleetx.core.engine.engine import Engine
 
 
 class MetricsFile(Callback):
@@ -29,15 +27,15 @@ class MetricsFile(Callback):
         self._path, self._logging_freq = path, logging_freq
         self._window = Window()
 
-    def on_fit_start(self, engine: Engine) -> None:
-        if engine.state.step:
-            keep_until(self._path, engine.state.step)
+    def on_fit_start(self, run: Run) -> None:
+        if run.state.step:
+            keep_until(self._path, run.state.step)
         elif self._path.exists():
             get_logger().info(f"the metrics of an earlier run are now {put_aside(self._path)}")
 
-    def on_step_end(self, engine: Engine, record: StepRecord) -> None:
+    def on_step_end(self, run: Run, record: StepRecord) -> None:
         self._window.add(record)
-        if record.step % self._logging_freq and record.step != engine.max_steps:
+        if record.step % self._logging_freq and record.step != run.max_steps:
             return
         self._append(
             {
@@ -49,17 +47,17 @@ class MetricsFile(Callback):
                 "weight_decay": record.weight_decay,
                 "grad_norm": _number(record.grad_norm),
                 "tokens": record.num_valid_tokens,
-                "consumed_samples": engine.state.consumed_samples,
+                "consumed_samples": run.state.consumed_samples,
                 "reader_cost": self._window.reader_cost,
                 "batch_cost": self._window.batch_cost,
                 "ips_total": self._window.ips_total,
                 "ips": self._window.ips,
-                **_scaling(record, engine.state.skipped_steps),
+                **_scaling(record, run.state.skipped_steps),
             }
         )
         self._window = Window()
 
-    def on_eval_end(self, engine: Engine, record: EvalRecord) -> None:
+    def on_eval_end(self, run: Run, record: EvalRecord) -> None:
         self._append(
             {
                 "kind": "eval",

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.core.engine.callbacks.base import Callback, EvalRecord
+from ppfleetx.core.engine.callbacks.base import Callback
+from ppfleetx.core.engine.run import EvalRecord, Run
 from ppfleetx.data.tasks.glue import GlueTask
 from ppfleetx.utils.files import atomic_write
 from ppfleetx.utils.log import get_logger
-
-if TYPE_CHECKING:
-    from ppfleetx.core.engine.engine import Engine
 
 
 class Predictions(Callback):
@@ -24,7 +21,7 @@ class Predictions(Callback):
     def __init__(self, directory: Path, task: GlueTask, part: str) -> None:
         self._path, self._task = directory / task.file_name(part), task
 
-    def on_eval_end(self, engine: Engine, record: EvalRecord) -> None:
+    def on_eval_end(self, run: Run, record: EvalRecord) -> None:
         if record.outputs is not None:
             write_predictions(self._path, self._task, record.outputs)
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from paddle import profiler
 
 from ppfleetx.config.sections.root import ProfilerConfig
-from ppfleetx.core.engine.callbacks.base import Callback, StepRecord
+from ppfleetx.core.engine.callbacks.base import Callback
+from ppfleetx.core.engine.run import Run, StepRecord
 from ppfleetx.utils.log import get_logger
-
-if TYPE_CHECKING:
-    from ppfleetx.core.engine.engine import Engine
 
 # Key of Profiler.summary -> Paddle's table.
 _VIEWS = {
@@ -39,22 +36,22 @@ class ProfilerCallback(Callback):
         self._profiler: profiler.Profiler | None = None
         self._steps = 0
 
-    def on_fit_start(self, engine: Engine) -> None:
+    def on_fit_start(self, run: Run) -> None:
         targets = [profiler.ProfilerTarget.CPU]
-        if engine.ctx.device.startswith("gpu"):
+        if run.ctx.device.startswith("gpu"):
             targets.append(profiler.ProfilerTarget.GPU)
         self._profiler = profiler.Profiler(
             targets=targets,
             scheduler=tuple(self._cfg.scheduler),
             on_trace_ready=profiler.export_chrome_tracing(
-                str(self._directory), worker_name=f"rank_{engine.ctx.rank}"
+                str(self._directory), worker_name=f"rank_{run.ctx.rank}"
             ),
             record_shapes=self._cfg.record_shapes,
             profile_memory=self._cfg.profile_memory,
         )
         self._profiler.start()
 
-    def on_step_end(self, engine: Engine, record: StepRecord) -> None:
+    def on_step_end(self, run: Run, record: StepRecord) -> None:
         if self._profiler is None:
             return
         self._profiler.step()
@@ -62,7 +59,7 @@ class ProfilerCallback(Callback):
         if self._steps == self._cfg.scheduler[1]:
             self._finish()
 
-    def on_fit_end(self, engine: Engine) -> None:
+    def on_fit_end(self, run: Run) -> None:
         if self._profiler is not None:
             self._finish()
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from ppfleetx.core.engine.callbacks.base import Callback, StepRecord
+from ppfleetx.core.engine.callbacks.base import Callback
+from ppfleetx.core.engine.run import Run, StepRecord
 from ppfleetx.utils.progress import ProgressBar
-
-if TYPE_CHECKING:
-    from ppfleetx.core.engine.engine import Engine
 
 
 class TrainProgress(Callback):
@@ -18,15 +16,15 @@ class TrainProgress(Callback):
         self._show = show
         self._bar: ProgressBar | None = None
 
-    def on_fit_start(self, engine: Engine) -> None:
+    def on_fit_start(self, run: Run) -> None:
         self._bar = ProgressBar(
-            "training", total=engine.max_steps, completed=engine.state.step, unit="step", show=self._show
+            "training", total=run.max_steps, completed=run.state.step, unit="step", show=self._show
         )
         self._bar.__enter__()
 
-    def on_step_end(self, engine: Engine, record: StepRecord) -> None:
+    def on_step_end(self, run: Run, record: StepRecord) -> None:
         self._bar.advance(1, f"loss {record.loss:.4f}")
 
-    def on_fit_end(self, engine: Engine) -> None:
+    def on_fit_end(self, run: Run) -> None:
         if self._bar is not None:
             self._bar.__exit__(None, None, None)

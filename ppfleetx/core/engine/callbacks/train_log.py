@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from ppfleetx.core.engine.callbacks.base import Callback, EvalRecord, StepRecord
+from ppfleetx.core.engine.callbacks.base import Callback
 from ppfleetx.core.engine.callbacks.window import Window
+from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord
 from ppfleetx.utils.log import get_logger
-
-if TYPE_CHECKING:
-    from ppfleetx.core.engine.engine import Engine
 
 
 class TrainLog(Callback):
@@ -19,13 +15,13 @@ class TrainLog(Callback):
         self._logging_freq = logging_freq
         self._window = Window()
 
-    def on_step_end(self, engine: Engine, record: StepRecord) -> None:
+    def on_step_end(self, run: Run, record: StepRecord) -> None:
         self._window.add(record)
-        if record.step % self._logging_freq == 0 or record.step == engine.max_steps:
+        if record.step % self._logging_freq == 0 or record.step == run.max_steps:
             get_logger().info(train_line(record, self._window))
             self._window = Window()
 
-    def on_eval_end(self, engine: Engine, record: EvalRecord) -> None:
+    def on_eval_end(self, run: Run, record: EvalRecord) -> None:
         get_logger().info(eval_line(record))
 
 

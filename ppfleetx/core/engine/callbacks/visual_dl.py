@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ppfleetx.core.engine.callbacks.base import Callback, EvalRecord, StepRecord
-
-if TYPE_CHECKING:
-    from ppfleetx.core.engine.engine import Engine
+from ppfleetx.core.engine.callbacks.base import Callback
+from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord
 
 
 def visual_dl_is_installed() -> bool:
@@ -24,12 +21,12 @@ class VisualDL(Callback):
         self._directory = directory
         self._writer = None
 
-    def on_fit_start(self, engine: Engine) -> None:
+    def on_fit_start(self, run: Run) -> None:
         from visualdl import LogWriter
 
         self._writer = LogWriter(logdir=str(self._directory))
 
-    def on_step_end(self, engine: Engine, record: StepRecord) -> None:
+    def on_step_end(self, run: Run, record: StepRecord) -> None:
         for tag, value in (
             ("train/loss", record.loss),
             ("train/learning_rate", record.lr),
@@ -40,9 +37,9 @@ class VisualDL(Callback):
         if record.loss_scale is not None:
             self._writer.add_scalar(tag="train/loss_scale", step=record.step, value=record.loss_scale)
 
-    def on_eval_end(self, engine: Engine, record: EvalRecord) -> None:
+    def on_eval_end(self, run: Run, record: EvalRecord) -> None:
         self._writer.add_scalar(tag="eval/loss", step=record.step, value=record.loss)
 
-    def on_fit_end(self, engine: Engine) -> None:
+    def on_fit_end(self, run: Run) -> None:
         if self._writer is not None:
             self._writer.close()

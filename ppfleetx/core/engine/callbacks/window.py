@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ppfleetx.core.engine.callbacks.base import StepRecord
+from ppfleetx.core.engine.run import StepRecord
 
 
 class Window:

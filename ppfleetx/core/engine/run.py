@@ -1,0 +1,94 @@
+"""A run as callbacks and savers see it: what it is made of, where it stands, and what it reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.core.engine.state import TrainState
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.optims.schedules import Schedule
+from ppfleetx.parallel.runner import Runner
+
+
+class Run(Protocol):
+    """What the engine shows of itself to those it tells; they read it, and change nothing.
+
+    Attributes:
+        cfg: the configuration.
+        ctx: this process's place in the job.
+        runner: model and optimizer.
+        schedule: learning rate and weight decay of each step; None when only evaluating.
+        state: progress, up to date when a hook is called.
+    """
+
+    cfg: RunConfig
+    ctx: ParallelContext
+    runner: Runner
+    schedule: Schedule | None
+    state: TrainState
+
+    @property
+    def max_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What is known after an optimizer step.
+
+    Attributes:
+        step: 1 for the first step.
+        epoch: pass over the training split this step belongs to, from 0.
+        batch: index of the step within that pass, from 0.
+        loss: global token mean of this step.
+        lr: learning rate used in this step.
+        weight_decay: weight decay used in this step.
+        grad_norm: before clipping.
+        num_valid_tokens: tokens that counted in the loss.
+        num_tokens: tokens of the whole job in this step, valid or not.
+        data_size: replicas that read different samples.
+        reader_cost: seconds spent waiting for data.
+        batch_cost: seconds of the whole step, waiting included.
+        loss_scale: what the loss was multiplied by (float16); None without loss scaling.
+        skipped: the gradients overflowed, and nothing was updated.
+    """
+
+    step: int
+    epoch: int
+    batch: int
+    loss: float
+    lr: float
+    weight_decay: float
+    grad_norm: float
+    num_valid_tokens: float
+    num_tokens: int
+    data_size: int
+    reader_cost: float
+    batch_cost: float
+    loss_scale: float | None = None
+    skipped: bool = False
+
+
+@dataclass(frozen=True)
+class EvalRecord:
+    """Result of one evaluation after ``step`` steps.
+
+    Attributes:
+        loss: mean over ``num_valid_tokens`` (of a classifier: examples).
+        ppl: perplexity; None of a classifier.
+        metrics: the task's own numbers, by name.
+        outputs: of a classifier, ``[examples, outputs]`` in the order of the file.
+    """
+
+    step: int
+    loss: float
+    ppl: float | None
+    num_valid_tokens: float
+    seconds: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    outputs: np.ndarray | None = field(default=None, repr=False, compare=False)
