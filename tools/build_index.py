@@ -1,48 +1,15 @@
 #!/usr/bin/env python3
 """Build the index maps of a configuration ahead of a run, and print their sizes and the hash of their order.
 
-The run finds them in Data.<mode>.dataset.cache_dir (or beside the corpus) and starts at once. The hash is
-what a checkpoint remembers: equal hashes mean the same samples in the same order.
+The same as `ppfleetx index`; the program is `ppfleetx/cli/index.py`.
 """
 
-from __future__ import annotations
-
-import argparse
 import sys
-import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ppfleetx.config.counts import counted
-from ppfleetx.utils.cli import add_config_arguments, run_tool
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_config_arguments(parser)
-    args = parser.parse_args()
-
-    from ppfleetx.config.loader import load_config
-    from ppfleetx.data.build import build_dataloader
-    from ppfleetx.data.verify import verify_corpora
-    from ppfleetx.utils.log import configure_logging
-
-    configure_logging()
-    cfg = load_config(args.config, args.override)
-    verify_corpora(cfg, ("Train", "Eval", "Test"))
-    for mode in ("Train", "Eval", "Test"):
-        if getattr(cfg.Data, mode) is None:
-            print(f"{mode}: not configured")
-            continue
-        started = time.perf_counter()
-        loader = build_dataloader(cfg, mode, data_size=cfg.plan.data_size)
-        print(f"{mode}: {loader.describe()}")
-        print(
-            f"{mode}: {counted(len(loader.dataset), 'sample', ',')} prepared, order {loader.fingerprint}, "
-            f"{time.perf_counter() - started:.1f} s"
-        )
-
+from ppfleetx.cli.main import run_program
 
 if __name__ == "__main__":
-    run_tool(main)
+    run_program("index")

@@ -1,40 +1,15 @@
 #!/usr/bin/env python3
-"""Write a corpus preprocessed by FleetX (_ids.npy with _idx.npz, or _ids.npz) as a .bin/.idx pair."""
+"""Write a corpus preprocessed by FleetX (_ids.npy with _idx.npz, or _ids.npz) as a .bin/.idx pair.
 
-from __future__ import annotations
+The same as `ppfleetx convert-data`; the program is `ppfleetx/cli/convert_data.py`.
+"""
 
-import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ppfleetx.config.counts import counted
-from ppfleetx.utils.cli import run_tool
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--input", required=True, metavar="PREFIX", help="path of the corpus without _ids.npy"
-    )
-    parser.add_argument(
-        "--output-prefix", required=True, metavar="PREFIX", help="path of the result without .bin/.idx"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an output that is there already")
-    args = parser.parse_args()
-
-    from ppfleetx.data.fleetx_format import convert
-    from ppfleetx.data.indexed import IndexedDataset
-
-    convert(args.input, args.output_prefix, overwrite=args.overwrite)
-    written = IndexedDataset(args.output_prefix)
-    documents = written.document_indices.shape[0] - 1
-    print(
-        f"{args.output_prefix}: {counted(documents, 'document', ',')}, "
-        f"{counted(written.num_tokens, 'token', ',')}, {written.dtype}"
-    )
-
+from ppfleetx.cli.main import run_program
 
 if __name__ == "__main__":
-    run_tool(main)
+    run_program("convert-data")

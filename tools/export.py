@@ -1,26 +1,15 @@
 #!/usr/bin/env python3
-"""Export a checkpoint (Engine.save_load.ckpt_dir) of any plan as a program that generates by itself."""
+"""Export a checkpoint (Engine.save_load.ckpt_dir) of any plan as a program that generates by itself.
 
-from __future__ import annotations
+The same as `ppfleetx export`; the program is `ppfleetx/cli/export.py`.
+"""
 
-import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ppfleetx.utils.cli import add_config_arguments, run_tool
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_config_arguments(parser)
-    args = parser.parse_args()
-
-    from ppfleetx.deploy.export import run
-
-    run(args.config, args.override)
-
+from ppfleetx.cli.main import run_program
 
 if __name__ == "__main__":
-    run_tool(main)
+    run_program("export")

@@ -1,86 +1,15 @@
 #!/usr/bin/env python3
 """Show what a tokenised corpus holds, compare it with its checksums, or write checksums for it.
 
-Exit code: 0 all is well; 1 damage was found (--verify); 2 there is no corpus that could be looked at, or the
-command line is wrong.
+The same as `ppfleetx inspect-data`; the program is `ppfleetx/cli/inspect_corpus.py`.
 """
 
-from __future__ import annotations
-
-import argparse
-import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ppfleetx.config.errors import DataError
-from ppfleetx.utils.cli import run_tool
-
-
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("corpus", nargs="+", metavar="PREFIX", help="corpora without .bin/.idx, or folders of them")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--verify", action="store_true", help="read everything and compare all checksums")
-    what.add_argument("--write-checksums", action="store_true",
-        help="write PREFIX.checksums.json for a pair as it is now")  # fmt: skip
-    what.add_argument("--json", action="store_true", help="print the summary as JSON, an object a corpus")
-    return parser.parse_args(arguments)
-
-
-def main() -> int:
-    args = parse_arguments()
-    from ppfleetx.data.prefixes import find_prefixes
-
-    code = 0
-    for prefix in [prefix for entry in args.corpus for prefix in find_prefixes(entry)]:
-        if args.verify:
-            code = max(code, verify(prefix))
-        elif args.write_checksums:
-            write_checksums(prefix)
-        else:
-            show(prefix, args.json)
-    return code
-
-
-def show(prefix: str, as_json: bool) -> None:
-    """Print what the corpus holds."""
-    from ppfleetx.data.prepare.corpus_summary import summary, summary_text
-
-    facts = summary(prefix)
-    print(json.dumps(facts) if as_json else summary_text(facts))
-
-
-def verify(prefix: str) -> int:
-    """Compare a corpus with its checksums; prints each damage."""
-    from ppfleetx.data.verify import all_damage
-
-    found, has_checksums = all_damage(prefix)
-    for sentence in found:
-        print(f"damaged: {sentence}")
-    if not found:
-        checked = "all checksums right" if has_checksums else "lengths and offsets agree; it has no checksums"
-        print(f"sound: {prefix}, {checked}")
-    return 1 if found else 0
-
-
-def write_checksums(prefix: str) -> None:
-    """Write the checksums of a pair that has none."""
-    from ppfleetx.data.checksums import checksums_path, compute_checksums
-    from ppfleetx.data.indexed import IndexedDataset
-
-    IndexedDataset(prefix)  # what is damaged for all to see gets none
-    path = checksums_path(prefix)
-    if path.exists():
-        raise DataError(f"{path} exists already; if the corpus was changed on purpose, remove it first")
-    compute_checksums(prefix).write()
-    print(f"wrote {path}")
-
+from ppfleetx.cli.main import run_program
 
 if __name__ == "__main__":
-    run_tool(main)
+    run_program("inspect-data")

@@ -1,28 +1,15 @@
 #!/usr/bin/env python3
-"""Write the source files of this Python's standard library as json lines: a corpus without a download."""
+"""Write the source files of this Python's standard library as json lines: a corpus without a download.
 
-from __future__ import annotations
+The same as `ppfleetx stdlib-corpus`; the program is `ppfleetx/cli/stdlib_corpus.py`.
+"""
 
-import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ppfleetx.utils.cli import run_tool
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="json lines file to write")
-    parser.add_argument("--seed", type=int, default=1234, help="of the order of the documents (1234)")
-    parser.add_argument("--overwrite", action="store_true", help="replace a file that is there already")
-    args = parser.parse_args()
-    from ppfleetx.data.prepare.stdlib_corpus import write_stdlib_corpus
-
-    num_documents, num_bytes = write_stdlib_corpus(args.output, args.seed, overwrite=args.overwrite)
-    print(f"{num_documents:,} documents, {num_bytes / 1e6:.1f} MB of text: {args.output}")
-
+from ppfleetx.cli.main import run_program
 
 if __name__ == "__main__":
-    run_tool(main)
+    run_program("stdlib-corpus")

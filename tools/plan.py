@@ -1,25 +1,15 @@
 #!/usr/bin/env python3
-"""Predict memory and step time of a configuration under one plan, or rank all plans of a number of cards."""
+"""Predict memory and step time of a configuration under one plan, or rank all plans of a number of cards.
 
-from __future__ import annotations
+The same as `ppfleetx plan`; the program is `ppfleetx/cli/plan.py`.
+"""
 
-import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ppfleetx.utils.cli import add_config_arguments, run_tool
-
-
-def main() -> None:
-    from ppfleetx.planner.command import add_plan_arguments, run_plan
-
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_config_arguments(parser)
-    add_plan_arguments(parser)
-    print(run_plan(parser.parse_args()))
-
+from ppfleetx.cli.main import run_program
 
 if __name__ == "__main__":
-    run_tool(main)
+    run_program("plan")

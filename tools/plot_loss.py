@@ -1,91 +1,15 @@
 #!/usr/bin/env python3
-"""Draw the loss curves of a run's metrics.jsonl to a PNG."""
+"""Draw the loss curves of a run's metrics.jsonl to a PNG.
 
-from __future__ import annotations
+The same as `ppfleetx plot`; the program is `ppfleetx/cli/plot.py`.
+"""
 
-import argparse
-import contextlib
-import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ppfleetx.config.errors import DataError
-from ppfleetx.utils.cli import run_tool
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--metrics", required=True, type=Path, help="metrics.jsonl of a run")
-    parser.add_argument("--output", required=True, type=Path, help="PNG to write")
-    args = parser.parse_args()
-    draw(read_series(args.metrics), args.output)
-    print(f"loss curve: {args.output}")
-
-
-def read_series(path: Path) -> dict[str, tuple[list[int], list[float]]]:
-    """{"train" | "eval": (steps, losses)} of a metrics file.
-
-    A last line that is not whole is left out: the run is writing it, or was killed while it did.
-
-    Raises:
-        DataError: there is no such file, it is not a metrics file, or it holds no training step.
-    """
-    if not path.is_file():
-        raise DataError(f"{path}: no such metrics file; a run writes it to its output_dir")
-    series: dict[str, tuple[list[int], list[float]]] = {"train": ([], []), "eval": ([], [])}
-    *lines, rest = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    for number, line in enumerate(lines, 1):
-        try:
-            _add(series, line)
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}:{number} is not a record of a run's metrics") from error
-    with contextlib.suppress(ValueError):
-        _add(series, rest)
-    if not series["train"][0]:
-        raise DataError(f"{path}: no training step in it yet")
-    return series
-
-
-def _add(series: dict[str, tuple[list[int], list[float]]], line: str) -> None:
-    record = json.loads(line)
-    if record["kind"] in series:
-        step, loss = int(record["step"]), float(record["loss"])
-        steps, losses = series[record["kind"]]
-        steps.append(step)
-        losses.append(loss)
-
-
-def draw(series: dict[str, tuple[list[int], list[float]]], output: Path) -> None:
-    """Write the picture: training loss thin, evaluation loss as marked points.
-
-    Raises:
-        DataError: there is no matplotlib, or ``output`` cannot be written.
-    """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise DataError("drawing needs matplotlib: pip install 'ppfleetx[plots]'") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    axes.plot(*series["train"], linewidth=0.8, label="training")
-    if series["eval"][0]:
-        axes.plot(*series["eval"], marker="o", label="evaluation")
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    try:
-        figure.savefig(output, dpi=120)
-    except OSError as error:
-        raise DataError(f"--output {output} cannot be written: {error.strerror}") from error
-    except ValueError as error:  # the name's ending is no format of pictures
-        raise DataError(f"--output {output}: {error}") from error
-
+from ppfleetx.cli.main import run_program
 
 if __name__ == "__main__":
-    run_tool(main)
+    run_program("plot")

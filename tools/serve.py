@@ -1,26 +1,15 @@
 #!/usr/bin/env python3
-"""Serve a checkpoint (Engine.save_load.ckpt_dir) over HTTP, as OpenAI's completions interface does."""
+"""Serve a checkpoint (Engine.save_load.ckpt_dir) over HTTP, as OpenAI's completions interface does.
 
-from __future__ import annotations
+The same as `ppfleetx serve`; the program is `ppfleetx/cli/serve.py`.
+"""
 
-import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ppfleetx.utils.cli import add_config_arguments, run_tool
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_config_arguments(parser)
-    args = parser.parse_args()
-
-    from ppfleetx.deploy.server.run import run
-
-    run(args.config, args.override)
-
+from ppfleetx.cli.main import run_program
 
 if __name__ == "__main__":
-    run_tool(main)
+    run_program("serve")

@@ -1,16 +1,15 @@
 """Checksums beside a corpus: every writer makes them, every flipped bit is found, and its documents named."""
 
-import importlib
 import json
 import random
 import shutil
-import sys
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from ppfleetx.cli.main import call
 from ppfleetx.config.errors import DataError
 from ppfleetx.config.sections.data import DatasetConfig
 from ppfleetx.data import checksums
@@ -189,31 +188,28 @@ def test_texts_have_no_such_option() -> None:
         DatasetConfig(name="PromptResponseDataset", input_dir="x", split="train", verify="full")
 
 
-def inspect(capsys: pytest.CaptureFixture[str], monkeypatch, *arguments: str) -> tuple[int, str]:
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "tools"))
-    tool = importlib.import_module("inspect_corpus")
-    monkeypatch.setattr(sys, "argv", ["inspect_corpus.py", *arguments])
-    code = tool.main()
+def inspect(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    code = call("inspect-data", arguments)
     return code, capsys.readouterr().out
 
 
-def test_the_tool(toy_prefix: str, capsys, monkeypatch) -> None:
-    code, said = inspect(capsys, monkeypatch, toy_prefix)
+def test_the_tool(toy_prefix: str, capsys) -> None:
+    code, said = inspect(capsys, toy_prefix)
     assert code == 0 and "137 documents, 137 sequences, 6,903 tokens (uint16)" in said and "50,256" in said
-    facts = json.loads(inspect(capsys, monkeypatch, toy_prefix, "--json")[1])
+    facts = json.loads(inspect(capsys, toy_prefix, "--json")[1])
     assert (facts["tokens"], facts["has_checksums"], facts["largest_id"]) == (6903, True, 50256)
-    assert inspect(capsys, monkeypatch, toy_prefix, "--verify") == (
+    assert inspect(capsys, toy_prefix, "--verify") == (
         0, f"sound: {toy_prefix}, all checksums right\n"
     )  # fmt: skip
     with pytest.raises(DataError, match="exists already"):
-        inspect(capsys, monkeypatch, toy_prefix, "--write-checksums")
+        inspect(capsys, toy_prefix, "--write-checksums")
     checksums_path(toy_prefix).unlink()
-    assert "it has no checksums" in inspect(capsys, monkeypatch, toy_prefix, "--verify")[1]
-    inspect(capsys, monkeypatch, toy_prefix, "--write-checksums")
+    assert "it has no checksums" in inspect(capsys, toy_prefix, "--verify")[1]
+    inspect(capsys, toy_prefix, "--write-checksums")
     Path(f"{toy_prefix}.bin").write_bytes(bytes(13806))
-    code, said = inspect(capsys, monkeypatch, toy_prefix, "--verify")
+    code, said = inspect(capsys, toy_prefix, "--verify")
     assert code == 1 and said.count("damaged: ") == len(range(0, 13806, BLOCK))
     Path(f"{toy_prefix}.idx").unlink()
-    assert inspect(capsys, monkeypatch, toy_prefix, "--verify")[0] == 1
+    assert inspect(capsys, toy_prefix, "--verify")[0] == 1
     with pytest.raises(DataError, match="no corpus at nowhere"):
-        inspect(capsys, monkeypatch, "nowhere", "--verify")
+        inspect(capsys, "nowhere", "--verify")

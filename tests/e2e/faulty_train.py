@@ -13,10 +13,9 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+sys.path.insert(0, str(ROOT))
 
-import train
-
+from ppfleetx.cli.main import call
 from ppfleetx.config.errors import DataError
 from ppfleetx.core.engine.engine import Engine
 from ppfleetx.utils.cli import run_tool
@@ -29,7 +28,7 @@ def main() -> None:
             _break_save(int(step))
         else:
             _break_read(int(step), kind)
-    train.main()
+    call("train", program=None)
 
 
 def _break_read(step: int, kind: str) -> None:

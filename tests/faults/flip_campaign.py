@@ -17,11 +17,10 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import inspect_checkpoint
+sys.path.insert(0, str(ROOT))
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.cli.inspect_checkpoint import verify
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.plan import ParallelPlan
 from tests.e2e.program import run
@@ -75,7 +74,7 @@ def damage_one(output_dir: Path, rng: random.Random) -> str:
 def found_by_tool(output_dir: Path) -> bool:
     """Whether ``tools/inspect_checkpoint.py --verify`` says that it is damaged."""
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        code = inspect_checkpoint.verify(str(output_dir))
+        code = verify(str(output_dir))
     assert (code == 1) == output.getvalue().startswith("damaged: ")
     return code == 1
 

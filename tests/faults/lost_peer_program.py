@@ -17,15 +17,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-
-import train
+sys.path.insert(0, str(ROOT))
 
 from ppfleetx.checkpoint.shared_save import SharedSave
+from ppfleetx.cli.main import run_program
 from ppfleetx.core.engine.engine import Engine
 from ppfleetx.distributed.cpu import handshake as cpu_handshake
 from ppfleetx.distributed.cpu.transport import Mesh
-from ppfleetx.utils.cli import run_tool
 
 PATIENCE_SECONDS = 120.0
 
@@ -141,7 +139,7 @@ def main() -> None:
     leave = os._exit
     os._exit = lambda code: (record(f"{code} (forced)"), leave(code))
     try:
-        run_tool(train.main)
+        run_program("train")
     except SystemExit as end:
         record(end.code)
         raise

@@ -1,0 +1,20 @@
+"""Continue prompts (Generation.prompt or .prompt_file) with an exported model (Inference.model_dir)."""
+
+from __future__ import annotations
+
+import argparse
+
+from ppfleetx.utils.cli import add_config_arguments
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line."""
+    add_config_arguments(parser)
+    parser.add_argument("--output", metavar="FILE", help="also write prompts and results as jsonl")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Answer the prompts with the exported model."""
+    from ppfleetx.deploy.inference import run as run_program
+
+    run_program(args.config, args.override, args.output)

@@ -1,0 +1,31 @@
+"""Pretrain or finetune the model of a YAML configuration."""
+
+from __future__ import annotations
+
+import argparse
+
+from ppfleetx.cli import check
+from ppfleetx.utils.cli import add_config_arguments
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line."""
+    add_config_arguments(parser)
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="validate the configuration, print plan, parameters and batch arithmetic, and exit",
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Train, or with ``--check`` only look at the configuration."""
+    if args.check:
+        check.run(args)
+        return
+    from ppfleetx.core.programs.launch import start_process
+
+    cfg, ctx = start_process(args.config, args.override, reads=("Train", "Eval"))
+    from ppfleetx.core.programs.train import train
+
+    train(cfg, ctx)
