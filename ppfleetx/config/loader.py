@@ -11,6 +11,7 @@ from ppfleetx.config.other_toolkits.fleetx_scope import refuse_left_out
 from ppfleetx.config.other_toolkits.foreign import refuse_foreign
 from ppfleetx.config.reading.bases import read_with_bases
 from ppfleetx.config.reading.overrides import apply_overrides
+from ppfleetx.config.reading.tree import Node
 from ppfleetx.config.resolve import resolve
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.validate import validate
@@ -35,6 +36,23 @@ def load_config(
     """
     cfg, origins, warnings = read_config(path, overrides)
     return resolve(cfg, origins, warnings, world_size)
+
+
+def load_tree(
+    tree: Node, warnings: Sequence[str] = (), overrides: Sequence[str] = (), *, world_size: int | None = None
+) -> RunConfig:
+    """:func:`load_config` of values that are in no file of ours: each node's place says where it came from.
+
+    Args:
+        tree: sections and keys in today's spelling.
+        warnings: what tools should log about how it was made.
+        overrides, world_size: as of :func:`load_config`.
+
+    Raises:
+        ConfigError: anything wrong, with key, value, place and rule.
+    """
+    cfg, origins = validate(apply_overrides(tree, overrides, RunConfig), RunConfig)
+    return resolve(cfg, origins, tuple(warnings), world_size)
 
 
 def read_config(

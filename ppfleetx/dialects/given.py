@@ -1,0 +1,111 @@
+"""Values as their user wrote them, each with its place: of a configuration file or of a command line."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.reading.tree import Node, plain_scalar, plain_value
+
+
+@dataclass(frozen=True)
+class Given:
+    """One value of another toolkit.
+
+    Attributes:
+        key: dotted name as it was written (``parallel_config.data_parallel``, ``--num-layers``). An item of a
+            list of mappings has its number in it: ``callbacks.0.type``.
+        value: plain Python value; None: the key was written without one.
+        place: ``file:line`` or ``argument 3``.
+        text: the value as it was written, of a plain scalar.
+    """
+
+    key: str
+    value: Any
+    place: str
+    text: str | None = None
+
+    @property
+    def origin(self) -> str:
+        """Place and key, as messages show where a native value came from."""
+        return f"{self.place}, {self.key}"
+
+
+def given_in(tree: Node, prefix: str = "") -> Iterator[Given]:
+    """Every value of ``tree`` under its dotted key, in the order of the file.
+
+    Mappings are gone into, lists of mappings too; every other list is one value. An empty mapping is the
+    value None.
+    """
+    for key, node in tree.value.items():
+        name = f"{prefix}{key}"
+        if isinstance(node.value, dict) and node.value:
+            yield from given_in(node, f"{name}.")
+        elif isinstance(node.value, list) and any(isinstance(item.value, dict) for item in node.value):
+            for index, item in enumerate(node.value):
+                if isinstance(item.value, dict):
+                    yield from given_in(item, f"{name}.{index}.")
+                else:
+                    yield Given(f"{name}.{index}", plain_value(item), item.place, item.text)
+        else:
+            value = None if node.value == {} else plain_value(node)
+            yield Given(name, value, node.place, node.text)
+
+
+def given_arguments(
+    argv: Sequence[str], flags: Collection[str], many: Collection[str] = (), *, first: int = 1
+) -> Iterator[Given]:
+    """Every option of a command line: ``--name value``, ``--name=value`` or a flag alone.
+
+    Args:
+        argv: the arguments, without the program's name.
+        flags: normal names (see :func:`normal_name`) of options that take no value; theirs is True.
+        many: normal names of options that take all values up to the next option, as a list.
+        first: the number of ``argv[0]`` in places.
+
+    Raises:
+        ConfigError: an argument that belongs to no option, an option without its value, or one given twice
+            with unequal values.
+    """
+    seen: dict[str, Given] = {}
+    position = 0
+    while position < len(argv):
+        written, place = argv[position], f"argument {position + first}"
+        if not written.startswith("--") or written == "--":
+            raise ConfigError("stands alone; options begin with --", key=written or "''", place=place)
+        name, equals, inline = written.partition("=")
+        following = _values_after(argv, position)
+        position += 1
+        normal = normal_name(name)
+        if normal in flags and not equals:
+            one = Given(name, True, place)
+        elif normal in many and not equals:
+            position += len(following)
+            one = Given(name, [plain_scalar(text) for text in following], place)
+        else:
+            if not equals and not following:
+                raise ConfigError("needs a value", key=name, place=place)
+            text = inline if equals else following[0]
+            position += not equals
+            one = Given(name, plain_scalar(text), place, text)
+        earlier = seen.setdefault(normal, one)
+        if earlier.value != one.value:
+            raise ConfigError(f"is already given ({earlier.place})", key=name, value=one.value, place=place)
+        if earlier is one:
+            yield one
+
+
+def _values_after(argv: Sequence[str], position: int) -> list[str]:
+    found: list[str] = []
+    for text in argv[position + 1 :]:
+        if text.startswith("--"):
+            break
+        found.append(text)
+    return found
+
+
+def normal_name(name: str) -> str:
+    """``--Num-Layers`` and ``num_layers`` are one option: dashes to underscores, none in front, small."""
+    return name.lstrip("-").replace("-", "_").lower()

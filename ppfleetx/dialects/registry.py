@@ -1,0 +1,102 @@
+"""The dialects there are, and which of them a file or a command line is written in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.dialects.given import normal_name
+from ppfleetx.dialects.keys import KeyTable
+from ppfleetx.dialects.translation import Translation
+
+_MODULES: tuple[str, ...] = ()
+"""Modules of this package that hold a ``DIALECT``, in the order in which they are asked."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """Another toolkit's way to say what a run is.
+
+    Attributes:
+        name: its module and the value of ``--dialect``.
+        title: its name in messages.
+        tables: key tables by their heading in the documentation, ``docs/dialects/{name}.md``.
+        of_file: translates a file, with further arguments of the toolkit's own program.
+        of_arguments: translates a command line without the program's name; None: there is none.
+        programs: file names of the toolkit's programs, for recognising a command line.
+        keys_of_files: top-level keys that its files have, for recognising a file.
+        options: normal names of options that its command lines have and others do not.
+    """
+
+    name: str
+    title: str
+    tables: dict[str, KeyTable]
+    of_file: Callable[[Path, Sequence[str]], Translation]
+    of_arguments: Callable[[Sequence[str]], Translation] | None = None
+    programs: frozenset[str] = field(default_factory=frozenset)
+    keys_of_files: frozenset[str] = field(default_factory=frozenset)
+    options: frozenset[str] = field(default_factory=frozenset)
+
+
+def dialects() -> dict[str, Dialect]:
+    """All dialects by name."""
+    found = [import_module(f"{__package__}.{name}").DIALECT for name in _MODULES]
+    return {one.name: one for one in found}
+
+
+def named(name: str) -> Dialect:
+    """The dialect ``name``.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    known = dialects()
+    if name not in known:
+        raise ConfigError(f"must be one of {', '.join(known)}", key="--dialect", value=name)
+    return known[name]
+
+
+def of_file(path: Path, keys: frozenset[str]) -> Dialect:
+    """The dialect that most of the top-level ``keys`` of the file ``path`` belong to.
+
+    Raises:
+        ConfigError: none of them does.
+    """
+    scores = {one.name: len(one.keys_of_files & keys) for one in dialects().values()}
+    best = max(scores, key=lambda name: scores[name], default=None)
+    if best is None or scores[best] == 0:
+        raise ConfigError(
+            f"has no key of {_titles()}; say with --dialect whose it is ({', '.join(scores)})",
+            place=str(path),
+        )
+    return dialects()[best]
+
+
+def of_arguments(argv: Sequence[str]) -> tuple[Dialect, list[str]]:
+    """The dialect of a command line, and the line without its program.
+
+    Raises:
+        ConfigError: neither program nor options belong to one.
+    """
+    known = dialects()
+    program = next((index for index, text in enumerate(argv) if text.startswith("--")), len(argv))
+    for index, text in enumerate(argv[:program]):
+        for one in known.values():
+            if one.of_arguments is not None and Path(text).name in one.programs:
+                return one, list(argv[index + 1 :])
+    options = {normal_name(text.partition("=")[0]) for text in argv if text.startswith("--")}
+    scores = {name: len(one.options & options) for name, one in known.items() if one.of_arguments}
+    best = max(scores, key=lambda name: scores[name], default=None)
+    if best is None or scores[best] == 0:
+        raise ConfigError(
+            f"is no command line of {_titles()}; say with --dialect whose it is",
+            place="the arguments after --",
+        )
+    return known[best], list(argv[program:])
+
+
+def _titles() -> str:
+    return ", ".join(one.title for one in dialects().values())

@@ -1,0 +1,133 @@
+"""The steps that every dialect shares: look each given key up, convert it, then apply the joint rules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from ppfleetx.config.errors import ConfigError, shown
+from ppfleetx.dialects.given import Given
+from ppfleetx.dialects.keys import Key, KeyTable, Kind
+from ppfleetx.dialects.reading import Reading
+from ppfleetx.dialects.translation import Translation
+
+Rule = Callable[[Reading, Translation], None]
+"""Reads keys that decide native values together, and puts those into the translation."""
+
+
+def translate(
+    dialect: str, place: str, given: Iterable[Given], table: KeyTable, rules: Sequence[Rule] = ()
+) -> Translation:
+    """Native values of everything that is given.
+
+    Args:
+        dialect: the toolkit's name.
+        place: the file or command line, for messages about what is missing.
+        given: its values; later ones of the same name replace earlier ones.
+        table: what its keys mean.
+        rules: applied in order, after the keys that mean something alone.
+
+    Raises:
+        ConfigError: an unknown or refused key, a value that cannot be had, or values that contradict each
+            other; with key, value and place as the user wrote them.
+    """
+    result = Translation(dialect, place)
+    found: dict[str, tuple[Given, Key]] = {}
+    for one in given:
+        key = table.find(one.key)
+        if key is None:
+            if one.value is None and table.is_block(one.key):
+                continue  # a block with nothing in it
+            raise _unknown(one, table, dialect)
+        name = one.key if "*" in key.name else key.name
+        found.pop(name, None)
+        found[name] = (one, key)
+    for name, (one, key) in found.items():
+        result.read[name] = one
+        if one.value is not None:
+            _take(one, key, result)
+    reading = Reading(result.read)
+    for rule in rules:
+        rule(reading, result)
+    return result
+
+
+def _unknown(one: Given, table: KeyTable, dialect: str) -> ConfigError:
+    if table.is_block(one.key):
+        return ConfigError("must be a mapping of keys", key=one.key, value=one.value, place=one.place)
+    return ConfigError(
+        f"{dialect} has no such key, or this program does not know it.",
+        key=one.key,
+        place=one.place,
+        hint=table.nearest(one.key),
+    )
+
+
+def _take(one: Given, key: Key, result: Translation) -> None:
+    if key.kind is Kind.REFUSED:
+        raise ConfigError(key.says, key=one.key, value=one.value, place=one.place)
+    if key.kind is Kind.UNUSED:
+        result.unused.append(one)
+    elif key.kind is Kind.FIXED:
+        _check_fixed(one, key)
+        result.fixed.append((one, key.says))
+    elif key.convert is not None:
+        for native, value in _converted(one, key).items():
+            result.put(native, value, one)
+
+
+def _check_fixed(one: Given, key: Key) -> None:
+    accepts = key.accepts
+    if accepts is None or any(type(one.value) is type(value) and one.value == value for value in accepts):
+        return
+    raise ConfigError(
+        f"can only be {' or '.join(map(shown, accepts))}: {key.says}",
+        key=one.key,
+        value=one.value,
+        place=one.place,
+    )
+
+
+def _converted(one: Given, key: Key) -> Mapping[str, Any]:
+    try:
+        value = key.convert(one.value)
+    except ValueError as error:
+        rule = error.rule if isinstance(error, ConfigError) else str(error)
+        raise ConfigError(rule, key=one.key, value=one.value, place=one.place) from None
+    if isinstance(value, Mapping):
+        return value
+    return dict.fromkeys(key.to, value)
+
+
+def choice(words: Mapping[Any, Any]) -> Callable[[Any], Any]:
+    """A conversion by a table of values; others are refused with the list."""
+
+    def convert(value: Any) -> Any:
+        for word, meaning in words.items():
+            if type(word) is type(value) and word == value:
+                return meaning
+        raise ValueError(f"must be one of {', '.join(map(shown, words))}")
+
+    return convert
+
+
+def integer(value: Any, *, least: int = 1) -> int:
+    """``value``, which must be an integer of at least ``least``: for conversions that compute with it."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"must be an integer of at least {least}")
+    return value
+
+
+def number(value: Any, *, least: float = 0.0) -> float:
+    """``value``, which must be a finite number of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
+        raise ValueError(f"must be a number of at least {least:g}")
+    return value
+
+
+def flag(value: Any) -> bool:
+    """``value``, which must be true or false."""
+    if not isinstance(value, bool):
+        raise ValueError("must be true or false")
+    return value

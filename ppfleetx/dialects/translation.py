@@ -1,0 +1,176 @@
+"""The result of a translation: native values that know where they came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from ppfleetx.config.errors import ConfigError, shown
+from ppfleetx.config.reading.tree import Node
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.dialects.given import Given
+
+
+@dataclass(frozen=True)
+class Native:
+    """A native value.
+
+    Attributes:
+        value: plain Python value.
+        origins: what the user wrote that it follows from; empty: the dialect always has it so.
+        why: where there is no origin, or more to say than it: for the comment in the YAML.
+    """
+
+    value: Any
+    origins: tuple[Given, ...] = ()
+    why: str = ""
+
+    @property
+    def place(self) -> str:
+        """Where it came from, for messages."""
+        return "; ".join(one.origin for one in self.origins) or f"not written; {self.why}"
+
+    @property
+    def comment(self) -> str:
+        """Where it came from and why, for the comment in the YAML."""
+        return "; ".join([*(one.origin for one in self.origins), *filter(None, [self.why])])
+
+
+@dataclass
+class Translation:
+    """Native overrides and what else a reader should know.
+
+    Attributes:
+        dialect: the toolkit's name, as in "MindFormers".
+        place: the file or command line that was translated.
+        native: native values by dotted native key.
+        fixed: given keys that nothing follows, with the reason.
+        unused: given keys without meaning here.
+        notes: where a run here differs on purpose from one there; tools log them.
+        read: every given value by its name in the key table, for programs that need more than a
+            configuration (the run mode, the prompt).
+    """
+
+    dialect: str
+    place: str
+    native: dict[str, Native] = field(default_factory=dict)
+    fixed: list[tuple[Given, str]] = field(default_factory=list)
+    unused: list[Given] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    read: dict[str, Given] = field(default_factory=dict)
+
+    def put(self, key: str, value: Any, *origins: Given, why: str = "") -> None:
+        """Set a native value; None leaves the key open.
+
+        Raises:
+            ConfigError: something else has been set for it, from another place.
+        """
+        if value is None:
+            return
+        known = self.native.get(key)
+        if known is not None and known.value != value:
+            new = Native(value, origins, why)
+            raise ConfigError(
+                f"says {shown(value)} ({new.place}) and {shown(known.value)} ({known.place}); give one",
+                key=key,
+            )
+        before = known.origins if known else ()
+        self.native[key] = Native(value, (*before, *(one for one in origins if one not in before)), why)
+
+    def replace(self, key: str, value: Any, *origins: Given, why: str = "") -> None:
+        """Set a native value whatever has been set before."""
+        self.native.pop(key, None)
+        self.put(key, value, *origins, why=why)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What tools log: the notes, and one line with the keys that have no meaning here."""
+        names = ", ".join(dict.fromkeys(one.key for one in self.unused))
+        line = [f"keys of {self.dialect} that have no meaning here: {names}"] if names else []
+        return (*self.notes, *line)
+
+    def tree(self) -> Node:
+        """The native values as a tree whose places name the user's files, lines and keys."""
+        root = Node({}, self.place)
+        for key, native in self.native.items():
+            *sections, last = key.split(".")
+            inner = root
+            for section in sections:
+                inner = inner.value.setdefault(section, Node({}, native.place))
+            inner.value[last] = _node(native)
+        return root
+
+    def overrides(self) -> list[str]:
+        """The native values as ``Section.key=value`` texts."""
+        return [f"{key}={_flow(native.value)}" for key, native in self.native.items()]
+
+    def yaml(self) -> str:
+        """A native configuration with a comment for each key."""
+        return "\n".join([*self._head(), *_yaml_lines(self.native)]) + "\n"
+
+    def _head(self) -> Iterator[str]:
+        yield f"# Translated from {self.dialect}: {_one_line(self.place)}."
+        for note in self.notes:
+            yield f"# {_one_line(note)}"
+        for one, reason in self.fixed:
+            yield _one_line(f"# {one.key} ({one.place}) changes nothing here: {reason}")
+        if self.unused:
+            yield _one_line(
+                f"# Without meaning here: {', '.join(dict.fromkeys(one.key for one in self.unused))}"
+            )
+
+
+def _node(native: Native) -> Node:
+    value = native.value
+    if isinstance(value, list | tuple):
+        return Node([_node(Native(item, native.origins, native.why)) for item in value], native.place)
+    if isinstance(value, dict):
+        items = {key: _node(Native(item, native.origins, native.why)) for key, item in value.items()}
+        return Node(items, native.place)
+    return Node(value, native.place, _as_written(native))
+
+
+def _as_written(native: Native) -> str | None:
+    """How the user wrote a value that is no text and is taken over as it is: a text field wants ``007``."""
+    if len(native.origins) != 1 or isinstance(native.value, str):
+        return None
+    one = native.origins[0]
+    return one.text if type(one.value) is type(native.value) and one.value == native.value else None
+
+
+def _yaml_lines(native: dict[str, Native]) -> Iterator[str]:
+    """Sections and keys in the order of the configuration's own documentation."""
+    order = {name: index for index, name in enumerate(RunConfig.model_fields)}
+    tree: dict[str, Any] = {}
+    for key in sorted(native, key=lambda name: order.get(name.split(".")[0], len(order))):
+        *sections, last = key.split(".")
+        inner = tree
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[last] = native[key]
+    yield from _block(tree, "")
+
+
+def _block(tree: dict[str, Any], indent: str) -> Iterator[str]:
+    for key, value in tree.items():
+        if isinstance(value, Native):
+            comment = _one_line(value.comment)
+            text = _as_written(value) or _flow(value.value)
+            yield f"{indent}{key}: {text}" + (f"  # {comment}" if comment else "")
+        else:
+            yield f"{indent}{key}:"
+            yield from _block(value, f"{indent}  ")
+
+
+def _flow(value: Any) -> str:
+    """``value`` as YAML on one line."""
+    plain = [list(value)] if isinstance(value, tuple) else [value]
+    return yaml.safe_dump(plain, default_flow_style=True, width=1 << 30, allow_unicode=True).strip()[1:-1]
+
+
+def _one_line(text: str) -> str:
+    """``text`` without what would end a comment."""
+    return "".join(char if char.isprintable() else " " for char in text)

@@ -1,0 +1,149 @@
+"""The common part of the translators, with a small dialect of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_config, load_tree
+from ppfleetx.config.reading.parse import Budget, parse_yaml
+from ppfleetx.dialects.docs import key_table
+from ppfleetx.dialects.given import given_arguments, given_in, normal_name
+from ppfleetx.dialects.keys import KeyTable, fixed, joint, mapped, refused, unused
+from ppfleetx.dialects.reading import Reading
+from ppfleetx.dialects.translate import choice, flag, translate
+from ppfleetx.dialects.translation import Translation
+
+TABLE = KeyTable(
+    [
+        mapped("model.width", "Model.hidden_size"),
+        mapped("model.depth", "Model.num_layers"),
+        mapped("model.heads", "Model.num_attention_heads"),
+        mapped("model.words", "Model.vocab_size Generation.max_dec_len", lambda v: {"Model.vocab_size": v}),
+        mapped("model.act", "Model.hidden_act", choice({"tanh": "gelu", "relu": "relu"})),
+        mapped("model.tied", "Model.tie_word_embeddings", flag),
+        mapped("model.out", "Engine.save_load.output_dir"),
+        mapped("twin.width", "Model.hidden_size"),
+        joint("run.batch", "Global.local_batch_size", "times run.parts"),
+        joint("run.parts", "Global.local_batch_size", "see run.batch"),
+        fixed("run.graph", "there is one mode", only=(False,)),
+        fixed("run.any", "it changes | nothing"),
+        unused("device.*", "another compiler"),
+        unused("steps.*.type", "items of a list"),
+        refused("moe.**", "mixtures of experts are not built"),
+    ]
+)
+
+
+def batch(reading: Reading, result: Translation) -> None:
+    size = reading.integer("run.batch", 1, least=1) * reading.integer("run.parts", 1, least=1)
+    result.put(
+        "Global.local_batch_size", size, *reading.origins("run.batch", "run.parts"), why="batch x parts"
+    )
+
+
+def translated(text: str) -> Translation:
+    tree = parse_yaml(text, "theirs.yaml", Budget(), with_lines=True)
+    return translate("Theirs", "theirs.yaml", given_in(tree), TABLE, [batch])
+
+
+WHOLE = """
+model:
+  width: 64
+  depth: 2
+  heads: 4
+  words: 100
+  act: tanh
+  tied: off
+  out: 007
+run: {batch: 2, parts: 3, graph: false, any: x}
+device: {a: 1, b: 2}
+steps: [{type: x}, {type: y}]
+moe:
+"""
+
+
+def test_a_whole_file_becomes_a_configuration_that_knows_their_lines(tmp_path: Path) -> None:
+    result = translated(WHOLE)
+    cfg = load_tree(result.tree(), result.warnings)
+    assert (cfg.Model.hidden_size, cfg.Model.hidden_act, cfg.Model.tie_word_embeddings) == (64, "gelu", False)
+    assert cfg.Engine.save_load.output_dir == "007"
+    assert cfg.batch.local_batch_size == 6
+    assert cfg.origins["Model.hidden_size"] == "theirs.yaml:3, model.width"
+    assert cfg.origins["Global.local_batch_size"] == "theirs.yaml:10, run.batch; theirs.yaml:10, run.parts"
+    assert [one for one in cfg.warnings if "device.a, device.b, steps.0.type, steps.1.type" in one]
+
+    (tmp_path / "ours.yaml").write_text(result.yaml())
+    assert load_config(tmp_path / "ours.yaml") == cfg
+    assert "hidden_size: 64  # theirs.yaml:3, model.width" in result.yaml()
+    assert "# run.any (theirs.yaml:10) changes nothing here" in result.yaml()
+    overrides = {
+        text.partition("=")[0]: yaml.safe_load(text.partition("=")[2]) for text in result.overrides()
+    }
+    assert overrides["Model.num_layers"] == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "model: {width: 64, depth: 0, heads: 1, words: 9}",
+            "Model.num_layers = 0 (theirs.yaml:1, model.depth)",
+        ),
+        ("model: {widht: 64}", "model.widht (theirs.yaml:1): Theirs has no such key"),
+        ("model: {widht: 64}", "Did you mean model.width"),
+        ("model: 3", "model = 3 (theirs.yaml:1): must be a mapping of keys"),
+        ("model: {act: swish}", "model.act = 'swish' (theirs.yaml:1): must be one of 'tanh', 'relu'"),
+        ("model: {tied: 1}", "model.tied = 1 (theirs.yaml:1): must be true or false"),
+        ("run: {batch: x}", "run.batch = 'x' (theirs.yaml:1): must be an integer"),
+        ("run: {batch: true}", "run.batch = True (theirs.yaml:1): must be an integer"),
+        ("run: {graph: 0}", "run.graph = 0 (theirs.yaml:1): can only be False: there is one mode"),
+        ("moe: {a: {b: 1}}", "moe.a.b = 1 (theirs.yaml:1): mixtures of experts are not built"),
+        (
+            "model: {width: 1}\ntwin: {width: 2}",
+            "Model.hidden_size: says 2 (theirs.yaml:2, twin.width) and 1 (theirs.yaml:1, model.width)",
+        ),
+    ],
+)
+def test_mistakes_are_told_in_their_words(text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_tree(translated(text).tree())
+    assert words in str(error.value)
+
+
+def test_arguments() -> None:
+    argv = ["--Num-Layers", "24", "--lr=1e-4", "--fp16", "--data-path", "0.5", "a", "--min", "-1"]
+    found = list(given_arguments(argv, {"fp16"}, {"data_path"}))
+    assert [(normal_name(one.key), one.value) for one in found] == [
+        ("num_layers", 24),
+        ("lr", 1e-4),
+        ("fp16", True),
+        ("data_path", [0.5, "a"]),
+        ("min", -1),
+    ]
+    assert found[1].origin == "argument 3, --lr"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["24"], "24 (argument 1): stands alone"),
+        (["--fp16", "--lr"], "--lr (argument 2): needs a value"),
+        (["--lr", "1", "--lr", "2"], "--lr = 2 (argument 3): is already given (argument 1)"),
+    ],
+)
+def test_arguments_that_cannot_be_read(argv: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        list(given_arguments(argv, {"fp16"}))
+    assert words in str(error.value)
+
+
+def test_the_table_for_the_documentation() -> None:
+    rows = key_table(TABLE).splitlines()
+    assert "| `model.width` | `Model.hidden_size` |  |" in rows
+    assert "| `run.graph` | fixed: False | there is one mode |" in rows
+    assert "| `run.any` | fixed | it changes \\| nothing |" in rows
+    assert "| `moe.**` | refused | mixtures of experts are not built |" in rows
