@@ -56,7 +56,8 @@ _EFFECTS: dict[str, Effect] = {
         Effect.FUNCTION,
         "Model",
         "num_attention_heads num_query_groups head_dim hidden_act position_embedding_type rotary_base "
-        "rope_scaling normalization norm_epsilon sandwich_norm tie_word_embeddings lora.alpha lora.base",
+        "rotary_percent rope_scaling attention_window normalization norm_epsilon sandwich_norm "
+        "tie_word_embeddings lora.alpha lora.base",
     ),
     **_table(
         Effect.TRAINING,
@@ -68,6 +69,7 @@ _EFFECTS: dict[str, Effect] = {
         Effect.NOTHING,
         "Model",
         "vocab_size_divisible_unit attn_post_norm_scale ffn_post_norm_scale initializer_range "
+        "embedding_initializer_range "
         "scale_output_init attention_kernel use_flash_attn fused_linear fuse_attn_qkv use_recompute "
         "recompute_granularity recompute_layers no_recompute_layers recompute_interval sequence_parallel "
         "virtual_pp_degree",
@@ -185,7 +187,7 @@ def network(
     """
     without_effect = set()
     if model.position_embedding_type != "rope":
-        without_effect.add("rotary_base")
+        without_effect.update(("rotary_base", "rotary_percent"))
     if model.position_embedding_type != "learned_absolute":
         without_effect.add("max_position_embeddings")
     return {

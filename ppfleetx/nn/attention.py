@@ -11,8 +11,10 @@ from typing import Protocol
 import paddle
 from paddle import nn
 
+from ppfleetx.config.errors import ConfigError
 from ppfleetx.nn.init import Init
 from ppfleetx.nn.kernels import KernelOptions, attend
+from ppfleetx.nn.masks import window_start
 from ppfleetx.nn.recompute import may_recompute, recompute
 from ppfleetx.nn.rope import RotaryEmbedding
 from ppfleetx.nn.stage import LayerFactory
@@ -48,6 +50,7 @@ class Attention(nn.Layer):
         rotary: rotary positions, or None.
         qkv_bias, output_bias: whether the projections have biases.
         dropout: probability of dropping an attention weight.
+        window: how many positions before its own each position may attend to; None: all.
         init, output_init: initial values of the projections.
         options: which kernel, and how.
         recompute_core: forget scores and weights in the forward pass, recompute them in the backward.
@@ -69,13 +72,14 @@ class Attention(nn.Layer):
         init: Init,
         output_init: Init,
         options: KernelOptions,
+        window: int | None = None,
         recompute_core: bool = False,
     ) -> None:
         super().__init__()
         assert num_heads % num_kv_heads == 0
         self.factory = factory
         self.layer_index, self.head_dim, self.rotary, self.options = layer_index, head_dim, rotary, options
-        self.recompute_core = recompute_core
+        self.window, self.recompute_core = window, recompute_core
         self.queries_per_group = num_heads // num_kv_heads
         self.num_groups = factory.local_count(num_kv_heads, "key/value heads")
         width = num_kv_heads * (self.queries_per_group + 2) * head_dim
@@ -99,7 +103,16 @@ class Attention(nn.Layer):
             position_ids: ``[b, s]``, needed with rotary positions.
             document_start: ``[b, s]`` first position each row may attend to.
             cache: keys and values of earlier positions; those of ``hidden`` are appended.
+
+        Raises:
+            ConfigError: a cache is given, and attention has a window.
         """
+        if cache is not None and self.window is not None:
+            raise ConfigError(
+                "keys that were cached are all attended to; use Generation.use_cache: False",
+                key="Model.attention_window",
+                value=self.window,
+            )
         query, key, value = self.project(hidden, position_ids)
         if cache is not None:
             key, value, penalty = cache.update(self.layer_index, key, value)
@@ -138,6 +151,8 @@ class Attention(nn.Layer):
         penalty: paddle.Tensor | None = None,
     ) -> paddle.Tensor:
         """Attention proper; gives ``[s, b, g * r * d]``."""
+        if self.window is not None:
+            document_start = window_start(self.window, query.shape[0], query.shape[3], document_start)
         context = attend(query, key, value, document_start, self.dropout, self.options, penalty)
         _, groups, per_group, num_queries, head_dim = context.shape
         if num_queries == 1:  # nothing has to be moved

@@ -41,6 +41,15 @@ def attention_mask(num_queries: int, num_keys: int, document_start: paddle.Tenso
     return paddle.logical_and(causal, keys >= document_start.unsqueeze([1, 3]))
 
 
+def window_start(window: int, batch: int, length: int, document_start: paddle.Tensor | None) -> paddle.Tensor:
+    """First position that each of ``length`` positions may attend to, ``[b, s]`` int32: at most ``window``
+    before its own, and none before ``document_start [b, s]``."""
+    first = (paddle.arange(length, dtype="int32") - window).clip(min=0).unsqueeze(0)
+    if document_start is None:
+        return first.expand([batch, length])
+    return paddle.maximum(first.astype(document_start.dtype), document_start)
+
+
 def mask_scores(
     scores: paddle.Tensor, num_queries: int, num_keys: int, document_start: paddle.Tensor | None
 ) -> paddle.Tensor:

@@ -21,7 +21,7 @@ class RotaryEmbedding:
     """cos and sin tables for the positions of a batch, and the rotation itself.
 
     Args:
-        head_dim: even size of a head.
+        head_dim: even number of features that are turned: a head's size, or the first part of it.
         max_positions: positions the table covers.
         base: the formula's base, 10000 in the paper.
         scaling: how the frequencies are stretched; None: not at all.
@@ -34,7 +34,11 @@ class RotaryEmbedding:
         self.head_dim, self.max_positions, self.base, self.scaling = head_dim, max_positions, base, scaling
 
     def rotate(self, x: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
-        """Turn each head of ``x [b, groups, heads, s, head_dim]`` by its position ``[b, s]``."""
+        """Turn each head of ``x [b, groups, heads, s, d]`` by its position ``[b, s]``: of its d features the
+        first ``head_dim``."""
+        if x.shape[-1] > self.head_dim:
+            turning, still = x.split([self.head_dim, x.shape[-1] - self.head_dim], axis=-1)
+            return paddle.concat([self.rotate(turning, position_ids), still], axis=-1)
         cos, sin = (table.unsqueeze([1, 2]) for table in self.cos_sin(position_ids))
         if paddle.in_dynamic_mode() and x.place.is_cpu_place() and x.dtype == paddle.float32:
             return self._rotate_on_cpu(x, cos, sin)

@@ -68,6 +68,7 @@ def _gpt2(model: ModelConfig) -> dict[str, Any]:
             "the heads make up the hidden size": model.head_size * model.num_attention_heads
             == model.hidden_size,
             "there is no sandwich_norm": not model.sandwich_norm,
+            "there is no attention_window": model.attention_window is None,
             "the head has no bias": not model.has_head_bias,
         },
     )
@@ -99,6 +100,8 @@ def _llama(model: ModelConfig) -> dict[str, Any]:
             "hidden_act is swiglu": model.hidden_act == "swiglu",
             "add_qkv_bias equals add_out_proj_bias": model.has_qkv_bias == model.has_out_proj_bias,
             "there is no sandwich_norm": not model.sandwich_norm,
+            "rotary_percent is 1": model.rotary_percent == 1,
+            "there is no attention_window": model.attention_window is None,
             "the head has no bias": not model.has_head_bias,
         },
     )

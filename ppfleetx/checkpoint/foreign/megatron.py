@@ -293,7 +293,6 @@ def _model_keys(arguments: Record, directory: Path) -> dict[str, Any]:
         "apply_layernorm_1p": get("apply_layernorm_1p"),
         "layernorm_zero_centered_gamma": get("layernorm_zero_centered_gamma"),
         "qk_layernorm": get("qk_layernorm"),
-        "rotary_percent": None if get("rotary_percent", 1.0) in (None, 1.0) else get("rotary_percent"),
         "rotary_interleaved": get("rotary_interleaved"),
         "multi_latent_attention": get("multi_latent_attention"),
     }
@@ -320,6 +319,7 @@ def _model_keys(arguments: Record, directory: Path) -> dict[str, Any]:
         "attention_probs_dropout_prob": get("attention_dropout"),
         "position_embedding_type": "rope" if rope else get("position_embedding_type"),
         "rotary_base": get("rotary_base") or 10000.0,
+        "rotary_percent": get("rotary_percent"),
         "normalization": get("normalization"),
         "tie_word_embeddings": not get("untie_embeddings_and_output_weights", False),
         "add_bias_linear": get("add_bias_linear", True),

@@ -19,6 +19,7 @@ from ppfleetx.config.fields import (
     RuleError,
     Section,
     Size,
+    UnitFloat,
 )
 from ppfleetx.config.sections.lora import LoraConfig
 from ppfleetx.config.sections.rope import RopeScalingConfig
@@ -59,6 +60,9 @@ class ModelConfig(Section):
     """How positions enter: a learned table, rotary embedding of queries and keys, or not at all."""
     rotary_base: PositiveFloat = 10000.0
     """Base of the rotary frequencies."""
+    rotary_percent: UnitFloat = 1.0
+    """Part of each head that is turned by its position: its first `int(rotary_percent * head_dim)` features,
+    an even number; the others carry no position."""
     rope_scaling: RopeScalingConfig | None = None
     """Stretch the rotary frequencies to longer sequences; null: as they are."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
@@ -85,6 +89,9 @@ class ModelConfig(Section):
     """Initial gain of the norm after the MLP (with `sandwich_norm`)."""
     initializer_range: NonNegativeFloat = 0.02
     """Standard deviation of the initial weights."""
+    embedding_initializer_range: NonNegativeFloat | None = None
+    """Standard deviation of the initial word and position embeddings; null: `initializer_range`. A head of
+    its own (`tie_word_embeddings: False`) starts at `initializer_range`."""
     scale_output_init: Bool = True
     """Attention output and second MLP linear start at `initializer_range / sqrt(2 * num_layers)`."""
     scale_qk_by_layer_num: Bool = True
@@ -92,6 +99,9 @@ class ModelConfig(Section):
     from overflowing, changes nothing in exact arithmetic, and is not done in fp32."""
     softmax_in_fp32: Bool = True
     """Attention softmax in float32 under mixed precision."""
+    attention_window: Size | None = None
+    """A position attends to itself and at most so many positions before it; null: to all before it. To
+    generate with such a model needs `Generation.use_cache: False`, and it cannot be exported."""
     attention_kernel: Literal["auto", "reference", "flash"] = "auto"
     """`reference` is plain matmul-softmax-matmul, `flash` a fused kernel (an error where it cannot run;
     decoding after cached keys takes the reference), `auto` takes flash where it can run and says where not.
@@ -139,6 +149,17 @@ class ModelConfig(Section):
     def head_size(self) -> int:
         """Width of one head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_size(self) -> int:
+        """Features of each head that rotary positions turn."""
+        return int(self.head_size * self.rotary_percent)
+
+    @property
+    def embedding_std(self) -> float:
+        """Standard deviation of the initial embeddings."""
+        given = self.embedding_initializer_range
+        return self.initializer_range if given is None else given
 
     @property
     def ffn_size(self) -> int:
@@ -200,6 +221,12 @@ class ModelConfig(Section):
             raise RuleError(
                 ("head_dim", "position_embedding_type", "hidden_size", "num_attention_heads"),
                 f"rotary positions turn pairs of features: the head width must be even, not {self.head_size}",
+            )
+        if self.position_embedding_type == "rope" and (self.rotary_size % 2 or not self.rotary_size):
+            raise RuleError(
+                ("rotary_percent", "head_dim", "hidden_size", "num_attention_heads"),
+                f"rotary positions turn pairs of features: of a head's {self.head_size} this would be "
+                f"{self.rotary_size}, which is not an even number of at least 2",
             )
         if self.ffn_size < 1:
             raise RuleError(

@@ -80,6 +80,7 @@ class BlockShape:
     mlp_bias: bool
     hidden_dropout: float
     attention_dropout: float
+    attention_window: int | None
     sandwich_norm: bool
     attention_post_norm_gain: float
     mlp_post_norm_gain: float
@@ -127,6 +128,7 @@ class Block(nn.Layer):
             qkv_bias=shape.qkv_bias,
             output_bias=shape.output_bias,
             dropout=shape.attention_dropout,
+            window=shape.attention_window,
             init=shape.init,
             output_init=shape.output_init,
             options=kernel,

@@ -40,7 +40,7 @@ def gpt_stages(cfg: ModelConfig, factory: LayerFactory) -> list[Stage]:
     rotary = None
     if cfg.position_embedding_type == "rope":
         rotary = RotaryEmbedding(
-            shape.head_dim, cfg.max_position_embeddings, cfg.rotary_base, cfg.rope_scaling
+            cfg.rotary_size, cfg.max_position_embeddings, cfg.rotary_base, cfg.rope_scaling
         )
     kernel, granularity = kernel_options(cfg), cfg.recompute_granularity or "full"
     blocks = [
@@ -92,8 +92,8 @@ def _embedding(cfg: ModelConfig, factory: LayerFactory) -> Stage:
         "hidden_size": cfg.hidden_size,
         "num_positions": cfg.max_position_embeddings if learned else None,
         "dropout": cfg.hidden_dropout_prob,
-        "word_init": Normal(cfg.initializer_range, padded_dim=0, true_size=cfg.vocab_size),
-        "position_init": Normal(cfg.initializer_range),
+        "word_init": Normal(cfg.embedding_std, padded_dim=0, true_size=cfg.vocab_size),
+        "position_init": Normal(cfg.embedding_std),
         "carries_positions": cfg.position_embedding_type == "rope",
     }
     return Stage("embedding", Embedding, kwargs, tie=_WORD_TIE if cfg.tie_word_embeddings else None)
@@ -106,7 +106,7 @@ def _head(cfg: ModelConfig, factory: LayerFactory) -> Stage:
         "padded_vocab_size": cfg.padded_vocab_size,
     }
     if cfg.tie_word_embeddings:
-        kwargs["word_init"] = Normal(cfg.initializer_range, padded_dim=0, true_size=cfg.vocab_size)
+        kwargs["word_init"] = Normal(cfg.embedding_std, padded_dim=0, true_size=cfg.vocab_size)
         return Stage("head", TiedHead, kwargs, tie=_WORD_TIE)
     kwargs["init"] = Normal(cfg.initializer_range, padded_dim=1, true_size=cfg.vocab_size)
     return Stage("head", Head, {**kwargs, "bias": cfg.has_head_bias}, root="")
@@ -130,6 +130,7 @@ def block_shape(cfg: ModelConfig) -> BlockShape:
         mlp_bias=cfg.has_mlp_bias,
         hidden_dropout=cfg.hidden_dropout_prob,
         attention_dropout=cfg.attention_probs_dropout_prob,
+        attention_window=cfg.attention_window,
         sandwich_norm=cfg.sandwich_norm,
         attention_post_norm_gain=cfg.attn_post_norm_scale,
         mlp_post_norm_gain=cfg.ffn_post_norm_scale,

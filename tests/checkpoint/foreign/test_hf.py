@@ -152,6 +152,8 @@ def test_what_cannot_be_represented_is_refused_in_words(tmp_path, name, change, 
     [
         ({"sandwich_norm": True}, "sandwich_norm"),
         ({"hidden_act": "relu2"}, "hidden_act is gelu"),
+        ({"attention_window": 8}, "attention_window"),
+        ({"position_embedding_type": "rope", "rotary_percent": 0.5}, "rotary_percent is 1"),
         ({"add_mlp_bias": False}, "biases"),
         ({"num_query_groups": 2}, "every query head"),
         ({"position_embedding_type": "rope"}, "RMSNorm; where hidden_act is swiglu"),

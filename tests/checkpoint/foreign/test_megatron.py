@@ -110,3 +110,10 @@ def test_scaled_rotary_positions(monkeypatch, options, scaling):
     other = RopeScalingConfig(type="linear", factor=3)
     with pytest.raises(CheckpointError, match="rope_scaling"):
         model_of(weights, model_of(weights, None).model_copy(update={"rope_scaling": other}))
+
+
+def test_a_part_of_each_head_may_be_turned(monkeypatch):
+    real = Record.get
+    options = {"rotary_percent": 0.5}
+    monkeypatch.setattr(Record, "get", lambda self, name, *more: options.get(name, real(self, name, *more)))
+    assert model_of(read_megatron(MEGATRON / "llama_tp2" / "iter_0000003"), None).rotary_percent == 0.5

@@ -1,0 +1,100 @@
+"""Attention within a window, rotary positions on a part of each head, a spread of the embeddings' own."""
+
+import numpy as np
+import paddle
+import pytest
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.nn.masks import window_start
+from ppfleetx.nn.rope import RotaryEmbedding
+from ppfleetx.nn.stage import canonical_parameters
+from tests.models.gpt_builders import LLAMA_STYLE, GrowingCache, build, random_tokens, tiny_config
+
+
+def logits_of(model, tokens, **kwargs):
+    with paddle.no_grad():
+        return model(tokens, **kwargs).transpose([1, 0, 2]).numpy()
+
+
+def test_a_window_begins_so_many_positions_before_each():
+    assert window_start(2, 1, 5, None).tolist() == [[0, 0, 0, 1, 2]]
+    documents = paddle.to_tensor([[0, 0, 2, 2, 2]], dtype="int32")
+    assert window_start(2, 1, 5, documents).tolist() == [[0, 0, 2, 2, 2]]
+
+
+@pytest.mark.parametrize("keys", [{}, LLAMA_STYLE], ids=["gpt2", "llama"])
+def test_nothing_comes_from_before_the_window(keys):
+    window, layers, length = 3, 2, 12
+    tokens = random_tokens(length=length)
+    model = build(tiny_config(**keys, attention_window=window))
+    changed = tokens.clone()
+    changed[:, 0] = (changed[:, 0] + 1) % 61
+    before, after = logits_of(model, tokens), logits_of(model, changed)
+    reach = window * layers  # each layer looks `window` positions back
+    np.testing.assert_array_equal(before[:, reach + 1 :], after[:, reach + 1 :])
+    assert all(np.abs(before[:, i] - after[:, i]).max() > 1e-7 for i in range(reach + 1))
+    whole = build(tiny_config(**keys))
+    np.testing.assert_array_equal(
+        logits_of(build(tiny_config(**keys, attention_window=length)), tokens), logits_of(whole, tokens)
+    )
+
+
+def test_a_window_of_one_layer_equals_the_sequence_cut_there():
+    """The last position of one layer with window 4 computes what it computes in a sequence of five."""
+    tokens = random_tokens(length=12)
+    keys = {"num_layers": 1, "position_embedding_type": "none"}
+    windowed = logits_of(build(tiny_config(**keys, attention_window=4)), tokens)
+    cut = logits_of(build(tiny_config(**keys)), tokens[:, -5:])
+    np.testing.assert_allclose(windowed[:, -1], cut[:, -1], rtol=0, atol=2e-6)
+
+
+def test_cached_keys_and_a_window_are_refused():
+    with pytest.raises(ConfigError, match=r"attention_window = 3.*use_cache"):
+        logits_of(build(tiny_config(attention_window=3)), random_tokens(), cache=GrowingCache())
+
+
+def test_only_the_first_part_of_a_head_is_turned():
+    """Against the formula: pairs (i, i + r/2) of the first r features turn by position * base^(-2i/r)."""
+    rng, turned, width = np.random.default_rng(3), 4, 10
+    x = rng.standard_normal((2, 1, 2, 5, width)).astype(np.float32)
+    positions = np.array([[0, 1, 2, 3, 4], [7, 7, 0, 1, 9]])
+    angles = positions[:, None, None, :, None] * 100.0 ** (-2 * np.arange(turned // 2) / turned)
+    first, second = x[..., : turned // 2].astype(float), x[..., turned // 2 : turned].astype(float)
+    expected = np.concatenate(
+        [
+            first * np.cos(angles) - second * np.sin(angles),
+            second * np.cos(angles) + first * np.sin(angles),
+            x[..., turned:],
+        ],
+        axis=-1,
+    )
+    rotary = RotaryEmbedding(turned, 16, 100.0)
+    got = rotary.rotate(paddle.to_tensor(x), paddle.to_tensor(positions)).numpy()
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(got[..., turned:], x[..., turned:])
+
+
+def test_a_model_turns_the_part_that_is_said():
+    cfg = tiny_config(**LLAMA_STYLE, rotary_percent=0.5)
+    assert cfg.head_size == 8
+    assert cfg.rotary_size == 4
+    tokens = random_tokens()
+    half, whole = (logits_of(build(one), tokens) for one in (cfg, tiny_config(**LLAMA_STYLE)))
+    assert np.abs(half - whole).max() > 1e-5
+    for percent, width in ((0.1, 0), (0.4, 3)):
+        with pytest.raises(ValueError, match=f"would be {width}, which is not an even number"):
+            tiny_config(**LLAMA_STYLE, rotary_percent=percent)
+
+
+@pytest.mark.parametrize("keys", [{}, LLAMA_STYLE], ids=["tied", "own head"])
+def test_embeddings_have_a_spread_of_their_own(keys):
+    cfg = tiny_config(**keys, hidden_size=128, vocab_size=640, embedding_initializer_range=0.5)
+    plain = tiny_config(**keys, hidden_size=128, vocab_size=640)
+    ours, theirs = (canonical_parameters(build(one)) for one in (cfg, plain))
+    for name, parameter in ours.items():
+        value, other = parameter.numpy(), theirs[name].numpy()
+        if name.startswith("embedding."):
+            assert np.std(value) == pytest.approx(0.5, rel=0.03)
+            np.testing.assert_allclose(value, other * 25, rtol=1e-5)
+        else:
+            np.testing.assert_array_equal(value, other)
