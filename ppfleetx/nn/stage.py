@@ -73,7 +73,8 @@ class Stage:
             (the last stage: to one tensor).
         kwargs: arguments of the class.
         tie: sub-layer shared with other stages.
-        root: prefix of the canonical names of its parameters; ``name`` when None.
+        wraps: the layer holds nothing but a sub-layer of the stage's own name: the parameters of stage
+            ``head`` are then named ``head.weight``, not ``head.head.weight``.
         finish: called with the new layer before its parameters get names and values; may add to it.
     """
 
@@ -81,7 +82,7 @@ class Stage:
     layer_cls: type[nn.Layer]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     tie: Tie | None = None
-    root: str | None = None
+    wraps: bool = False
     finish: Callable[[nn.Layer, NameOf], None] | None = None
 
 
@@ -194,8 +195,11 @@ def initialize(parameter: paddle.Tensor, seed: int) -> None:
 def _canonical_name(stage: Stage, path: str) -> str:
     if stage.tie is not None and path.startswith(stage.tie.attribute + "."):
         return f"{stage.tie.key}.{path[len(stage.tie.attribute) + 1 :]}"
-    root = stage.name if stage.root is None else stage.root
-    return f"{root}.{path}" if root else path
+    if not stage.wraps:
+        return f"{stage.name}.{path}"
+    above, _, own = stage.name.rpartition(".")
+    assert path.split(".")[0] == own, f"{path} is not in the sub-layer {own}"
+    return f"{above}.{path}" if above else path
 
 
 def canonical_parameters(layer: nn.Layer) -> dict[str, paddle.Tensor]:

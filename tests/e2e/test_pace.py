@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from ppfleetx.checkpoint.ownership import Ownership
 from ppfleetx.config.errors import DataError
 from ppfleetx.config.loader import load_config
 from ppfleetx.core.engine.engine import Engine
 from ppfleetx.core.engine.pace import Pace
 from ppfleetx.core.engine.run import EvalRecord
+from ppfleetx.core.engine.saving import Saver
 from ppfleetx.core.engine.state import TrainState
 from ppfleetx.distributed.context import ParallelContext
 from tests.e2e.conftest import NANO
@@ -61,9 +64,12 @@ class Recorder:
 
 
 @pytest.mark.parametrize(("evaluated", "expected"), [(2, [4]), (4, [])])
-def test_an_evaluation_cut_short_is_made_up_for_on_resume(evaluated: int, expected: list[int]) -> None:
-    recorder, cfg = Recorder(), load_config(NANO, ["Engine.checks=off"])
-    engine = Engine(cfg, ParallelContext.single(), recorder, callbacks=[recorder], pace=Pace(4, eval_every=4))
+def test_an_evaluation_cut_short_is_made_up_for_on_resume(
+    evaluated: int, expected: list[int], tmp_path: Path
+) -> None:
+    recorder, cfg, ctx = Recorder(), load_config(NANO, ["Engine.checks=off"]), ParallelContext.single()
+    saver = Saver(cfg, ctx, tmp_path, {}, Ownership("a run"))
+    engine = Engine(cfg, ctx, recorder, saver=saver, callbacks=[recorder], pace=Pace(4, eval_every=4))
     engine.state = TrainState(step=4, evaluated_step=evaluated)
     engine.fit([], eval_loader=[[{}]])
     assert recorder.steps == expected

@@ -13,7 +13,7 @@ from ppfleetx.core.engine.callbacks.base import Callback
 from ppfleetx.core.engine.measure import Measure, TokenLoss
 from ppfleetx.core.engine.pace import Pace
 from ppfleetx.core.engine.run import EvalRecord, StepRecord
-from ppfleetx.core.engine.saving import GuardedSaver, Saver
+from ppfleetx.core.engine.saving import Saver
 from ppfleetx.core.engine.signals import StopRequest
 from ppfleetx.core.engine.state import TrainState
 from ppfleetx.core.engine.watch import Watch
@@ -39,7 +39,7 @@ class Engine:
         ctx: this process's place.
         runner: executes steps.
         schedule: learning rate and weight decay of each step; None when only evaluating.
-        saver: writes checkpoints; None writes none.
+        saver: writes checkpoints; None when only evaluating.
         callbacks: told in this order.
         samples_per_epoch: samples in one pass over the training split.
         pace: length of the run, and when it evaluates and saves.
@@ -63,7 +63,7 @@ class Engine:
         self.schedule = schedule
         self.state = TrainState()
         self.pace, self._new_measure = pace, new_measure
-        self._saver = GuardedSaver(saver, cfg.Engine.save_load.on_save_error)
+        self._saver = saver
         self._callbacks = list(callbacks)
         self._watch = Watch(cfg, ctx, samples_per_epoch)
         self._saved_step = -1

@@ -1,89 +1,116 @@
-"""What becomes of training when a checkpoint cannot be saved (``Engine.save_load.on_save_error``)."""
+"""How a run is saved, and what becomes of it when that fails (``Engine.save_load.on_save_error``)."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
+from ppfleetx.checkpoint.adapters import BASE
+from ppfleetx.checkpoint.background import BackgroundManager
+from ppfleetx.checkpoint.housekeeping import write_best
+from ppfleetx.checkpoint.manager import CheckpointManager
+from ppfleetx.checkpoint.manifest import step_directory
+from ppfleetx.checkpoint.ownership import Ownership
+from ppfleetx.checkpoint.rng import gather_rng_state
+from ppfleetx.checkpoint.slices import TensorSlice
+from ppfleetx.checkpoint.tensors import model_slices, optimizer_slices
 from ppfleetx.config.errors import CheckpointError, UserError
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.core.engine.agreement import Fingerprints
 from ppfleetx.core.engine.run import Run
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.together import joint_errors
+from ppfleetx.parallel.runner import Runner
 from ppfleetx.utils.log import get_logger
 
 
-class Saver(Protocol):
-    """Writes checkpoints of the engine as it stands, perhaps in the background.
+class Saver:
+    """Saves a run's model, optimizer, progress, schedule and generators as one checkpoint; in the
+    background with ``Engine.save_load.async_save``.
 
-    All ranks of a job call its methods together, and the same of them raise the same CheckpointError.
-    """
-
-    def save(self, run: Run) -> Any:
-        """Save, or begin to."""
-
-    def mark_best(self, run: Run) -> Any:
-        """Remember the checkpoint of the engine as it stands, once complete, as the best."""
-
-    def poll(self) -> Any:
-        """Carry on with what is under way, and raise what became of it."""
-
-    def wait(self) -> Any:
-        """Complete what is under way."""
-
-    def abandon(self) -> Any:
-        """End without the other ranks, who may be gone. Raises nothing."""
-
-
-class GuardedSaver:
-    """A saver whose errors end training, or do not.
+    All ranks of a job call its methods together, and the same of them raise the same CheckpointError: with
+    ``on_save_error: stop`` at once; with ``continue`` errors are reported, and only that of the last save is
+    raised, at the end of the run, because then nothing holds the run's result.
 
     Args:
-        saver: who saves; None: nothing is ever saved.
-        on_error: ``stop`` raises errors at once; ``continue`` reports them, and raises at the end of the
-            run the one of the last save, because then nothing holds its result.
+        cfg: the run's configuration.
+        ctx: this process's place.
+        output_dir: where the checkpoints go.
+        fingerprints: of data, tokenizer and frozen weights.
+        ownership: the run that saves, and what it keeps.
     """
 
-    def __init__(self, saver: Saver | None, on_error: str) -> None:
-        self._saver, self._stops = saver, on_error == "stop"
+    def __init__(
+        self,
+        cfg: RunConfig,
+        ctx: ParallelContext,
+        output_dir: Path,
+        fingerprints: Fingerprints,
+        ownership: Ownership,
+    ) -> None:
+        manager = BackgroundManager if cfg.Engine.save_load.async_save else CheckpointManager
+        self._ctx, self._trained_alone = ctx, fingerprints.get(BASE) is not None
+        self._stops = cfg.Engine.save_load.on_save_error == "stop"
         self._failure: CheckpointError | None = None
+        self._manager = manager(
+            output_dir,
+            ownership,
+            ctx=ctx,
+            plan=asdict(cfg.plan),
+            config=cfg.model_dump(mode="json"),
+            fingerprints=dict(fingerprints),
+            vocab_size=cfg.Model.vocab_size,
+        )
 
     def save(self, run: Run) -> None:
-        """Save, after what is still under way.
+        """Complete what is under way, then write the checkpoint of the run as it stands, or begin to.
 
         Raises:
             CheckpointError: as configured.
         """
-        if self._saver is None:
-            return
-        saver = self._saver
-        self._guard(saver.wait)
+        with self._guarded():
+            self._manager.wait()
         self._failure = None
-        self._guard(lambda: saver.save(run))
+        with self._guarded():
+            run.runner.before_update = self._manager.wait_for_copy
+            self._manager.save(
+                epoch=run.state.epoch,
+                step=run.state.step,
+                tensors=self._tensors(run.runner),
+                state=self._state(run),
+            )
 
     def mark_best(self, run: Run) -> None:
-        """Complete what is under way and remember it as the best, unless it failed.
+        """Complete what is under way and let ``best`` name the checkpoint of the run as it stands, unless
+        that failed.
 
         Raises:
             CheckpointError: as configured.
         """
-        if self._saver is None:
+        with self._guarded():
+            self._manager.wait()
+        if self._failure is not None:
             return
-        saver = self._saver
-        self._guard(saver.wait)
-        if self._failure is None:
-            self._guard(lambda: saver.mark_best(run))
+        path = self._manager.output_dir / step_directory(run.state.epoch, run.state.step)
+        with self._guarded(), joint_errors(self._ctx, name_ranks=False):
+            if self._ctx.is_main and path.is_dir():  # a run that resumed may have its first elsewhere
+                write_best(path, self._manager.ownership)
 
     def poll(self) -> None:
-        """Learn, without waiting, what became of a save in the background.
+        """Carry on with a save in the background, and learn without waiting what became of it.
 
         Raises:
             CheckpointError: as configured.
         """
-        if self._saver is not None:
-            self._guard(self._saver.poll)
+        with self._guarded():
+            self._manager.poll()
 
     @contextlib.contextmanager
     def completing(self) -> Iterator[None]:
-        """Within is the run; at its end, what is under way is completed if that is possible.
+        """For the whole run: at its end, what is under way is completed if that is possible.
 
         Raises:
             CheckpointError: the last save failed.
@@ -95,22 +122,39 @@ class GuardedSaver:
                 self._finish()
             raise
         except Exception:
-            if self._saver is not None:
-                self._saver.abandon()
+            self._manager.abandon()
             raise
         self._finish()
 
     def _finish(self) -> None:
-        if self._saver is not None:
-            self._guard(self._saver.wait)
+        with self._guarded():
+            self._manager.wait()
         if self._failure is not None:
             raise CheckpointError(f"{self._failure} The end of the run is thus not saved.")
 
-    def _guard(self, act: Callable[[], Any]) -> None:
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
         try:
-            act()
+            yield
         except CheckpointError as error:
             if self._stops:
                 raise
             self._failure = error
             get_logger().error(f"{error} Training goes on (Engine.save_load.on_save_error=continue).")
+
+    def _tensors(self, runner: Runner) -> list[TensorSlice]:
+        """What this rank writes: of a run with frozen weights, only what it trains."""
+        parameters = [(name, p) for name, p in runner.named_parameters() if runner.writes(p)]
+        if self._trained_alone:
+            parameters = [(name, p) for name, p in parameters if not p.stop_gradient]
+        held = {name for name, _ in parameters}
+        states = {key: tensor for key, tensor in runner.optimizer_state().items() if key[0] in held}
+        return [*model_slices(parameters), *optimizer_slices(states, parameters)]
+
+    def _state(self, run: Run) -> dict[str, Any]:
+        return {
+            "train": run.state.to_json(),
+            "schedule": run.schedule.state(),
+            **gather_rng_state(self._ctx),
+            "scaler": run.runner.scaler_state(),
+        }

@@ -20,13 +20,13 @@ from ppfleetx.core.engine.callbacks.profiler import ProfilerCallback
 from ppfleetx.core.engine.callbacks.progress import TrainProgress
 from ppfleetx.core.engine.callbacks.train_log import TrainLog
 from ppfleetx.core.engine.callbacks.visual_dl import VisualDL, visual_dl_is_installed
-from ppfleetx.core.engine.checkpoints import CheckpointSaver
 from ppfleetx.core.engine.engine import Engine
 from ppfleetx.core.engine.measure import Classification, Measure, TokenLoss
 from ppfleetx.core.engine.pace import Pace
 from ppfleetx.core.engine.ranks import offload_notes, rank_table
 from ppfleetx.core.engine.run import EvalRecord
 from ppfleetx.core.engine.run_directory import METRICS_FILE, hold, output_dir_of
+from ppfleetx.core.engine.saving import Saver
 from ppfleetx.core.engine.start import Start, find_start
 from ppfleetx.core.module.registry import build_module
 from ppfleetx.core.programs.check import check_report
@@ -86,7 +86,7 @@ def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext) -> None:
         ctx,
         runner,
         schedule=schedule,
-        saver=CheckpointSaver(cfg, ctx, output_dir, fingerprints, ownership),
+        saver=Saver(cfg, ctx, output_dir, fingerprints, ownership),
         callbacks=_callbacks(cfg, ctx, output_dir),
         samples_per_epoch=train_loader.samples_per_epoch,
         pace=pace,

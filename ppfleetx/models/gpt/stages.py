@@ -67,7 +67,7 @@ def gpt_stages(cfg: ModelConfig, factory: LayerFactory) -> list[Stage]:
             "hidden_size": shape.hidden_size,
             "epsilon": shape.norm_epsilon,
         },
-        root="decoder",
+        wraps=True,
     )
     stages = [_embedding(cfg, factory), *blocks, final_norm, _head(cfg, factory)]
     return stages if cfg.lora is None else with_adapters(stages, cfg.lora, factory)
@@ -81,7 +81,7 @@ def gpt_classification_stages(cfg: ModelConfig, factory: LayerFactory, num_outpu
         "num_outputs": num_outputs,
         "init": Normal(cfg.initializer_range),
     }
-    return [*gpt_stages(cfg, factory)[:-1], Stage("score", ClassificationHead, kwargs, root="")]
+    return [*gpt_stages(cfg, factory)[:-1], Stage("score", ClassificationHead, kwargs, wraps=True)]
 
 
 def _embedding(cfg: ModelConfig, factory: LayerFactory) -> Stage:
@@ -109,7 +109,7 @@ def _head(cfg: ModelConfig, factory: LayerFactory) -> Stage:
         kwargs["word_init"] = Normal(cfg.embedding_std, padded_dim=0, true_size=cfg.vocab_size)
         return Stage("head", TiedHead, kwargs, tie=_WORD_TIE)
     kwargs["init"] = Normal(cfg.initializer_range, padded_dim=1, true_size=cfg.vocab_size)
-    return Stage("head", Head, {**kwargs, "bias": cfg.has_head_bias}, root="")
+    return Stage("head", Head, {**kwargs, "bias": cfg.has_head_bias}, wraps=True)
 
 
 def block_shape(cfg: ModelConfig) -> BlockShape:
