@@ -27,7 +27,7 @@ Pretrain, finetune, evaluate, generate with, export and serve GPT models on Padd
 """
 _EXAMPLES = f"""\
 examples:
-  {PROGRAM} check -c FILE
+  {PROGRAM} check -c gpt/pretrain_gpt_345M_single_card
   {PROGRAM} train -c FILE -o Engine.max_steps=100
   {PROGRAM} generate -c FILE -o Engine.save_load.ckpt_dir=DIR -o 'Generation.prompt=Once upon a time'
 """

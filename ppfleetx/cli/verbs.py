@@ -63,6 +63,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("stdlib-corpus", "stdlib_corpus", "this Python's own sources as a corpus to try things with"),
     ),
     "the command itself": (
+        Verb("configs", "configs", "list the configurations that ship, or copy one"),
         Verb("completion", "completion", "print a script that completes this command in bash or zsh"),
     ),
 }

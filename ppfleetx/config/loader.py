@@ -14,6 +14,7 @@ from ppfleetx.config.reading.overrides import apply_overrides
 from ppfleetx.config.reading.tree import Node
 from ppfleetx.config.resolve import resolve
 from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.config.shipped import find_config
 from ppfleetx.config.validate import validate
 
 CONFIG_FILE = "config.yaml"
@@ -26,7 +27,8 @@ def load_config(
 
     Args:
         path: the YAML file; its ``_base_`` files are read relative to it. A directory stands for the
-            ``config.yaml`` in it, if there is one: an output directory, or a converted model's.
+            ``config.yaml`` in it, if there is one: an output directory, or a converted model's. What is not
+            there may be the name of a shipped configuration (:mod:`ppfleetx.config.shipped`).
         overrides: ``Section.key=value`` texts, applied in order after the files.
         world_size: number of processes of the job. The degrees must multiply to it, and an open
             ``dp_degree`` is derived from it; None: an open ``dp_degree`` is 1.
@@ -63,7 +65,7 @@ def read_config(
     Each section is sound; what follows from the rest is not filled in, and no rule between sections is
     checked. The arguments are those of :func:`load_config`.
     """
-    path = Path(path)
+    path = find_config(path)
     if os.path.isfile(path / CONFIG_FILE):  # noqa: PTH113 - a name that no file can have is refused below
         path = path / CONFIG_FILE
     tree, warnings = read_with_bases(path)

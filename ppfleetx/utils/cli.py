@@ -36,7 +36,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         "--config",
         required=True,
         metavar="FILE",
-        help="YAML configuration, or a directory with a config.yaml",
+        help="YAML configuration, a directory with a config.yaml, or a name that `ppfleetx configs` lists",
     )
     parser.add_argument(
         "-o",

@@ -1,0 +1,114 @@
+"""The configuration files that come with the package, by name: ``gpt/pretrain_gpt_345M_single_card``."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from functools import cache
+from pathlib import Path
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.reading.files import shown_path
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+_BASES = "_base_"
+_TOPIC = "nlp/"  # all there is; names leave it out
+_SUFFIX = ".yaml"
+_PLACES = ("ppfleetx/configs/", "configs/", _TOPIC)  # what a path may have before a name
+
+
+@cache
+def shipped_configs() -> dict[str, Path]:
+    """Name -> file, sorted; what only serves as a base is left out."""
+    names = {}
+    for path in sorted(CONFIGS.rglob(f"*{_SUFFIX}")):
+        place = path.relative_to(CONFIGS)
+        if place.parts[0] != _BASES:
+            names[place.as_posix().removeprefix(_TOPIC).removesuffix(_SUFFIX)] = path
+    return names
+
+
+def find_config(given: str | Path) -> Path:
+    """The file that ``-c`` means: ``given`` if that is there, else the shipped file of that name.
+
+    A name may be written with the folder it ships in and with ``.yaml``, and without ``gpt/``.
+
+    Raises:
+        ConfigError: neither; the message lists the nearest names. What looks like a file is left for the
+            reader to say that there is none.
+    """
+    given = Path(given)
+    if not _can_exist(given) or os.path.lexists(given):
+        return given
+    name = given.as_posix()
+    for place in _PLACES:
+        name = name.removeprefix(place)
+    known = shipped_configs()
+    bare = name.removesuffix(_SUFFIX)
+    last = {key.rpartition("/")[2]: path for key, path in known.items()}
+    found = known.get(bare) or last.get(bare)
+    if found is not None:
+        return found
+    if given.is_absolute() or given.suffix in (_SUFFIX, ".yml"):
+        return given
+    near = difflib.get_close_matches(bare, known, n=3, cutoff=0.4)
+    near = near or [name for name in known if bare and bare.lower() in name.lower()][:3]
+    meant = f"The nearest are {', '.join(near)}; " if near else ""
+    raise ConfigError(
+        f"there is no such file, and no configuration of this name ships with ppfleetx. {meant}`ppfleetx "
+        "configs` lists all",
+        place=shown_path(given),
+    )
+
+
+def _can_exist(path: Path) -> bool:
+    """Whether the system can be asked for ``path`` at all; the reader says what is wrong with others."""
+    return str(path).isprintable() and all(len(os.fsencode(part)) < 256 for part in path.parts)
+
+
+def purpose(path: Path) -> str:
+    """First sentence of the comment that a shipped file begins with."""
+    lines = []
+    for line in path.read_text("utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.lstrip("# "))
+    text = " ".join(lines)
+    for end in (". ", "; ", ".  "):
+        text = text.split(end)[0]
+    return text.rstrip(".")
+
+
+def copy_config(name: str, directory: Path) -> list[Path]:
+    """Copy a shipped file and the bases it reads into ``directory``; what is written, the file itself first.
+
+    Raises:
+        ConfigError: there is no such name, or another file has the name of one to be written.
+    """
+    known = shipped_configs()
+    path = known.get(name) or find_config(name)
+    if path not in known.values():
+        raise ConfigError(
+            f"{shown_path(path)} does not ship with ppfleetx; `ppfleetx configs` lists what does"
+        )
+    texts = {directory / place: text for place, text in _with_bases(path).items()}
+    for target, text in texts.items():
+        if os.path.lexists(target) and not (target.is_file() and target.read_text("utf-8") == text):
+            raise ConfigError(f"{target} exists already and is another file; nothing was copied")
+    for target, text in texts.items():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.exists():
+            target.write_text(text, "utf-8")
+    return list(texts)
+
+
+def _with_bases(path: Path) -> dict[str, str]:
+    """Place in the copy -> text, of a file and of all files that it reads."""
+    text = path.read_text("utf-8")
+    line = next((line for line in text.splitlines() if line.startswith(f"{_BASES}:")), "")
+    bases = [word.strip() for word in line.partition(":")[2].strip(" []").split(",") if word.strip()]
+    place = path.name if path.parent.name != _BASES else f"{_BASES}/{path.name}"
+    found = {place: text.replace(f"../../{_BASES}/", f"{_BASES}/")}
+    for base in bases:
+        found |= _with_bases((path.parent / base).resolve())
+    return found
