@@ -209,6 +209,8 @@ class Job:
         codes = []
         for rank in left:
             code = self.directory / f"code.{rank}"
+            if not code.exists() and self.ended_while_starting(rank, left):
+                continue
             codes.append(code.read_text() if code.exists() else "none")
             lost = "|".join(map(str, self.lost_by(rank)))
             said = self.log(rank)
@@ -229,6 +231,12 @@ class Job:
         if set(launchers) - ({137, 247} if first_was_killed else {3}):
             complaints.append(f"exit codes of the launchers: {launchers}")
         return Found(seconds, codes, launchers, complaints)
+
+    def ended_while_starting(self, rank: int, left: list[int]) -> bool:
+        """Whether the launcher ended a rank before it had joined, since another of its host had given up."""
+        host = rank // self._per_host
+        gave_up = [o for o in left if o // self._per_host == host and (self.directory / f"code.{o}").exists()]
+        return self.case.event == "link" and self.case.at.startswith("start") and bool(gave_up)
 
     def close(self) -> None:
         """End all that may be left."""
