@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.utils.start import START_VARIABLE
 from tests.e2e.program import NANO, ROOT, SETTINGS, plan_overrides
 from tests.e2e.resumption import write_corpus
 from tests.helpers import programs
@@ -31,6 +32,7 @@ from tests.multinode.nodes import Node, two_nodes
 
 LIMIT_SECONDS = 60.0
 START_SECONDS = 120.0
+MEETING_SECONDS = 40  # a rank that never came was no peer yet: waiting for it has a limit of its own
 PROGRAM = "tests/faults/lost_peer_program.py"
 
 PLANS = (
@@ -137,6 +139,7 @@ class Job:
             "LOST_DIR": str(self.directory),
             "LOST_RANK": str(self.case.rank),
             "LOST_AT": self.case.at,
+            START_VARIABLE: str(MEETING_SECONDS),
         }
         with (self.directory / f"launcher.{number}").open("w") as log:
             return programs.Popen(
@@ -209,13 +212,12 @@ class Job:
         codes = []
         for rank in left:
             code = self.directory / f"code.{rank}"
-            if not code.exists() and self.ended_while_starting(rank, left):
-                continue
-            codes.append(code.read_text() if code.exists() else "none")
-            lost = "|".join(map(str, self.lost_by(rank)))
+            starting = self.ended_while_starting(rank, left)
+            if code.exists() or not starting:
+                codes.append(code.read_text() if code.exists() else "none")
             said = self.log(rank)
-            if not re.search(rf"error: rank {rank}\b.*rank ({lost}) at [\d.]+:\d+\b", said):
-                complaints.append(f"rank {rank} does not name rank {lost}")
+            if not starting and not self.names(rank, self.lost_by(rank)):
+                complaints.append(f"rank {rank} does not name a rank of {self.lost_by(rank)}")
             if "Traceback" in said:
                 complaints.append(f"rank {rank} has a traceback")
         if seconds > LIMIT_SECONDS:
@@ -232,11 +234,24 @@ class Job:
             complaints.append(f"exit codes of the launchers: {launchers}")
         return Found(seconds, codes, launchers, complaints)
 
+    def names(self, rank: int, lost: list[int]) -> bool:
+        """Whether the last words of a rank are about one of the lost: where it was, if they had met."""
+        others = "|".join(map(str, lost))
+        met = rf"error: rank {rank}\b.*rank ({others}) at [\d.]+:\d+\b"
+        not_met = rf"error: rank {rank} waited \d+ s for rank ({others}) to come"
+        return re.search(not_met if self.case.at == "start:0" else met, self.log(rank)) is not None
+
     def ended_while_starting(self, rank: int, left: list[int]) -> bool:
-        """Whether the launcher ended a rank before it had joined, since another of its host had given up."""
-        host = rank // self._per_host
-        gave_up = [o for o in left if o // self._per_host == host and (self.directory / f"code.{o}").exists()]
-        return self.case.event == "link" and self.case.at.startswith("start") and bool(gave_up)
+        """Whether another rank of the same host gave up first, while they started, and named the lost.
+
+        The launcher ends such a rank, or it finds its neighbour gone: both before it has met the lost one.
+        """
+        if self.case.event != "link" or not self.case.at.startswith("start"):
+            return False
+        here = [
+            other for other in left if other // self._per_host == rank // self._per_host and other != rank
+        ]
+        return any(self.names(other, self.lost_by(other)) for other in here)
 
     def close(self) -> None:
         """End all that may be left."""
