@@ -62,7 +62,8 @@ _EFFECTS: dict[str, Effect] = {
     **_table(
         Effect.TRAINING,
         "Model",
-        "hidden_dropout_prob attention_probs_dropout_prob scale_qk_by_layer_num softmax_in_fp32 lora.dropout",
+        "hidden_dropout_prob embedding_dropout_prob attention_probs_dropout_prob scale_qk_by_layer_num "
+        "softmax_in_fp32 lora.dropout",
     ),
     # Padding, initial values, kernels, recomputation and the plan.
     **_table(

@@ -157,7 +157,7 @@ _SWITCHED_OFF = (
     ),
     SwitchedOff(
         ("Engine.save_load.save_steps",),
-        lambda cfg: cfg.Engine.run_mode == "epoch",
+        lambda cfg: cfg.Engine.run_mode == "epoch" and cfg.Engine.save_load.save_epoch is not None,
         "Engine.run_mode = epoch saves by Engine.save_load.save_epoch",
     ),
     SwitchedOff(

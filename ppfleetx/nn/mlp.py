@@ -17,6 +17,10 @@ def _gelu_tanh(x: paddle.Tensor) -> paddle.Tensor:
     return F.gelu(x, approximate=True)
 
 
+def _gelu_by_sigmoid(x: paddle.Tensor) -> paddle.Tensor:
+    return x * F.sigmoid(1.702 * x)  # Hendrycks and Gimpel 2016, section 2
+
+
 def _relu_squared(x: paddle.Tensor) -> paddle.Tensor:
     return F.relu(x).square()
 
@@ -32,6 +36,7 @@ def _swiglu(x: paddle.Tensor) -> paddle.Tensor:
 ACTIVATIONS: dict[str, Callable[[paddle.Tensor], paddle.Tensor]] = {
     "gelu": _gelu_tanh,
     "gelu_exact": F.gelu,
+    "quick_gelu": _gelu_by_sigmoid,
     "relu": F.relu,
     "relu2": _relu_squared,
     "swiglu": _swiglu,

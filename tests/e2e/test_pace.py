@@ -36,6 +36,12 @@ def test_epoch_mode_counts_whole_global_batches() -> None:
     assert [found.position(step) for step in (0, 9, 10, 29)] == [(0, 0), (0, 9), (1, 0), (2, 9)]
 
 
+def test_epoch_mode_without_save_epoch_saves_by_steps() -> None:
+    options = ("Engine.run_mode=epoch", "Engine.save_load.save_epoch=null")
+    assert pace(41.5, *options, "Engine.save_load.save_steps=7").save_every == 7
+    assert pace(41.5, *options, "Engine.save_load.save_steps=null").save_every == 0
+
+
 def test_step_mode_counts_passes_over_the_text() -> None:
     found = pace(10.0, "Engine.max_steps=8")
     assert (found.max_steps, found.eval_every, found.save_every) == (8, 4, 4)

@@ -5,6 +5,8 @@ import paddle
 import pytest
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.models.gpt.stages import gpt_stages
+from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.masks import window_start
 from ppfleetx.nn.rope import RotaryEmbedding
 from ppfleetx.nn.stage import canonical_parameters
@@ -98,3 +100,13 @@ def test_embeddings_have_a_spread_of_their_own(keys):
             np.testing.assert_allclose(value, other * 25, rtol=1e-5)
         else:
             np.testing.assert_array_equal(value, other)
+
+
+def test_the_embedding_may_drop_less_than_the_layers_do():
+    by_layers = {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.0}
+
+    def dropped(**keys):
+        stage = gpt_stages(tiny_config(**by_layers, **keys), LocalFactory())[0]
+        return stage.kwargs["dropout"]
+
+    assert [dropped(), dropped(embedding_dropout_prob=0.0)] == [0.5, 0.0]

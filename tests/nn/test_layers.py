@@ -87,6 +87,8 @@ def activation64(name, x):
         return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
     if name == "gelu_exact":
         return 0.5 * x * (1 + erf(x / math.sqrt(2)))
+    if name == "quick_gelu":
+        return x / (1 + np.exp(-1.702 * x))
     if name == "swiglu":
         gate, up = x[..., 0::2], x[..., 1::2]
         return gate / (1 + np.exp(-gate)) * up

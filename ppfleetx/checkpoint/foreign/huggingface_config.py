@@ -14,7 +14,7 @@ from ppfleetx.models.gpt.hf_rope import hf_rope
 from ppfleetx.models.gpt.shape import parameter_shapes
 
 _TORCH_DTYPE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
-_GPT2_ACTIVATION = {"gelu": "gelu_new", "gelu_exact": "gelu", "relu": "relu"}
+_GPT2_ACTIVATION = {"gelu": "gelu_new", "gelu_exact": "gelu", "quick_gelu": "quick_gelu", "relu": "relu"}
 
 
 def hf_config(
@@ -63,7 +63,7 @@ def _gpt2(model: ModelConfig) -> dict[str, Any]:
         {
             "normalization is LayerNorm": model.normalization == "LayerNorm",
             "all linears have biases": all(biases),
-            "hidden_act is gelu, gelu_exact or relu": model.hidden_act in _GPT2_ACTIVATION,
+            "hidden_act is gelu, gelu_exact, quick_gelu or relu": model.hidden_act in _GPT2_ACTIVATION,
             "every query head has its own keys": model.kv_heads == model.num_attention_heads,
             "the heads make up the hidden size": model.head_size * model.num_attention_heads
             == model.hidden_size,
@@ -85,7 +85,7 @@ def _gpt2(model: ModelConfig) -> dict[str, Any]:
         "layer_norm_epsilon": model.norm_epsilon,
         "initializer_range": model.initializer_range,
         "resid_pdrop": model.hidden_dropout_prob,
-        "embd_pdrop": model.hidden_dropout_prob,
+        "embd_pdrop": model.embedding_dropout,
         "attn_pdrop": model.attention_probs_dropout_prob,
         "tie_word_embeddings": model.tie_word_embeddings,
     }

@@ -87,9 +87,10 @@ class SaveLoadConfig(Section):
     """Checkpoints: when to write them, and what to start from."""
 
     save_steps: OptionalInterval = 1000
-    """Write a checkpoint every so many optimizer steps; null: only at the end."""
+    """Write a checkpoint every so many optimizer steps; null: only at the end. In run mode `epoch` it counts
+    when `save_epoch` is null."""
     save_epoch: OptionalInterval = 1
-    """In run mode `epoch`, write a checkpoint every so many epochs; null: only at the end."""
+    """In run mode `epoch`, write a checkpoint every so many epochs; null: every `save_steps` steps."""
     output_dir: PathText = "./output"
     """Directory of checkpoints, metrics.jsonl and the resolved config.yaml; of one run. A new run is refused
     where another has been, unless it resumes it or overwrites it (see `resume` and `overwrite`)."""

@@ -48,10 +48,13 @@ class ModelConfig(Section):
     """Width of one head; null: `hidden_size / num_attention_heads`."""
     ffn_hidden_size: Size | None = None
     """Inner width of the MLP; null: `4 * hidden_size`, with swiglu `int(8/3 * hidden_size / 64) * 64`."""
-    hidden_act: Literal["gelu", "gelu_exact", "relu", "relu2", "swiglu"] = "gelu"
-    """Activation of the MLP. `gelu` is the tanh form, `relu2` squares the ReLU, `swiglu` has a gate."""
+    hidden_act: Literal["gelu", "gelu_exact", "quick_gelu", "relu", "relu2", "swiglu"] = "gelu"
+    """Activation of the MLP. `gelu` is the tanh form, `quick_gelu` is `x * sigmoid(1.702 x)`, `relu2` squares
+    the ReLU, `swiglu` has a gate."""
     hidden_dropout_prob: Fraction = 0.1
     """Dropout after the embedding and on each residual branch."""
+    embedding_dropout_prob: Fraction | None = None
+    """Dropout after the embedding alone; null: `hidden_dropout_prob`."""
     attention_probs_dropout_prob: Fraction = 0.1
     """Dropout on attention probabilities."""
     max_position_embeddings: Size = 1024
@@ -139,6 +142,12 @@ class ModelConfig(Section):
         """Rows of the embedding table: `vocab_size` rounded up to the divisible unit."""
         unit = self.vocab_size_divisible_unit
         return -(-self.vocab_size // unit) * unit
+
+    @property
+    def embedding_dropout(self) -> float:
+        """Dropout after the embedding."""
+        given = self.embedding_dropout_prob
+        return self.hidden_dropout_prob if given is None else given
 
     @property
     def kv_heads(self) -> int:

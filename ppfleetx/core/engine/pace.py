@@ -47,7 +47,7 @@ class Pace:
         return cls(
             min(engine.max_steps, engine.num_train_epochs * steps_per_epoch),
             (engine.eval_freq or 0) * steps_per_epoch,
-            (engine.save_load.save_epoch or 0) * steps_per_epoch,
+            (engine.save_load.save_epoch or 0) * steps_per_epoch or engine.save_load.save_steps or 0,
             steps_per_epoch,
         )
 

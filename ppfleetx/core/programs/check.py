@@ -222,8 +222,13 @@ def _run(cfg: RunConfig) -> str:
     engine = cfg.Engine
     unit = "step" if engine.run_mode == "step" else "epoch"
     length = counted(engine.max_steps if unit == "step" else engine.num_train_epochs, unit)
-    save = engine.save_load.save_steps if engine.run_mode == "step" else engine.save_load.save_epoch
+    in_epochs = unit == "epoch" and engine.save_load.save_epoch is not None
+    save = engine.save_load.save_epoch if in_epochs else engine.save_load.save_steps
     evaluates = cfg.Data.Eval is not None and engine.eval_freq
     evaluation = f"evaluate every {counted(engine.eval_freq, unit)}" if evaluates else "no evaluation"
-    saving = f"save every {counted(save, unit)} and at the end" if save else "save at the end"
+    saving = (
+        f"save every {counted(save, 'epoch' if in_epochs else 'step')} and at the end"
+        if save
+        else "save at the end"
+    )
     return f"{length}, {evaluation}, {saving}, on {cfg.Global.device}"

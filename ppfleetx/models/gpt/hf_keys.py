@@ -19,6 +19,7 @@ _GPT2_ACTIVATIONS = {
     "gelu_new": "gelu",
     "gelu_pytorch_tanh": "gelu",
     "gelu": "gelu_exact",
+    "quick_gelu": "quick_gelu",
     "relu": "relu",
 }
 # Names under which transformers takes GPT-2's sizes as well.

@@ -91,7 +91,7 @@ def _embedding(cfg: ModelConfig, factory: LayerFactory) -> Stage:
         "padded_vocab_size": cfg.padded_vocab_size,
         "hidden_size": cfg.hidden_size,
         "num_positions": cfg.max_position_embeddings if learned else None,
-        "dropout": cfg.hidden_dropout_prob,
+        "dropout": cfg.embedding_dropout,
         "word_init": Normal(cfg.embedding_std, padded_dim=0, true_size=cfg.vocab_size),
         "position_init": Normal(cfg.embedding_std),
         "carries_positions": cfg.position_embedding_type == "rope",
