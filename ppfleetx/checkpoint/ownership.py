@@ -11,15 +11,33 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppfleetx.checkpoint import storage
-from ppfleetx.checkpoint.manifest import MANIFEST_FILE, Manifest, read_sealed, seal
+from ppfleetx.checkpoint.manifest import (
+    MANIFEST_FILE,
+    MARKER_FILE,
+    Manifest,
+    read_sealed,
+    seal,
+    step_directory,
+)
 from ppfleetx.checkpoint.reader import Checkpoint, read_manifest, read_marker
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.utils.files import atomic_write
 
 RUN_FILE = "run_id"
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What the manifest of a checkpoint says of its owner, its name and its files."""
+
+    run: str | None
+    name: str
+    files: frozenset[str]
+
+
 # By hash of the manifest. Manifests are long: each is understood once for all the times that a run thins out
 # its checkpoints.
-_runs: dict[str, str | None] = {}
+_saved: dict[str, _Saved] = {}
 
 
 @dataclass(frozen=True)
@@ -42,13 +60,15 @@ class Ownership:
             raise ValueError(f"keep_max must be 1 or more, got {self.keep_max}")
 
     def covers(self, path: Path) -> bool:
-        """Whether the run may delete or replace this checkpoint."""
+        """Whether the run may delete or replace this checkpoint: it saved it, under this name, and everything
+        in it."""
         if path.is_symlink() or path.resolve() in self.spared:
             return False
         try:
-            return run_of(path) == self.run
+            saved = _what_was_saved(path)
         except CheckpointError:
             return False
+        return (saved.run, saved.name) == (self.run, path.name) and _files_in(path) <= saved.files
 
 
 @dataclass(frozen=True)
@@ -98,9 +118,24 @@ def run_of(path: Path) -> str | None:
     Raises:
         CheckpointError: it is no complete checkpoint, or too damaged to tell.
     """
+    return _what_was_saved(path).run
+
+
+def _what_was_saved(path: Path) -> _Saved:
     marker = read_marker(path)
     content, data_bytes = read_manifest(path, marker)
     sha256 = marker["manifest_sha256"]
-    if sha256 not in _runs:
-        _runs[sha256] = Manifest.from_bytes(content, str(path / MANIFEST_FILE), data_bytes=data_bytes).run
-    return _runs[sha256]
+    if sha256 not in _saved:
+        manifest = Manifest.from_bytes(content, str(path / MANIFEST_FILE), data_bytes=data_bytes)
+        files = frozenset((*manifest.files, MANIFEST_FILE, MARKER_FILE))
+        _saved[sha256] = _Saved(manifest.run, step_directory(manifest.epoch, manifest.step), files)
+    return _saved[sha256]
+
+
+def _files_in(directory: Path) -> set[str]:
+    """Paths of all that is no directory, relative to it."""
+    return {
+        path.relative_to(directory).as_posix()
+        for path in directory.rglob("*")
+        if path.is_symlink() or not path.is_dir()
+    }

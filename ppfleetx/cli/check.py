@@ -28,8 +28,8 @@ def run(args: argparse.Namespace) -> None:
     from ppfleetx.core.programs.token_ids import token_id_lines
 
     cfg = load_config(args.config, args.override)
-    print(check_report(cfg))
+    report = check_report(cfg)
     if cfg.Data.Train is not None:
         check_beginning(cfg)
-    for line in token_id_lines(cfg):
-        print(line)
+    token_ids = token_id_lines(cfg)
+    print("\n".join([report, *token_ids]))  # it says that all is well, so nothing may be refused behind it

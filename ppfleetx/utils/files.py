@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import glob
 import os
@@ -20,8 +21,13 @@ def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO]:
     """Open a temporary file beside ``path``; on success flush it to disk and rename it to ``path``.
 
     Readers see the old file or the new one, never a part. On an exception the temporary file is removed.
+
+    Raises:
+        OSError: it cannot be written, or ``path`` is a device or a pipe, which a rename would replace.
     """
     path = Path(path)
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise FileExistsError(errno.EEXIST, "is a device or a pipe, not a file", str(path))
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         encoding = None if "b" in mode else "utf-8"

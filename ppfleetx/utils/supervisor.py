@@ -118,6 +118,8 @@ def _run_once(
 ) -> int:
     child = subprocess.Popen(command, start_new_session=True, preexec_fn=end_child_with_parent)
     children[:] = [child]
+    if stop.is_set():  # by a signal that came too early to be passed on
+        _signal_group(child, signal.SIGTERM)
     deadline: float | None = None
     try:
         while child.poll() is None:

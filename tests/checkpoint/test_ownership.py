@@ -56,6 +56,15 @@ def no_checkpoint(path):
     (path / "notes").write_text("mine")
 
 
+def with_notes(path):
+    (path / RANK / "notes.txt").write_text("mine")
+
+
+def a_renamed_one(path):
+    shutil.rmtree(path)
+    save(path.parent, step=9, run=ONE).rename(path)
+
+
 def a_link(path):
     path.rename(path.with_name("elsewhere"))
     path.symlink_to(path.with_name("elsewhere"))
@@ -63,8 +72,15 @@ def a_link(path):
 
 @pytest.mark.parametrize(
     ("run", "change"),
-    [(OTHER, None), (None, None), (ONE, no_checkpoint), (ONE, a_link)],
-    ids=["another run's", "nobody's", "no checkpoint", "a link"],
+    [
+        (OTHER, None),
+        (None, None),
+        (ONE, no_checkpoint),
+        (ONE, a_link),
+        (ONE, with_notes),
+        (ONE, a_renamed_one),
+    ],
+    ids=["another run's", "nobody's", "no checkpoint", "a link", "with notes", "a renamed one"],
 )
 def test_nothing_of_others_is_replaced(tmp_path, run, change):
     target = save(tmp_path, step=1, run=run)
@@ -76,6 +92,16 @@ def test_nothing_of_others_is_replaced(tmp_path, run, change):
     assert {path: path.read_bytes() for path in target.rglob("*") if path.is_file()} == before
     assert not list(tmp_path.glob(".saving-*"))
     assert save(tmp_path, step=2, run=ONE).is_dir()
+
+
+def test_a_checkpoint_that_holds_more_than_was_saved_is_not_deleted(tmp_path):
+    noted, link = (save(tmp_path, step=step, run=ONE) for step in (1, 2))
+    with_notes(noted)
+    (link / "elsewhere").symlink_to(tmp_path / "nowhere")
+    for step in (3, 4):
+        save(tmp_path, step=step, run=ONE, keep_max=1)
+    assert names(tmp_path) == ["step_1", "step_2", "step_4"]
+    assert (noted / RANK / "notes.txt").read_text() == "mine"
 
 
 def test_a_damaged_checkpoint_makes_way_and_is_kept(tmp_path, caplog):

@@ -91,6 +91,17 @@ def test_a_new_run_is_refused_where_one_has_been(used, leave):
     assert not (used / ".run.lock").exists()
 
 
+def test_a_run_inside_a_checkpoint_is_refused(used, tmp_path):
+    (tmp_path / "link").symlink_to(used / "epoch_0_step_30")
+    before = content(used)
+    for place in (used / "epoch_0_step_30", used / "epoch_0_step_30/sub/run", tmp_path / "link/run"):
+        for way in ("resume=False", "resume=auto", "overwrite=True"):
+            with ExitStack() as stack, pytest.raises(ConfigError, match=r"in the checkpoint .*_step_30\. "):
+                hold(config(place, way), stack)
+    assert content(used) == before
+    check_beginning(config(used / "beside"))
+
+
 def test_a_configuration_of_the_users_own_is_not_a_run(tmp_path):
     (tmp_path / "config.yaml").write_text("Model: {}\n")
     with pytest.raises(ConfigError, match=r"a file config\.yaml that no run wrote"):
@@ -186,7 +197,7 @@ def test_overwriting_deletes_what_the_earlier_run_wrote(used, caplog):
     assert start.checkpoint is None
     assert run not in (EARLIER, OTHER)
     assert steps(used) == [40, 50]
-    assert "epoch_0_step_40, epoch_0_step_50 in" in caplog.text
+    assert "output: epoch_0_step_40, epoch_0_step_50. " in caplog.text
     left = content(used)
     kept = {name for name in before if name.startswith(("epoch_0_step_40", "epoch_0_step_50", "notes"))}
     assert {name: left[name] for name in kept} == {name: before[name] for name in kept}
@@ -242,7 +253,7 @@ def test_names_that_the_run_would_need_are_refused_before_anything_goes(used):
     before = content(used)
     for overrides in (("overwrite=True",), ("resume=auto",)):
         with pytest.raises(
-            ConfigError, match="holds epoch_0_step_40, epoch_0_step_44, which this run did not"
+            ConfigError, match="holds epoch_0_step_40, epoch_0_step_44, and this run would save"
         ):
             begin(config(used, *overrides), comes_to=lambda epoch, step: step > 30)
     assert content(used) == before

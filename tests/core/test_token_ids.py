@@ -58,6 +58,7 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(place: Path, tool: li
     done = subprocess.run([*command, *tool], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
+    assert not tool or "is valid" not in done.stdout
     error = done.stderr.splitlines()[-1]
     for words in (
         "has 271 token ids, added tokens included, and the model 200 (Model.vocab_size)",

@@ -282,7 +282,7 @@ def test_adapters_in_the_directory_of_their_base_leave_it_alone(pools, files, ba
         world=1,
         config=SFT,
     )
-    assert "holds epoch_1_step_12, which this run did not make or is started from" in message
+    assert "holds epoch_1_step_12, and this run would save under the same name" in message
     more["Global__global_batch_size"] = 32  # six steps in an epoch
     values = settings(files, output_dir, **more)
     before = {path: path.read_bytes() for path in output_dir.rglob("*") if path.is_file()}

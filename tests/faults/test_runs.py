@@ -28,7 +28,7 @@ def test_all_ranks_are_refused_or_go_on_together(pools, corpus, tmp_path):
     step_3 = tmp_path / "epoch_0_step_3"
     more = {"overwrite": True, "init_from": step_3, "async_save": True, "keep_max": 1, "save_steps": 2}
     (refusal,) = outcomes(Program(pools, corpus, tmp_path, TWO, **more))
-    assert "holds epoch_0_step_3, which this run did not make or is started from" in refusal
+    assert "holds epoch_0_step_3, and this run would save under the same name" in refusal
     assert content(tmp_path) == before
 
     moved = step_3.rename(tmp_path / "elsewhere")

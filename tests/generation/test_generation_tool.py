@@ -98,7 +98,13 @@ def test_a_users_mistake_is_one_quick_message(
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("nowhere/out.jsonl", "there is no directory"), ("run", "it is a directory")]
+    ("name", "reason"),
+    [
+        ("nowhere/out.jsonl", "there is no directory"),
+        ("run", "it is a directory"),
+        ("run/latest", "a file is there that holds something else than results"),
+        ("/dev/null", "it is a device"),
+    ],
 )
 def test_an_output_that_cannot_be_written_is_found_at_once(run_dir: Path, name: str, reason: str) -> None:
     ckpt = f"Engine.save_load.ckpt_dir={run_dir / 'run'}"

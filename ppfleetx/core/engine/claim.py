@@ -16,6 +16,7 @@ from ppfleetx.checkpoint.housekeeping import (
 )
 from ppfleetx.checkpoint.manifest import BEST_FILE, LATEST_FILE, parse_step_directory, read_sealed
 from ppfleetx.checkpoint.ownership import RUN_FILE, Ownership, RunRecord, new_run, read_run, write_run
+from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.record import run_record
 from ppfleetx.config.sections.root import RunConfig
@@ -125,8 +126,9 @@ def _refuse_names_in_use(
     if in_the_way:
         raise directory_error(
             cfg,
-            f"holds {', '.join(in_the_way)}, which this run did not make or is started from, and would save "
-            "under the same name. Move what is there away, or give the run another directory",
+            f"holds {', '.join(in_the_way)}, and this run would save under the same name. It replaces only "
+            "what it made itself and does not start from. Move what is there away, or give the run another "
+            "directory",
         )
 
 
@@ -142,8 +144,8 @@ def _overwrite(output_dir: Path, earlier: RunRecord | None, leaving: list[Path])
             delete_checkpoint(path)
     if staying := sorted(path.name for path in step_directories(output_dir)):
         get_logger().warning(
-            f"{', '.join(staying)} in {output_dir} stay: this run is started from them, or they do "
-            "not say that the earlier run made them"
+            f"not deleted in {output_dir}: {', '.join(staying)}. What is not deleted is what this run is "
+            "started from, what the earlier run did not save, and what holds other files too"
         )
     if earlier is None:
         return
@@ -151,7 +153,8 @@ def _overwrite(output_dir: Path, earlier: RunRecord | None, leaving: list[Path])
     for path in output_dir.glob("vdl/vdlrecords.*.log"):
         path.unlink()
     get_logger().warning(
-        f"overwriting run {earlier.run} in {output_dir}: deleted its metrics and {len(leaving)} checkpoints"
+        f"overwriting run {earlier.run} in {output_dir}: deleted its metrics and "
+        f"{counted(len(leaving), 'checkpoint')}"
     )
 
 

@@ -5,6 +5,7 @@ Imports no Paddle: what can be refused is refused before it is loaded.
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from ppfleetx.checkpoint.directory import (
     step_directories,
 )
 from ppfleetx.checkpoint.housekeeping import describe_os_error
-from ppfleetx.checkpoint.manifest import parse_step_directory
+from ppfleetx.checkpoint.manifest import MANIFEST_FILE, MARKER_FILE, parse_step_directory
 from ppfleetx.checkpoint.ownership import RUN_FILE, read_run, run_of
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.record import RECORD_MARK
@@ -31,7 +32,8 @@ CONFIG_FILE, METRICS_FILE = "config.yaml", "metrics.jsonl"
 
 
 def check_beginning(cfg: RunConfig) -> None:
-    """Refuse a run that says two ways to begin, or would start anew where another run has been. Reads only.
+    """Refuse a run that says two ways to begin, would write into a checkpoint, or would start anew where
+    another has been. Reads only.
 
     Raises:
         ConfigError: naming the keys, and what to do instead.
@@ -44,13 +46,18 @@ def check_beginning(cfg: RunConfig) -> None:
             value=options.ckpt_dir,
             place=cfg.origins.get(CKPT_DIR),
         )
-    if options.resume or options.overwrite or not output_dir.is_dir():
-        return
     try:
+        around = _checkpoint_around(output_dir)
         found = _traces(output_dir)
     except OSError as error:
         raise directory_error(cfg, f"cannot be read: {describe_os_error(error)}") from error
-    if not found or _resumes_within(cfg):
+    if around is not None:
+        raise directory_error(
+            cfg,
+            f"lies in the checkpoint {around}. Checkpoints are deleted as a whole: give the run a directory "
+            "beside it",
+        )
+    if not found or options.resume or options.overwrite or _resumes_within(cfg):
         return
     if found == [CONFIG_FILE] and not is_record(output_dir / CONFIG_FILE):
         raise directory_error(
@@ -64,6 +71,13 @@ def check_beginning(cfg: RunConfig) -> None:
         f"start anew: another directory with -o {_KEY}=DIR, or -o Engine.save_load.overwrite=True, which "
         "deletes what that run wrote (but for what this one is started from)",
     )
+
+
+def _checkpoint_around(output_dir: Path) -> Path | None:
+    """The checkpoint that a directory is or would be in, or is itself."""
+    place = Path(os.path.realpath(output_dir))  # unlike resolve(), it takes links in a circle
+    around = (place, *place.parents)
+    return next((p for p in around if (p / MARKER_FILE).is_file() and (p / MANIFEST_FILE).is_file()), None)
 
 
 def output_dir_of(cfg: RunConfig) -> Path:

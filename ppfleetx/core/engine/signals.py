@@ -43,13 +43,13 @@ class StopRequest:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if _OF_LAUNCHER in os.environ and (self or self.signal_name) and self._previous:
+            # The launcher sends SIGTERM to one rank after the other, and up to three times to each: a rank
+            # that has stopped, or was done as it came, must not be ended by it while it leaves.
+            self._previous[signal.SIGTERM] = signal.SIG_IGN
         for number, handler in self._previous.items():
             # A handler that Python did not install (Paddle's C++ one) cannot be put back from here.
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-        if self and _OF_LAUNCHER in os.environ and signal.SIGTERM in self._previous:
-            # The launcher sends it to one rank after the other, and up to three times to each: a rank that
-            # has stopped must not be ended by it, and thus with another exit code, while it leaves.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.signal_name is not None and number == signal.SIGINT:

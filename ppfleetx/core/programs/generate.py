@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ppfleetx.distributed.context import ParallelContext
     from ppfleetx.generation.generator import Generation, Generator, TextGenerator
 
+_LONGEST_PROMPT = 1 << 24  # bytes of a file that may be earlier results
 DEFAULT_PROMPT = "The first thing she saw when she opened the window was"
 
 
@@ -144,8 +145,12 @@ def check_checkpoint(cfg: RunConfig) -> None:
     resolve_checkpoint(cfg.Engine.save_load.ckpt_dir)
 
 
-def check_output(path: Path) -> None:
+def check_output(path: Path, *, mark: bytes = b'"generations": [') -> None:
     """Whether results can be written to ``path``: better said now than after everything is generated.
+
+    Args:
+        path: a new file, an empty one, or earlier results, which are replaced.
+        mark: what results hold near their beginning.
 
     Raises:
         ConfigError: they cannot.
@@ -154,11 +159,24 @@ def check_output(path: Path) -> None:
         reason = "it is a directory; name a file"
     elif not path.parent.is_dir():
         reason = f"there is no directory {path.parent}"
+    elif path.exists() and not path.is_file():
+        reason = "it is a device or a pipe; name a file"
+    elif path.is_file() and not _may_be_replaced(path, mark):
+        reason = "a file is there that holds something else than results; name another or remove it"
     elif not os.access(path.parent, os.W_OK | os.X_OK):
         reason = f"no file may be created in {path.parent}"
     else:
         return
     raise ConfigError(f"cannot be written: {reason}", key="--output", value=str(path))
+
+
+def _may_be_replaced(path: Path, mark: bytes) -> bool:
+    try:
+        with path.open("rb") as file:
+            beginning = file.read(_LONGEST_PROMPT)
+    except OSError:
+        return False
+    return not beginning or mark in beginning
 
 
 def load_generator(cfg: RunConfig, ctx: ParallelContext) -> Generator:

@@ -58,7 +58,7 @@ def run(
         if value is not None and value < least:
             raise ConfigError(f"must be at least {least}", key=key, value=value)
     if output is not None:
-        check_output(Path(output))
+        check_output(Path(output), mark=b'"alias": ')
     if include_path is not None and not Path(include_path).is_dir():
         raise ConfigError("there is no such directory", key="--include-path", value=include_path)
     cfg = load_config(path, overrides, world_size=world_size(os.environ))
