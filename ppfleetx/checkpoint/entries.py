@@ -27,7 +27,10 @@ CHUNK_BYTES = 4 * 1024 * 1024
 MAX_HEADER_BYTES = 8 + 100_000_000  # of a safetensors file, with its length
 _MAX_DIMS = 32  # NumPy's
 _MAX_CORNERS = 2_000_000
-_CRC32 = re.compile(r"[0-9a-f]{8}")
+_CRC32, _SHA256 = re.compile(r"[0-9a-f]{8}"), re.compile(r"[0-9a-f]{64}")
+_DOCUMENT = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]*/)?[A-Za-z0-9_-][A-Za-z0-9._-]*")
+MAX_DOCUMENT_BYTES = 64 * 1024 * 1024
+_MAX_DOCUMENTS = 64
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,14 @@ class SliceEntry:
             return
         for offset, shape, first in boxes_of_interval(self.shape, *self.flat):
             yield tuple(o + b for o, b in zip(offset, self.offset, strict=True)), shape, first
+
+
+@dataclass(frozen=True)
+class DocumentEntry:
+    """A small file that describes the model: `config.yaml`, or one of the tokenizer's."""
+
+    num_bytes: int
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -112,6 +123,25 @@ def read_files(listed: Any) -> dict[str, FileEntry]:
             raise ValueError(f"{where} has {file.num_bytes} bytes, and a header of {file.header_bytes}")
         files[path] = file
     return files
+
+
+def read_documents(listed: Any) -> dict[str, DocumentEntry]:
+    """The `documents` of a manifest. Raises ValueError for what cannot be."""
+    if not isinstance(listed, dict) or len(listed) > _MAX_DOCUMENTS:
+        raise ValueError("documents is not an object, or has too many")
+    documents = {}
+    for path, entry in listed.items():
+        where = f"document {shown(path)}"
+        if not _DOCUMENT.fullmatch(path) or len(path) > 255:
+            raise ValueError(f"{where} is not a file of the checkpoint or of a directory in it")
+        _check_keys(entry, DocumentEntry.__dataclass_fields__, where)
+        size, digest = entry["num_bytes"], entry["sha256"]
+        if not (_is_count(size) and size <= MAX_DOCUMENT_BYTES):
+            raise ValueError(f"{where} has {shown(size)} bytes; the most are {MAX_DOCUMENT_BYTES}")
+        if not (isinstance(digest, str) and _SHA256.fullmatch(digest)):
+            raise ValueError(f"{where} has no proper checksum")
+        documents[path] = DocumentEntry(size, digest)
+    return documents
 
 
 def read_tensors(listed: Any) -> list[TensorEntry]:

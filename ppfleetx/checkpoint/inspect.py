@@ -77,6 +77,7 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
         "schedule": manifest.state.get("schedule"),
         "scaler": manifest.state.get("scaler"),
         "fingerprints": dict(manifest.fingerprints),
+        "documents": sorted(manifest.documents),
         "source": (manifest.state.get("source") or {}).get("format"),
     }
 

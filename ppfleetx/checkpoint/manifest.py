@@ -16,9 +16,11 @@ from typing import Any
 
 from ppfleetx.checkpoint.entries import (
     CHUNK_BYTES,
+    DocumentEntry,
     FileEntry,
     TensorEntry,
     check_together,
+    read_documents,
     read_files,
     read_tensors,
 )
@@ -48,6 +50,8 @@ class Manifest:
         config: the resolved configuration.
         fingerprints: identity of tokenizer and data.
         run: identity of the run that saved it; None: it belongs to no run (older versions, converted).
+        documents: what makes the checkpoint speak for itself (`checkpoint/documents.py`), by path; older
+            versions saved none.
     """
 
     step: int
@@ -61,11 +65,14 @@ class Manifest:
     config: Mapping[str, Any] | str | None = None
     fingerprints: Mapping[str, Any] = field(default_factory=dict)
     run: str | None = None
+    documents: Mapping[str, DocumentEntry] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """The file's content. Raises CheckpointError when the state is not JSON."""
         document = {"format": FORMAT, "version": VERSION, "chunk_bytes": CHUNK_BYTES, **asdict(self)}
         document["tensors"] = [asdict(entry) for entry in self.tensors.values()]
+        if not self.documents:  # as older versions wrote it, which refuse keys they do not know
+            del document["documents"]
         try:
             text = json.dumps(document, indent=1, allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -195,7 +202,8 @@ def _checked(document: dict[str, Any]) -> dict[str, Any]:
     files, tensors = read_files(document["files"]), read_tensors(document["tensors"])
     check_together(files, tensors)
     keyed = {entry.key: entry for entry in tensors}
-    return {**document, "files": files, "tensors": keyed, "ranks": tuple(ranks)}
+    documents = read_documents(document.get("documents", {}))
+    return {**document, "files": files, "tensors": keyed, "ranks": tuple(ranks), "documents": documents}
 
 
 def _check_types(values: dict[str, Any], types: Mapping[str, tuple[type, ...]], prefix: str) -> None:

@@ -127,7 +127,7 @@ def _what_was_saved(path: Path) -> _Saved:
     sha256 = marker["manifest_sha256"]
     if sha256 not in _saved:
         manifest = Manifest.from_bytes(content, str(path / MANIFEST_FILE), data_bytes=data_bytes)
-        files = frozenset((*manifest.files, MANIFEST_FILE, MARKER_FILE))
+        files = frozenset((*manifest.files, *manifest.documents, MANIFEST_FILE, MARKER_FILE))
         _saved[sha256] = _Saved(manifest.run, step_directory(manifest.epoch, manifest.step), files)
     return _saved[sha256]
 

@@ -33,7 +33,7 @@ _NUMBER = re.compile(r"[0-9]{1,19}")
 
 
 class Checkpoint:
-    """An open checkpoint: manifest, marker, file sizes and headers have been checked, data has not.
+    """An open checkpoint: all but the data has been checked (marker, manifest, documents, sizes, headers).
 
     Data is checked as it is read (and all of it by `verify`).
     """
@@ -88,6 +88,15 @@ class Checkpoint:
         assert (result.shape, result.dtype) == (shape, NUMPY_OF_DTYPE[entry.dtype]), "out does not fit"
         self._fill(entry, offset, result)
         return result
+
+    def document(self, relative: str) -> bytes | None:
+        """Content of a document; None when the checkpoint has none of this path.
+
+        Raises:
+            CheckpointError: it is not what was written.
+        """
+        entry = self.manifest.documents.get(relative)
+        return None if entry is None else storage.read_document(self.path, relative, entry)
 
     def verify(self) -> None:
         """Read everything and compare all checksums; raises CheckpointError naming each damaged place."""
@@ -156,7 +165,7 @@ def damage_of(directory: Path, tensors: Iterable[TensorEntry]) -> Iterator[str]:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open the checkpoint in step directory `path`, checking marker, manifest, file sizes and headers.
+    """Open the checkpoint in step directory `path`, checking marker, manifest, documents, sizes and headers.
 
     Raises CheckpointError when it is not complete or any of these is damaged. (`resolve_checkpoint`
     finds the step directory.)
@@ -167,6 +176,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     manifest = Manifest.from_bytes(content, str(path / MANIFEST_FILE), data_bytes=data_bytes)
     for relative, entry in manifest.files.items():
         storage.check_file(path, relative, entry)
+    for relative, entry in manifest.documents.items():
+        storage.read_document(path, relative, entry)
     return Checkpoint(path, manifest, int(marker["saved_at_ns"]))
 
 

@@ -63,10 +63,11 @@ class SharedSave:
         *,
         state: Mapping[str, Any],
         ownership: Ownership | None = None,
+        documents: Mapping[str, bytes] | None = None,
         **description: Any,
     ) -> None:
         self._ctx, self._output_dir, self._at = ctx, output_dir, (epoch, step)
-        self._ownership = ownership
+        self._ownership, self._documents = ownership, documents
         self._description = {"epoch": epoch, "step": step, "state": state, **description}
         self._stack = ExitStack()
 
@@ -91,7 +92,7 @@ class SharedSave:
         ]
         manifest = Manifest(files={}, tensors={}, ranks=tuple(ranks), **self._description)
         indices = [index for index in written if index is not None]
-        return str(commit(self._staged, manifest, indices, self._ownership))
+        return str(commit(self._staged, manifest, indices, self._ownership, self._documents))
 
     def close(self) -> None:
         """Remove what did not become a checkpoint, and let go of the output directory."""

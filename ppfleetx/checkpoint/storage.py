@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import json
 import os
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
-from ppfleetx.checkpoint.entries import CHUNK_BYTES, FileEntry, SliceEntry
+from ppfleetx.checkpoint.entries import CHUNK_BYTES, MAX_DOCUMENT_BYTES, DocumentEntry, FileEntry, SliceEntry
 from ppfleetx.checkpoint.slices import TensorSlice
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.utils.files import fsync_dir
-from ppfleetx.utils.foreign_files import opened
+from ppfleetx.utils.foreign_files import opened, read_bounded
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -64,6 +65,19 @@ def write_small(path: Path, content: bytes) -> None:
     with path.open("wb") as file:
         write_bytes(file, content)
         flush(file)
+
+
+def write_documents(directory: Path, contents: Mapping[str, bytes]) -> dict[str, DocumentEntry]:
+    """Write documents by their paths and flush them to disk; their entries."""
+    entries = {}
+    for relative, content in contents.items():
+        path = directory / relative
+        path.parent.mkdir(exist_ok=True)
+        write_small(path, content)
+        entries[relative] = DocumentEntry(len(content), hashlib.sha256(content).hexdigest())
+    for parent in {(directory / relative).parent for relative in contents} - {directory}:
+        fsync_dir(parent)
+    return entries
 
 
 def write_bytes(file: BinaryIO, content: bytes | memoryview) -> None:
@@ -108,6 +122,17 @@ def check_file(directory: Path, relative: str, entry: FileEntry) -> None:
         raise CheckpointError(f"checkpoint file {path} has {size} bytes instead of {entry.num_bytes}")
     if f"{zlib.crc32(header):08x}" != entry.header_crc32:
         raise CheckpointError(f"checkpoint file {path} is damaged: the checksum of its header is wrong")
+
+
+def read_document(directory: Path, relative: str, entry: DocumentEntry) -> bytes:
+    """Content of a document. Raises CheckpointError when it is not what was written."""
+    path = directory / relative
+    content = read_bounded(path, MAX_DOCUMENT_BYTES)
+    if len(content) != entry.num_bytes:
+        raise CheckpointError(f"checkpoint file {path} has {len(content)} bytes instead of {entry.num_bytes}")
+    if hashlib.sha256(content).hexdigest() != entry.sha256:
+        raise CheckpointError(f"checkpoint file {path} is damaged: its checksum is wrong")
+    return content
 
 
 def read_range(

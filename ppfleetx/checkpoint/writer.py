@@ -54,6 +54,7 @@ def save_checkpoint(
     fingerprints: Mapping[str, Any] | None = None,
     vocab_size: int | None = None,
     rank_dir: str | None = None,
+    documents: Mapping[str, bytes] | None = None,
     ownership: Ownership | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     verify: bool = True,
@@ -65,6 +66,7 @@ def save_checkpoint(
         state: the trainer's own state, any JSON.
         plan, config, fingerprints, vocab_size: see Manifest.
         rank_dir: directory of this rank's files; that of rank (0, 0, 0) when None.
+        documents: path -> content of what describes the model (`checkpoint/documents.py`).
         ownership: the run that saves. Its checkpoint of the same name is replaced, and its oldest ones beyond
             `keep_max` are deleted. None: the checkpoint belongs to no run, and replaces and deletes nothing.
         max_file_bytes: files are split at tensor boundaries so as not to exceed this.
@@ -91,7 +93,7 @@ def save_checkpoint(
                 config=config,
                 fingerprints=fingerprints or {},
             )
-            return commit(staged, manifest, [index], ownership)
+            return commit(staged, manifest, [index], ownership, documents or {})
     except (OSError, CheckpointError) as error:
         name = step_directory(epoch, step)
         why = housekeeping.describe_os_error(error) if isinstance(error, OSError) else str(error)
@@ -176,17 +178,19 @@ def commit(
     manifest: Manifest,
     indices: Sequence[RankIndex],
     ownership: Ownership | None = None,
+    documents: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Turn what all ranks wrote and checked into a checkpoint: manifest, marker, name, `latest`, retention.
 
-    `ownership` as of `save_checkpoint`; the manifest gets its run.
+    `ownership` and `documents` as of `save_checkpoint`; the manifest gets the run and the checksums.
 
     Raises CheckpointError when the ranks' slices do not make up whole tensors, the manifest, a file's
     size or its header are not what was written, or something else has the name.
     """
     files = {path: entry for index in indices for path, entry in index.files.items()}
     run = None if ownership is None else ownership.run
-    manifest = replace(manifest, files=files, tensors=_merged(indices), run=run)
+    written = storage.write_documents(staged, documents or {})
+    manifest = replace(manifest, files=files, tensors=_merged(indices), run=run, documents=written)
     content = manifest.to_bytes()
     Manifest.from_bytes(content, "the checkpoint about to be saved")
     storage.write_small(staged / MANIFEST_FILE, content)

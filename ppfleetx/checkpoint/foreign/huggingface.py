@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ppfleetx.checkpoint.foreign.generation_defaults import of_transformers
 from ppfleetx.checkpoint.foreign.huggingface_config import hf_config
 from ppfleetx.checkpoint.foreign.huggingface_files import (
     CONFIG,
@@ -75,6 +76,7 @@ def read_hf(directory: str | Path) -> Weights:
         vocab_size=vocab,
         source=source,
         tokenizer_dir=directory if has_tokenizer else None,
+        generation=of_transformers(generation_config),
     )
 
 

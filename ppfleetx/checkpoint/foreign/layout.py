@@ -11,9 +11,10 @@ from pathlib import Path
 import yaml
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.documents import TOKENIZER_DIR, documents_in
 from ppfleetx.checkpoint.entries import TensorEntry
 from ppfleetx.checkpoint.foreign.huggingface import copy_tokenizer
-from ppfleetx.checkpoint.foreign.ours import TOKENIZER_DIR, find_tokenizer_dir
+from ppfleetx.checkpoint.foreign.ours import find_tokenizer_dir
 from ppfleetx.checkpoint.foreign.weights import VOCAB_DIM
 from ppfleetx.checkpoint.manifest import Manifest, rank_directory
 from ppfleetx.checkpoint.reader import Checkpoint
@@ -46,6 +47,7 @@ def merge(path: str | Path, output: str | Path) -> Path:
         config=manifest.config,
         fingerprints=manifest.fingerprints,
         vocab_size=manifest.vocab_size,
+        documents=documents_in(checkpoint),
         max_file_bytes=_NO_LIMIT,
     )
     _bring_what_lies_beside(checkpoint, Path(output))
@@ -76,7 +78,7 @@ def reshard(path: str | Path, output: str | Path, plan: ParallelPlan) -> Path:
                 assert (coordinate["mp"], coordinate["pp"]) == (mp, pp)
                 ranks.append({"rank": len(ranks), **coordinate, "directory": directory})
         new = replace(manifest, plan=asdict(plan), ranks=tuple(ranks))
-        target = commit(staged, new, indices)
+        target = commit(staged, new, indices, documents=documents_in(checkpoint))
     _bring_what_lies_beside(checkpoint, output)
     return target
 

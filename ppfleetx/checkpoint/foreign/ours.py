@@ -11,6 +11,9 @@ from typing import Any
 import yaml
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.documents import TOKENIZER_DIR, portable_config
+from ppfleetx.checkpoint.entries import MAX_DOCUMENT_BYTES
+from ppfleetx.checkpoint.foreign.generation_defaults import of_configuration
 from ppfleetx.checkpoint.foreign.huggingface import copy_tokenizer
 from ppfleetx.checkpoint.foreign.huggingface_files import GENERATION_CONFIG
 from ppfleetx.checkpoint.foreign.lazy import LazyTensor
@@ -28,10 +31,8 @@ from ppfleetx.config.reading.tree import Node
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.foreign_files import read_bounded
 from ppfleetx.utils.log import get_logger
-
-TOKENIZER_DIR = "tokenizer"
-
 
 # ---- in
 
@@ -59,6 +60,7 @@ def read_ppfleetx(path: str | Path, *, masters: bool = False) -> Weights:
         step=manifest.step,
         source=source,
         tokenizer_dir=find_tokenizer_dir(checkpoint.path),
+        generation=of_configuration(manifest.config),
     )
 
 
@@ -114,7 +116,8 @@ def write_ppfleetx(
         tokenizer = load_tokenizer(output / TOKENIZER_DIR)
     if tokenizer is not None:
         fingerprints["tokenizer"] = tokenizer.fingerprint
-    _write_config(output, model, tokenizer)
+    _write_config(output, model, tokenizer, weights.generation)
+    cfg = load_config(output / CONFIG_FILE)
     return save_checkpoint(
         output,
         epoch=weights.epoch,
@@ -122,9 +125,13 @@ def write_ppfleetx(
         tensors=slices_of(tensors),
         state={"source": dict(weights.source)},
         plan=asdict(ParallelPlan()),
-        config=load_config(output / CONFIG_FILE).model_dump(mode="json"),
+        config=cfg.model_dump(mode="json"),
         fingerprints=fingerprints,
         vocab_size=model.vocab_size,
+        documents={
+            CONFIG_FILE: portable_config(cfg, tokenizer).encode(),
+            **_files_of(output / TOKENIZER_DIR),
+        },
         max_file_bytes=max_file_bytes,
     )
 
@@ -149,12 +156,22 @@ def load_tokenizer(directory: Path) -> Tokenizer | None:
         return None
 
 
-def _write_config(output: Path, model: ModelConfig, tokenizer: Tokenizer | None) -> None:
+def _files_of(tokenizer_dir: Path) -> dict[str, bytes]:
+    """The tokenizer as it was copied, also where ours cannot use it."""
+    files = sorted(path for path in tokenizer_dir.glob("*") if path.is_file())
+    return {f"{TOKENIZER_DIR}/{path.name}": read_bounded(path, MAX_DOCUMENT_BYTES) for path in files}
+
+
+def _write_config(
+    output: Path, model: ModelConfig, tokenizer: Tokenizer | None, generation: Mapping[str, Any]
+) -> None:
     """A configuration with the network, ready to be trained from or generated with."""
     tree: dict[str, Any] = {
         "Global": {"local_batch_size": 1},
         "Model": model.model_dump(mode="json", exclude_unset=True),
     }
+    if generation:
+        tree["Generation"] = dict(generation)
     if tokenizer is not None:
         # Absolute, so that it can be used from anywhere; where the directory has been moved since, programs
         # that load the checkpoint take the tokenizer beside it.

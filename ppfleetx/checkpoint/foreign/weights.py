@@ -35,6 +35,7 @@ class Weights:
         epoch, step: progress, 0 for formats that do not tell.
         source: what to remember of the source (any JSON), kept in the checkpoint's state.
         tokenizer_dir: directory with the tokenizer's files, if there is one.
+        generation: keys of the `Generation` section that the source says.
     """
 
     place: str
@@ -45,6 +46,7 @@ class Weights:
     step: int = 0
     source: Mapping[str, Any] = field(default_factory=dict)
     tokenizer_dir: Path | None = None
+    generation: Mapping[str, Any] = field(default_factory=dict)
 
     def cast(self, dtype: str | None) -> Weights:
         """All tensors in one element type (a key of NUMPY_OF_DTYPE); None leaves them as they are."""

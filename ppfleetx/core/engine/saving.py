@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ class Saver:
         output_dir: where the checkpoints go.
         fingerprints: of data, tokenizer and frozen weights.
         ownership: the run that saves, and what it keeps.
+        documents: what each checkpoint says of the model (`checkpoint/documents.py`).
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Saver:
         output_dir: Path,
         fingerprints: Fingerprints,
         ownership: Ownership,
+        documents: Mapping[str, bytes] | None = None,
     ) -> None:
         manager = BackgroundManager if cfg.Engine.save_load.async_save else CheckpointManager
         self._ctx, self._trained_alone = ctx, fingerprints.get(BASE) is not None
@@ -63,6 +65,7 @@ class Saver:
             config=cfg.model_dump(mode="json"),
             fingerprints=dict(fingerprints),
             vocab_size=cfg.Model.vocab_size,
+            documents=documents or {},
         )
 
     def save(self, run: Run) -> None:

@@ -216,9 +216,10 @@ def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
 
     named, stored = cfg.Data.tokenizer, find_tokenizer_dir(checkpoint.path)
     is_gone = named is not None and named.dir is not None and not Path(named.dir).exists()
+    names_none = named is None or not (named.dir or named.tokenizer_file or named.vocab_file)
     written_in = Path(cfg.origins.get("Data.tokenizer.dir", "").rpartition(":")[0])
     lies_beside = written_in.resolve().parent == checkpoint.path.resolve().parent
-    if stored is not None and (named is None or (is_gone and lies_beside)):
+    if stored is not None and (names_none or (is_gone and lies_beside)):
         tokenizer = Tokenizer.load(stored, eod_token=None if named is None else named.eos_token)
         if is_gone:
             get_logger().warning(f"there is no {named.dir} (Data.tokenizer.dir); {stored} is used")

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from ppfleetx.checkpoint.adapters import BASE
+from ppfleetx.checkpoint.documents import documents_of
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.finetuning import FINETUNE_MODULE
 from ppfleetx.config.sections.root import RunConfig
@@ -86,7 +87,7 @@ def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext) -> None:
         ctx,
         runner,
         schedule=schedule,
-        saver=Saver(cfg, ctx, output_dir, fingerprints, ownership),
+        saver=Saver(cfg, ctx, output_dir, fingerprints, ownership, documents_of(cfg, tokenizer)),
         callbacks=_callbacks(cfg, ctx, output_dir),
         samples_per_epoch=train_loader.samples_per_epoch,
         pace=pace,

@@ -177,19 +177,25 @@ def make_definition(vocab: dict[str, int], merges: list[list[str]], special: lis
     }
 
 
-def write_files(written: TokenizerFiles, directory: str | os.PathLike[str], eod: str | None) -> None:
-    """Write ``tokenizer.json`` and what belongs to it; of a tokenizer like GPT-2's ``vocab.json`` and
+def write_files(texts: dict[str, str], directory: str | os.PathLike[str]) -> None:
+    """Write what `file_texts` gives."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        with atomic_write(directory / name, "w") as file:
+            file.write(text)
+
+
+def file_texts(written: TokenizerFiles, eod: str | None) -> dict[str, str]:
+    """``tokenizer.json`` and what belongs to it, by file name; of a tokenizer like GPT-2's ``vocab.json`` and
     ``merges.txt`` as well.
 
-    Hugging Face ``transformers`` loads the directory with ``AutoTokenizer.from_pretrained``.
+    Hugging Face ``transformers`` loads a directory of them with ``AutoTokenizer.from_pretrained``.
 
     Args:
         written: as `read_files` gives it. Without a ``tokenizer_config.json``, one is made.
-        directory: where to.
         eod: the end-of-document token; None: the vocabulary has none.
     """
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     definition, model = written.definition, written.definition["model"]
     files = {CONFIG: _made_config(eod), **written.side_texts}
     if _is_like_gpt2(definition):
@@ -198,9 +204,7 @@ def write_files(written: TokenizerFiles, directory: str | os.PathLike[str], eod:
         files[MERGES_FILE] = f"#version: 0.2\n{merges}"
     if written.has_definition or CONFIG not in written.side_texts:
         files[TOKENIZER_FILE] = json.dumps(definition, ensure_ascii=False, indent=1)
-    for name, text in files.items():
-        with atomic_write(directory / name, "w") as file:
-            file.write(text)
+    return files
 
 
 def _made_config(eod: str | None) -> str:

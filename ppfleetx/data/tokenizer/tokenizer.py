@@ -21,6 +21,7 @@ from ppfleetx.data.tokenizer.engines import Engine, build_engine
 from ppfleetx.data.tokenizer.files import (
     END_OF_DOCUMENT,
     TokenizerFiles,
+    file_texts,
     read_files,
     read_vocab_and_merges,
     token_to_bytes,
@@ -99,8 +100,12 @@ class Tokenizer:
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write the files that this class and Hugging Face ``transformers`` load."""
+        write_files(self.files(), directory)
+
+    def files(self) -> dict[str, str]:
+        """Name -> text of the files that :meth:`save` writes, chat template and special tokens included."""
         eod = self.eod_token if self.eod_token in self._ids else None
-        write_files(self._side.with_eos(self._files, eod), directory, eod)
+        return file_texts(self._side.with_eos(self._files, eod), eod)
 
     @property
     def engine_name(self) -> str:

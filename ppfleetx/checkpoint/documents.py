@@ -1,0 +1,74 @@
+"""What lets a checkpoint speak for itself: `config.yaml` and the tokenizer's files, beside the manifest.
+
+The configuration is that of the model and not of the run's machines: without plan, device, kernels and
+places of output. With it, `ppfleetx generate CHECKPOINT "text"` needs nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.config.effects import Effect, effect_of
+from ppfleetx.config.loader import CONFIG_FILE
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+
+TOKENIZER_DIR = "tokenizer"
+_HEAD = """\
+# The model of this checkpoint: its network, the data it was trained and evaluated on, how it continues text.
+# Nothing here depends on the plan or the machines of the run. The tokenizer lies beside this file.
+#   ppfleetx generate THIS_DIRECTORY "Once upon a time"
+"""
+# How far a vocabulary is padded decides no result, but the shapes of an export.
+_KEPT = ("vocab_size_divisible_unit", "lora")
+_WHOLE_SECTIONS = ("Generation", "Offline_Eval", "Optimizer")
+OF_ONE_CALL = ("prompt", "prompt_file", "seed")
+
+
+def documents_of(cfg: RunConfig, tokenizer: Tokenizer | None) -> dict[str, bytes]:
+    """Path in the checkpoint -> content, of a model configured like this."""
+    texts = {} if tokenizer is None else tokenizer.files()
+    documents = {f"{TOKENIZER_DIR}/{name}": text.encode() for name, text in texts.items()}
+    return {CONFIG_FILE: portable_config(cfg, tokenizer).encode(), **documents}
+
+
+def documents_in(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """All documents that a checkpoint holds, to be put into another of the same model."""
+    held = ((path, checkpoint.document(path)) for path in checkpoint.manifest.documents)
+    return {path: content for path, content in held if content is not None}
+
+
+def portable_config(cfg: RunConfig, tokenizer: Tokenizer | None) -> str:
+    """``cfg`` as YAML, without what belongs to a plan, a machine or one call."""
+    plain = cfg.model_dump(mode="json")
+    model = {key: plain["Model"][key] for key in plain["Model"] if key in _KEPT or _decides(f"Model.{key}")}
+    data = {key: value for key, value in plain["Data"].items() if value is not None}
+    data["tokenizer"] = None if tokenizer is None else {"eos_token": tokenizer.eod_token}
+    size = cfg.batch.micro_batch_size
+    tree: dict[str, Any] = {
+        "Global": {"seed": cfg.Global.seed, "local_batch_size": size, "micro_batch_size": size},
+        "Model": model,
+        "Data": data,
+        **{name: _without_derived(plain[name], f"{name}.", cfg) for name in _WHOLE_SECTIONS},
+    }
+    for key in OF_ONE_CALL:
+        del tree["Generation"][key]
+    if plain["Compress"] != type(cfg.Compress)().model_dump(mode="json"):
+        tree["Compress"] = plain["Compress"]
+    return _HEAD + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=110)
+
+
+def _decides(key: str) -> bool:
+    """Whether a key decides more than speed and places."""
+    return effect_of(key) is not Effect.NOTHING
+
+
+def _without_derived(section: dict[str, Any], prefix: str, cfg: RunConfig) -> dict[str, Any]:
+    return {
+        key: _without_derived(value, f"{prefix}{key}.", cfg) if isinstance(value, dict) else value
+        for key, value in section.items()
+        if f"{prefix}{key}" not in cfg.derived
+    }

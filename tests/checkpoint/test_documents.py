@@ -1,0 +1,160 @@
+"""What a checkpoint says of itself: configuration and tokenizer, beside the manifest and checked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ppfleetx.checkpoint.documents import documents_in, documents_of
+from ppfleetx.checkpoint.foreign.convert import Conversion, convert
+from ppfleetx.checkpoint.foreign.generation_defaults import of_configuration, of_transformers
+from ppfleetx.checkpoint.inspect import summary
+from ppfleetx.checkpoint.manifest import MANIFEST_FILE, Manifest
+from ppfleetx.checkpoint.reader import open_checkpoint
+from ppfleetx.config.effects import network
+from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.loader import load_config
+from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from tests.checkpoint.checkpoints import save
+from tests.checkpoint.foreign import hf_dirs
+from tests.helpers.texts import small_tokenizer
+
+CONFIG = {
+    "Global": {"device": "cpu", "local_batch_size": 4, "micro_batch_size": 2, "seed": 7},
+    "Model": {
+        "vocab_size": 500,
+        "hidden_size": 32,
+        "num_layers": 4,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "lora": {"rank": 4},
+    },
+    "Data": {"Eval": {"dataset": {"input_dir": "corpus", "max_seq_len": 32, "split": [9, 1, 0]}}},
+    "Optimizer": {"lr": {"max_lr": 0.001}},
+    "Generation": {"top_k": 3, "max_dec_len": 5, "prompt": "not a default", "seed": 3},
+}
+PLANS = [
+    [],
+    ["Distributed.mp_degree=2", "Distributed.pp_degree=2", "Model.virtual_pp_degree=2"],
+    ["Distributed.mp_degree=2", "Model.sequence_parallel=True", "Model.use_recompute=True"],
+    ["Distributed.dp_degree=2", "Engine.save_load.output_dir=elsewhere", "Global.local_batch_size=8"],
+]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "run.yaml").write_text(json.dumps(CONFIG))
+    return tmp_path / "run.yaml"
+
+
+def test_they_are_the_same_under_every_plan(config: Path, tmp_path: Path) -> None:
+    tokenizer = small_tokenizer()
+    found = [documents_of(load_config(config, plan), tokenizer) for plan in PLANS]
+    assert all(documents == found[0] for documents in found)
+    (tmp_path / "model").mkdir()
+    for name, content in found[0].items():
+        (tmp_path / "model" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "model" / name).write_bytes(content)
+    cfg, said = load_config(config), load_config(tmp_path / "model")
+    assert network(said.Model) == network(cfg.Model) and said.Model.lora == cfg.Model.lora
+    assert said.Optimizer == cfg.Optimizer and said.Data.Eval == cfg.Data.Eval and not said.warnings
+    assert (said.Generation.top_k, said.Generation.max_dec_len) == (3, 5)
+    assert (said.Generation.prompt, said.Generation.seed) == (None, None)
+    assert Tokenizer.load(tmp_path / "model/tokenizer").fingerprint == tokenizer.fingerprint
+
+
+def test_they_are_saved_with_their_checksums(config: Path, tmp_path: Path) -> None:
+    documents = documents_of(load_config(config), small_tokenizer())
+    path = save(tmp_path / "run", documents=documents)
+    checkpoint = open_checkpoint(path)
+    assert documents_in(checkpoint) == documents and "tokenizer/tokenizer.json" in documents
+    assert summary(checkpoint)["documents"] == sorted(documents)
+    for name, content in documents.items():
+        for damaged in (content[:-1], content[:9] + bytes([content[9] ^ 1]) + content[10:], None):
+            if damaged is None:
+                (path / name).unlink()
+            else:
+                (path / name).write_bytes(damaged)
+            with pytest.raises(CheckpointError, match=name):
+                open_checkpoint(path)
+        (path / name).write_bytes(content)
+    open_checkpoint(path).verify()
+
+
+def test_without_documents_the_manifest_is_what_it_was(tmp_path: Path) -> None:
+    path = save(tmp_path / "run")
+    assert "documents" not in json.loads((path / MANIFEST_FILE).read_bytes())
+    assert open_checkpoint(path).document("config.yaml") is None
+
+
+@pytest.mark.parametrize(
+    "documents",
+    [
+        [],
+        {"../x": {"num_bytes": 1, "sha256": "0" * 64}},
+        {"/etc/passwd": {"num_bytes": 1, "sha256": "0" * 64}},
+        {"a/b/c": {"num_bytes": 1, "sha256": "0" * 64}},
+        {".hidden": {"num_bytes": 1, "sha256": "0" * 64}},
+        {"x": {"num_bytes": 1 << 40, "sha256": "0" * 64}},
+        {"x": {"num_bytes": True, "sha256": "0" * 64}},
+        {"x": {"num_bytes": 1, "sha256": "0"}},
+        {"x": {"num_bytes": 1}},
+        {f"x{number}": {"num_bytes": 1, "sha256": "0" * 64} for number in range(65)},
+    ],
+)
+def test_what_a_manifest_cannot_say(tmp_path: Path, documents: object) -> None:
+    document = json.loads((save(tmp_path / "run") / MANIFEST_FILE).read_bytes())
+    with pytest.raises(CheckpointError, match="document"):
+        Manifest.from_bytes(json.dumps(document | {"documents": documents}).encode(), "it")
+
+
+def test_a_conversion_makes_them_and_keeps_them(tmp_path: Path) -> None:
+    hf_dirs.write(tmp_path / "hf", "hf_gpt2")
+    hf_dirs.write_tokenizer(tmp_path / "hf")
+    said = {"do_sample": True, "temperature": 0.5, "top_p": 0.9, "max_new_tokens": 12, "eos_token_id": 5}
+    (tmp_path / "hf/generation_config.json").write_text(json.dumps(said))
+    (tmp_path / "hf/chat_template.jinja").write_text("{{ messages }}")
+    first = convert(Conversion("hf", "ppfleetx", tmp_path / "hf", tmp_path / "ours"))
+    documents = documents_in(open_checkpoint(first))
+    assert documents["tokenizer/chat_template.jinja"] == b"{{ messages }}"
+    generation = load_config(first).Generation
+    assert (generation.decode_strategy, generation.temperature, generation.top_k) == ("sampling", 0.5, 50)
+    assert (generation.top_p, generation.max_dec_len) == (0.9, 12)
+    for number, how in enumerate(({"merge": True}, {"plan": ParallelPlan(mp=2)}, {"dtype": "float16"})):
+        again = convert(Conversion("ppfleetx", "ppfleetx", first, tmp_path / str(number), **how))
+        assert documents_in(open_checkpoint(again)) == documents, how
+
+
+@pytest.mark.parametrize(
+    ("said", "ours"),
+    [
+        (None, {}),
+        ({"_from_model_config": True, "eos_token_id": 5}, {}),
+        ({"do_sample": False}, {"decode_strategy": "greedy_search"}),
+        ({"num_beams": 4}, {"decode_strategy": "beam_search", "num_beams": 4}),
+        ({"do_sample": True, "top_k": 7}, {"decode_strategy": "sampling", "top_k": 7}),
+        ({"temperature": "hot"}, {}),  # left out with a warning
+    ],
+)
+def test_generation_defaults_of_transformers(said: dict | None, ours: dict) -> None:
+    assert of_transformers(said) == ours
+
+
+def test_generation_defaults_of_a_run() -> None:
+    config = {"Generation": {"top_k": 3, "prompt": "x", "seed": 1}}
+    assert of_configuration(config) == {"top_k": 3}
+    assert of_configuration({"Generation": {"top_k": -3}}) == of_configuration(None) == {}
+
+
+def test_they_go_with_their_checkpoint(config: Path, tmp_path: Path) -> None:
+    """A run deletes and replaces what it saved whole; documents are part of that."""
+    documents = documents_of(load_config(config), small_tokenizer())
+    for step in (1, 2, 3, 3):
+        save(tmp_path / "run", step=step, documents=documents, keep_max=2)
+    assert sorted(path.name for path in (tmp_path / "run").glob("epoch_*")) == [
+        "epoch_0_step_2",
+        "epoch_0_step_3",
+    ]
