@@ -7,7 +7,7 @@ PY      := $(VENV)/bin/python
 OUT     := quickstart# where the configuration below reads and writes
 CONFIG  := ppfleetx/configs/nlp/gpt/pretrain_gpt_tiny.yaml
 
-.PHONY: help quickstart test parity lint docs clean
+.PHONY: help quickstart test parity lint docs site docs-test clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,9 +60,17 @@ lint: $(VENV)/.test  ## Style and layers only
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports
 
-docs: $(VENV)/.run  ## Write docs/config.md, the JSON schema and the tables of docs/parallelism.md anew
+docs: $(VENV)/.run  ## Write docs/config.md, docs/commands.md, the JSON schema and the tables of docs/parallelism.md anew
 	$(PY) tools/gen_config_docs.py
+	$(PY) tools/gen_command_docs.py
 	$(PY) tools/gen_parallelism_docs.py
+
+$(VENV)/.docs: $(VENV)/.run
+	$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	@touch $@
+
+site: $(VENV)/.docs  ## Build the documentation site into ./site; dead links and pages outside the menu are errors
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build
 
 clean:  ## Remove what the quickstart made (not the virtual environment)
 	rm -rf $(OUT)
