@@ -1,42 +1,28 @@
-"""Write docs/commands.md: every command of tools/ and tasks/ with its arguments, as ``--help`` has them."""
+"""Write docs/commands.md: every verb of the command ppfleetx with its arguments, as ``--help`` has them."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
-import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))
 
+from ppfleetx.cli.main import parser_of
+from ppfleetx.cli.verbs import GROUPS, Verb
 from ppfleetx.utils.cli import run_tool
 
 _HEAD = """# Commands
 
 Made by `tools/gen_command_docs.py` from the programs' own `--help`; do not edit.
 
-Run them from the project's directory with the environment's Python.
-
-| exit code | meaning |
-|---|---|
-| 0 | all is well; also a training that was stopped with Ctrl-C or SIGTERM and has saved |
-| 1 | a comparison or a verification found something |
-| 2 | a mistake of the user; one sentence says which |
-| 3 | another process of the job was lost, or does not answer |
-| 130 | interrupted |
+`ppfleetx VERB` and the script named beside a verb are the same program. [The command ppfleetx](cli.md) says
+how configurations are named and how the shell completes it.
 """
-
-
-class _Parser(BaseException):
-    """Carries a program's parser out of its ``main``; no ``except Exception`` may stop it."""
-
-    def __init__(self, parser: argparse.ArgumentParser) -> None:
-        super().__init__()
-        self.parser = parser
 
 
 def main() -> int:
@@ -56,55 +42,41 @@ def main() -> int:
 
 def commands_markdown() -> str:
     """The text of ``docs/commands.md``."""
-    sections = [_section(path.relative_to(_ROOT).as_posix(), parser_of(path)) for path in programs()]
-    return "\n".join([_HEAD, *sections])
+    scripts = {
+        verb: path.relative_to(_ROOT).as_posix() for path in _scripts() for verb in _verbs_run_by(path)
+    }
+    lines = [_HEAD, "| verb | script | what it does |", "|---|---|---|"]
+    verbs = [verb for group in GROUPS.values() for verb in group]
+    lines += [f"| [`{v.name}`](#{v.name}) | {_code(scripts.get(v.name))} | {v.help} |" for v in verbs]
+    return "\n".join([*lines, "", *(_section(verb) for verb in verbs)]).rstrip() + "\n"
 
 
-def programs() -> list[Path]:
-    """The files that are commands."""
-    files = [*_ROOT.glob("tools/*.py"), *_ROOT.glob("tasks/**/*.py")]
-    return sorted(path for path in files if "run_tool(main)" in path.read_text("utf-8"))
+def _scripts() -> list[Path]:
+    return sorted([*_ROOT.glob("tools/*.py"), *_ROOT.glob("tasks/**/*.py")])
 
 
-def parser_of(path: Path) -> argparse.ArgumentParser:
-    """The argument parser that a program makes. Raises RuntimeError if its ``main`` parses nothing."""
-
-    def stop(parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
-        raise _Parser(parser)
-
-    program = runpy.run_path(str(path), run_name="documented")
-    name = path.relative_to(_ROOT).as_posix()
-    parsing = mock.patch.object(argparse.ArgumentParser, "parse_args", stop)
-    with parsing, mock.patch.object(sys, "argv", [name]):
-        try:
-            program["main"]()
-        except _Parser as found:
-            return found.parser
-    raise RuntimeError(f"{name} parses no arguments")
+def _verbs_run_by(path: Path) -> list[str]:
+    return re.findall(r"run_program\(\"([\w-]+)\"", path.read_text("utf-8"))
 
 
-def _section(title: str, parser: argparse.ArgumentParser) -> str:
+def _section(verb: Verb) -> str:
+    parser = parser_of(importlib.import_module(f"ppfleetx.cli.{verb.module}"), f"ppfleetx {verb.name}")
     description = (parser.description or "").strip().replace("``", "`")
     if re.search(r"^  ", description, re.MULTILINE):
         description = f"```text\n{description}\n```"
-    lines = [f"## {title}", "", description, "", "| argument | meaning |", "|---|---|"]
-    lines += [f"| {_signature(action)} | {_meaning(action, parser)} |" for action in _arguments(parser)]
-    for name, child in _children(parser):
-        lines += ["", _section(f"{title} {name}", child).rstrip()]
-    return "\n".join(lines) + "\n"
+    lines = [f"## {verb.name}", "", description, ""]
+    arguments = [f"| {_signature(action)} | {_meaning(action, parser)} |" for action in _arguments(parser)]
+    if arguments:
+        lines += ["| argument | meaning |", "|---|---|", *arguments, ""]
+    if parser.epilog:
+        lines += ["```text", parser.epilog.strip() % {"prog": parser.prog}, "```", ""]
+    return "\n".join(lines)
 
 
 def _arguments(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     for action in parser._actions:
-        hidden = action.help is argparse.SUPPRESS or isinstance(action, argparse._HelpAction)
-        if not hidden and not isinstance(action, argparse._SubParsersAction):
+        if action.help is not argparse.SUPPRESS and not isinstance(action, argparse._HelpAction):
             yield action
-
-
-def _children(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            yield from action.choices.items()
 
 
 def _signature(action: argparse.Action) -> str:
@@ -118,17 +90,18 @@ def _signature(action: argparse.Action) -> str:
         return f"`{words}`"
     if action.nargs == 0:
         words = ""
-    return ", ".join(f"`{option} {words}`".replace(" `", "`") for option in action.option_strings)
+    return ", ".join(_code(f"{option} {words}".strip()) for option in action.option_strings)
 
 
 def _meaning(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
-    text = (action.help or "") % {**vars(action), "prog": parser.prog} if action.help else ""
-    told = "default" in text
+    text = action.help % {**vars(action), "prog": parser.prog} if action.help else ""
     if action.required and action.option_strings:
         text += " (required)"
-    elif action.default not in (None, False, [], argparse.SUPPRESS) and not told and action.nargs != 0:
-        text += f" (default: `{action.default}`)"
     return " ".join(text.split()).replace("|", "\\|")
+
+
+def _code(text: str | None) -> str:
+    return f"`{text}`" if text else ""
 
 
 if __name__ == "__main__":

@@ -33,6 +33,10 @@ def make(directory: Path) -> None:
     for name in _LINKED:
         (directory / name).symlink_to(ROOT / name)
     (directory / ".venv").symlink_to(sys.prefix)
+    command = directory / ".bin" / "ppfleetx"  # what `pip install` would put there
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ppfleetx "$@"\n', "utf-8")
+    command.chmod(0o755)
 
 
 def environment(directory: Path) -> dict[str, str]:
@@ -42,7 +46,9 @@ def environment(directory: Path) -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(("PADDLE_", "PPFLEETX_", "FLAGS_"))
     }
-    path = os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ.get("PATH", "")])
+    path = os.pathsep.join(
+        [str(directory / ".bin"), str(Path(sys.prefix) / "bin"), os.environ.get("PATH", "")]
+    )
     return {**kept, "PATH": path, "PYTHONPATH": str(ROOT), "HOME": str(directory), "VIRTUAL_ENV": sys.prefix}
 
 
