@@ -116,21 +116,21 @@ def train(values: Mapping[str, Any], world: int, config: str, stop_after: int | 
 
     import paddle
 
+    from ppfleetx.config.registries import CALLBACKS, CallbackTraits
     from ppfleetx.core.engine.callbacks.base import Callback
-    from ppfleetx.core.programs import train as build
+    from ppfleetx.core.programs.train import train as run
 
     class Stop(Callback):
+        def __init__(self, run: Any) -> None: ...
+
         def on_step_end(self, engine: Any, record: Any) -> None:
             if record.step == stop_after:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    callbacks = build._callbacks
-    build._callbacks = lambda *arguments: [*callbacks(*arguments), Stop()]
-    try:
-        with paddle.utils.unique_name.guard():
-            build.train(*_load(values, world, config))
-    finally:
-        build._callbacks = callbacks
+    name = f"stop_after_{stop_after}_{os.path.basename(values['Engine.save_load.output_dir'])}"
+    CALLBACKS.register(name, Stop, traits=CallbackTraits(ranks="all"))
+    with paddle.utils.unique_name.guard():
+        run(*_load({**values, "Engine.callbacks": f"[default, {name}]"}, world, config))
 
 
 def evaluate(values: Mapping[str, Any], world: int, config: str = GLUE) -> dict[str, float]:
