@@ -33,12 +33,13 @@ class ModuleTraits:
     Attributes:
         trains: tools/train.py runs it.
         continues_text: its network gives scores of the next token: it can generate, be exported and served.
-        classifies: its network ends in a head of ``Model.num_classes`` outputs instead of a vocabulary.
-        has_metrics: an evaluation gives numbers besides the loss, by which the best checkpoint may be kept;
-            answers are written to a file, those on Data.Test too.
+        classifies: it learns a GLUE task: its network ends in a head of ``Model.num_classes`` outputs instead
+            of a vocabulary, and its answers are written to a file, those on Data.Test too.
+        has_metrics: an evaluation gives numbers besides the loss; their mean may decide which checkpoint is
+            the best (``Engine.save_load.keep_best: metric``).
         offline_evaluation: tools/eval.py measures section ``Offline_Eval`` with it.
         for_generation: the configuration is one for generating: ``Generation.max_dec_len`` must fit.
-        pipelines: whether it runs under pp and sep.
+        refused_axes: axes of a plan that it does not run under, e.g. ``("pp", "sep")``.
         measure: makes what an evaluation adds up, as ``package.module:attribute`` or the function itself;
             called with ``(module, ctx, has_labels=...)``. None: the loss per token.
     """
@@ -49,7 +50,7 @@ class ModuleTraits:
     has_metrics: bool = False
     offline_evaluation: bool = False
     for_generation: bool = False
-    pipelines: bool = True
+    refused_axes: tuple[str, ...] = ()
     measure: str | Callable[..., Any] | None = None
 
 
@@ -87,7 +88,12 @@ MODULES.register(
         continues_text=False,
         classifies=True,
         has_metrics=True,
-        pipelines=False,
+        refused_axes=("pp", "sep"),
         measure="ppfleetx.core.engine.measure:Classification",
     ),
 )
+
+
+def modules_that(trait: str) -> str:
+    """The modules with a trait, for messages: ``GPTModule, GPTGenerationModule``."""
+    return ", ".join(name for name in MODULES.names() if getattr(MODULES.traits(name), trait))

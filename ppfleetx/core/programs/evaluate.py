@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from ppfleetx.distributed.context import ParallelContext
     from ppfleetx.parallel.runner import Runner
 
-MODULE = "GPTEvalModule"
 RESULT_FILE = "eval_result.json"
 
 
@@ -95,7 +94,7 @@ def run(path: str, overrides: Sequence[str]) -> None:
         UserError: data, tokenizer, checkpoint or plan that cannot be evaluated with, in words.
     """
     cfg = load_config(path, overrides, world_size=world_size(os.environ))
-    if cfg.Model.module == MODULE:
+    if cfg.Model.task.offline_evaluation:
         _run_offline(cfg)
         return
     cfg, ctx = start_with(cfg, reads=("Eval", "Test"))

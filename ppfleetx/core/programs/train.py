@@ -10,21 +10,21 @@ from pathlib import Path
 from ppfleetx.checkpoint.adapters import BASE
 from ppfleetx.checkpoint.documents import documents_of
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.finetuning import FINETUNE_MODULE
+from ppfleetx.config.registry import load_target
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.beginning import begin, find_sources
 from ppfleetx.core.engine.callbacks.base import CallbackSetup
 from ppfleetx.core.engine.callbacks.build import build_callbacks
 from ppfleetx.core.engine.callbacks.predictions import predictions_directory, write_predictions
 from ppfleetx.core.engine.engine import Engine
-from ppfleetx.core.engine.measure import Classification, Measure, TokenLoss
+from ppfleetx.core.engine.measure import Measure, TokenLoss
 from ppfleetx.core.engine.pace import Pace
 from ppfleetx.core.engine.ranks import offload_notes, rank_table
 from ppfleetx.core.engine.run import EvalRecord
 from ppfleetx.core.engine.run_directory import hold, output_dir_of
 from ppfleetx.core.engine.saving import Saver
 from ppfleetx.core.engine.start import Start, find_start
-from ppfleetx.core.module.registry import build_module
+from ppfleetx.core.module.build import build_module
 from ppfleetx.core.programs.check import check_report
 from ppfleetx.core.programs.token_ids import token_id_lines
 from ppfleetx.data.build import build_dataloader, load_tokenizer
@@ -114,16 +114,18 @@ def evaluate(cfg: RunConfig, ctx: ParallelContext) -> EvalRecord:
     engine = Engine(cfg, ctx, runner, callbacks=callbacks, new_measure=measure_of(cfg, ctx))
     engine.state = start.state
     record = engine.evaluate(loader)
-    if cfg.Model.module == FINETUNE_MODULE and cfg.Data.Test is not None:
+    if cfg.Model.task.classifies and cfg.Data.Test is not None:
         _predict_test(cfg, ctx, runner)
     return record
 
 
 def measure_of(cfg: RunConfig, ctx: ParallelContext, *, has_labels: bool = True) -> Callable[[], Measure]:
-    """What makes the measure of each evaluation: a classifier's, or the token-weighted loss."""
-    if cfg.Model.module != FINETUNE_MODULE:
+    """What makes the measure of each evaluation: the task's own, or the token-weighted loss."""
+    measure = cfg.Model.task.measure
+    if measure is None:
         return TokenLoss
-    return partial(Classification, build_module(cfg), ctx, has_labels=has_labels)
+    make = load_target(measure) if isinstance(measure, str) else measure
+    return partial(make, build_module(cfg), ctx, has_labels=has_labels)
 
 
 def _predict_test(cfg: RunConfig, ctx: ParallelContext, runner: Runner) -> None:
