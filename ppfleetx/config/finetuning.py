@@ -35,8 +35,7 @@ def finetuning_violations(cfg: RunConfig) -> Iterator[RuleError]:
     if cfg.Engine.save_load.keep_best == "metric" and not cfg.Model.task.has_metrics:
         yield RuleError(
             ("Engine.save_load.keep_best", "Model.module"),
-            f"{cfg.Model.module} has no metric, as {modules_that('has_metrics')} has; causal language models "
-            "can keep the best by loss",
+            f"only {modules_that('has_metrics')} has a metric; causal language models can keep the best by loss",
         )
 
 
