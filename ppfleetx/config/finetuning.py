@@ -35,7 +35,8 @@ def finetuning_violations(cfg: RunConfig) -> Iterator[RuleError]:
     if cfg.Engine.save_load.keep_best == "metric" and not cfg.Model.task.has_metrics:
         yield RuleError(
             ("Engine.save_load.keep_best", "Model.module"),
-            f"only {modules_that('has_metrics')} has a metric; causal language models can keep the best by loss",
+            f"only {modules_that('has_metrics')} has a metric; "
+            "causal language models can keep the best by loss",
         )
 
 
