@@ -30,7 +30,7 @@ _LAUNCHER_LOOKS_SECONDS = 5.0
 _GRACE_SECONDS = 20.0
 
 
-class _WithPlugins(argparse.Action):
+class WithPlugins(argparse.Action):
     """Stores what it is given, and imports the plugins that the command line or the environment names."""
 
     def __call__(
@@ -56,7 +56,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         "-c",
         "--config",
         required=True,
-        action=_WithPlugins,
+        action=WithPlugins,
         metavar="FILE",
         help="YAML configuration, a directory with a config.yaml, or a name that `ppfleetx configs` lists",
     )
@@ -68,9 +68,14 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="Section.key=value",
         help="replace one value of the configuration; may be given many times",
     )
+    add_plugin_argument(parser)
+
+
+def add_plugin_argument(parser: argparse.ArgumentParser) -> None:
+    """Add any number of ``--plugin MODULE``; the modules are imported as the command line is read."""
     parser.add_argument(
         "--plugin",
-        action=_WithPlugins,
+        action=WithPlugins,
         default=[],
         metavar="MODULE",
         help="import a Python module of yours that registers callbacks, optimizers, layers, ...; may be "
