@@ -37,6 +37,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("supervise", "supervise", "run a training command and start it again when it fails"),
         Verb("check", "check", "look at a configuration: plan, parameters, batch arithmetic"),
         Verb("plan", "plan", "predict memory and step time, or rank the plans of so many cards"),
+        Verb("translate", "translate", "print another toolkit's configuration or command line as ours"),
         Verb("index", "index", "build the index maps of a configuration ahead of a run"),
         Verb("compare", "compare", "compare the losses of two runs"),
         Verb("plot", "plot", "draw the loss curves of a run"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_IRREGULAR = {"corpus": "corpora"}
+_IRREGULAR = {"corpus": "corpora", "epoch": "epochs"}
 
 
 def counted(count: int, noun: str, spec: str = "") -> str:

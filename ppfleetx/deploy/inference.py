@@ -21,11 +21,12 @@ from ppfleetx.core.programs.generate import (
     read_prompts,
     write_generations,
 )
-from ppfleetx.core.programs.launch import expected_device, start_with, world_size
+from ppfleetx.core.programs.launch import start_with, world_size
 from ppfleetx.deploy.capabilities import check_generation, check_inference, check_onednn
 from ppfleetx.deploy.export_dir import ExportManifest, open_export
 from ppfleetx.deploy.replicas import as_replicas
 from ppfleetx.distributed.together import joint_errors
+from ppfleetx.utils.devices import expected_device
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:

@@ -13,63 +13,62 @@ from ppfleetx.dialects.registry import named, of_arguments, of_file
 from ppfleetx.dialects.translation import Translation
 from ppfleetx.utils.files import atomic_write
 
-DESCRIPTION = """Print a configuration or a command line of another toolkit as a configuration of this one.
-
-  translate FILE [--to OUT.yaml]
-  translate FILE [--to OUT.yaml] -- ARGUMENTS OF THE TOOLKIT'S PROGRAM
-  translate [--to OUT.yaml] -- [PROGRAM] --its-arguments ..."""
+_FILES = (".yaml", ".yml", ".json")
 
 
 def add_translate_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes before ``--``; what stands behind it is not parsed here."""
-    parser.add_argument("file", nargs="?", metavar="FILE", help="a configuration of the other toolkit")
+    """What the command takes."""
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="FILE | -- ARGUMENTS",
+        help="a configuration, further arguments of its program behind --; or a whole command line behind --",
+    )
     parser.add_argument("--dialect", metavar="NAME", help="whose it is, where it cannot be told")
     parser.add_argument("--to", metavar="OUT.yaml", help="write there, and not to standard output")
 
 
-def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """The arguments before ``--``, and those behind it; None: there is no ``--``."""
-    argv = list(argv)
-    if "--" not in argv:
-        return argv, None
-    at = argv.index("--")
-    return argv[:at], argv[at + 1 :]
-
-
-def run_translate(args: argparse.Namespace, rest: Sequence[str] | None) -> str:
+def run_translate(args: argparse.Namespace) -> str:
     """What the command prints: the native YAML, or where it has been written.
 
     Raises:
         ConfigError: nothing or something unknown to translate, a translation that is no valid configuration,
             or a file in the way.
     """
-    result = translation_of(args.file, rest, args.dialect)
+    words, to = list(args.words), args.to
+    if to is None and words[-2:-1] == ["--to"]:  # at the end of a command line
+        *words, _, to = words
+    result = translation_of(words, args.dialect)
     load_tree(result.tree(), result.warnings)  # what is printed is valid
-    if args.to is None:
-        return result.yaml().rstrip("\n")
-    path = Path(args.to)
+    return result.yaml().rstrip("\n") if to is None else _write(Path(to), result.yaml())
+
+
+def _write(path: Path, text: str) -> str:
     if path.exists():
-        raise ConfigError("is there already; nothing is overwritten", key="--to", value=args.to)
+        raise ConfigError("is there already; nothing is overwritten", key="--to", value=str(path))
     try:
         with atomic_write(path, "w") as file:
-            file.write(result.yaml())
+            file.write(text)
     except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror}", key="--to", value=args.to) from error
+        raise ConfigError(f"cannot be written: {error.strerror}", key="--to", value=str(path)) from error
     return f"written: {path}"
 
 
-def translation_of(file: str | None, rest: Sequence[str] | None, dialect: str | None = None) -> Translation:
-    """The translation of a file, or of a command line."""
-    if file is None and not rest:
+def translation_of(words: Sequence[str], dialect: str | None = None) -> Translation:
+    """The translation of a file with further arguments, or of a command line.
+
+    Args:
+        words: the file's name comes first if it is one; else they are a command line.
+        dialect: name of the toolkit; None: it is told from the keys or options.
+    """
+    if not words:
         raise ConfigError("name a file, or give a command line after --", key="FILE")
-    if file is None:
-        if dialect is None:
-            known, argv = of_arguments(rest)
-        else:
-            known, argv = named(dialect), list(rest)
-        if known.of_arguments is None:
-            raise ConfigError(f"{known.title} has no command line; name its file", key="FILE")
-        return known.of_arguments(argv)
-    path = Path(file)
-    known = named(dialect) if dialect else of_file(path, frozenset(read_yaml(path, Budget()).value))
-    return known.of_file(path, list(rest or ()))
+    first, *rest = words
+    if first.endswith(_FILES):
+        path = Path(first)
+        known = named(dialect) if dialect else of_file(path, frozenset(read_yaml(path, Budget()).value))
+        return known.of_file(path, rest)
+    known, argv = (named(dialect), list(words)) if dialect else of_arguments(words)
+    if known.of_arguments is None:
+        raise ConfigError(f"{known.title} has no command line; name its file", key="FILE", value=first)
+    return known.of_arguments(argv)

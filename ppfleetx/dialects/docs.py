@@ -33,7 +33,7 @@ def key_table(table: KeyTable) -> str:
 
 def _fate(key: Key) -> str:
     if key.kind is Kind.MAPPED:
-        return ", ".join(f"`{name}`" for name in key.to)
+        return ", ".join(f"`{name}`" for name in key.to) or "read"
     if key.kind is Kind.FIXED and key.accepts is not None:
         return f"fixed: {_cell(' or '.join(map(shown, key.accepts)))}"
     return key.kind.value

@@ -85,6 +85,10 @@ class Translation:
         self.native.pop(key, None)
         self.put(key, value, *origins, why=why)
 
+    def put_null(self, key: str, *origins: Given, why: str = "") -> None:
+        """Set a native value to null, where null is not what the key has by itself."""
+        self.native[key] = Native(None, origins, why)
+
     @property
     def warnings(self) -> tuple[str, ...]:
         """What tools log: the notes, and one line with the keys that have no meaning here."""
@@ -115,12 +119,12 @@ class Translation:
         yield f"# Translated from {self.dialect}: {_one_line(self.place)}."
         for note in self.notes:
             yield f"# {_one_line(note)}"
-        for one, reason in self.fixed:
-            yield _one_line(f"# {one.key} ({one.place}) changes nothing here: {reason}")
-        if self.unused:
-            yield _one_line(
-                f"# Without meaning here: {', '.join(dict.fromkeys(one.key for one in self.unused))}"
-            )
+        for words, keys in (
+            ("Honoured by what is always so here", [one.key for one, _ in self.fixed]),
+            ("Without meaning here", [one.key for one in self.unused]),
+        ):
+            if keys:
+                yield _one_line(f"# {words}: {', '.join(dict.fromkeys(keys))}")
 
 
 def _node(native: Native) -> Node:

@@ -18,7 +18,11 @@ from ppfleetx.config.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = [*(ROOT / "tools").glob("*.py"), *(ROOT / "tasks/gpt").glob("*.py")]
-OF_THE_CHECKOUT = {"gen_config_docs.py", "gen_parallelism_docs.py"}  # they write files of the repository
+OF_THE_CHECKOUT = {
+    "gen_config_docs.py",
+    "gen_dialect_docs.py",
+    "gen_parallelism_docs.py",
+}  # they write files of the repository
 
 
 def command(*words: object, **options: object) -> subprocess.CompletedProcess[str]:
@@ -89,7 +93,7 @@ def test_bash_completes_verbs_options_and_choices() -> None:
         done = subprocess.run(["bash", "-c", bash_script() + ask], capture_output=True, text=True, check=True)
         return set(done.stdout.split())
 
-    assert completed("tr") == {"train"}
+    assert completed("tr") == {"train", "translate"}
     assert completed("train", "--ov") == {"--override"}
     assert completed("completion", "z") == {"zsh"}
     options = {word for action in parser_of(importlib.import_module("ppfleetx.cli.convert"))._actions

@@ -17,6 +17,12 @@ def test_the_page_is_up_to_date():
     assert done.returncode == 0, f"run tools/gen_parallelism_docs.py: {done.stdout}{done.stderr}"
 
 
+def test_pages_of_dialects_are_up_to_date():
+    command = [sys.executable, "tools/gen_dialect_docs.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, f"run tools/gen_dialect_docs.py: {done.stdout}{done.stderr}"
+
+
 def test_a_page_without_its_marks_is_an_error():
     with pytest.raises(ValueError, match="has no block"):
         filled("# Parallelism\n")

@@ -142,8 +142,8 @@ def arguments(tmp_path: Path) -> dict[str, list[str]]:
         "tools/convert_fleetx_data.py": ["--input", str(tmp_path / "old"), "--output-prefix", "new"],
         "tools/eval.py": [*from_run, *data],
         "tools/export.py": [*from_run, "-o", f"Engine.save_load.output_dir={tmp_path / 'export'}"],
-        "tools/gen_command_docs.py": ["--check"],
         "tools/gen_config_docs.py": ["--check"],
+        "tools/gen_dialect_docs.py": ["--check"],
         "tools/gen_parallelism_docs.py": ["--check"],
         "tools/inference.py": [
             *("-c", str(config), "-o", f"Inference.model_dir={export}"),
@@ -164,6 +164,7 @@ def arguments(tmp_path: Path) -> dict[str, list[str]]:
         "tools/serve.py": [*from_run, "-o", "Serve.port=0"],
         "tools/supervise.py": ["--", "true"],
         "tools/train.py": ["-c", str(config), *data, "-o", f"Engine.save_load.output_dir={tmp_path / 'new'}"],
+        "tools/translate.py": [str(ROOT / "projects/mindformers/configs/gpt2/run_gpt2.yaml")],
         "tools/train_tokenizer.py": ["--input", str(text), "--vocab-size", "270", "--output", "tokenizer"],
         "ppfleetx.nn.cpu_ops": [],
     }

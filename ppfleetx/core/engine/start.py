@@ -18,6 +18,7 @@ from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.rng import restore_rng_state
 from ppfleetx.checkpoint.tensors import load_masters, load_model, load_optimizer
 from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.finetuning import FINETUNE_MODULE
 from ppfleetx.config.sections.root import ModelConfig, RunConfig, SaveLoadConfig
 from ppfleetx.core.engine.agreement import Fingerprints, check_resumed, check_same_function, tell_changes
 from ppfleetx.core.engine.run_directory import CKPT_DIR, INIT_FROM, RESUME
@@ -171,7 +172,7 @@ class Start:
 
 def _left_out(model: ModelConfig) -> tuple[str, ...]:
     """What a pretrained model may have and its finetuning has not: the language model's own head."""
-    return ("head.weight", "head.bias") if model.task.classifies else ()
+    return ("head.weight", "head.bias") if model.module == FINETUNE_MODULE else ()
 
 
 def find_start(options: SaveLoadConfig, output_dir: Path | None, ctx: ParallelContext) -> Start:

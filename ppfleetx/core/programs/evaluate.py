@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ppfleetx.distributed.context import ParallelContext
     from ppfleetx.parallel.runner import Runner
 
+MODULE = "GPTEvalModule"
 RESULT_FILE = "eval_result.json"
 
 
@@ -93,8 +94,12 @@ def run(path: str, overrides: Sequence[str]) -> None:
     Raises:
         UserError: data, tokenizer, checkpoint or plan that cannot be evaluated with, in words.
     """
-    cfg = load_config(path, overrides, world_size=world_size(os.environ))
-    if cfg.Model.task.offline_evaluation:
+    run_loaded(load_config(path, overrides, world_size=world_size(os.environ)))
+
+
+def run_loaded(cfg: RunConfig) -> None:
+    """:func:`run` for a configuration that is loaded already."""
+    if cfg.Model.module == MODULE:
         _run_offline(cfg)
         return
     cfg, ctx = start_with(cfg, reads=("Eval", "Test"))

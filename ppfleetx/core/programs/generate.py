@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.checkpoint.foreign.ours import find_tokenizer_dir
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.finetuning import FINETUNE_MODULE
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.core.programs.launch import start_process, world_size
+from ppfleetx.core.programs.launch import start_with, world_size
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.data.vocabulary import check_tokenizer
 from ppfleetx.distributed.together import gather, joint_errors
@@ -37,13 +38,17 @@ DEFAULT_PROMPT = "The first thing she saw when she opened the window was"
 
 def run(path: str, overrides: Sequence[str], output: str | None = None) -> None:
     """The program ``tasks/gpt/generation.py``; arguments as of :func:`generate` and ``start_process``."""
-    cfg = load_config(path, overrides, world_size=world_size(os.environ))
+    run_loaded(load_config(path, overrides, world_size=world_size(os.environ)), output)
+
+
+def run_loaded(cfg: RunConfig, output: str | None = None) -> None:
+    """:func:`run` for a configuration that is loaded already."""
     check_plan(cfg)
     prompts = read_prompts(cfg)
     check_checkpoint(cfg)
     if output is not None:
         check_output(Path(output))
-    cfg, ctx = start_process(path, overrides)
+    cfg, ctx = start_with(cfg)
     generate(cfg, ctx, prompts, output)
 
 
@@ -127,7 +132,7 @@ def check_checkpoint(cfg: RunConfig) -> None:
     Raises:
         UserError: it does not.
     """
-    if not cfg.Model.task.continues_text:
+    if cfg.Model.module == FINETUNE_MODULE:
         raise ConfigError(
             "a classifier has no next token; only models that continue text can be used here (GPTModule, "
             "GPTGenerationModule)",

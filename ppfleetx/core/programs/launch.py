@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.finetuning import FINETUNE_MODULE
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.reading.tree import is_index
 from ppfleetx.config.unsupported import not_supported_reasons, without_effect
 from ppfleetx.core.engine.run_directory import check_beginning
 from ppfleetx.core.programs.sources import refuse_foreign, sources
 from ppfleetx.data.build import build_dataset, open_corpora
+from ppfleetx.utils.devices import expected_device
 from ppfleetx.utils.log import configure_logging
 from ppfleetx.utils.process_env import import_paddle, prepare_process
 
@@ -45,11 +46,11 @@ def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig,
         logger.warning(warning)
     device = expected_device(cfg.Global.device)
     _refuse_unsupported(cfg, device)
-    if "Train" in reads and not cfg.Model.task.trains:
+    if "Train" in reads and cfg.Model.module == "GPTEvalModule":
         raise ConfigError(
             "only evaluates (tools/eval.py); to train use GPTModule",
             key="Model.module",
-            value=cfg.Model.module,
+            value="GPTEvalModule",
         )
     if cfg.plan.world_size == 1:  # ranks of a job find out together, later
         _look_for_files(cfg, reads)
@@ -73,7 +74,7 @@ def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
     run in ``output_dir`` is in the way."""
     for mode in reads:
         section = getattr(cfg.Data, mode)
-        if mode == "Test" and not cfg.Model.task.classifies:
+        if mode == "Test" and cfg.Model.module != FINETUNE_MODULE:
             continue  # nothing else reads it
         if section is not None and section.dataset.is_corpus:
             open_corpora(cfg, mode)
@@ -87,33 +88,6 @@ def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
         # What does not begin no longer needs the weights that it, or the run it looks at, once started from.
         if key != "Engine.save_load.init_from" or begins:
             resolve_checkpoint(directory, verify=False)
-
-
-def expected_device(wanted: str) -> str:
-    """The device ``Global.device`` will lead to, told from the installed Paddle without importing it.
-
-    Raises:
-        ConfigError: a GPU is wanted, and Paddle's CPU build is what is installed.
-    """
-    has_gpu_build = _is_installed("paddlepaddle-gpu")
-    if wanted == "auto":
-        return "gpu" if has_gpu_build else "cpu"
-    if wanted == "gpu" and not has_gpu_build and _is_installed("paddlepaddle"):
-        raise ConfigError(
-            "the Paddle installed here is the CPU build; install paddlepaddle-gpu, or run on the CPU with "
-            "-o Global.device=cpu -o Engine.mix_precision.enable=False",
-            key="Global.device",
-            value=wanted,
-        )
-    return wanted
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        metadata.distribution(distribution)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _refuse_unsupported(cfg: RunConfig, device: str) -> None:

@@ -1,0 +1,136 @@
+"""The command line of ``run_mindformer.py``: each flag is a key of the configuration, set after the file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.reading.parse import Budget
+from ppfleetx.config.reading.tree import Node
+from ppfleetx.dialects.given import Given, given_arguments, normal_name
+from ppfleetx.dialects.keys import Key, KeyTable, fixed, joint, unused
+from ppfleetx.dialects.mindformers.files import option, put, read_with_bases
+
+RUN_MODES = ("train", "finetune", "eval", "predict")
+
+_FIRST = {
+    "device_id": "context.device_id",
+    "device_target": "context.device_target",
+    "mode": "context.mode",
+    "run_mode": "run_mode",
+    "seed": "seed",
+    "use_parallel": "use_parallel",
+    "load_checkpoint": "resume_or_finetune_checkpoint",
+    "profile": "profile",
+}
+"""Flags that ``--options`` may change again, and the keys that they set."""
+
+_LAST = {
+    "epochs": "runner_config.epochs",
+    "batch_size": "runner_config.batch_size",
+    "sink_mode": "runner_config.sink_mode",
+    "predict_data": "input_data",
+}
+"""Flags that stand above ``--options``."""
+
+_OF_DATASET = {"dataset_dir": "data_loader.dataset_dir", "num_samples": "data_loader.num_samples"}
+"""Flags that set a key of ``train_dataset``, and with ``run_mode: eval`` of ``eval_dataset``."""
+
+
+def _flag(name: str) -> Key:
+    target = {**_FIRST, **_LAST}.get(name)
+    if target is None:
+        target = f"train_dataset.{_OF_DATASET[name]} or eval_dataset.{_OF_DATASET[name]}, by the run mode"
+    return joint(f"--{name}", (), f"sets {target}")
+
+
+FLAGS = KeyTable(
+    [
+        joint("--config", (), "the YAML file; needed"),
+        *map(_flag, (*_FIRST, *_LAST, *_OF_DATASET)),
+        joint("--options", (), "block.key=value ..., each read as YAML reads it: True is true, [1,2] a list"),
+        joint("--check", (), "ours: print plan, parameters and batch arithmetic, and run nothing"),
+        unused("--dataset_id", "ModelArts passes it; there is none here"),
+        fixed("--help", "prints the flags"),
+    ],
+    normal=lambda name: f"--{normal_name(name)}",
+)
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """A command line and the configuration that it names.
+
+    Attributes:
+        tree: the configuration with all flags and options put into it.
+        path: the YAML file.
+        checks: whether ``--check`` was given.
+        unused: flags without meaning here.
+    """
+
+    tree: Node
+    path: Path
+    checks: bool
+    unused: tuple[Given, ...]
+
+
+def read_command_line(argv: Sequence[str]) -> CommandLine:
+    """Read the arguments of ``run_mindformer.py`` and the file that ``--config`` names.
+
+    Raises:
+        ConfigError: an unknown flag, a value of the wrong form, no ``--config``, or a wrong file.
+    """
+    given: dict[str, Given] = {}
+    for one in given_arguments(argv, flags={"check"}, many={"options"}):
+        if FLAGS.find(one.key) is None:
+            raise ConfigError(
+                "run_mindformer.py has no such flag.",
+                key=one.key,
+                place=one.place,
+                hint=FLAGS.nearest(one.key),
+            )
+        given[normal_name(one.key)] = one
+    if "config" not in given:
+        raise ConfigError("is needed: the YAML file of the run", key="--config")
+    budget = Budget()
+    path = Path(_text(given["config"]))
+    tree = read_with_bases(path, budget)
+    _put_flags(tree, given, _FIRST)
+    for text in _options(given.get("options")):
+        put(tree, *option(text, given["options"].place, budget))
+    block = "eval_dataset" if _run_mode(tree) == "eval" else "train_dataset"
+    _put_flags(tree, given, {name: f"{block}.{key}" for name, key in _OF_DATASET.items()})
+    _put_flags(tree, given, _LAST)
+    left_out = tuple(given[name] for name in ("dataset_id",) if name in given)
+    return CommandLine(tree, path, given["check"].value is True if "check" in given else False, left_out)
+
+
+def _put_flags(tree: Node, given: dict[str, Given], keys: dict[str, str]) -> None:
+    for name, key in keys.items():
+        one = given.get(name)
+        if one is not None:
+            put(tree, key.split("."), Node(one.value, f"{one.place}, {one.key}", one.text))
+
+
+def _options(one: Given | None) -> list[str]:
+    """The texts of ``--options``, also where one was given with ``=``."""
+    if one is None:
+        return []
+    return [str(text) for text in one.value] if isinstance(one.value, list) else [one.text or str(one.value)]
+
+
+def _text(one: Given) -> str:
+    return one.text if one.text is not None else str(one.value)
+
+
+def _run_mode(tree: Node) -> object:
+    node = tree.value.get("run_mode")
+    return None if node is None else node.value
+
+
+def usage() -> str:
+    """What ``--help`` prints."""
+    rows = [f"  {key.name:20} {key.says}" for key in FLAGS.keys]
+    return "\n".join(["usage: run_mindformer.py --config FILE [--flag VALUE ...]", "", *rows])

@@ -1,0 +1,87 @@
+"""MindFormers: ``run_mindformer.py`` and its YAML files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ppfleetx.dialects.given import given_in
+from ppfleetx.dialects.mindformers import plan, run
+from ppfleetx.dialects.mindformers.arguments import FLAGS, CommandLine, read_command_line
+from ppfleetx.dialects.mindformers.keys import TABLE
+from ppfleetx.dialects.reading import Reading
+from ppfleetx.dialects.registry import Dialect
+from ppfleetx.dialects.translate import translate
+from ppfleetx.dialects.translation import Translation
+
+_RULES = (
+    run.network,
+    plan.device,
+    plan.degrees,
+    plan.batch,
+    plan.recompute,
+    run.data,
+    run.checkpoint,
+    run.length,
+    run.writing,
+    run.generation,
+)
+
+_BLOCKS = frozenset(
+    {"base_config", "context", "parallel", "recompute_config", "parallel_config", "moe_config"}
+    | {"runner_config", "runner_wrapper", "lr_schedule", "callbacks", "processor", "trainer"}
+    | {"train_dataset", "train_dataset_task", "eval_dataset", "eval_dataset_task"}
+)
+
+
+@dataclass(frozen=True)
+class MindFormersRun:
+    """A translated command line of ``run_mindformer.py``.
+
+    Attributes:
+        translation: the configuration.
+        mode: train, finetune, eval or predict.
+        checks: whether only a report is wanted.
+    """
+
+    translation: Translation
+    mode: str
+    checks: bool
+
+
+def run_of(argv: Sequence[str]) -> MindFormersRun:
+    """Translate the arguments of ``run_mindformer.py`` and the file they name.
+
+    Raises:
+        ConfigError: anything wrong, with key, value and place as the user wrote them.
+    """
+    line = read_command_line(argv)
+    result = _translation(line)
+    return MindFormersRun(result, plan.run_mode(Reading(result.read)), line.checks)
+
+
+def _translation(line: CommandLine) -> Translation:
+    result = translate("MindFormers", str(line.path), given_in(line.tree), TABLE, _RULES)
+    result.unused.extend(line.unused)
+    return result
+
+
+def _of_file(path: Path, arguments: Sequence[str]) -> Translation:
+    return run_of(["--config", str(path), *arguments]).translation
+
+
+def _of_arguments(argv: Sequence[str]) -> Translation:
+    return run_of(argv).translation
+
+
+DIALECT = Dialect(
+    name="mindformers",
+    title="MindFormers",
+    tables={"the configuration": TABLE, "run_mindformer.py": FLAGS},
+    of_file=_of_file,
+    of_arguments=_of_arguments,
+    programs=frozenset({"run_mindformer.py"}),
+    keys_of_files=_BLOCKS,
+    options=frozenset({"config", "run_mode", "device_target", "use_parallel", "dataset_dir", "predict_data"}),
+)
