@@ -140,6 +140,17 @@ def test_so_are_evaluation_sets_and_records(tmp_path, tokenizer, texts) -> None:
         read_text(OfflineEvalConfig(eval_path=str(path)))
 
 
+@pytest.mark.parametrize("name", ["b.jsonl.bz2", "b.jsonl.ZST", "b.txt.xz", "b.json.zstd"])
+def test_text_compressed_in_another_way_is_not_passed_over(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "plain"}\n')
+    (tmp_path / "picture.xz").write_bytes(b"\xfd")  # no text: it is left out, and counted
+    assert len(find_sources([tmp_path])) == 2
+    (tmp_path / name).write_bytes(b"\xfd")
+    for place in (tmp_path, tmp_path / name):
+        with pytest.raises(DataError, match=f"{name} is compressed in a way that is not read here"):
+            find_sources([place])
+
+
 def test_only_files_are_read(tmp_path, tokenizer) -> None:
     os.mkfifo(tmp_path / "train.jsonl")
     os.mkfifo(tmp_path / "train.tsv")

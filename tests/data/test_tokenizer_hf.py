@@ -92,6 +92,77 @@ def test_end_tokens_are_those_of_the_generation_config() -> None:
     assert Tokenizer.load(DIRECTORIES / "gpt2").end_ids == (420,)
 
 
+SPECIAL_MAP = {"additional_special_tokens": ["<aj>", "<extra 1>"], "pad_token": "<x"}
+EXTRA_MAP = {"extra_special_tokens": ["<mb>", {"content": "<me>", "lstrip": True, "normalized": False}]}
+ADDED = {"<aj>": 999, "<ai>": 700, "<x": 701}
+
+
+@pytest.mark.parametrize(
+    ("config", "special_map", "added", "ids", "without_special"),
+    [
+        ({}, SPECIAL_MAP, ADDED, [423, 424, *b"<mb>", *b"<me>", 422], "<aj><mb><me>"),
+        (
+            {"additional_special_tokens": ["<mb>"], "extra_special_tokens": []},
+            SPECIAL_MAP,
+            ADDED,
+            [423, *b"<extra 1>", 424, *b"<me>", 422],
+            "<aj><extra 1><me>",
+        ),
+        (
+            {"extra_special_tokens": {"image_token": "<mb>"}},
+            SPECIAL_MAP,
+            ADDED,
+            [423, 425, 424, *b"<me>", 422],
+            "<aj><me>",
+        ),
+        (
+            {"extra_special_tokens": ["<fin>"]},
+            EXTRA_MAP,
+            {},
+            [*b"<aj>", *b"<extra 1>", 422, 423, *b"<x"],
+            "<aj><extra 1><x",
+        ),
+    ],
+    ids=["map alone", "both", "named", "both lists"],
+)
+def test_extra_special_tokens_of_several_files(
+    tmp_path: Path,
+    config: dict,
+    special_map: dict,
+    added: dict,
+    ids: list[int],
+    without_special: str,
+) -> None:
+    """What transformers 5.23 has for these files. The bytes stand for plain text."""
+    directory = shutil.copytree(DIRECTORIES / "gpt2", tmp_path / "gpt2")
+    for name, content in (
+        ("tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer", **config}),
+        ("special_tokens_map.json", special_map),
+        ("added_tokens.json", added),
+    ):
+        (directory / name).write_text(json.dumps(content))
+    tokenizer = Tokenizer.load(directory)
+    got = tokenizer.encode_prompt("<aj><extra 1><mb><me><x")
+    assert [one for one in got if one >= 420] == [one for one in ids if one >= 420]
+    assert b"".join(map(tokenizer.token_bytes, (i for i in got if i < 420))) == bytes(
+        one for one in ids if one < 256
+    )
+    assert tokenizer.decode(got, skip_special_tokens=True) == without_special
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt2_pair"])
+def test_a_space_before_a_text_where_the_configuration_says_so(tmp_path: Path, name: str) -> None:
+    plain = Tokenizer.load(DIRECTORIES / name)
+    directory = shutil.copytree(DIRECTORIES / name, tmp_path / name)
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    settings = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config | settings))
+    spaced = Tokenizer.load(directory)
+    assert spaced.encode_prompt("Hello world") == plain.encode_prompt(" Hello world")
+    assert spaced.encode_continuation("Hello") == plain.encode_continuation("Hello")
+    assert spaced.fingerprint != plain.fingerprint
+
+
 def test_special_tokens_stay_text_where_the_directory_says_so(tmp_path: Path) -> None:
     shutil.copytree(DIRECTORIES / "llama3", tmp_path / "split")
     path = tmp_path / "split" / "tokenizer_config.json"

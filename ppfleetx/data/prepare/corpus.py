@@ -10,7 +10,7 @@ from typing import Literal
 
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.prepare.cut_documents import Kind, cut_documents, paragraphs
-from ppfleetx.data.text.files import MAX_LINE_BYTES, TextFile, is_packed
+from ppfleetx.data.text.files import MAX_LINE_BYTES, TextFile, is_packed, refuse_other_packing
 from ppfleetx.data.text.json_lines import load_line
 
 CHUNK_BYTES = 2 << 20
@@ -71,7 +71,7 @@ def find_sources(
         split_on: what one document of a plain text file is.
 
     Raises:
-        DataError: an input does not exist, or there is no file at all.
+        DataError: an input does not exist, is compressed in an unknown way, or there is no file at all.
     """
     sources = []
     for entry in map(Path, inputs):
@@ -88,6 +88,8 @@ def find_sources(
         if not paths:
             wanted = f" ending in {', '.join(suffixes)}" if suffixes else ""
             raise DataError(f"the folder {entry} holds no file{wanted}")
+        for path in paths:
+            refuse_other_packing(path)
         sources += [Source(path, _kind_of(path, split_on), path.stat().st_size) for path in paths]
     if not sources:
         raise DataError("no input was given")

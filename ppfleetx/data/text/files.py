@@ -20,13 +20,27 @@ MAX_LINE_BYTES = 64_000_000
 # Text shrinks to a third or a tenth, logs full of repetitions to a hundredth. What unpacks to more than this
 # was made to fill memory or disk.
 _MAX_EXPANSION, _FREE_BYTES = 200, 4_000_000
+_PACKED = (".gz", ".zst")
+_OTHER_PACKING = (".bz2", ".xz", ".lzma", ".lz4", ".br", ".zstd", ".gzip", ".zip", ".7z", ".z")
+_TEXT = (".jsonl", ".json", ".txt", ".text", ".ndjson")
 _PACKED_BYTES = 8192  # read at a time, so that what comes out can be held against them
 _BLOCK_BYTES = 1 << 20
 
 
 def is_packed(path: Path) -> bool:
-    """Whether the name says that the file is compressed."""
-    return path.suffix in (".gz", ".zst")
+    """Whether the name says that the file is compressed, in a way that can be read."""
+    return path.suffix in _PACKED
+
+
+def refuse_other_packing(path: Path) -> None:
+    """Raise DataError for text that is compressed in a way, or named in a way, that cannot be read: it would
+    be passed over as no text."""
+    packed = path.suffix.lower() in (*_PACKED, *_OTHER_PACKING) and not is_packed(path)
+    if packed and path.with_suffix("").suffix.lower() in _TEXT:
+        raise DataError(
+            f"{path} is compressed in a way that is not read here. Unpack it, or pack it as .gz or .zst (in "
+            "small letters)"
+        )
 
 
 class TextFile:
@@ -105,7 +119,8 @@ class TextFile:
         except Exception as error:
             if type(error).__name__ != "ZstdError":  # not imported unless a .zst file is read
                 raise
-            raise DataError(f"{self._path} cannot be read: {error}") from error
+            advice = "; unpack it first" if "too much memory" in str(error) else ""  # zstd --long
+            raise DataError(f"{self._path} cannot be read: {error}{advice}") from error
         self._num_bytes += len(part)
         if self._is_packed and self._num_bytes > _FREE_BYTES + _MAX_EXPANSION * self.position:
             raise DataError(

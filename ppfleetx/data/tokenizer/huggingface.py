@@ -26,6 +26,7 @@ from ppfleetx.utils.foreign_files import parse_json
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_GPT2 = "GPT2Tokenizer"
 _LLAMA, _LLAMA_NAMED = "LlamaTokenizer", {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 Token = dict[str, Any]
@@ -106,7 +107,8 @@ class SideFiles:
             added: those of ``tokenizer.json``, which it adds once more where nothing else lists them.
             named: see :meth:`named_tokens`.
         """
-        config, named = self.read(CONFIG), list(named)
+        config, (extra, former) = self.read(CONFIG), self._extra()
+        named = [*named, *extra]
         if "added_tokens_decoder" in config:
             listed = self._by_id(config["added_tokens_decoder"])
         else:
@@ -117,7 +119,7 @@ class SideFiles:
             listed = [_token(content, special=content in special) for content in sorted(ids, key=ids.get)]
             listed += [{key: token[key] for key in ("content", *_FLAGS) if key in token} for token in added]
         known = {token["content"] for token in (*added, *listed)}
-        return [*listed, *(one for one in (*named, *self._extra()) if one["content"] not in known)]
+        return [*listed, *(one for one in (*named, *former) if one["content"] not in known)]
 
     def _by_id(self, listed: Any) -> list[Token]:
         if not isinstance(listed, dict) or not all(key.isdecimal() for key in listed):
@@ -125,13 +127,24 @@ class SideFiles:
         ordered = sorted(listed, key=int)
         return [self._token(listed[key], f"added_tokens_decoder.{key}") for key in ordered]
 
-    def _extra(self) -> Iterable[Token]:
-        settings = self._settings
-        extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
-        extra = list(extra.values()) if isinstance(extra, dict) else extra
-        if not isinstance(extra, list):
-            raise DataError(f"{self.place}/{CONFIG}: extra_special_tokens must be a list of tokens")
-        return [self._token(token, "extra_special_tokens") | {"special": True} for token in extra]
+    def _extra(self) -> tuple[list[Token], list[Token]]:
+        """Special tokens without a name; those that ``special_tokens_map.json`` gives under the former key,
+        apart, because it counts only where there is no list of them under the present one."""
+        config = self.read(CONFIG)
+        extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+        of_map = {} if "added_tokens_decoder" in config else self.read(SPECIAL_TOKENS)
+        more, former = (of_map.get(f"{key}_special_tokens") or [] for key in ("extra", "additional"))
+        has_list = any(isinstance(one, list) and one for one in (extra, more))
+        tokens = [*self._unnamed(extra), *self._unnamed(more)]
+        return tokens, [] if has_list else self._unnamed(former)
+
+    def _unnamed(self, listed: Any) -> list[Token]:
+        listed = list(listed.values()) if isinstance(listed, dict) else listed
+        if not isinstance(listed, list):
+            raise DataError(
+                f"{self.place}: extra_special_tokens must be a list of tokens, not {shown(listed)}"
+            )
+        return [self._token(token, "extra_special_tokens") | {"special": True} for token in listed]
 
     def _token(self, value: Any, key: str) -> Token:
         """A token written as its text or as an object."""
@@ -179,6 +192,8 @@ def as_transformers(definition: dict[str, Any], side: SideFiles, *, is_file: boo
     is_bpe = definition["model"]["type"] == "BPE"
     is_llama = side.class_name == _LLAMA and is_bpe and not _is_byte_level(definition)
     named = side.named_tokens(_LLAMA_NAMED if is_llama else {})
+    if side.class_name == _GPT2:
+        definition = _with_prefix_space(definition, side.read(CONFIG).get("add_prefix_space"))
     vocab = definition["model"].get("vocab")
     if isinstance(vocab, dict):
         added, table = definition.get("added_tokens") or [], {}
@@ -238,6 +253,15 @@ def _llama(definition: dict[str, Any], side: SideFiles) -> dict[str, Any]:
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": {"type": "BPE", **model, "fuse_unk": True, "byte_fallback": True, "unk_token": None},
     }
+
+
+def _with_prefix_space(definition: dict[str, Any], wanted: Any) -> dict[str, Any]:
+    """What ``add_prefix_space`` of ``tokenizer_config.json`` does to a tokenizer that cuts up text as GPT-2's
+    does; without it the definition holds."""
+    cutting = definition.get("pre_tokenizer") or {}
+    if cutting.get("type") != "ByteLevel" or type(wanted) is not bool:
+        return definition
+    return definition | {"pre_tokenizer": cutting | {"add_prefix_space": wanted}}
 
 
 def template_ids(processor: Any, place: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
