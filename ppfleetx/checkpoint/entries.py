@@ -7,7 +7,7 @@ in it is taken on trust: slices have to cover each element of each tensor once, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import PurePosixPath
@@ -18,7 +18,6 @@ from ppfleetx.checkpoint.slices import (
     NUMPY_OF_DTYPE,
     OPTIMIZER,
     Index,
-    boxes_of_interval,
     covers_once,
 )
 from ppfleetx.config.errors import shown
@@ -38,7 +37,7 @@ class SliceEntry:
     """Where one piece of a tensor lies.
 
     `start` is the position of its first byte in `file`; `crc32` has one checksum for each
-    `CHUNK_BYTES` of its bytes (the last chunk may be shorter).
+    `CHUNK_BYTES` of its bytes (the last chunk may be shorter). Nothing uses `flat`, a key of the format.
     """
 
     offset: Index
@@ -47,19 +46,11 @@ class SliceEntry:
     start: int
     num_bytes: int
     crc32: tuple[str, ...]
-    flat: tuple[int, int] | None = None
+    flat: None = None
 
     @property
     def size(self) -> int:
-        return self.flat[1] - self.flat[0] if self.flat else prod(self.shape)
-
-    def boxes(self) -> Iterator[tuple[Index, Index, int]]:
-        """The piece as boxes contiguous in it: (global offset, shape, position of the first element)."""
-        if self.flat is None:
-            yield self.offset, self.shape, 0
-            return
-        for offset, shape, first in boxes_of_interval(self.shape, *self.flat):
-            yield tuple(o + b for o, b in zip(offset, self.offset, strict=True)), shape, first
+        return prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -195,11 +186,10 @@ def _check_cover(tensors: Sequence[TensorEntry]) -> None:
         if len(entry.slices) == 1:  # its size is right, and it lies within: it is all of the tensor
             continue
         dims = enumerate(entry.shape)
-        cut = [dim for dim, n in dims if any(piece.shape[dim] != n or piece.flat for piece in entry.slices)]
+        cut = [dim for dim, n in dims if any(piece.shape[dim] != n for piece in entry.slices)]
         boxes = [
-            (tuple(offset[dim] for dim in cut), tuple(shape[dim] for dim in cut))
+            (tuple(piece.offset[dim] for dim in cut), tuple(piece.shape[dim] for dim in cut))
             for piece in entry.slices
-            for offset, shape, _ in piece.boxes()
         ]
         corners += len(boxes) << len(cut)
         if corners > _MAX_CORNERS:
@@ -224,8 +214,6 @@ def _problem(entry: TensorEntry) -> str | None:
         extents = zip(piece.offset, piece.shape, entry.shape, strict=True)
         if any(start + length > size for start, length, size in extents):
             return "a slice reaches beyond the tensor"
-        if piece.flat and not piece.flat[0] < piece.flat[1] <= prod(piece.shape):
-            return "a flat interval reaches beyond its box"
         if piece.num_bytes != piece.size * item or len(piece.crc32) != -(-piece.num_bytes // CHUNK_BYTES):
             return "sizes contradict each other"
     if not entry.slices:
@@ -238,21 +226,19 @@ def _problem(entry: TensorEntry) -> str | None:
 def _slice(piece: Any, where: str) -> SliceEntry:
     where = f"a slice of {where}"
     _check_keys(piece, SliceEntry.__dataclass_fields__, where)
-    checksums, flat = piece["crc32"], piece["flat"]
+    checksums = piece["crc32"]
     if not isinstance(checksums, list) or not all(map(_is_crc, checksums)):
         raise ValueError(f"{where} has no proper checksums")
     if not (isinstance(piece["file"], str) and _is_count(piece["start"]) and _is_count(piece["num_bytes"])):
         raise ValueError(f"{where} has no proper file, start and num_bytes")
-    flat = None if flat is None else _index(flat, where)
-    if flat is not None and len(flat) != 2:
-        raise ValueError(f"{where} has the flat interval {shown(flat)}")
+    if piece["flat"] is not None:
+        raise ValueError(f"{where} has the flat interval {shown(piece['flat'])}; no plan cuts a tensor so")
     return SliceEntry(
         **{
             **piece,
             "offset": _index(piece["offset"], where),
             "shape": _index(piece["shape"], where),
             "crc32": tuple(checksums),
-            "flat": flat,
         }
     )
 

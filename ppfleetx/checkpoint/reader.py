@@ -111,7 +111,7 @@ class Checkpoint:
     def _fill(self, entry: TensorEntry, offset: Index, result: np.ndarray) -> None:
         """Read the box at `offset` of `result`'s shape into `result`."""
         piece = entry.slices[0]
-        if len(entry.slices) == 1 and piece.shape == result.shape and piece.flat is None:
+        if len(entry.slices) == 1 and piece.shape == result.shape:
             content = memoryview(result.reshape(-1).view(np.uint8))
             storage.read_range(self.path, piece, 0, piece.num_bytes, into=content)
         else:
@@ -121,40 +121,40 @@ class Checkpoint:
         """Fill `result`, the box at `offset`, from all slices that reach into it."""
         found = 0
         for piece in entry.slices:
-            for box_offset, box_shape, first in piece.boxes():
-                common = intersect((offset, result.shape), (box_offset, box_shape))
-                if common is not None:
-                    found += prod(common[1])
-                    self._copy(piece, (box_offset, box_shape, first), common, result, offset)
+            common = intersect((offset, result.shape), (piece.offset, piece.shape))
+            if common is not None:
+                found += prod(common[1])
+                self._copy(piece, common, result, offset)
         if found != result.size:
             raise CheckpointError(f"checkpoint {self.path} holds {entry.name} with holes or overlaps")
 
     def _copy(
         self,
         piece: SliceEntry,
-        box: tuple[Index, Index, int],
         common: tuple[Index, Index],
         result: np.ndarray,
         result_offset: Index,
     ) -> None:
-        """Copy the box `common` out of a contiguous `box` of `piece`, some rows at a time."""
-        (box_offset, box_shape, first), (offset, shape) = box, common
+        """Copy the box `common` out of `piece`, some rows at a time."""
+        offset, shape = common
         held = result.dtype
         if not shape:
             result[...] = np.frombuffer(storage.read_range(self.path, piece, 0, held.itemsize), held)[0]
             return
-        row_size = prod(box_shape[1:])
+        row_size = prod(piece.shape[1:])
         row_bytes = row_size * held.itemsize
         rows_at_once = max(1, _BLOCK_BYTES // max(row_bytes, 1))
-        inner = tuple(slice(o - b, o - b + n) for o, b, n in zip(offset, box_offset, shape, strict=True))[1:]
+        inner = tuple(slice(o - b, o - b + n) for o, b, n in zip(offset, piece.offset, shape, strict=True))[
+            1:
+        ]
         inner_target = tuple(
             slice(o - r, o - r + n) for o, r, n in zip(offset, result_offset, shape, strict=True)
         )[1:]
         for row in range(offset[0], offset[0] + shape[0], rows_at_once):
             count = min(rows_at_once, offset[0] + shape[0] - row)
-            start = first * held.itemsize + (row - box_offset[0]) * row_bytes
+            start = (row - piece.offset[0]) * row_bytes
             content = storage.read_range(self.path, piece, start, start + count * row_bytes)
-            block = np.frombuffer(content, held).reshape(count, *box_shape[1:])
+            block = np.frombuffer(content, held).reshape(count, *piece.shape[1:])
             target_row = row - result_offset[0]
             result[(slice(target_row, target_row + count), *inner_target)] = block[(slice(None), *inner)]
 

@@ -1,13 +1,12 @@
-"""Boxes, flat intervals and slices of global tensors: arithmetic only, no files.
+"""Boxes and slices of global tensors: arithmetic only, no files.
 
-Legend: a box is (offset, shape) in the global index space of a tensor; a flat interval [a, b) counts
-elements of a box in row-major order. A slice of a tensor is a box, or a flat interval of a box.
+Legend: a box is (offset, shape) in the global index space of a tensor; a slice of a tensor is a box of it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 from math import prod
@@ -55,11 +54,10 @@ class TensorSlice:
         kind: `model` or `optimizer`.
         dtype: element type, a key of NUMPY_OF_DTYPE.
         global_shape: shape of the whole tensor.
-        offset, shape: the box of the global tensor that this piece lies in.
-        data: an array of `shape` (with `flat`: of that many elements), or a function that makes it when
-            its turn comes, so that no more than one copy is alive. bfloat16 comes as its bits in uint16.
+        offset, shape: the box of the global tensor that this piece is.
+        data: an array of `shape`, or a function that makes it when its turn comes, so that no more than one
+            copy is alive. bfloat16 comes as its bits in uint16.
         state: name of the optimizer state (`moment1`, ...); empty for model parameters.
-        flat: the interval of the box held here when it is not the whole box.
         vocab_dim: dimension that counts (padded) vocabulary entries, if one does.
         is_live: whether the array is the tensor's own memory, which the next update changes.
     """
@@ -72,7 +70,6 @@ class TensorSlice:
     shape: Index
     data: np.ndarray | Callable[[], np.ndarray]
     state: str = ""
-    flat: tuple[int, int] | None = None
     vocab_dim: int | None = None
     is_live: bool = False
 
@@ -83,7 +80,7 @@ class TensorSlice:
     @property
     def size(self) -> int:
         """Number of elements in this piece."""
-        return self.flat[1] - self.flat[0] if self.flat else prod(self.shape)
+        return prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
@@ -112,31 +109,6 @@ def intersect(one: tuple[Index, Index], other: tuple[Index, Index]) -> tuple[Ind
     if any(start >= end for start, end in zip(starts, ends, strict=True)):
         return None
     return starts, tuple(end - start for start, end in zip(starts, ends, strict=True))
-
-
-def boxes_of_interval(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[Index, Index, int]]:
-    """A flat interval of a row-major array of `shape`, as boxes that are contiguous in it.
-
-    Yields (offset, shape, position of the box's first element in the interval); at most 2 * ndim - 1.
-    """
-    shape = tuple(shape)
-    if start >= end:
-        return
-    if len(shape) <= 1:
-        yield (start,) * len(shape), (end - start,) * len(shape), 0
-        return
-    row = prod(shape[1:])
-    first, last = -(-start // row), end // row
-    if first > last:  # inside one row
-        for offset, box, at in boxes_of_interval(shape[1:], start - last * row, end - last * row):
-            yield (last, *offset), (1, *box), at
-        return
-    for offset, box, at in boxes_of_interval(shape[1:], start - (first - 1) * row, row):
-        yield (first - 1, *offset), (1, *box), at
-    if first < last:
-        yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]), first * row - start
-    for offset, box, at in boxes_of_interval(shape[1:], 0, end - last * row):
-        yield (last, *offset), (1, *box), last * row - start + at
 
 
 def covers_once(shape: Sequence[int], boxes: Iterable[tuple[Index, Index]]) -> bool:

@@ -52,7 +52,6 @@ def write_safetensors(
                     start=position,
                     num_bytes=piece.num_bytes,
                     crc32=checksums,
-                    flat=piece.flat,
                 )
             )
             position += piece.num_bytes
@@ -228,8 +227,7 @@ def _header(pieces: Sequence[TensorSlice]) -> bytes:
             number += 1
             key = f"{base}#{number}"
         end = position + piece.num_bytes
-        shape = [piece.size] if piece.flat else list(piece.shape)
-        table[key] = {"dtype": piece.dtype, "shape": shape, "data_offsets": [position, end]}
+        table[key] = {"dtype": piece.dtype, "shape": list(piece.shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

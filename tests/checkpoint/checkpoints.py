@@ -40,9 +40,9 @@ def save(output_dir, step=1, epoch=0, *, tensors=None, state=None, run=OWN, keep
     )
 
 
-def piece(name, array, offset=None, global_shape=None, flat=None, shape=None, **more):
+def piece(name, array, offset=None, global_shape=None):
     """A slice of a float32 tensor."""
-    shape = tuple(array.shape) if shape is None else shape
+    shape = tuple(array.shape)
     return TensorSlice(
         name,
         "model",
@@ -51,6 +51,4 @@ def piece(name, array, offset=None, global_shape=None, flat=None, shape=None, **
         offset or (0,) * len(shape),
         shape,
         array,
-        flat=flat,
-        **more,
     )

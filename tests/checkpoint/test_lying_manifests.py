@@ -23,13 +23,10 @@ MATRIX = np.arange(24, dtype=np.float32).reshape(6, 4)
 
 
 def saved(output_dir):
-    """A checkpoint with a tensor in two halves, one in two flat intervals, and a whole one."""
-    flat = MATRIX.ravel()
+    """A checkpoint with a tensor in two halves and a whole one."""
     tensors = [
         piece("halves", MATRIX[:3], (0, 0), (6, 4)),
         piece("halves", MATRIX[3:], (3, 0), (6, 4)),
-        piece("flat", flat[:10], (0, 0), (6, 4), (0, 10), (6, 4)),
-        piece("flat", flat[10:], (0, 0), (6, 4), (10, 24), (6, 4)),
         piece("whole", MATRIX),
     ]
     return save(output_dir, tensors=tensors)
@@ -88,10 +85,7 @@ LIES = {
     "the same half twice": (same_half_twice, "'?model halves'?: its slices overlap and leave holes"),
     "halves that overlap": (set_in("halves", "offset", [2, 0], 1), "halves: its slices overlap"),
     "a half elsewhere": (set_in("halves", "offset", [4, 0], 1), "halves': a slice reaches beyond the tensor"),
-    "the same interval twice": (set_in("flat", "flat", [0, 14], 1), "flat: its slices overlap"),
-    "an interval beyond": (set_in("flat", "flat", [20, 34], 1), "a flat interval reaches beyond its box"),
-    "an empty interval": (set_in("flat", "flat", [10, 10], 1), "a flat interval reaches beyond its box"),
-    "three numbers for an interval": (set_in("flat", "flat", [0, 1, 2], 1), "has the flat interval"),
+    "a part of a half": (set_in("halves", "flat", [0, 5], 1), r"has the flat interval \[0, 5\]; no plan"),
     "the bytes of another slice": (set_in("halves", "start", 0, 1), "slices in .* overlap at byte 0"),
     "half of the bytes": (set_in("halves", "num_bytes", 24, 1), "sizes contradict each other"),
     "a larger shape": (set_in("whole", "shape", [7, 4]), "do not make up the whole tensor"),
@@ -150,7 +144,7 @@ def test_lies_are_refused_wherever_the_manifest_is_read(tmp_path, kind):
 def test_what_is_resealed_and_true_is_read(tmp_path):
     path = saved(tmp_path)
     reseal(path, lambda document: document["tensors"].reverse())
-    for name in ("halves", "flat", "whole"):
+    for name in ("halves", "whole"):
         np.testing.assert_array_equal(open_checkpoint(path).read(name), MATRIX)
 
 

@@ -7,26 +7,10 @@ import pytest
 
 from ppfleetx.checkpoint.manifest import Manifest, rank_directory
 from ppfleetx.checkpoint.reader import open_checkpoint
-from ppfleetx.checkpoint.slices import boxes_of_interval, intersect
+from ppfleetx.checkpoint.slices import intersect
 from ppfleetx.checkpoint.writer import commit, saving, write_rank
 from ppfleetx.config.errors import CheckpointError
 from tests.checkpoint.checkpoints import piece, save
-
-
-@pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 3, 4), (1, 1, 6), (4, 1, 3)])
-def test_an_interval_is_the_union_of_its_boxes(shape):
-    whole = np.arange(np.prod(shape, dtype=int)).reshape(shape)
-    for start, end in product(range(whole.size + 1), repeat=2):
-        if start > end:
-            continue
-        flat, covered = np.arange(start, end), []
-        boxes = list(boxes_of_interval(shape, start, end))
-        for offset, box, first in boxes:
-            values = whole[tuple(slice(o, o + n) for o, n in zip(offset, box, strict=True))].ravel()
-            assert np.array_equal(values, flat[first : first + values.size])
-            covered.extend(values.tolist())
-        assert covered == flat.tolist()
-        assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
 def test_intersection():
@@ -56,20 +40,6 @@ def by_columns_and_rows(array):
             yield piece("w", part.copy(), (row, column), array.shape)
 
 
-def by_flat_intervals(array, cuts):
-    """A tensor in flat intervals, which the format has and today's plans do not write, cut anywhere."""
-    for start, end in zip([0, *cuts], [*cuts, array.size], strict=True):
-        yield piece("w", array.ravel()[start:end], (0, 0), array.shape, (start, end), array.shape)
-
-
-def flat_of_boxes(array):
-    """Flat intervals of boxes, which no plan of today writes either."""
-    for row in (0, 3):
-        part = array[row : row + 3]
-        for start, end in ((0, 10), (10, part.size)):
-            yield piece("w", part.ravel()[start:end], (row, 0), array.shape, (start, end), part.shape)
-
-
 @pytest.mark.parametrize(
     "cut",
     [
@@ -77,8 +47,6 @@ def flat_of_boxes(array):
         by_columns,
         by_rows,
         by_columns_and_rows,
-        lambda a: by_flat_intervals(a, [5, 6, 17, 40]),
-        flat_of_boxes,
     ],
 )
 def test_any_box_of_any_slices(tmp_path, cut, monkeypatch):
