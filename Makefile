@@ -6,8 +6,9 @@ VENV   ?= .venv
 PY      := $(VENV)/bin/python
 OUT     := quickstart# where the configuration below reads and writes
 CONFIG  := ppfleetx/configs/nlp/gpt/pretrain_gpt_tiny.yaml
+ARGS    ?=# further -o Section.key=value of the quickstart
 
-.PHONY: help quickstart test parity lint docs clean
+.PHONY: help quickstart test parity lint docs site docs-test clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,10 +29,10 @@ $(VENV)/.test: $(VENV)/.run
 
 # Training is always asked for: `resume=auto` continues a run that was stopped and leaves a finished one alone.
 quickstart: $(OUT)/data/stdlib_text_document.idx  ## Train a small GPT on this machine's Python sources, and let it write
-	@$(PY) tools/train.py -c $(CONFIG) -o Engine.save_load.resume=auto
+	@$(PY) tools/train.py -c $(CONFIG) -o Engine.save_load.resume=auto $(ARGS)
 	@$(PY) tools/plot_loss.py --metrics $(OUT)/run/metrics.jsonl --output $(OUT)/loss.png
 	@$(PY) tasks/gpt/generation.py -c $(CONFIG) -o Engine.save_load.ckpt_dir=$(OUT)/run \
-		-o 'Generation.prompt=["import os\n\ndef ", "class Node:\n    def __init__(self"]'
+		$(ARGS) -o 'Generation.prompt=["import os\n\ndef ", "class Node:\n    def __init__(self"]'
 	@echo 'Loss curve: $(OUT)/loss.png   checkpoints and metrics: $(OUT)/run'
 
 $(OUT)/corpus.jsonl: | $(VENV)/.run
@@ -60,10 +61,21 @@ lint: $(VENV)/.test  ## Style and layers only
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports
 
-docs: $(VENV)/.run  ## Write docs/config.md, the JSON schema and the tables of docs/parallelism.md and docs/dialects anew
+docs: $(VENV)/.run  ## Write docs/config.md, docs/commands.md, the JSON schema, the tables of docs/parallelism.md and docs/dialects anew
 	$(PY) tools/gen_config_docs.py
+	$(PY) tools/gen_command_docs.py
 	$(PY) tools/gen_parallelism_docs.py
 	$(PY) tools/gen_dialect_docs.py
+
+$(VENV)/.docs: $(VENV)/.run
+	$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	@touch $@
+
+site: $(VENV)/.docs  ## Build the documentation site into ./site; dead links and pages outside the menu are errors
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build
+
+docs-test: $(VENV)/.test  ## Run every shell command of README and docs/ in scratch directories, shrunk where a page says so
+	$(PY) -m tests.docs.run_pages
 
 clean:  ## Remove what the quickstart made (not the virtual environment)
 	rm -rf $(OUT)

@@ -24,6 +24,9 @@ def main() -> int:
     stale = 0
     for dialect in dialects().values():
         page = _ROOT / "docs" / "dialects" / f"{dialect.name}.md"
+        if not page.exists():
+            print(f"not written yet: {page.relative_to(_ROOT)}")
+            continue
         text = page.read_text("utf-8")
         if (fresh := filled(text, dialect)) == text:
             continue

@@ -22,6 +22,7 @@ from pathlib import Path
 from ppfleetx.cli.ranks.start import SCRIPT
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError, UserError
+from ppfleetx.utils.cli import WithPlugins, add_plugin_argument
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,7 +63,10 @@ def run(args: argparse.Namespace) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line."""
-    parser.add_argument("-c", "--config", metavar="FILE", help="configuration both sides start from")
+    parser.add_argument(
+        "-c", "--config", action=WithPlugins, metavar="FILE", help="configuration both sides start from"
+    )
+    add_plugin_argument(parser)
     parser.add_argument("-o", "--override", action="append", default=[], help="override of both sides")
     for side in "ab":
         parser.add_argument(

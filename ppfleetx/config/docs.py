@@ -23,8 +23,9 @@ from ppfleetx.config.plan import LEGAL
 from ppfleetx.config.reading.bases import MAX_CHAIN, MAX_FILES
 from ppfleetx.config.reading.files import MAX_FILE_BYTES
 from ppfleetx.config.reading.parse import MAX_DEPTH, MAX_VALUES
+from ppfleetx.config.sections.engine import CallbackConfig
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.config.words import describe, field_types, section_in
+from ppfleetx.config.words import describe, field_types, item_type, section_in
 
 _HEAD = """\
 # Configuration
@@ -108,13 +109,18 @@ def _without_numbers(sentence: str) -> str:
 def _walk(section: type[Section], prefix: str = "") -> Iterator[tuple[str, type[Section]]]:
     seen: set[type[Section]] = set()
     for name, annotation in field_types(section).items():
-        kind = section_in(annotation)
+        kind = _section_of(annotation)
         if kind is not None and kind not in seen:
             seen.add(kind)
-            alike = [other for other, hint in field_types(section).items() if section_in(hint) is kind]
+            alike = [other for other, hint in field_types(section).items() if _section_of(hint) is kind]
             full = f"{prefix}{name}" if len(alike) == 1 else f"{prefix}{{{','.join(alike)}}}"
             yield full, kind
             yield from _walk(kind, f"{full}.")
+
+
+def _section_of(annotation: Any) -> type[Section] | None:
+    """The section that a key holds, or that each item of its list is."""
+    return section_in(annotation) or section_in(item_type(annotation))
 
 
 def _section_markdown(name: str, section: type[Section]) -> str:
@@ -151,6 +157,8 @@ def _as_yaml(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value)
+    if isinstance(value, CallbackConfig):
+        return value.name
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_as_yaml, value)) + "]"
     return str(value)
@@ -171,6 +179,9 @@ def json_schema() -> dict[str, Any]:
             "description": "False drops what the bases have in this section.",
         }
     _describe_properties(schema, RunConfig)
+    callbacks = schema["$defs"]["EngineConfig"]["properties"]["callbacks"]
+    name = schema["$defs"]["CallbackConfig"]["properties"]["name"]
+    callbacks["items"] = {"anyOf": [callbacks["items"], {"anyOf": name["anyOf"]}]}
     names = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
     schema["properties"]["_base_"] = {**names, "description": "Files this one builds on."}
     return schema

@@ -103,7 +103,7 @@ _EFFECTS: dict[str, Effect] = {
     **_table(Effect.DATA, "Data.tokenizer", "dir tokenizer_file vocab_file merges_file"),
     **_table(Effect.TRAINING, "Data.tokenizer", "eos_token"),
     **_table(Effect.TRAINING, "Global", "seed global_batch_size allow_tf32 flags"),
-    **_table(Effect.NOTHING, "Global", "device local_batch_size micro_batch_size"),
+    **_table(Effect.NOTHING, "Global", "device local_batch_size micro_batch_size plugins"),
     **_table(
         Effect.TRAINING,
         "Engine.mix_precision",
@@ -115,7 +115,7 @@ _EFFECTS: dict[str, Effect] = {
         Effect.NOTHING,
         "Engine",
         "max_steps num_train_epochs run_mode accumulate_steps logging_freq eval_freq test_iters save_load "
-        "checks progress_bar",
+        "checks progress_bar callbacks",
     ),
     **dict.fromkeys(
         ("Distributed", "Generation", "Inference", "Serve", "Offline_Eval", "Profiler"),

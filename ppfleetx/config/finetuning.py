@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ppfleetx.config.fields import RuleError
+from ppfleetx.config.plan import AXES
+from ppfleetx.config.registries import modules_that
 from ppfleetx.config.sections.data import GLUE_OUTPUTS, DatasetConfig
 from ppfleetx.config.sections.root import RunConfig
-
-FINETUNE_MODULE = "GPTFinetuneModule"
 
 
 def glue_task(cfg: RunConfig) -> str | None:
@@ -29,13 +29,14 @@ def finetuning_violations(cfg: RunConfig) -> Iterator[RuleError]:
             ("Engine.save_load.keep_best", "Engine.eval_freq"),
             "the best is found by evaluating: give Data.Eval, and Engine.eval_freq of at least 1",
         )
-    if cfg.Model.module == FINETUNE_MODULE:
+    if cfg.Model.task.classifies:
         yield from _task(cfg)
-        yield from _plan(cfg)
-    elif cfg.Engine.save_load.keep_best == "metric":
+    yield from _plan(cfg)
+    if cfg.Engine.save_load.keep_best == "metric" and not cfg.Model.task.has_metrics:
         yield RuleError(
             ("Engine.save_load.keep_best", "Model.module"),
-            f"only {FINETUNE_MODULE} has a metric; causal language models can keep the best by loss",
+            f"only {modules_that('has_metrics')} has a metric; "
+            "causal language models can keep the best by loss",
         )
 
 
@@ -48,10 +49,11 @@ def _datasets(cfg: RunConfig) -> Iterator[tuple[str, DatasetConfig]]:
 
 def _texts(cfg: RunConfig) -> Iterator[RuleError]:
     for key, dataset in _datasets(cfg):
-        if dataset.is_glue and cfg.Model.module != FINETUNE_MODULE:
+        if dataset.is_glue and not cfg.Model.task.classifies:
             yield RuleError(
                 (f"{key}.name", "Model.module"),
-                f"a GLUE task is learnt by Model.module = {FINETUNE_MODULE}, not by {cfg.Model.module}",
+                f"a GLUE task is learnt by Model.module = {modules_that('classifies')}, "
+                f"not by {cfg.Model.module}",
             )
 
 
@@ -60,7 +62,7 @@ def _task(cfg: RunConfig) -> Iterator[RuleError]:
     for key, dataset in _datasets(cfg):
         if dataset.name != task:
             wanted = "a GLUE task" if task is None else f"the same task everywhere, here {task}"
-            yield RuleError((f"{key}.name",), f"{FINETUNE_MODULE} learns {wanted}")
+            yield RuleError((f"{key}.name",), f"{cfg.Model.module} learns {wanted}")
     for mode in ("Train", "Eval"):
         section = getattr(cfg.Data, mode)
         if section is not None and str(section.dataset.split).startswith("test"):
@@ -75,9 +77,14 @@ def _task(cfg: RunConfig) -> Iterator[RuleError]:
 
 
 def _plan(cfg: RunConfig) -> Iterator[RuleError]:
-    for axis in ("pp", "sep"):
+    for axis in cfg.Model.task.refused_axes:
         if getattr(cfg.plan, axis) > 1:
             yield RuleError(
                 (f"Distributed.{axis}_degree", "Model.module"),
-                f"{FINETUNE_MODULE} runs under dp, mp and sharding; {axis} must be 1",
+                f"{cfg.Model.module} runs under {_others(cfg)}; {axis} must be 1",
             )
+
+
+def _others(cfg: RunConfig) -> str:
+    *first, last = [axis for axis in AXES if axis not in cfg.Model.task.refused_axes]
+    return f"{', '.join(first)} and {last}"

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 
 from ppfleetx.config.fields import RuleError
-from ppfleetx.config.finetuning import FINETUNE_MODULE
 from ppfleetx.config.plan import CONFIG_KEYS, ParallelPlan, Violation, Workload, violations
 from ppfleetx.config.sections.root import RunConfig
 
@@ -16,10 +15,10 @@ def used_lengths(cfg: RunConfig) -> dict[str, int]:
 
     ``Data.Test`` is read for a GLUE task alone, and an offline evaluation reads its own file alone.
     """
-    if cfg.Model.module == "GPTEvalModule":
+    if cfg.Model.task.offline_evaluation:
         return {"Offline_Eval.max_seq_len": cfg.Offline_Eval.max_seq_len}
     splits = {"Train": cfg.Data.Train, "Eval": cfg.Data.Eval}
-    if cfg.Model.module == FINETUNE_MODULE:
+    if cfg.Model.task.classifies:
         splits["Test"] = cfg.Data.Test
     return {
         f"Data.{name}.dataset.max_seq_len": split.dataset.max_seq_len
@@ -63,7 +62,7 @@ def position_violations(cfg: RunConfig) -> Iterator[RuleError]:
             yield RuleError(
                 (key, position_key), f"sequences of {length} tokens exceed max_position_embeddings {longest}"
             )
-    if cfg.Model.module == "GPTGenerationModule" and cfg.Generation.max_dec_len >= longest:
+    if cfg.Model.task.for_generation and cfg.Generation.max_dec_len >= longest:
         yield RuleError(
             ("Generation.max_dec_len", position_key),
             f"{cfg.Generation.max_dec_len} new tokens and a prompt exceed max_position_embeddings {longest}",

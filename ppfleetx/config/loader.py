@@ -9,6 +9,7 @@ from pathlib import Path
 from ppfleetx.config.other_toolkits.fleetx import modernize
 from ppfleetx.config.other_toolkits.fleetx_scope import refuse_left_out
 from ppfleetx.config.other_toolkits.foreign import refuse_foreign
+from ppfleetx.config.plugins import imported_plugins, refuse_unnamed
 from ppfleetx.config.reading.bases import read_with_bases
 from ppfleetx.config.reading.overrides import apply_overrides
 from ppfleetx.config.reading.tree import Node
@@ -72,5 +73,15 @@ def read_config(
     refuse_foreign(tree, frozenset(RunConfig.model_fields))
     tree, more = modernize(apply_overrides(tree, overrides, RunConfig), is_whole=True)
     refuse_left_out(tree)
+    refuse_unnamed(tree)
     cfg, origins = validate(tree, RunConfig)
+    cfg = _with_plugins(cfg)
     return cfg, origins, tuple(dict.fromkeys((*warnings, *more)))
+
+
+def _with_plugins(cfg: RunConfig) -> RunConfig:
+    """``cfg`` with the plugins that this process was given, whose parts it may name."""
+    plugins = tuple(dict.fromkeys((*cfg.Global.plugins, *imported_plugins())))
+    if plugins == cfg.Global.plugins:
+        return cfg
+    return cfg.model_copy(update={"Global": cfg.Global.model_copy(update={"plugins": plugins})})

@@ -10,7 +10,7 @@ from ppfleetx.config.batch import BatchPlan, resolve_batch
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fields import MAX_RANKS, RuleError, Section
-from ppfleetx.config.finetuning import FINETUNE_MODULE, finetuning_violations, glue_task, num_outputs
+from ppfleetx.config.finetuning import finetuning_violations, glue_task, num_outputs
 from ppfleetx.config.lengths import length_violations, position_violations, workload_of
 from ppfleetx.config.plan import AXES, CONFIG_KEYS, ParallelPlan, nearest_plan, violations
 from ppfleetx.config.sections.root import RunConfig, plan_of
@@ -121,7 +121,7 @@ def _with_derived(cfg: RunConfig, batch: BatchPlan) -> RunConfig:
         accumulate_steps=batch.accumulate_steps,
         test_iters=cfg.Engine.test_iters or 10 * cfg.Engine.eval_iters,
     )
-    if cfg.Model.module == FINETUNE_MODULE and glue_task(cfg) is not None:
+    if cfg.Model.task.classifies and glue_task(cfg) is not None:
         cfg = _change(cfg, "Model", num_classes=num_outputs(cfg))
     if cfg.Engine.run_mode == "epoch":  # The length of an epoch is known only with the data.
         return cfg

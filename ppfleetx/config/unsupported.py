@@ -162,7 +162,7 @@ _SWITCHED_OFF = (
     ),
     SwitchedOff(
         ("Model.num_classes",),
-        lambda cfg: cfg.Model.module != "GPTFinetuneModule",
+        lambda cfg: not cfg.Model.task.classifies,
         "only GPTFinetuneModule has classes",
     ),
     SwitchedOff(
@@ -172,22 +172,22 @@ _SWITCHED_OFF = (
     ),
     SwitchedOff(
         ("Data.Test",),
-        lambda cfg: cfg.Model.module != "GPTFinetuneModule",
+        lambda cfg: not cfg.Model.task.classifies,
         "only tools/eval.py with GPTFinetuneModule reads the test set (tools/build_index.py prepares it)",
     ),
     SwitchedOff(
         ("Offline_Eval",),
-        lambda cfg: cfg.Model.module != "GPTEvalModule",
+        lambda cfg: not cfg.Model.task.offline_evaluation,
         "Model.module is not GPTEvalModule; tools/eval.py evaluates on Data.Eval",
     ),
     SwitchedOff(
         _keys("Offline_Eval", "overlapping_eval detokenizer"),
-        lambda cfg: cfg.Model.module == "GPTEvalModule" and cfg.Offline_Eval.cloze_eval,
+        lambda cfg: cfg.Model.task.offline_evaluation and cfg.Offline_Eval.cloze_eval,
         "Offline_Eval.cloze_eval is True",
     ),
     SwitchedOff(
         ("Offline_Eval.cloze_strict",),
-        lambda cfg: cfg.Model.module == "GPTEvalModule" and not cfg.Offline_Eval.cloze_eval,
+        lambda cfg: cfg.Model.task.offline_evaluation and not cfg.Offline_Eval.cloze_eval,
         "Offline_Eval.cloze_eval is False",
     ),
 )

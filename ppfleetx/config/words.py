@@ -8,6 +8,7 @@ from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ppfleetx.config.fields import Says, Section
+from ppfleetx.config.registry import Registered
 
 
 @cache
@@ -94,7 +95,7 @@ def describe(annotation: Any) -> str:
 def _describe_one(part: Any) -> str:
     if get_origin(part) is Annotated and get_origin(_bare(part)) in (Union, types.UnionType):
         return describe(_bare(part))
-    says = [meta.words for meta in getattr(part, "__metadata__", ()) if isinstance(meta, Says)]
+    says = [meta.words for meta in getattr(part, "__metadata__", ()) if isinstance(meta, (Says, Registered))]
     if says:
         return says[-1]
     if get_origin(_bare(part)) is Literal:

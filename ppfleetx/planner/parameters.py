@@ -56,7 +56,7 @@ def _held(
         groups.insert(0, edges["embedding"])
     if last:
         end = dict(edges["head"])
-        if not first and model.tie_word_embeddings and model.module != "GPTFinetuneModule":
+        if not first and model.tie_word_embeddings and not model.task.classifies:
             end[_WORD_EMBEDDING] = edges["embedding"][_WORD_EMBEDDING]
         groups.append(end)
     sizes = [size for group in groups for size in group.values()]

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 from ppfleetx.config.errors import UserError
 from ppfleetx.utils.installed import not_installed
@@ -29,12 +30,33 @@ _LAUNCHER_LOOKS_SECONDS = 5.0
 _GRACE_SECONDS = 20.0
 
 
+class WithPlugins(argparse.Action):
+    """Stores what it is given, and imports the plugins that the command line or the environment names."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        from ppfleetx.utils.plugins import import_named_plugins
+
+        if self.dest == "plugin":
+            import_named_plugins([values])
+            values = [*getattr(namespace, self.dest), values]
+        else:
+            import_named_plugins()
+        setattr(namespace, self.dest, values)
+
+
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``-c FILE`` and any number of ``-o Section.key=value``."""
+    """Add ``-c FILE``, any number of ``-o Section.key=value``, and any number of ``--plugin MODULE``."""
     parser.add_argument(
         "-c",
         "--config",
         required=True,
+        action=WithPlugins,
         metavar="FILE",
         help="YAML configuration, a directory with a config.yaml, or a name that `ppfleetx configs` lists",
     )
@@ -45,6 +67,19 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="Section.key=value",
         help="replace one value of the configuration; may be given many times",
+    )
+    add_plugin_argument(parser)
+
+
+def add_plugin_argument(parser: argparse.ArgumentParser) -> None:
+    """Add any number of ``--plugin MODULE``; the modules are imported as the command line is read."""
+    parser.add_argument(
+        "--plugin",
+        action=WithPlugins,
+        default=[],
+        metavar="MODULE",
+        help="import a Python module of yours that registers callbacks, optimizers, layers, ...; may be "
+        "given many times (PPFLEETX_PLUGINS=module,module does the same)",
     )
 
 

@@ -169,22 +169,37 @@ def import_paddle() -> None:
     """
     if "paddle" in sys.modules:
         return
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), warnings.catch_warnings(), _quick_imports():
-        # Said on every machine without a compiler cache; we compile nothing.
-        warnings.filterwarnings("ignore", message="No ccache found")
+    with loading_paddle():
         try:
             importlib.import_module("paddle")
         except ModuleNotFoundError as error:
             raise not_installed(error) or error from None
-    _undo_root_logging(said)
+
+
+@contextlib.contextmanager
+def loading_paddle() -> Iterator[None]:
+    """Within it something is imported that may import Paddle: what :func:`import_paddle` says of it holds.
+
+    Where Paddle is imported already, nothing is done.
+    """
+    if "paddle" in sys.modules:
+        yield
+        return
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), warnings.catch_warnings(), _quick_imports():
+            # Said on every machine without a compiler cache; we compile nothing.
+            warnings.filterwarnings("ignore", message="No ccache found")
+            yield
+    finally:
+        _undo_root_logging(said)
+        banner = ("WARNING: OMP_NUM_THREADS set to", "PLEASE USE OMP_NUM_THREADS WISELY")
+        for line in said.getvalue().splitlines():
+            if not line.startswith(banner):
+                print(line, file=sys.stderr)
     # Paddle's C++ handler would print a stack trace; SIGTERM just ends the process until a run takes it over.
-    if threading.current_thread() is threading.main_thread():
+    if "paddle" in sys.modules and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    banner = ("WARNING: OMP_NUM_THREADS set to", "PLEASE USE OMP_NUM_THREADS WISELY")
-    for line in said.getvalue().splitlines():
-        if not line.startswith(banner):
-            print(line, file=sys.stderr)
 
 
 @contextlib.contextmanager

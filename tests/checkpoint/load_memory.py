@@ -63,7 +63,7 @@ def _runner(plan: dict[str, int], world: int, model: dict[str, int] | None) -> t
     import paddle
 
     from ppfleetx.config.loader import load_config
-    from ppfleetx.core.module.registry import build_module
+    from ppfleetx.core.module.build import build_module
     from ppfleetx.distributed.init import init_distributed
     from ppfleetx.parallel.apply import parallelize
     from tests.e2e.program import NANO, SETTINGS

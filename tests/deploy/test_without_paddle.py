@@ -142,6 +142,7 @@ def arguments(tmp_path: Path) -> dict[str, list[str]]:
         "tools/convert_fleetx_data.py": ["--input", str(tmp_path / "old"), "--output-prefix", "new"],
         "tools/eval.py": [*from_run, *data],
         "tools/export.py": [*from_run, "-o", f"Engine.save_load.output_dir={tmp_path / 'export'}"],
+        "tools/gen_command_docs.py": ["--check"],
         "tools/gen_config_docs.py": ["--check"],
         "tools/gen_dialect_docs.py": ["--check"],
         "tools/gen_parallelism_docs.py": ["--check"],

@@ -29,15 +29,12 @@ class Plan:
     mp: int = 1
     pp: int = 1
     sharding: int = 1
-    stage: int = 1
-    split_param: bool = False
     sequence_parallel: bool = False
     virtual: int = 1
     layers: int = 2
     accumulate: int = 1
-    tied: bool = True
     recompute: bool = False
-    overlap: str = ""  # option of pp_configs or sharding_configs that starts communication early
+    p2p_overlap: bool = False  # activations are sent while others are computed
     mark_shared: bool = True  # False: Paddle as it is, with the tied gradient counted twice
     steps: int = 4
     learning_rate: float = 1e-2
@@ -132,7 +129,7 @@ class Block(nn.Layer):
         self.up, self.down = column(plan, f"{index}.up", 4 * HIDDEN), row(plan, f"{index}.down", 4 * HIDDEN)
 
     def forward(self, x):
-        if self.plan.recompute and self.plan.pp == 1:
+        if self.plan.recompute:
             return fleet.utils.recompute(self._forward, x)
         return self._forward(x)
 
@@ -167,17 +164,6 @@ def logits_of(plan: Plan, x, weight):
     return paddle.matmul(x.transpose([1, 0, 2]), weight, transpose_y=True)
 
 
-class Head(nn.Layer):
-    """The last pipeline stage's own copy of the tied weight, or an untied one."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self.plan, self.words = plan, Words(plan, "head")
-
-    def forward(self, x):
-        return logits_of(self.plan, x, self.words.tied_weight)
-
-
 def token_loss(plan: Plan):
     parallel = mpu.ParallelCrossEntropy() if plan.mp > 1 else None
 
@@ -198,14 +184,12 @@ class Whole(nn.Layer):
         self.words, self.positions = Words(plan, "words"), Positions(plan)
         self.blocks = nn.LayerList([Block(plan, i) for i in range(plan.layers)])
         self.final = FinalNorm(plan)
-        self.head = None if plan.tied else Head(plan)
 
     def forward(self, tokens):
         x = self.positions(self.words(tokens))
         for block in self.blocks:
             x = block(x)
-        x = self.final(x)
-        return self.head(x) if self.head is not None else logits_of(self.plan, x, self.words.tied_weight)
+        return logits_of(self.plan, self.final(x), self.words.tied_weight)
 
 
 def pipeline(plan: Plan) -> mpu.PipelineLayer:
@@ -213,12 +197,8 @@ def pipeline(plan: Plan) -> mpu.PipelineLayer:
         return logits_of(plan, x, layer.tied_weight)
 
     words = mpu.SharedLayerDesc("words", Words, shared_weight_attr="tied_weight", plan=plan, name="words")
-    last = (
-        mpu.SharedLayerDesc(
-            "words", Words, tied_head, shared_weight_attr="tied_weight", plan=plan, name="words"
-        )
-        if plan.tied
-        else mpu.LayerDesc(Head, plan)
+    last = mpu.SharedLayerDesc(
+        "words", Words, tied_head, shared_weight_attr="tied_weight", plan=plan, name="words"
     )
     hcg = fleet.get_hybrid_communicate_group()
     model = mpu.PipelineLayer(
@@ -233,8 +213,6 @@ def pipeline(plan: Plan) -> mpu.PipelineLayer:
         loss_fn=token_loss(plan),
         seg_method="layer:Block",
         num_virtual_pipeline_stages=plan.virtual if plan.virtual > 1 else None,
-        recompute_interval=1 if plan.recompute else 0,
-        recompute_ctx={"mp_group": hcg.get_model_parallel_group(), "offload": False, "partition": False},
     )
     # Paddle compares p.name with the attribute's name, never finds the tied weight, and counts its
     # gradient once per stage in the global norm.
@@ -263,10 +241,7 @@ def init_fleet(plan: Plan) -> None:
     }
     # Every model-parallel rank reads the same data by itself.
     strategy.hybrid_configs["mp_configs"].need_broadcast_data = False
-    strategy.hybrid_configs["sharding_configs"].split_param = plan.split_param
-    if plan.overlap:
-        kind = "pp_configs" if plan.pp > 1 else "sharding_configs"
-        setattr(strategy.hybrid_configs[kind], plan.overlap, True)
+    strategy.hybrid_configs["pp_configs"].overlap_p2p_comm = plan.p2p_overlap
     strategy.pipeline_configs = {
         "accumulate_steps": plan.accumulate,
         "micro_batch_size": BATCH // plan.accumulate // plan.dp // plan.sharding,
@@ -274,21 +249,6 @@ def init_fleet(plan: Plan) -> None:
         "enable_partial_send_recv": not plan.sequence_parallel,
     }
     fleet.init(is_collective=True, strategy=strategy)
-
-
-def wrap(plan: Plan, model, optimizer):
-    hcg = fleet.get_hybrid_communicate_group()
-    if plan.sharding > 1 and plan.stage > 1:
-        from paddle.distributed.sharding import group_sharded_parallel
-
-        level = {2: "os_g", 3: "p_g_os"}[plan.stage]
-        extra = {"segment_size": 64, "exclude_layer": ["Embedding"]} if plan.stage == 3 else {}
-        group = hcg.get_sharding_parallel_group()
-        if plan.dp > 1:
-            extra["dp_group"] = hcg.get_data_parallel_group()
-        model, optimizer, _ = group_sharded_parallel(model, optimizer, level, group=group, **extra)
-        return model, optimizer
-    return fleet.distributed_model(model), fleet.distributed_optimizer(optimizer)
 
 
 def train(**fields) -> dict:
@@ -308,19 +268,9 @@ def train(**fields) -> dict:
             grad_clip=nn.ClipGradByGlobalNorm(0.5),
         )
         if not serial:
-            model, optimizer = wrap(plan, model, optimizer)
-            if plan.split_param:
-                copy_shared_marks(optimizer._inner_opt, model.parameters())
-        cpu_backend.reset_traffic()
+            model, optimizer = fleet.distributed_model(model), fleet.distributed_optimizer(optimizer)
         losses = [step(plan, model, optimizer, number) for number in range(plan.steps)]
-    return {"losses": losses, "data_rank": data_rank(plan), "traffic": traffic_by_axis(plan)}
-
-
-def copy_shared_marks(sharded, parameters) -> None:
-    """Sharding v2 makes slice parameters that forget ``is_firstly_shared``."""
-    for parameter in parameters:
-        if hasattr(parameter, "is_firstly_shared"):
-            sharded._slice_params[parameter.name].is_firstly_shared = parameter.is_firstly_shared
+    return {"losses": losses, "data_rank": data_rank(plan)}
 
 
 def data_rank(plan: Plan) -> int:
@@ -339,42 +289,10 @@ def step(plan: Plan, model, optimizer, number: int) -> float:
     losses = []
     loss_fn = token_loss(plan)
     parts = [paddle.split(tensor, plan.accumulate) for tensor in (tokens, labels)]
-    for index, (inputs, targets) in enumerate(zip(*parts, strict=True)):
-        last = index == plan.accumulate - 1
-        if plan.dp > 1 and plan.mp == plan.sharding == 1 and not last:
-            with model.no_sync():
-                loss = loss_fn(model(inputs), targets) / plan.accumulate
-                loss.backward()
-        else:
-            loss = loss_fn(model(inputs), targets) / plan.accumulate
-            loss.backward()
+    for inputs, targets in zip(*parts, strict=True):
+        loss = loss_fn(model(inputs), targets) / plan.accumulate
+        loss.backward()
         losses.append(float(loss.item()))
     optimizer.step()
     optimizer.clear_grad()
     return sum(losses)
-
-
-def traffic_by_axis(plan: Plan) -> dict:
-    if plan.dp * plan.mp * plan.pp * plan.sharding == 1:
-        return {}
-    hcg = fleet.get_hybrid_communicate_group()
-    groups = {
-        "dp": hcg.get_data_parallel_group(),
-        "mp": hcg.get_model_parallel_group(),
-        "pp": hcg.get_pipe_parallel_group(),
-        "sharding": hcg.get_sharding_parallel_group(),
-    }
-    counted = cpu_backend.traffic()
-    return {axis: counted[g.id]["operations"] for axis, g in groups.items() if g.id in counted}
-
-
-def row_parallel_gradient_is_wrong() -> bool:
-    init_fleet(Plan(mp=2))
-    layer = mpu.RowParallelLinear(8, 6, input_is_parallel=False, has_bias=False)
-    x = paddle.ones([3, 8])
-    x.stop_gradient = False
-    try:
-        layer(x).sum().backward()
-    except (RuntimeError, ValueError, OSError):
-        return True
-    return list(x.grad.shape) != [3, 8]

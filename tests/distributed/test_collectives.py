@@ -27,11 +27,6 @@ def test_large_payloads(ranks, size):
     ranks(size).run(CASES + "ring", rounds=2, count=400000)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int32"])
-def test_mean(ranks, dtype):
-    ranks(3).run(CASES + "mean", dtype=dtype)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("count", [1000, 30001])
 def test_sum_is_in_rank_order_and_equal_on_all_ranks(ranks, dtype, count):
@@ -77,20 +72,6 @@ def test_objects(ranks):
 
 def test_forked_children_do_not_hold_the_connections(ranks):
     assert ranks(3).run(CASES + "connections_of_a_forked_child") == [0, 0, 0]
-
-
-def test_unused_parameters_count_as_zero(ranks):
-    first, second = ranks(2).run(CASES + "unused_parameter", find=True)
-    # Two accumulated passes: the averaged first is part of what the second one averages.
-    assert first == second
-    assert first[0] == pytest.approx(8.0)
-    assert first[1] == pytest.approx(4.0)
-    assert first[2] is None
-
-
-def test_unused_parameters_are_reported(ranks):
-    outcomes = ranks(2).call(CASES + "unused_parameter", find=False)
-    assert all("find_unused_parameters" in (o.error or "") for o in outcomes)
 
 
 def test_traffic_is_the_textbook_volume(ranks):

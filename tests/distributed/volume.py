@@ -40,7 +40,7 @@ def step(overrides: dict[str, Any], micro_batch_size: int, world: int) -> dict[s
     import paddle
 
     from ppfleetx.config.loader import load_config
-    from ppfleetx.core.module.registry import build_module
+    from ppfleetx.core.module.build import build_module
     from ppfleetx.distributed.cpu import backend as cpu_backend
     from ppfleetx.distributed.init import init_distributed
     from ppfleetx.parallel.apply import parallelize

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ppfleetx.config.registries import CALLBACKS, CallbackTraits
 from tests.e2e.program import plan_overrides
 from tests.helpers.ranks import Pools
 from tests.helpers.texts import small_tokenizer
@@ -109,28 +110,35 @@ def _load(values: Mapping[str, Any], world: int, config: str) -> tuple[Any, Any]
     return cfg, init_distributed(cfg)
 
 
-def train(values: Mapping[str, Any], world: int, config: str, stop_after: int | None = None) -> None:
-    """In a rank: what tools/train.py does, but for starting Paddle; ends like Ctrl-C after some steps."""
+CALLBACKS.register("stop_after", "tests.e2e.finetuning:stop_after", traits=CallbackTraits(ranks="all"))
+
+
+def stop_after(run: Any, steps: int) -> Any:
+    """A callback that does what Ctrl-C does, after so many steps."""
     import os
     import signal
 
-    import paddle
-
     from ppfleetx.core.engine.callbacks.base import Callback
-    from ppfleetx.core.programs import train as build
 
     class Stop(Callback):
         def on_step_end(self, engine: Any, record: Any) -> None:
-            if record.step == stop_after:
+            if record.step == steps:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    callbacks = build._callbacks
-    build._callbacks = lambda *arguments: [*callbacks(*arguments), Stop()]
-    try:
-        with paddle.utils.unique_name.guard():
-            build.train(*_load(values, world, config))
-    finally:
-        build._callbacks = callbacks
+    return Stop()
+
+
+def train(values: Mapping[str, Any], world: int, config: str, stop_after: int | None = None) -> None:
+    """In a rank: what tools/train.py does, but for starting Paddle; ends like Ctrl-C after some steps."""
+    import paddle
+
+    from ppfleetx.core.programs.train import train
+
+    if stop_after is not None:
+        stop = f"[default, {{name: stop_after, options: {{steps: {stop_after}}}}}]"
+        values = {**values, "Engine.callbacks": stop}
+    with paddle.utils.unique_name.guard():
+        train(*_load(values, world, config))
 
 
 def evaluate(values: Mapping[str, Any], world: int, config: str = GLUE) -> dict[str, float]:

@@ -10,6 +10,7 @@ import pytest
 from ppfleetx.checkpoint.ownership import Ownership
 from ppfleetx.config.errors import DataError
 from ppfleetx.config.loader import load_config
+from ppfleetx.core.engine.callbacks.build import CallbackList
 from ppfleetx.core.engine.engine import Engine
 from ppfleetx.core.engine.pace import Pace
 from ppfleetx.core.engine.run import EvalRecord
@@ -75,7 +76,14 @@ def test_an_evaluation_cut_short_is_made_up_for_on_resume(
 ) -> None:
     recorder, cfg, ctx = Recorder(), load_config(NANO, ["Engine.checks=off"]), ParallelContext.single()
     saver = Saver(cfg, ctx, tmp_path, {}, Ownership("a run"))
-    engine = Engine(cfg, ctx, recorder, saver=saver, callbacks=[recorder], pace=Pace(4, eval_every=4))
+    engine = Engine(
+        cfg,
+        ctx,
+        recorder,
+        saver=saver,
+        callbacks=CallbackList([("recorder", recorder)]),
+        pace=Pace(4, eval_every=4),
+    )
     engine.state = TrainState(step=4, evaluated_step=evaluated)
     engine.fit([], eval_loader=[[{}]])
     assert recorder.steps == expected

@@ -94,7 +94,7 @@ class Outcome:
             has_to_be_converted = self.tool == "init_from" and case.kind in (HF, MEGATRON)
             is_right = self.code == (REFUSED if has_to_be_converted else 0)
         elif self.tool == "verify":
-            is_right = self.code in (REFUSED, DAMAGED)
+            is_right = self.code in (REFUSED, DAMAGED) or (case.is_readable and self.code == 0)
         else:
             is_right = (
                 self.code == REFUSED and self.text.startswith("error: ") + self.text.count("\nerror: ") == 1

@@ -66,6 +66,7 @@ class Case:
         kind: what it pretends to be: HF, FLEETX, MEGATRON, OURS or TOKENIZER.
         may_pass: whether the damage may be of no importance, so that a tool may also accept it.
         is_sound: nothing is wrong with it, and the tools have to accept it.
+        is_readable: only who knows the model can tell; the file itself, and each tensor in it, is whole.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Case:
     kind: str
     may_pass: bool = False
     is_sound: bool = False
+    is_readable: bool = False
 
 
 def all_cases(canary: Path, seed: int) -> list[Case]:
@@ -259,7 +261,8 @@ def _fleetx() -> Iterator[Case]:
         "q without k and v": split,
         "texts": sound | {name: "text"},
     }.items():
-        yield Case(f"pdparams, {what}", alone("model.pdparams", pickle.dumps(tree, 4)), FLEETX)
+        write = alone("model.pdparams", pickle.dumps(tree, 4))
+        yield Case(f"pdparams, {what}", write, FLEETX, is_readable=True)
     for what, other in {
         "other shapes": sound | {name: np.zeros((5, 5), np.float32)},
         "scalars": {key: np.zeros(()) for key in sound},

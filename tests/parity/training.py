@@ -147,7 +147,7 @@ def build(
 ) -> tuple[Any, Any, Any]:
     """Configuration, context and runner, as the program makes them."""
     from ppfleetx.config.loader import load_config
-    from ppfleetx.core.module.registry import build_module
+    from ppfleetx.core.module.build import build_module
     from ppfleetx.distributed import collectives
     from ppfleetx.distributed.init import init_distributed
     from ppfleetx.parallel import sharding

@@ -16,7 +16,6 @@ from ppfleetx.checkpoint.foreign.ours import load_tokenizer, read_ppfleetx, writ
 from ppfleetx.checkpoint.foreign.weights import Weights, fitted, network_of
 from ppfleetx.config.effects import network
 from ppfleetx.config.errors import CheckpointError, DataError, shown
-from ppfleetx.config.finetuning import FINETUNE_MODULE
 from ppfleetx.config.loader import read_config
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.sections.model import ModelConfig
@@ -198,7 +197,7 @@ def _refuse_finetuned(job: Conversion, weights: Weights, model: ModelConfig) -> 
             f"{weights.place} holds adapters (Model.lora) for frozen weights; make one model of both first: "
             f"tools/merge_lora.py --input {job.input} --output DIR"
         )
-    if model.module == FINETUNE_MODULE:
+    if model.task.classifies:
         raise CheckpointError(
             f"{weights.place} is a classifier; only language models are written in Hugging Face's format"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -21,6 +21,8 @@ from ppfleetx.config.fields import (
     Seed,
     Text,
 )
+from ppfleetx.config.registries import CALLBACKS
+from ppfleetx.config.registry import Registered
 
 
 class GlobalConfig(Section):
@@ -46,6 +48,10 @@ class GlobalConfig(Section):
     16 bits stay as they are."""
     flags: dict[str, Bool | Int | Float | Text] = Field(default_factory=dict)
     """Paddle flags set before the first operation, e.g. `FLAGS_cudnn_deterministic: true`."""
+    plugins: tuple[Text, ...] = ()
+    """Modules that this configuration needs, e.g. `[my_package.my_callbacks]`: they register parts that it
+    names. A file cannot make code run: it is refused until the command line (`--plugin`) or
+    `PPFLEETX_PLUGINS` names them too. A run adds the plugins it was given."""
 
 
 class MixedPrecisionConfig(Section):
@@ -144,6 +150,20 @@ class SaveLoadConfig(Section):
         return self
 
 
+class CallbackConfig(Section):
+    """One callback."""
+
+    name: Annotated[str, Registered(CALLBACKS)]
+    """A name that ships or that a plugin has registered."""
+    options: dict[str, Bool | Int | Float | Text] = Field(default_factory=dict)
+    """What the callback is made with."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
 class EngineConfig(Section):
     """The training loop."""
 
@@ -172,6 +192,12 @@ class EngineConfig(Section):
     describes both."""
     progress_bar: Literal["auto"] | Bool = "auto"
     """A progress bar instead of a stream of lines; `auto`: on a terminal."""
+    callbacks: tuple[CallbackConfig, ...] = (CallbackConfig(name="default"),)
+    """Who is told of steps and evaluations, in this order; each item is a name or
+    `{name: ..., options: {...}}`. The list replaces the default one. `default` stands for progress,
+    train_log, metrics, memory, visual_dl, profiler and predictions, so
+    `[default, {name: my_csv, options: {file: loss.csv}}]` adds one to them. docs/extending.md says how
+    to write one."""
 
 
 class ProfilerSummaryConfig(Section):

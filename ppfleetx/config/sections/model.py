@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import model_validator
 
@@ -21,6 +21,8 @@ from ppfleetx.config.fields import (
     Size,
     UnitFloat,
 )
+from ppfleetx.config.registries import MODULES, ModuleTraits
+from ppfleetx.config.registry import Registered
 from ppfleetx.config.sections.lora import LoraConfig
 from ppfleetx.config.sections.rope import RopeScalingConfig
 
@@ -28,8 +30,9 @@ from ppfleetx.config.sections.rope import RopeScalingConfig
 class ModelConfig(Section):
     """Shape of the GPT and of its computation. Lengths count tokens, widths count features."""
 
-    module: Literal["GPTModule", "GPTEvalModule", "GPTGenerationModule", "GPTFinetuneModule"] = "GPTModule"
-    """What is done with the model: pretraining, offline evaluation, generation or finetuning."""
+    module: Annotated[str, Registered(MODULES)] = "GPTModule"
+    """What is done with the model: pretraining, offline evaluation, generation or finetuning, or a task of
+    your own (docs/extending.md)."""
     name: Literal["GPT"] = "GPT"
     """Model family."""
     vocab_size: Size
@@ -136,6 +139,11 @@ class ModelConfig(Section):
     task's own number."""
     lora: LoraConfig | None = None
     """Train low-rank adapters and freeze the rest; null: train all weights."""
+
+    @property
+    def task(self) -> ModuleTraits:
+        """What the task named by `module` is."""
+        return MODULES.traits(self.module)
 
     @property
     def padded_vocab_size(self) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import UserError
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.core.engine.callbacks.base import Callback
+from ppfleetx.core.engine.callbacks.build import CallbackList
 from ppfleetx.core.engine.measure import Measure, TokenLoss
 from ppfleetx.core.engine.pace import Pace
 from ppfleetx.core.engine.run import EvalRecord, StepRecord
@@ -19,6 +20,7 @@ from ppfleetx.core.engine.state import TrainState
 from ppfleetx.core.engine.watch import Watch
 from ppfleetx.data.tasks.glue_metrics import main_metric
 from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.together import settle
 from ppfleetx.optims.schedules import Schedule
 from ppfleetx.parallel.runner import MicroBatch, NonFiniteError, Runner
 from ppfleetx.utils.log import get_logger
@@ -40,7 +42,7 @@ class Engine:
         runner: executes steps.
         schedule: learning rate and weight decay of each step; None when only evaluating.
         saver: writes checkpoints; None when only evaluating.
-        callbacks: told in this order.
+        callbacks: told in this order; None: nobody is.
         samples_per_epoch: samples in one pass over the training split.
         pace: length of the run, and when it evaluates and saves.
         new_measure: makes what an evaluation computes.
@@ -54,7 +56,7 @@ class Engine:
         *,
         schedule: Schedule | None = None,
         saver: Saver | None = None,
-        callbacks: Sequence[Callback] = (),
+        callbacks: CallbackList | None = None,
         samples_per_epoch: float = math.inf,
         pace: Pace = NO_TRAINING,
         new_measure: Callable[[], Measure] = TokenLoss,
@@ -64,7 +66,9 @@ class Engine:
         self.state = TrainState()
         self.pace, self._new_measure = pace, new_measure
         self._saver = saver
-        self._callbacks = list(callbacks)
+        self._callbacks = callbacks or CallbackList()
+        self._callback_error: UserError | None = None
+        self._is_fitting = False
         self._watch = Watch(cfg, ctx, samples_per_epoch)
         self._saved_step = -1
 
@@ -72,6 +76,10 @@ class Engine:
     def max_steps(self) -> int:
         """Optimizer steps of the whole run."""
         return self.pace.max_steps
+
+    def callback_states(self) -> dict[str, Any]:
+        """What the callbacks of this rank keep, by name."""
+        return self._callbacks.state()
 
     def fit(self, train_loader: Loader, eval_loader: Loader | None = None) -> None:
         """Train from ``state.step`` to exactly ``max_steps`` optimizer steps, and save at the end.
@@ -82,7 +90,7 @@ class Engine:
             UserError: the loss or the gradient is not finite, the data ended early or cannot be read, the
                 ranks do not hold what they should, a checkpoint cannot be saved; the same on all ranks.
         """
-        self._saved_step = self.state.step
+        self._saved_step, self._is_fitting = self.state.step, True
         self._log_start()
         try:
             with StopRequest() as stop, self._saver.completing():
@@ -93,6 +101,7 @@ class Engine:
                 self._evaluate_if_missing(eval_loader, stop)
                 self._train(iter(train_loader), eval_loader, stop)
                 self._save_once()
+                settle(self.ctx, self._callback_error)
             if stop and self.state.step < self.max_steps:
                 get_logger().info(
                     f"stopped by {stop.signal_name or 'a signal to another rank'} after global step "
@@ -100,6 +109,7 @@ class Engine:
                     "the same command with -o Engine.save_load.resume=auto continues"
                 )
         finally:
+            self._is_fitting = False
             self._tell("on_fit_end")
 
     def evaluate(self, loader: Loader, stop: StopRequest | None = None) -> EvalRecord | None:
@@ -167,6 +177,8 @@ class Engine:
         self, batches: Iterator[Sequence[MicroBatch]]
     ) -> tuple[Sequence[MicroBatch] | None, UserError | None]:
         """The next batch, or why there is none: the other ranks have to know before anything is raised."""
+        if self._callback_error is not None:
+            return None, self._callback_error
         try:
             micro_batches = next(batches, None)
         except UserError as error:
@@ -231,8 +243,18 @@ class Engine:
             get_logger().info(f"training continues at global step {self.state.step + 1} of {self.max_steps}")
 
     def _tell(self, hook: str, *args: object) -> None:
+        """Call a hook of every callback. A mistake of the user that one finds ends training before the next
+        step, on all ranks; outside training it is raised when all callbacks have been told."""
+        found: UserError | None = None
         for callback in self._callbacks:
-            getattr(callback, hook)(self, *args)
+            try:
+                getattr(callback, hook)(self, *args)
+            except UserError as error:
+                found = found or error
+        if self._is_fitting:
+            self._callback_error = self._callback_error or found
+        elif found is not None:
+            raise found
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -35,6 +35,13 @@ class Run(Protocol):
     @property
     def max_steps(self) -> int:
         """Optimizer steps of the whole run."""
+
+    def callback_states(self) -> dict[str, Any]:
+        """What the callbacks of this rank keep, by name: JSON values.
+
+        Raises:
+            CheckpointError: one of them cannot be saved.
+        """
 
 
 @dataclass(frozen=True)

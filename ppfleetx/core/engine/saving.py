@@ -155,9 +155,16 @@ class Saver:
         return [*model_slices(parameters), *optimizer_slices(states, parameters)]
 
     def _state(self, run: Run) -> dict[str, Any]:
+        callbacks: dict[str, Any] = {}
+        try:
+            with joint_errors(self._ctx, name_ranks=False):
+                callbacks = run.callback_states()
+        except UserError as error:
+            raise CheckpointError(str(error)) from error
         return {
             "train": run.state.to_json(),
             "schedule": run.schedule.state(),
             **gather_rng_state(self._ctx),
             "scaler": run.runner.scaler_state(),
+            **({"callbacks": callbacks} if callbacks else {}),
         }

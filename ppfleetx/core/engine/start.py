@@ -18,7 +18,6 @@ from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.rng import restore_rng_state
 from ppfleetx.checkpoint.tensors import load_masters, load_model, load_optimizer
 from ppfleetx.config.errors import CheckpointError
-from ppfleetx.config.finetuning import FINETUNE_MODULE
 from ppfleetx.config.sections.root import ModelConfig, RunConfig, SaveLoadConfig
 from ppfleetx.core.engine.agreement import Fingerprints, check_resumed, check_same_function, tell_changes
 from ppfleetx.core.engine.run_directory import CKPT_DIR, INIT_FROM, RESUME
@@ -172,7 +171,7 @@ class Start:
 
 def _left_out(model: ModelConfig) -> tuple[str, ...]:
     """What a pretrained model may have and its finetuning has not: the language model's own head."""
-    return ("head.weight", "head.bias") if model.module == FINETUNE_MODULE else ()
+    return ("head.weight", "head.bias") if model.task.classifies else ()
 
 
 def find_start(options: SaveLoadConfig, output_dir: Path | None, ctx: ParallelContext) -> Start:

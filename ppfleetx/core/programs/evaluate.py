@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from ppfleetx.distributed.context import ParallelContext
     from ppfleetx.parallel.runner import Runner
 
-MODULE = "GPTEvalModule"
 RESULT_FILE = "eval_result.json"
 
 
@@ -99,7 +98,7 @@ def run(path: str, overrides: Sequence[str]) -> None:
 
 def run_loaded(cfg: RunConfig) -> None:
     """:func:`run` for a configuration that is loaded already."""
-    if cfg.Model.module == MODULE:
+    if cfg.Model.task.offline_evaluation:
         _run_offline(cfg)
         return
     cfg, ctx = start_with(cfg, reads=("Eval", "Test"))

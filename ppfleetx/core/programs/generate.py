@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.checkpoint.foreign.ours import find_tokenizer_dir
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.finetuning import FINETUNE_MODULE
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.programs.launch import start_with, world_size
@@ -132,7 +131,7 @@ def check_checkpoint(cfg: RunConfig) -> None:
     Raises:
         UserError: it does not.
     """
-    if cfg.Model.module == FINETUNE_MODULE:
+    if not cfg.Model.task.continues_text:
         raise ConfigError(
             "a classifier has no next token; only models that continue text can be used here (GPTModule, "
             "GPTGenerationModule)",

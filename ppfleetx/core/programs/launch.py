@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.finetuning import FINETUNE_MODULE
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.reading.tree import is_index
 from ppfleetx.config.unsupported import not_supported_reasons, without_effect
@@ -46,11 +45,11 @@ def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig,
         logger.warning(warning)
     device = expected_device(cfg.Global.device)
     _refuse_unsupported(cfg, device)
-    if "Train" in reads and cfg.Model.module == "GPTEvalModule":
+    if "Train" in reads and not cfg.Model.task.trains:
         raise ConfigError(
             "only evaluates (tools/eval.py); to train use GPTModule",
             key="Model.module",
-            value="GPTEvalModule",
+            value=cfg.Model.module,
         )
     if cfg.plan.world_size == 1:  # ranks of a job find out together, later
         _look_for_files(cfg, reads)
@@ -74,7 +73,7 @@ def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
     run in ``output_dir`` is in the way."""
     for mode in reads:
         section = getattr(cfg.Data, mode)
-        if mode == "Test" and cfg.Model.module != FINETUNE_MODULE:
+        if mode == "Test" and not cfg.Model.task.classifies:
             continue  # nothing else reads it
         if section is not None and section.dataset.is_corpus:
             open_corpora(cfg, mode)

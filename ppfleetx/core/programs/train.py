@@ -10,26 +10,21 @@ from pathlib import Path
 from ppfleetx.checkpoint.adapters import BASE
 from ppfleetx.checkpoint.documents import documents_of
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.finetuning import FINETUNE_MODULE
+from ppfleetx.config.registry import load_target
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.beginning import begin, find_sources
-from ppfleetx.core.engine.callbacks.base import Callback
-from ppfleetx.core.engine.callbacks.memory import MemoryLog
-from ppfleetx.core.engine.callbacks.metrics import MetricsFile
-from ppfleetx.core.engine.callbacks.predictions import Predictions, write_predictions
-from ppfleetx.core.engine.callbacks.profiler import ProfilerCallback
-from ppfleetx.core.engine.callbacks.progress import TrainProgress
-from ppfleetx.core.engine.callbacks.train_log import TrainLog
-from ppfleetx.core.engine.callbacks.visual_dl import VisualDL, visual_dl_is_installed
+from ppfleetx.core.engine.callbacks.base import CallbackSetup
+from ppfleetx.core.engine.callbacks.build import build_callbacks
+from ppfleetx.core.engine.callbacks.predictions import predictions_directory, write_predictions
 from ppfleetx.core.engine.engine import Engine
-from ppfleetx.core.engine.measure import Classification, Measure, TokenLoss
+from ppfleetx.core.engine.measure import Measure, TokenLoss
 from ppfleetx.core.engine.pace import Pace
 from ppfleetx.core.engine.ranks import offload_notes, rank_table
 from ppfleetx.core.engine.run import EvalRecord
-from ppfleetx.core.engine.run_directory import METRICS_FILE, hold, output_dir_of
+from ppfleetx.core.engine.run_directory import hold, output_dir_of
 from ppfleetx.core.engine.saving import Saver
 from ppfleetx.core.engine.start import Start, find_start
-from ppfleetx.core.module.registry import build_module
+from ppfleetx.core.module.build import build_module
 from ppfleetx.core.programs.check import check_report
 from ppfleetx.core.programs.token_ids import token_id_lines
 from ppfleetx.data.build import build_dataloader, load_tokenizer
@@ -67,6 +62,7 @@ def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext) -> None:
     """Train in a directory that is held; it becomes this run's when nothing else can be wrong."""
     log = get_logger()
     cfg, start = find_sources(cfg, ctx)
+    callbacks = build_callbacks(CallbackSetup(cfg, ctx, output_dir))
     tokenizer, train_loader, eval_loader = first_on_each_node(ctx, lambda: _data(cfg, ctx, start))
     runner = build_runner(cfg, ctx, train=True)
     for line in (*rank_table(ctx, runner), *offload_notes(ctx)):
@@ -88,12 +84,15 @@ def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext) -> None:
         runner,
         schedule=schedule,
         saver=Saver(cfg, ctx, output_dir, fingerprints, ownership, documents_of(cfg, tokenizer)),
-        callbacks=_callbacks(cfg, ctx, output_dir),
+        callbacks=callbacks,
         samples_per_epoch=train_loader.samples_per_epoch,
         pace=pace,
         new_measure=measure_of(cfg, ctx),
     )
     engine.state = start.state
+    if start.resumes:
+        with joint_errors(ctx):
+            callbacks.load_state(start.checkpoint.state.get("callbacks", {}))
     engine.fit(train_loader, eval_loader)
 
 
@@ -111,22 +110,22 @@ def evaluate(cfg: RunConfig, ctx: ParallelContext) -> EvalRecord:
     loader = first_on_each_node(ctx, lambda: _evaluation_data(cfg, ctx))
     runner = build_runner(cfg, ctx, train=False)
     start.restore_weights(runner, cfg.Model)
-    speaks = ctx.is_main or ctx.knows_loss
-    callbacks: list[Callback] = [TrainLog(cfg.Engine.logging_freq)] if speaks else []
-    callbacks += _predictions(cfg, ctx)
+    callbacks = build_callbacks(CallbackSetup(cfg, ctx, output_dir_of(cfg), trains=False))
     engine = Engine(cfg, ctx, runner, callbacks=callbacks, new_measure=measure_of(cfg, ctx))
     engine.state = start.state
     record = engine.evaluate(loader)
-    if cfg.Model.module == FINETUNE_MODULE and cfg.Data.Test is not None:
+    if cfg.Model.task.classifies and cfg.Data.Test is not None:
         _predict_test(cfg, ctx, runner)
     return record
 
 
 def measure_of(cfg: RunConfig, ctx: ParallelContext, *, has_labels: bool = True) -> Callable[[], Measure]:
-    """What makes the measure of each evaluation: a classifier's, or the token-weighted loss."""
-    if cfg.Model.module != FINETUNE_MODULE:
+    """What makes the measure of each evaluation: the task's own, or the token-weighted loss."""
+    measure = cfg.Model.task.measure
+    if measure is None:
         return TokenLoss
-    return partial(Classification, build_module(cfg), ctx, has_labels=has_labels)
+    make = load_target(measure) if isinstance(measure, str) else measure
+    return partial(make, build_module(cfg), ctx, has_labels=has_labels)
 
 
 def _predict_test(cfg: RunConfig, ctx: ParallelContext, runner: Runner) -> None:
@@ -139,19 +138,7 @@ def _predict_test(cfg: RunConfig, ctx: ParallelContext, runner: Runner) -> None:
     with joint_errors(ctx, name_ranks=False):
         if ctx.is_main:
             task = TASKS[dataset.name]
-            write_predictions(_predictions_dir(cfg) / task.file_name(dataset.split), task, outputs)
-
-
-def _predictions(cfg: RunConfig, ctx: ParallelContext) -> list[Callback]:
-    """The main rank of a classifier writes what it answers."""
-    if not ctx.is_main or cfg.Model.module != FINETUNE_MODULE or cfg.Data.Eval is None:
-        return []
-    dataset = cfg.Data.Eval.dataset
-    return [Predictions(_predictions_dir(cfg), TASKS[dataset.name], dataset.split)]
-
-
-def _predictions_dir(cfg: RunConfig) -> Path:
-    return Path(cfg.Engine.save_load.output_dir) / "predictions"
+            write_predictions(predictions_directory(cfg) / task.file_name(dataset.split), task, outputs)
 
 
 def find_weights(cfg: RunConfig, ctx: ParallelContext) -> Start:
@@ -211,21 +198,3 @@ def _verify(cfg: RunConfig, modes: Sequence[str]) -> None:
     """Compare the corpora with their checksums, once a node."""
     if local_rank() == 0:
         verify_corpora(cfg, modes)
-
-
-def _callbacks(cfg: RunConfig, ctx: ParallelContext, output_dir: Path) -> list[Callback]:
-    """The main rank's, who alone writes files; the rank that computes the loss logs it too."""
-    freq = cfg.Engine.logging_freq
-    if not ctx.is_main:
-        return [TrainLog(freq)] if ctx.knows_loss else []
-    callbacks: list[Callback] = [
-        TrainProgress(cfg.Engine.progress_bar),
-        TrainLog(freq),
-        MetricsFile(output_dir / METRICS_FILE, freq),
-        MemoryLog(),
-    ]
-    if visual_dl_is_installed():
-        callbacks.append(VisualDL(output_dir / "vdl"))
-    if cfg.Profiler.enable:
-        callbacks.append(ProfilerCallback(cfg.Profiler, output_dir))
-    return [*callbacks, *_predictions(cfg, ctx)]

@@ -5,12 +5,10 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import paddle
 
-from ppfleetx.distributed.cpu.inbox import BufferPool
 from ppfleetx.distributed.cpu.wire import CommError
 
 # Paddle's type -> NumPy's of the same layout; bfloat16 has none and travels as its bits.
@@ -30,8 +28,8 @@ _DTYPES = {
 }
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
-SUM, MAX, MIN, PRODUCT, AVG = range(5)  # paddle.base.core.ReduceOp
-_UFUNC = {SUM: np.add, MAX: np.maximum, MIN: np.minimum, PRODUCT: np.multiply, AVG: np.add}
+SUM, MAX, MIN, PRODUCT = range(4)  # paddle.base.core.ReduceOp; nothing here takes its AVG
+_UFUNC = {SUM: np.add, MAX: np.maximum, MIN: np.minimum, PRODUCT: np.multiply}
 
 
 def tensor_array(tensor: paddle.Tensor) -> np.ndarray:
@@ -107,7 +105,7 @@ def _to_bfloat16(values: np.ndarray) -> np.ndarray:
 def reduce_in_order(parts: Sequence[np.ndarray], out: np.ndarray, op: int, *, bfloat16: bool) -> None:
     """Reduce ``parts`` (one a rank, in rank order) into ``out``, which may be one of them.
 
-    16-bit floats are accumulated in float32 and rounded once. An integer mean is rounded towards zero.
+    16-bit floats are accumulated in float32 and rounded once.
     """
     ufunc, narrow = _UFUNC[op], bfloat16 or out.dtype == np.float16
     widen = _from_bfloat16 if bfloat16 else (lambda part: part.astype(np.float32))
@@ -122,11 +120,6 @@ def reduce_in_order(parts: Sequence[np.ndarray], out: np.ndarray, op: int, *, bf
         ufunc(parts[0], parts[1], out=total)
         for part in parts[2:]:
             ufunc(total, part, out=total)
-    if op == AVG:
-        if total.dtype.kind in "fc":
-            total /= len(parts)
-        else:
-            total = np.trunc(total / len(parts)).astype(out.dtype)
     if narrow:
         out[:] = _to_bfloat16(total) if bfloat16 else total.astype(np.float16)
     elif total is not out:
@@ -136,27 +129,3 @@ def reduce_in_order(parts: Sequence[np.ndarray], out: np.ndarray, op: int, *, bf
 def bounds(count: int, parts: int) -> list[int]:
     """Boundaries of ``count`` elements cut into ``parts`` nearly equal ranges."""
     return [count * i // parts for i in range(parts + 1)]
-
-
-@dataclass
-class Flat:
-    """Several arrays packed into one for a single reduction."""
-
-    array: np.ndarray
-    pool: BufferPool
-
-    @classmethod
-    def pack(cls, pool: BufferPool, arrays: Sequence[np.ndarray]) -> Flat:
-        """Copy ``arrays`` (of one type) one behind the other, into a buffer of ``pool``."""
-        nbytes = sum(array.nbytes for array in arrays)
-        flat = pool.take(nbytes).view(arrays[0].dtype)
-        np.concatenate(arrays, out=flat)
-        return cls(flat, pool)
-
-    def unpack(self, arrays: Sequence[np.ndarray]) -> None:
-        """Copy the contents back; this object is used up."""
-        offset = 0
-        for array in arrays:
-            array[:] = self.array[offset : offset + array.size]
-            offset += array.size
-        self.pool.give(self.array)

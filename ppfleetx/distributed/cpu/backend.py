@@ -1,9 +1,9 @@
-"""Process groups for the CPU build of Paddle, on which fleet's own hybrid code runs unmodified.
+"""Process groups for the CPU build of Paddle, on which fleet's own tensor and pipeline code runs unmodified.
 
 A backend for development and continuous integration: Paddle's Gloo groups lack half of the operations
 fleet uses and collide with each other. On a build with CUDA ``install()`` does nothing and NCCL does the
 work. ``docs/cpu_backend.md`` tells how it works, what it promises and what is in which file;
-``cpu_patches.py`` lists every attribute of Paddle that is replaced.
+``patches.py`` lists every attribute of Paddle that is replaced.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import os
 
 import paddle
 
-from ppfleetx.distributed.cpu.job import close, reset_traffic, traffic, wait_all
+from ppfleetx.distributed.cpu.job import close, reset_traffic, traffic
 from ppfleetx.distributed.cpu.patches import apply_patches
 
-__all__ = ["close", "install", "reset_traffic", "traffic", "wait_all"]
+__all__ = ["close", "install", "reset_traffic", "traffic"]
 
 
 def install() -> bool:

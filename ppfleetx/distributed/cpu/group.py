@@ -33,18 +33,7 @@ class CpuProcessGroup(Member):
 
     def all_reduce(self, tensor: paddle.Tensor, op: Any = SUM, sync_op: bool = True) -> Operation:
         memory = TensorMemory()
-        return self.all_reduce_array(memory.write(tensor), tensor.dtype, op, sync_op, memory.finish)
-
-    def all_reduce_array(
-        self,
-        array: np.ndarray,
-        dtype: Any,
-        op: Any = SUM,
-        sync_op: bool = True,
-        finish: Callable[[], None] = lambda: None,
-    ) -> Operation:
-        """Reduce memory that may belong to no tensor; ``dtype`` is Paddle's name for its contents."""
-        code, kind = DTYPE_CODES[dtype], int(op)
+        array, code, kind = memory.write(tensor), DTYPE_CODES[tensor.dtype], int(op)
         self._count("all_reduce", array.nbytes, 2 * (self._size - 1) / self._size * array.nbytes)
         small = array.nbytes <= _SMALL_BYTES
 
@@ -63,7 +52,7 @@ class CpuProcessGroup(Member):
                 self._reduce_parts(mine, theirs, mine, kind, code)
                 yield from self._exchange(number, signature, 1, dict.fromkeys(others, mine), others)
             self._release(theirs)
-            finish()
+            memory.finish()
 
         return self._run("all_reduce", steps, sync=sync_op, dtype=code, nbytes=array.nbytes)
 

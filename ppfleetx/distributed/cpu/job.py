@@ -53,12 +53,6 @@ def reset_traffic() -> None:
         group.counts.clear()
 
 
-def wait_all() -> None:
-    """Complete every asynchronous operation under way."""
-    if _mesh is not None:
-        _mesh.complete_all()
-
-
 def close() -> None:
     """Say goodbye to the other ranks (done at interpreter exit; needed before ``os._exit``)."""
     if _mesh is not None:

@@ -11,21 +11,9 @@ from typing import Any
 import paddle
 from paddle.autograd import PyLayer
 
-from ppfleetx.distributed.cpu import job as cpu_job
-
 
 def _process_group(ring_id: int) -> Any:
     return paddle.distributed.get_group(ring_id).process_group
-
-
-def _gather_last(tensor: paddle.Tensor, ring_id: int, nranks: int) -> paddle.Tensor:
-    parts = [paddle.empty_like(tensor) for _ in range(nranks)]
-    _process_group(ring_id).all_gather(parts, tensor, True)
-    return paddle.concat(parts, axis=-1)
-
-
-def _slice_last(tensor: paddle.Tensor, rank: int, nranks: int) -> paddle.Tensor:
-    return paddle.split(tensor, nranks, axis=-1)[rank].clone()
 
 
 class _Identity(PyLayer):
@@ -41,32 +29,6 @@ class _Identity(PyLayer):
         total = grad.clone()
         _process_group(ctx.ring_id).all_reduce(total)
         return total
-
-
-class _Concat(PyLayer):
-    """Forward the members' tensors side by side along the last dimension, backward one's own slice."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: paddle.Tensor, rank: int, nranks: int, ring_id: int) -> paddle.Tensor:
-        ctx.rank, ctx.nranks = rank, nranks
-        return _gather_last(tensor, ring_id, nranks)
-
-    @staticmethod
-    def backward(ctx: Any, grad: paddle.Tensor) -> paddle.Tensor:
-        return _slice_last(grad, ctx.rank, ctx.nranks)
-
-
-class _Split(PyLayer):
-    """Forward one's own slice of the last dimension, backward the members' gradients side by side."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: paddle.Tensor, rank: int, nranks: int, ring_id: int) -> paddle.Tensor:
-        ctx.nranks, ctx.ring_id = nranks, ring_id
-        return _slice_last(tensor, rank, nranks)
-
-    @staticmethod
-    def backward(ctx: Any, grad: paddle.Tensor) -> paddle.Tensor:
-        return _gather_last(grad, ctx.ring_id, ctx.nranks)
 
 
 class _SoftmaxCrossEntropy(PyLayer):
@@ -116,20 +78,6 @@ def make_c_identity(_: Any) -> Callable[..., paddle.Tensor]:
     return c_identity
 
 
-def make_c_concat(_: Any) -> Callable[..., paddle.Tensor]:
-    def c_concat(tensor: paddle.Tensor, rank: int, nranks: int, ring_id: int, *_: Any) -> paddle.Tensor:
-        return _Concat.apply(tensor, rank, nranks, ring_id)
-
-    return c_concat
-
-
-def make_c_split(_: Any) -> Callable[..., paddle.Tensor]:
-    def c_split(tensor: paddle.Tensor, rank: int, nranks: int, ring_id: int, *_: Any) -> paddle.Tensor:
-        return _Split.apply(tensor, rank, nranks, ring_id)
-
-    return c_split
-
-
 def make_c_softmax_with_cross_entropy(_: Any) -> Callable[..., tuple[paddle.Tensor, paddle.Tensor]]:
     def c_softmax_with_cross_entropy(
         logits: paddle.Tensor, label: paddle.Tensor, ignore_index: int, ring_id: int, rank: int, nranks: int
@@ -148,19 +96,3 @@ def make_c_embedding(original: Callable[..., paddle.Tensor]) -> Callable[..., pa
         return original(table, index, start, vocab_size)
 
     return c_embedding
-
-
-def make_all_reduce_inplace(_: Any) -> Callable[..., paddle.Tensor]:
-    def all_reduce_(tensor: paddle.Tensor, ring_id: int = 0, op: int = 0) -> paddle.Tensor:
-        _process_group(ring_id).all_reduce(tensor, op)
-        return tensor
-
-    return all_reduce_
-
-
-def make_wait_all(_: Any) -> Callable[..., Any]:
-    def synchronize(tensor: Any, *_: Any) -> Any:
-        cpu_job.wait_all()
-        return tensor
-
-    return synchronize

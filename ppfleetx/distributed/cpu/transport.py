@@ -293,11 +293,6 @@ class Mesh:
                 if operation.done:
                     self.pending.remove(operation)
 
-    def complete_all(self) -> None:
-        """Wait for everything under way."""
-        while self.pending:
-            self.complete(self.pending[0])
-
     def _drop(self, operation: Operation, error: BaseException) -> None:
         if operation in self.pending:
             self.pending.remove(operation)

@@ -30,7 +30,7 @@ def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
             shapes[f"decoder.layers.{index}.{name}"] = shape
             shapes |= dict(_adapter(f"decoder.layers.{index}.{name}", shape, model))
     shapes |= dict(_norm("decoder.final_norm", model))
-    if model.module == "GPTFinetuneModule":
+    if model.task.classifies:
         shapes["score.weight"] = (h, model.num_classes or 0)
     elif not model.tie_word_embeddings:
         shapes["head.weight"] = (h, vocab)

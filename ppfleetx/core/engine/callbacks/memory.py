@@ -7,7 +7,7 @@ import sys
 
 import paddle
 
-from ppfleetx.core.engine.callbacks.base import Callback
+from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.run import Run, StepRecord
 from ppfleetx.utils.log import get_logger
 
@@ -17,6 +17,11 @@ class MemoryLog(Callback):
 
     def __init__(self) -> None:
         self._said = False
+
+    @classmethod
+    def of(cls, setup: CallbackSetup) -> MemoryLog | None:
+        """For a run that trains."""
+        return cls() if setup.trains else None
 
     def on_step_end(self, run: Run, record: StepRecord) -> None:
         if self._said:

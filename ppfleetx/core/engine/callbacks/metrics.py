@@ -9,9 +9,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ppfleetx.core.engine.callbacks.base import Callback
+from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.callbacks.window import Window
 from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord
+from ppfleetx.core.engine.run_directory import METRICS_FILE
 from ppfleetx.utils.files import atomic_write, put_aside
 from ppfleetx.utils.log import get_logger
 
@@ -26,6 +27,13 @@ class MetricsFile(Callback):
     def __init__(self, path: Path, logging_freq: int) -> None:
         self._path, self._logging_freq = path, logging_freq
         self._window = Window()
+
+    @classmethod
+    def of(cls, setup: CallbackSetup) -> MetricsFile | None:
+        """For a run that trains; beside its checkpoints."""
+        if not setup.trains:
+            return None
+        return cls(setup.output_dir / METRICS_FILE, setup.cfg.Engine.logging_freq)
 
     def on_fit_start(self, run: Run) -> None:
         if run.state.step:

@@ -8,9 +8,10 @@ import numpy as np
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.core.engine.callbacks.base import Callback
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.run import EvalRecord, Run
-from ppfleetx.data.tasks.glue import GlueTask
+from ppfleetx.data.tasks.glue import TASKS, GlueTask
 from ppfleetx.utils.files import atomic_write
 from ppfleetx.utils.log import get_logger
 
@@ -21,9 +22,23 @@ class Predictions(Callback):
     def __init__(self, directory: Path, task: GlueTask, part: str) -> None:
         self._path, self._task = directory / task.file_name(part), task
 
+    @classmethod
+    def of(cls, setup: CallbackSetup) -> Predictions | None:
+        """For a classifier of a GLUE task."""
+        evaluated = setup.cfg.Data.Eval
+        if evaluated is None or evaluated.dataset.name not in TASKS:
+            return None
+        dataset = evaluated.dataset
+        return cls(predictions_directory(setup.cfg), TASKS[dataset.name], dataset.split)
+
     def on_eval_end(self, run: Run, record: EvalRecord) -> None:
         if record.outputs is not None:
             write_predictions(self._path, self._task, record.outputs)
+
+
+def predictions_directory(cfg: RunConfig) -> Path:
+    """Where a classifier's answers are."""
+    return Path(cfg.Engine.save_load.output_dir) / "predictions"
 
 
 def write_predictions(path: Path, task: GlueTask, outputs: np.ndarray) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from paddle import profiler
 
 from ppfleetx.config.sections.root import ProfilerConfig
-from ppfleetx.core.engine.callbacks.base import Callback
+from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.run import Run, StepRecord
 from ppfleetx.utils.log import get_logger
 
@@ -35,6 +35,12 @@ class ProfilerCallback(Callback):
         self._directory = output_dir / cfg.profiler_log
         self._profiler: profiler.Profiler | None = None
         self._steps = 0
+
+    @classmethod
+    def of(cls, setup: CallbackSetup) -> ProfilerCallback | None:
+        """For a run that trains, where ``Profiler.enable`` asks for it."""
+        wanted = setup.trains and setup.cfg.Profiler.enable
+        return cls(setup.cfg.Profiler, setup.output_dir) if wanted else None
 
     def on_fit_start(self, run: Run) -> None:
         targets = [profiler.ProfilerTarget.CPU]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ppfleetx.core.engine.callbacks.base import Callback
+from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.run import Run, StepRecord
 from ppfleetx.utils.progress import ProgressBar
 
@@ -15,6 +15,11 @@ class TrainProgress(Callback):
     def __init__(self, show: bool | Literal["auto"]) -> None:
         self._show = show
         self._bar: ProgressBar | None = None
+
+    @classmethod
+    def of(cls, setup: CallbackSetup) -> TrainProgress | None:
+        """For a run that trains."""
+        return cls(setup.cfg.Engine.progress_bar) if setup.trains else None
 
     def on_fit_start(self, run: Run) -> None:
         self._bar = ProgressBar(

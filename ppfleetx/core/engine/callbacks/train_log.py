@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ppfleetx.core.engine.callbacks.base import Callback
+from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.callbacks.window import Window
 from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord
 from ppfleetx.utils.log import get_logger
@@ -14,6 +14,11 @@ class TrainLog(Callback):
     def __init__(self, logging_freq: int) -> None:
         self._logging_freq = logging_freq
         self._window = Window()
+
+    @classmethod
+    def of(cls, setup: CallbackSetup) -> TrainLog:
+        """For any run."""
+        return cls(setup.cfg.Engine.logging_freq)
 
     def on_step_end(self, run: Run, record: StepRecord) -> None:
         self._window.add(record)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from ppfleetx.core.engine.callbacks.base import Callback
+from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord
 
 
@@ -20,6 +20,11 @@ class VisualDL(Callback):
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._writer = None
+
+    @classmethod
+    def of(cls, setup: CallbackSetup) -> VisualDL | None:
+        """For a run that trains where VisualDL is installed."""
+        return cls(setup.output_dir / "vdl") if setup.trains and visual_dl_is_installed() else None
 
     def on_fit_start(self, run: Run) -> None:
         from visualdl import LogWriter

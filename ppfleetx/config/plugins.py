@@ -1,0 +1,60 @@
+"""Which plugins were named by whoever started the program; a configuration may only say which it needs.
+
+Importing a plugin runs its code. So the command line and the environment name plugins, and files do not:
+``Global.plugins`` of a YAML file, or of a checkpoint's configuration, is compared with what was named.
+``ppfleetx/utils/plugins.py`` imports them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.reading.tree import Node
+
+VARIABLE = "PPFLEETX_PLUGINS"
+
+_imported: dict[str, None] = {}
+
+
+def note_plugin(module: str) -> None:
+    """Remember a plugin that was named and is imported."""
+    _imported[module] = None
+
+
+def imported_plugins() -> tuple[str, ...]:
+    """The plugins that were named and imported, in this order."""
+    return tuple(_imported)
+
+
+def refuse_unnamed(tree: Node) -> None:
+    """Refuse a configuration that needs plugins which nobody has named.
+
+    Args:
+        tree: the configuration as it was read, before it is validated.
+
+    Raises:
+        ConfigError: naming the plugins, and how to name them.
+    """
+    section = tree.value.get("Global") if isinstance(tree.value, dict) else None
+    wanted = section.value.get("plugins") if section and isinstance(section.value, dict) else None
+    if wanted is None or not isinstance(wanted.value, list):
+        return
+    names = [item.value for item in wanted.value if isinstance(item.value, str)]
+    missing = [name for name in names if name not in _imported and name not in sys.modules]
+    if missing:
+        raise ConfigError(
+            f"this configuration needs {in_words(missing)}, which runs code that is not part of this "
+            f"program. If you trust it, name it yourself: {' '.join(f'--plugin {name}' for name in missing)} "
+            f"(or {VARIABLE}={','.join(missing)}). A file alone never makes code run.",
+            key="Global.plugins",
+            value=names,
+            place=wanted.place,
+        )
+
+
+def in_words(names: Iterable[str]) -> str:
+    """``the plugin a`` or ``the plugins a, b``."""
+    listed = list(names)
+    return f"the plugin{'s' if len(listed) > 1 else ''} {', '.join(listed)}"

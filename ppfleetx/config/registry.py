@@ -1,0 +1,156 @@
+"""Names that a configuration may use for parts of the program, and what each of them stands for.
+
+One :class:`Registry` for each kind of part; all of them are in ``ppfleetx/config/registries.py``. What ships
+and what a plugin brings go through the same door, :meth:`Registry.register`.
+
+Names are known before Paddle is imported: an entry may be given as text, ``package.module:attribute``, which
+is imported when the part is made. What the configuration has to know of a part (its traits) is given beside
+it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, Generic, TypeVar, overload
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from ppfleetx.config.errors import ConfigError
+
+TargetT = TypeVar("TargetT")
+TraitsT = TypeVar("TraitsT")
+PartT = TypeVar("PartT")
+
+
+@dataclass(frozen=True)
+class Entry(Generic[TraitsT]):
+    """A name's meaning: the part itself, or ``package.module:attribute`` as text, and its traits."""
+
+    target: Any
+    traits: TraitsT
+
+
+class Registry(Generic[TargetT, TraitsT]):
+    """Parts of one kind, by name.
+
+    Args:
+        what: what the parts are, for messages: ``an optimizer``.
+        key: the key of the configuration that holds such a name.
+        default: traits of a part that is registered without any.
+    """
+
+    def __init__(self, what: str, key: str, default: TraitsT) -> None:
+        self.what, self.key, self._default = what, key, default
+        self._entries: dict[str, Entry[TraitsT]] = {}
+
+    @overload
+    def register(self, name: str, target: str, *, traits: TraitsT | None = None) -> str: ...
+
+    @overload
+    def register(
+        self, name: str, target: None = None, *, traits: TraitsT | None = None
+    ) -> Callable[[PartT], PartT]: ...
+
+    def register(self, name: str, target: Any = None, *, traits: TraitsT | None = None) -> Any:
+        """Give a part a name. Without ``target`` this is a decorator for the part.
+
+        Args:
+            name: what a configuration calls it.
+            target: the part, or ``package.module:attribute``.
+            traits: what the configuration has to know of it.
+
+        Raises:
+            ConfigError: the name is another part's, or no text without spaces.
+        """
+        if target is None:
+            return lambda part: self.register(name, part, traits=traits) and part
+        if not isinstance(name, str) or not name or name != "".join(name.split()):
+            raise ConfigError(f"{self.what} needs a name without spaces, not {name!r}")
+        entry = Entry(target, self._default if traits is None else traits)
+        if self._entries.setdefault(name, entry) != entry:
+            raise ConfigError(f"{self.what} named {name} is registered already; give yours another name")
+        return target
+
+    def names(self) -> tuple[str, ...]:
+        """All names, in the order they were registered."""
+        return tuple(self._entries)
+
+    def traits(self, name: str) -> TraitsT:
+        """What is known of the part without importing it.
+
+        Raises:
+            ConfigError: there is no such part.
+        """
+        return self._entry(name).traits
+
+    def load(self, name: str) -> TargetT:
+        """The part itself; imported now if it was given as text.
+
+        Raises:
+            ConfigError: there is no such part, or not where its text says.
+        """
+        target = self._entry(name).target
+        return load_target(target) if isinstance(target, str) else target
+
+    def in_words(self) -> str:
+        """``one of A, B``, for messages."""
+        names = self.names()
+        return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
+
+    def hint(self, name: str) -> str:
+        """What the writer of an unknown name may have meant."""
+        near = difflib.get_close_matches(name, self.names(), n=2, cutoff=0.6)
+        meant = f"did you mean {' or '.join(near)}? " if near else ""
+        return f"({meant}a name of your own is known when --plugin names the module that registers it)"
+
+    def _entry(self, name: str) -> Entry[TraitsT]:
+        if name not in self._entries:
+            raise ConfigError(f"must be {self.in_words()} {self.hint(name)}", key=self.key, value=name)
+        return self._entries[name]
+
+
+@dataclass(frozen=True)
+class Registered:
+    """Marks a text of the configuration as a name in ``registry``: ``Annotated[str, Registered(NORMS)]``."""
+
+    registry: Registry[Any, Any]
+
+    @property
+    def words(self) -> str:
+        """What the field accepts; grows with the registry."""
+        return self.registry.in_words()
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._known, core_schema.str_schema(strict=True))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        # Editors offer the names that ship, and take others.
+        return {"anyOf": [{"enum": list(self.registry.names())}, {"type": "string"}]}
+
+    def _known(self, name: str) -> str:
+        if name not in self.registry.names():
+            raise ValueError(self.registry.hint(name))
+        return name
+
+
+def load_target(target: str) -> Any:
+    """What ``package.module:attribute`` names (``attribute`` may have dots).
+
+    Raises:
+        ConfigError: the module has no such attribute, or the text is of another form.
+        ModuleNotFoundError: there is no such module, or a library that it needs is not installed.
+    """
+    module, colon, path = target.partition(":")
+    if not module or not colon or not path:
+        raise ConfigError(f"{target!r} is not of the form package.module:attribute")
+    try:
+        return reduce(getattr, path.split("."), importlib.import_module(module))
+    except AttributeError:
+        raise ConfigError(f"the module {module} has no {path}, which was registered as {target!r}") from None

@@ -1,0 +1,121 @@
+"""From ``Engine.callbacks`` to callbacks, and to what a checkpoint keeps of them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ppfleetx.config.errors import CheckpointError, ConfigError, shown
+from ppfleetx.config.registries import CALLBACKS
+from ppfleetx.config.sections.engine import CallbackConfig
+from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.together import joint_errors
+
+_KEY = "Engine.callbacks"
+
+
+class CallbackList:
+    """The callbacks of this rank, in order, each with the name that its state is saved under.
+
+    Args:
+        named: (name, callback) pairs.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, Callback]] = ()) -> None:
+        self.named = list(named)
+
+    def __iter__(self) -> Iterator[Callback]:
+        return (callback for _, callback in self.named)
+
+    def state(self) -> dict[str, Any]:
+        """States by name, without those that keep nothing.
+
+        Raises:
+            CheckpointError: a state is not made of JSON values.
+        """
+        states = {}
+        for name, callback in self.named:
+            try:  # a copy, because a save in the background is written later
+                states[name] = json.loads(json.dumps(callback.state(), allow_nan=False))
+            except (TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"the state of the callback {name} cannot be saved: {error}; state() gives a mapping of "
+                    "finite numbers, texts, lists and mappings"
+                ) from error
+        return {name: state for name, state in states.items() if state}
+
+    def load_state(self, states: Any) -> None:
+        """Hand each callback its state; those that have none there begin anew.
+
+        Raises:
+            CheckpointError: the states are damaged.
+        """
+        if not isinstance(states, Mapping):
+            raise CheckpointError(f"the callbacks' states in the checkpoint are damaged: {shown(states)}")
+        for name, callback in self.named:
+            if name in states:
+                callback.load_state(states[name])
+
+
+def build_callbacks(setup: CallbackSetup) -> CallbackList:
+    """The callbacks of ``Engine.callbacks`` that run on this rank; all ranks call this.
+
+    Raises:
+        ConfigError: options that a callback does not take, or one that cannot be made; on all ranks.
+    """
+    named: list[tuple[str, Callback]] = []
+    with joint_errors(setup.ctx):
+        for name, item, make in _chosen(setup.cfg.Engine.callbacks):
+            _check_options(make, item)
+            if _is_here(item.name, setup.ctx):
+                callback = make(setup, **item.options)
+                if callback is not None:
+                    named.append((name, callback))
+    return CallbackList(named)
+
+
+def _chosen(items: Sequence[CallbackConfig]) -> Iterator[tuple[str, CallbackConfig, Callable[..., Any]]]:
+    """Name of the state, item and maker of each callback; groups are replaced by what they stand for.
+
+    A name that comes again, with other options, has its number: ``csv``, ``csv#2``.
+    """
+    seen: dict[str, list[CallbackConfig]] = {}
+    for item in _without_groups(items):
+        before = seen.setdefault(item.name, [])
+        if item in before:
+            raise ConfigError("names a callback twice with the same options", key=_KEY, value=item.name)
+        before.append(item)
+        number = f"#{len(before)}" if len(before) > 1 else ""
+        yield item.name + number, item, CALLBACKS.load(item.name)
+
+
+def _without_groups(items: Sequence[CallbackConfig]) -> Iterator[CallbackConfig]:
+    for item in items:
+        target = CALLBACKS.load(item.name)
+        if isinstance(target, tuple):
+            if item.options:
+                raise ConfigError(
+                    "stands for several callbacks and takes no options", key=_KEY, value=item.name
+                )
+            yield from (CallbackConfig(name=name) for name in target)
+        else:
+            yield item
+
+
+def _check_options(make: Callable[..., Any], item: CallbackConfig) -> None:
+    """Refuse options that the callback is not made with, and miss none that it needs."""
+    signature = inspect.signature(make)
+    try:
+        signature.bind(None, **item.options)
+    except TypeError as error:
+        takes = list(signature.parameters)[1:]
+        listed = f"it takes {', '.join(takes)}" if takes else "it takes none"
+        raise ConfigError(f"options of {item.name}: {error}; {listed}", key=_KEY, value=item.name) from None
+
+
+def _is_here(name: str, ctx: ParallelContext) -> bool:
+    ranks = CALLBACKS.traits(name).ranks
+    return ctx.is_main or ranks == "all" or (ranks == "loss" and ctx.knows_loss)

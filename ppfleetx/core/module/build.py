@@ -1,0 +1,16 @@
+"""``Model.module`` by name."""
+
+from __future__ import annotations
+
+from ppfleetx.config.registries import MODULES
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.models.module import BasicModule
+
+
+def build_module(cfg: RunConfig) -> BasicModule:
+    """The task named by ``Model.module``.
+
+    Raises:
+        ConfigError: a module this version does not have.
+    """
+    return MODULES.load(cfg.Model.module)(cfg)

@@ -1,0 +1,142 @@
+"""Megatron-LM, Megatron-DeepSpeed and MindSpeed: the command line of ``pretrain_gpt.py``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.reading.files import read_text, shown_path
+from ppfleetx.config.reading.parse import Budget, parse_yaml, read_yaml
+from ppfleetx.config.reading.tree import is_index
+from ppfleetx.dialects.given import Given, given_arguments, given_in, normal_name
+from ppfleetx.dialects.keys import KeyTable
+from ppfleetx.dialects.megatron import deepspeed, network_rules, run_rules
+from ppfleetx.dialects.megatron.flags import FLAGS, MANY
+from ppfleetx.dialects.megatron.keys import TABLES
+from ppfleetx.dialects.megatron.plan_rules import plan_rule, recomputation
+from ppfleetx.dialects.registry import Dialect
+from ppfleetx.dialects.translate import Rule, translate
+from ppfleetx.dialects.translation import Translation
+
+TITLE = "Megatron"
+COMMAND_LINE = "the command line"
+ALL_KEYS = KeyTable([*(key for group in TABLES.values() for key in group), *deepspeed.KEYS], normal_name)
+_WORLD = ("PADDLE_TRAINERS_NUM", "WORLD_SIZE")
+_PROCESSES = ("nproc_per_node", "num_gpus", "local_worker_num")
+_NODES = ("nnodes", "num_nodes")
+
+
+def rules(world_size: int | None) -> list[Rule]:
+    """The joint rules, in the order in which they build on each other."""
+    return [
+        network_rules.required,
+        network_rules.network,
+        network_rules.vocabulary,
+        network_rules.data,
+        run_rules.batches,
+        run_rules.precision,
+        run_rules.optimizer,
+        run_rules.schedule,
+        run_rules.checkpoints,
+        run_rules.profiler,
+        run_rules.defaults,
+        plan_rule(world_size),
+        recomputation,
+    ]
+
+
+def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translation:
+    """The translation of a command line, with or without a launcher in front of ``pretrain_gpt.py``.
+
+    Args:
+        world_size: processes of the job; None: from the launcher's options or its environment, if there.
+
+    Raises:
+        ConfigError: what cannot be translated, with the argument.
+    """
+    told, argv, first = without_launcher(argv)
+    given = list(given_arguments(argv, FLAGS, MANY, first=first))
+    return of_given(given, COMMAND_LINE, world_size or told or world_of(os.environ))
+
+
+def of_given(given: Iterable[Given], place: str, world_size: int | None) -> Translation:
+    """The translation of arguments, and of the file that ``deepspeed_config`` names among them."""
+    given = list(given)
+    files = [one for one in given if normal_name(one.key) == "deepspeed_config" and one.value is not None]
+    for one in files:
+        given += _deepspeed(one)
+    return translate(TITLE, place, given, ALL_KEYS, rules(world_size))
+
+
+def of_file(path: Path, argv: Sequence[str]) -> Translation:
+    """The translation of a YAML file of arguments (``tensor_model_parallel_size: 2``) and of further ones."""
+    tree = read_yaml(path, Budget())
+    given = [replace(one, key=one.key.removeprefix("MODEL_ARGS.")) for one in given_in(tree)]
+    given += given_arguments(argv, FLAGS, MANY)
+    return of_given(given, shown_path(path), world_of(os.environ))
+
+
+def _deepspeed(one: Given) -> Iterator[Given]:
+    path = Path(str(one.value))
+    text = read_text(path, key=one.key, value=str(one.value), place=one.place)
+    # JSON may be indented with tabs, which YAML does not know; its strings hold none.
+    tree = parse_yaml(text.replace("\t", " "), shown_path(path), Budget(), with_lines=True)
+    if tree is None or not isinstance(tree.value, dict):
+        raise ConfigError(
+            "is not a mapping of DeepSpeed's keys", key=one.key, value=one.value, place=one.place
+        )
+    yield from given_in(tree, f"{deepspeed.PREFIX}.")
+
+
+def without_launcher(argv: Sequence[str]) -> tuple[int | None, list[str], int]:
+    """Of a command line: the processes that a launcher before ``*.py`` starts, the arguments behind that, and
+    the number of the first of them."""
+    program = next((at for at, text in enumerate(argv) if text.endswith(".py")), None)
+    if program is None:
+        return None, list(argv), 1
+    counts = {"processes": 1, "nodes": 1}
+    told = False
+    before = list(argv[:program])
+    for at, text in enumerate(before):
+        name, equals, value = text.partition("=")
+        value = value if equals else "".join(before[at + 1 : at + 2])
+        kind = {**dict.fromkeys(_PROCESSES, "processes"), **dict.fromkeys(_NODES, "nodes")}.get(
+            normal_name(name)
+        )
+        if text.startswith("-") and kind is not None:
+            if not is_index(value) or int(value) < 1:
+                raise ConfigError(
+                    "must be a number of at least 1", key=name, value=value, place="the launcher"
+                )
+            counts[kind], told = int(value), True
+        elif text.startswith("-") and normal_name(name) == "worker_num" and is_index(value):
+            return int(value), list(argv[program + 1 :]), program + 2
+    world = counts["processes"] * counts["nodes"] if told else None
+    return world, list(argv[program + 1 :]), program + 2
+
+
+def world_of(environ: Mapping[str, str]) -> int | None:
+    """Processes of the job as its launcher tells its ranks; None: there is none."""
+    for name in _WORLD:
+        text = environ.get(name, "")
+        if is_index(text) and int(text) > 0:
+            return int(text)
+    return None
+
+
+DIALECT = Dialect(
+    name="megatron",
+    title=TITLE,
+    tables={
+        **{name: KeyTable(keys, normal_name) for name, keys in TABLES.items()},
+        "deepspeed": KeyTable(deepspeed.KEYS, normal_name),
+    },
+    of_file=of_file,
+    of_arguments=of_arguments,
+    programs=frozenset({"pretrain_gpt.py"}),
+    keys_of_files=frozenset(key.name for group in TABLES.values() for key in group) | {"MODEL_ARGS"},
+    options=frozenset(key.name for group in TABLES.values() for key in group),
+)

@@ -1,0 +1,58 @@
+"""Which of Megatron's options take no value, and which take all that follow."""
+
+from __future__ import annotations
+
+_FLAGS = """
+group_query_attention use_rotary_position_embeddings no_position_embedding use_rope_scaling rotary_interleaved
+apply_layernorm_1p layernorm_zero_centered_gamma qk_layernorm apply_residual_connection_post_layernorm swiglu
+squared_relu openai_gelu no_bias_gelu_fusion untie_embeddings_and_output_weights add_bias_linear
+disable_bias_linear add_qkv_bias add_dense_bias use_sandwich_norm init_method_xavier_uniform
+attention_softmax_in_fp32 apply_query_key_layer_scaling no_query_key_layer_scaling use_flash_attn
+fp16_lm_cross_entropy fp32_residual_connection recompute_activations checkpoint_activations
+deepspeed_activation_checkpointing select_comm_recompute distribute_saved_activations partition_activations
+checkpoint_in_cpu contigious_checkpointing synchronize_each_layer profile_backward bf16 fp16
+accumulate_allreduce_grads_in_fp32 finetune resume_training resume_crc_check no_load_optim no_load_rng
+new_dataset async_save exit_on_missing_checkpoint no_save_optim no_save_rng use_checkpoint_args
+data_parallel_random_init no_check_for_nan_in_loss_and_grad reset_position_ids reset_attention_mask
+eod_mask_loss drop_remainder mock_data use_checkpoint_opt_param_scheduler override_opt_param_scheduler
+sequence_parallel use_distributed_optimizer cpu_optimizer no_pipeline_parallel deepspeed use_megatron_fsdp
+use_torch_fsdp2 profile profile_memory profile_communication profile_op_time use_pytorch_profiler
+profile_with_stack profile_parallel_strategy profile_data_process profile_data_simplification
+profile_offline_analyse profile_l2_cache profile_hbm_ddr profile_pcie use_cpu_initialization use_mcore_models
+use_legacy_models overlap_grad_reduce overlap_param_gather delay_grad_reduce overlap_p2p_communication
+no_overlap_p2p_communication tp_comm_overlap no_async_tensor_model_parallel_allreduce
+no_scatter_gather_tensors_in_pipeline enable_mem_align wrap_with_ddp ddp_average_in_collective
+no_contiguous_buffers_in_local_ddp use_ring_exchange_p2p align_param_gather align_grad_reduce use_fused_swiglu
+apply_rope_fusion no_rope_fusion use_fused_rmsnorm use_fused_rotary_pos_emb no_masked_softmax_fusion
+masked_softmax_fusion no_bias_dropout_fusion no_bias_swiglu_fusion no_gradient_accumulation_fusion
+gradient_accumulation_fusion no_persist_layer_norm cross_entropy_loss_fusion bias_dropout_fusion
+bias_swiglu_fusion use_flash_attn_v2 use_fused_ring_attention_update deterministic_mode
+calculate_per_token_loss log_timers_to_tensorboard log_batch_size_to_tensorboard
+log_validation_ppl_to_tensorboard log_memory_to_tensorboard log_world_size_to_tensorboard
+log_learning_rate_to_tensorboard log_loss_scale_to_tensorboard no_log_learnig_rate_to_tensorboard
+no_log_loss_scale_to_tensorboard log_optimizer_states_to_tensorboard log_params_norm log_num_zeros_in_grad
+log_throughput log_progress log_straggler log_energy barrier_with_l1_time no_barrier_with_level_1_timing
+lazy_mpu_init use_dist_ckpt exit_signal_handler manual_gc manual_gc_eval adlr_autoresume
+auto_detect_ckpt_format ckpt_fully_parallel_save ckpt_fully_parallel_load ckpt_assume_constant_structure
+enable_ft_package no_initialization enable_one_logger no_mmap_bin_files
+no_create_attention_mask_in_dataloader npu_deterministic jit_compile use_mc2 use_ascend_coc reuse_fp32_param
+use_fusion_attn_v2 swap_attention memory_fragmentation
+"""
+
+FLAGS = frozenset(_FLAGS.split())
+"""Options that are true when they are there."""
+
+MANY = frozenset(
+    {
+        "data_path",
+        "train_data_path",
+        "valid_data_path",
+        "test_data_path",
+        "rampup_batch_size",
+        "step_batch_size_schedule",
+        "iterations_to_skip",
+        "recompute_modules",
+        "profile_ranks",
+    }
+)
+"""Options that take every word up to the next option."""

@@ -1,0 +1,333 @@
+"""Rules of Megatron's arguments that are read together: the parallel plan and what is recomputed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.sections.distributed import DistributedConfig
+from ppfleetx.dialects.megatron.network_rules import PIPELINE, TENSOR
+from ppfleetx.dialects.reading import Reading
+from ppfleetx.dialects.translation import Translation
+
+_ZERO = "deepspeed_config.zero_optimization"
+_COUNTS = re.compile(r"[\[\]\d,\s]*", re.ASCII)
+_MAX_COUNTS = 10_000
+
+
+def plan_rule(world_size: int | None) -> Callable[[Reading, Translation], None]:
+    """The rule for degrees and stages in a job of ``world_size`` processes; None: not known."""
+
+    def plan(reading: Reading, result: Translation) -> None:
+        if reading.flag("no_pipeline_parallel", False) and reading.integer(PIPELINE, 1) != 1:
+            raise reading.conflict(("no_pipeline_parallel", PIPELINE), "no pipeline has one stage")
+        if reading.flag("sequence_parallel", False) and reading.integer(TENSOR, 1, least=1) > 1:
+            result.put("Model.sequence_parallel", True, *reading.origins("sequence_parallel"))
+        _context(reading, result)
+        _chunks(reading, result)
+        _sharding(reading, result, world_size)
+
+    return plan
+
+
+def _context(reading: Reading, result: Translation) -> None:
+    size = reading.integer("context_parallel_size", 1, least=1)
+    reading.choice("context_parallel_algo", ("ulysses_cp_algo", *_RINGS))
+    for name, works in (("context_parallel_algo", "ulysses_cp_algo"), ("cp_comm_type", "a2a")):
+        if size > 1 and name in reading and reading.value(name) != works:
+            raise reading.error(
+                name,
+                f"must be {works}: sequence parts are exchanged for heads; rings and hybrids are not built",
+            )
+    degree = reading.integer("ulysses_degree_in_cp", least=1)
+    if degree is not None and degree != size:
+        raise reading.conflict(
+            ("ulysses_degree_in_cp", "context_parallel_size"),
+            "all of context parallelism exchanges heads: give both alike",
+        )
+    if size > 1 and "context_parallel_algo" not in reading and "cp_comm_type" not in reading:
+        result.notes.append(
+            "context parallelism exchanges sequence parts for heads (a2a); there the default is a ring"
+        )
+
+
+_RINGS = (
+    "megatron_cp_algo",
+    "hybrid_cp_algo",
+    "adaptive_cp_algo",
+    "hybrid_adaptive_cp_algo",
+    "colossalai_cp",
+    "flash_sp",
+)
+
+
+def _chunks(reading: Reading, result: Translation) -> None:
+    """Virtual stages, layers of each chunk, empty places."""
+    stages = reading.integer(PIPELINE, 1, least=1)
+    layers = reading.integer("num_layers", least=1)
+    rows = _counts(reading, "num_layer_list")
+    empty = _ids(reading, "noop_layers")
+    if rows is not None and empty:
+        raise reading.conflict(
+            ("num_layer_list", "noop_layers"), "two ways to say the same; give one of them"
+        )
+    virtual = _virtual(reading, stages, layers, rows)
+    if virtual > 1:
+        names = (
+            "virtual_pipeline_model_parallel_size",
+            "num_virtual_stages_per_pipeline_rank",
+            "num_layers_per_virtual_pipeline_stage",
+            "num_layer_list",
+        )
+        result.put("Model.virtual_pp_degree", virtual, *reading.origins(*names))
+    if rows is not None and stages > 1:
+        result.put(
+            "Distributed.pp_layers", rows if len(rows) > 1 else rows[0], *reading.origins("num_layer_list")
+        )
+    if empty:
+        if outside := [place for place in empty if place >= layers]:
+            raise reading.error(
+                "noop_layers", f"place {outside[0]} does not exist: places are 0 to {layers - 1}"
+            )
+        why = f"num_layers counts {len(empty)} empty places there"
+        result.replace(
+            "Model.num_layers", layers - len(empty), *reading.origins("num_layers", "noop_layers"), why=why
+        )
+        if stages > 1:
+            result.put("Distributed.noop_layers", empty, *reading.origins("noop_layers"))
+    _uneven(reading, result, stages, layers)
+
+
+def _uneven(reading: Reading, result: Translation, stages: int, layers: int) -> None:
+    names = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+    if not any(name in reading for name in names):
+        return
+    first, last = (reading.integer(name, least=0) for name in names)
+    between = stages - sum(number is not None for number in (first, last))
+    left = layers - (first or 0) - (last or 0)
+    if stages < 2 or left < 0 or (left % between if between > 0 else left):
+        raise reading.conflict(
+            names, f"the other {left} layers cannot be shared evenly by the other {between} stages"
+        )
+    middle = [left // between] * between if between else []
+    given = [*([] if first is None else [first]), *middle, *([] if last is None else [last])]
+    result.put("Distributed.pp_layers", given, *reading.origins(*names))
+
+
+def _virtual(reading: Reading, stages: int, layers: int, rows: list[list[int]] | None) -> int:
+    said: dict[str, int] = {}
+    for name in ("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank"):
+        if name in reading:
+            said[name] = reading.integer(name, least=1)
+    if rows is not None:
+        said["num_layer_list"] = len(rows)
+    each = reading.integer("num_layers_per_virtual_pipeline_stage", least=1)
+    if each is not None:
+        name = "num_layers_per_virtual_pipeline_stage"
+        if rows is not None:
+            if max(max(row, default=0) for row in rows) != each:
+                raise reading.conflict(
+                    (name, "num_layer_list"), f"no chunk of the list has {each} layers as its most"
+                )
+        elif layers % (stages * each):
+            raise reading.conflict(
+                (name, "num_layers", PIPELINE), f"{layers} layers do not divide by {stages} x {each}"
+            )
+        else:
+            said[name] = layers // (stages * each)
+    if len(set(said.values())) > 1:
+        found = ", ".join(f"{name} {number}" for name, number in said.items())
+        raise reading.conflict(tuple(said), f"virtual stages differ: {found}")
+    return next(iter(said.values()), 1)
+
+
+def _sharding(reading: Reading, result: Translation, world_size: int | None) -> None:
+    stages = {
+        name: reading.integer(name, least=0) for name in ("zero_stage", f"{_ZERO}.stage") if name in reading
+    }
+    if len(set(stages.values())) > 1:
+        raise reading.conflict(tuple(stages), "the stage of ZeRO differs; give it alike")
+    stage = next(iter(stages.values()), 0)
+    names = [*stages]
+    if stage > 3:
+        raise reading.error(names[0], "must be 0, 1, 2 or 3")
+    if stage == 0 and reading.flag("use_distributed_optimizer", False):
+        stage, names = 1, ["use_distributed_optimizer"]
+    offload = _offload(reading)
+    if offload and stage < 2:
+        raise reading.error(offload, "goes with ZeRO stage 2 or 3")
+    if stage == 0:
+        return
+    origins = reading.origins(*names)
+    replicas = _replicas(reading, world_size)
+    result.put("Distributed.sharding.sharding_stage", stage, *origins)
+    if replicas is None:
+        result.notes.append(
+            "the states are shared out over all data-parallel ranks there; how many is not known here: give "
+            "Distributed.sharding.sharding_degree (and dp_degree 1), or the number of processes"
+        )
+        return
+    result.put("Distributed.sharding.sharding_degree", replicas, *origins, why=f"of {world_size} processes")
+    result.put("Distributed.dp_degree", 1, *origins, why="every replica holds a share")
+    if offload and replicas > 1:
+        result.put("Distributed.sharding.sharding_offload", True, *reading.origins(offload))
+
+
+def _offload(reading: Reading) -> str | None:
+    if reading.flag("cpu_optimizer", False):
+        return "cpu_optimizer"
+    device = f"{_ZERO}.offload_optimizer.device"
+    if device in reading and reading.choice(device, ("cpu", "none")) == "cpu":
+        return device
+    return f"{_ZERO}.cpu_offload" if reading.flag(f"{_ZERO}.cpu_offload", False) else None
+
+
+def _replicas(reading: Reading, world_size: int | None) -> int | None:
+    model = 1
+    for name in (TENSOR, "model_parallel_size", PIPELINE, "context_parallel_size"):
+        model *= reading.integer(name, 1, least=1)
+    if world_size is None:
+        return None
+    if world_size % model:
+        raise ConfigError(
+            f"the job has {world_size} processes, which {model} (tensor x pipeline x context) do not divide",
+            key=f"--{TENSOR.replace('_', '-')}",
+        )
+    return world_size // model
+
+
+def recomputation(reading: Reading, result: Translation) -> None:
+    """What is forgotten in the forward pass and computed again in the backward pass."""
+    granularity, names = _granularity(reading)
+    if granularity is None:
+        _listed(reading, result)
+        return
+    if modules := reading.value("recompute_modules"):
+        words = modules if isinstance(modules, list) else str(modules).replace(",", " ").split()
+        if granularity == "selective" and set(words) != {"core_attn"}:
+            raise reading.error("recompute_modules", "can only be core_attn")
+    result.put("Model.use_recompute", True, *reading.origins(*names))
+    ours = "core_attn" if granularity == "selective" else "full"
+    result.put("Model.recompute_granularity", ours, *reading.origins(*names))
+    method = reading.choice("recompute_method", ("uniform", "block"))
+    count = reading.integer("recompute_num_layers", least=0)
+    if method is not None and granularity == "selective":
+        raise reading.conflict(("recompute_method", *names), "selective recomputation has no method")
+    if method == "block" and count is not None:
+        layers = _first_of_chunks(result, [count] * len(_chunk_sizes(result)))
+        if layers:
+            result.put(
+                "Model.recompute_layers", layers, *reading.origins("recompute_method", "recompute_num_layers")
+            )
+        else:
+            result.replace(
+                "Model.use_recompute", False, *reading.origins("recompute_method", "recompute_num_layers")
+            )
+
+
+def _granularity(reading: Reading) -> tuple[str | None, tuple[str, ...]]:
+    said = {
+        "recompute_granularity": reading.choice("recompute_granularity", ("full", "selective")),
+        "recompute_activations": "selective" if reading.flag("recompute_activations", False) else None,
+        "checkpoint_activations": "full" if reading.flag("checkpoint_activations", False) else None,
+        "recompute": "full" if reading.value("recompute") is True else None,
+        "select_recompute": "selective" if reading.value("select_recompute") is True else None,
+    }
+    given = {name: value for name, value in said.items() if value is not None}
+    if len(set(given.values())) > 1:
+        raise reading.conflict(tuple(given), "recomputation is full or selective")
+    return next(iter(given.values()), None), tuple(given)
+
+
+def _listed(reading: Reading, result: Translation) -> None:
+    """Counts of layers per chunk: ``recompute`` in full, ``select_recompute`` of the attention core."""
+    found = {}
+    for name in ("recompute", "select_recompute"):
+        if reading.value(name) in (None, False):
+            continue
+        counts = [number for row in _counts(reading, name) or [] for number in row]
+        if len(counts) != len(_chunk_sizes(result)):
+            raise reading.error(name, f"needs a number for each of {len(_chunk_sizes(result))} chunks")
+        if any(counts):
+            found[name] = _first_of_chunks(result, counts)
+    if len(found) > 1:
+        raise reading.conflict(tuple(found), "some layers in full and others in part cannot be had")
+    for name, layers in found.items():
+        result.put("Model.use_recompute", True, *reading.origins(name))
+        ours = "full" if name == "recompute" else "core_attn"
+        result.put("Model.recompute_granularity", ours, *reading.origins(name))
+        result.put("Model.recompute_layers", layers, *reading.origins(name))
+
+
+def _chunk_sizes(result: Translation) -> list[int]:
+    """Layers of each chunk in model order, of what has been translated so far."""
+
+    def of(key: str, default: Any) -> Any:
+        return result.native[key].value if key in result.native else default
+
+    layers, stages, virtual = (
+        of("Model.num_layers", 1),
+        of("Distributed.pp_degree", 1),
+        of("Model.virtual_pp_degree", 1),
+    )
+    if type(layers) is not int or type(stages) is not int or stages < 1 or layers < 1:
+        return [0]  # refused by their types
+    listed = {name: of(f"Distributed.{name}", None) for name in ("pp_layers", "noop_layers")}
+    rows = listed["pp_layers"]
+    if rows is not None:
+        return [number for row in rows for number in (row if isinstance(row, list) else [row])]
+    shared = DistributedConfig.model_construct(
+        pp_degree=stages, pp_layers=None, noop_layers=listed["noop_layers"]
+    )
+    given = shared.layers_of_chunks(layers, virtual)
+    return list(given) if given else [layers // (stages * virtual)] * min(stages * virtual, _MAX_COUNTS)
+
+
+def _first_of_chunks(result: Translation, counts: list[int]) -> list[int]:
+    """The first so many layers of each chunk, numbered over the model."""
+    layers, start = [], 0
+    for size, count in zip(_chunk_sizes(result), counts, strict=False):
+        layers += range(start, start + min(size, count))
+        start += size
+    return layers
+
+
+def _ids(reading: Reading, name: str) -> list[int]:
+    rows = _counts(reading, name)
+    if rows is not None and len(rows) > 1:
+        raise reading.error(name, "must be a list of numbers, e.g. 62,63")
+    return rows[0] if rows else []
+
+
+def _counts(reading: Reading, name: str) -> list[list[int]] | None:
+    """A list of numbers, or of lists of them, as a list of rows; from a text in either form too."""
+    if name not in reading:
+        return None
+    value = reading.value(name)
+    rule = "must be a list of numbers, or a list of such lists, e.g. [[4,4],[4,2]]"
+    if isinstance(value, str):
+        if not _COUNTS.fullmatch(value):
+            raise reading.error(name, rule)
+        value = _parsed(value)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        value = [value]
+    rows = value if isinstance(value, list) and all(isinstance(row, list) for row in value) else [value]
+    if not all(
+        isinstance(row, list) and all(type(number) is int and 0 <= number <= _MAX_COUNTS for number in row)
+        for row in rows
+    ) or not any(rows):
+        raise reading.error(name, rule)
+    return rows
+
+
+def _parsed(text: str) -> Any:
+    """``[[1,2],[3,4]]`` or ``1,2``, of which only brackets, digits and commas are left."""
+    text = "".join(text.split())
+    inner = text.removeprefix("[[").removesuffix("]]") if text.startswith("[[") else text.strip("[]")
+    rows = [[int(word) for word in row.split(",") if len(word) in range(1, 8)] for row in inner.split("],[")]
+    written = f"[{','.join('[' + ','.join(map(str, row)) + ']' for row in rows)}]"
+    plain = written[1:-1]
+    same = text in (written, plain, plain[1:-1])
+    return rows if same else None

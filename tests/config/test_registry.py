@@ -1,0 +1,86 @@
+"""Names of parts: registered, refused with the nearest, known to the configuration and to editors."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from ppfleetx.config import plugins, registries
+from ppfleetx.config.docs import json_schema
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_config
+from ppfleetx.config.registry import Registry, load_target
+
+NANO = Path(__file__).resolve().parents[2] / "ppfleetx/configs/debug/gpt_nano.yaml"
+ALL = [value for value in vars(registries).values() if isinstance(value, Registry)]
+
+
+@pytest.fixture
+def colours() -> Registry:
+    registry: Registry = Registry("a colour", "Paint.colour", 0)
+    registry.register("red", "os.path:join", traits=7)
+
+    @registry.register("green")
+    def green() -> str:
+        return "green"
+
+    return registry
+
+
+def test_parts_are_found_by_name(colours: Registry) -> None:
+    assert colours.names() == ("red", "green")
+    assert colours.load("red") is __import__("os").path.join and colours.traits("red") == 7
+    assert colours.load("green")() == "green" and colours.traits("green") == 0
+
+
+def test_what_cannot_be_registered_or_found_is_said_in_words(colours: Registry) -> None:
+    with pytest.raises(
+        ConfigError, match=r"Paint\.colour = 'gren': must be one of red, green \(did you mean"
+    ):
+        colours.load("gren")
+    with pytest.raises(ConfigError, match="a colour named red is registered already"):
+        colours.register("red", "os:sep")
+    colours.register("red", "os.path:join", traits=7)  # the same again is nothing new
+    for wrong in ("", "light red"):
+        with pytest.raises(ConfigError, match="needs a name without spaces"):
+            colours.register(wrong, "os:sep")
+    for wrong in ("os", "os:", ":sep"):
+        with pytest.raises(ConfigError, match=r"package\.module:attribute"):
+            load_target(wrong)
+    with pytest.raises(ConfigError, match="the module os has no nothing"):
+        load_target("os:nothing")
+
+
+@pytest.mark.parametrize("registry", ALL, ids=lambda registry: registry.key)
+def test_everything_that_ships_is_where_its_entry_says(registry: Registry) -> None:
+    assert registry.names()
+    assert all(registry.load(name) is not None for name in registry.names())
+
+
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(NANO, ["Engine.callbacks=[default, {name: metrcs}]"])
+    said = str(caught.value)
+    assert "Engine.callbacks.1.name = 'metrcs'" in said and "did you mean metrics?" in said
+    assert "-o override 1" in said and "--plugin" in said
+
+
+def test_editors_offer_the_names_that_ship_and_take_others() -> None:
+    schema = json_schema()["$defs"]
+    names = {"anyOf": [{"enum": list(registries.CALLBACKS.names())}, {"type": "string"}]}
+    assert schema["CallbackConfig"]["properties"]["name"]["anyOf"] == names["anyOf"]
+    assert names in schema["EngineConfig"]["properties"]["callbacks"]["items"]["anyOf"]
+
+
+def test_a_file_names_no_plugin_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = NANO.read_text()
+    assert text.count("Global:\n") == 1
+    config = tmp_path / "config.yaml"
+    config.write_text(text.replace("Global:\n", "Global:\n  plugins: [mine.parts, os]\n"))
+    with pytest.raises(ConfigError, match=r"config\.yaml:\d+.*the plugin mine\.parts.*--plugin mine\.parts"):
+        load_config(config)
+    assert "mine" not in sys.modules
+    monkeypatch.setattr(plugins, "_imported", {"mine.parts": None, "more": None})
+    assert load_config(config).Global.plugins == ("mine.parts", "os", "more")

@@ -1,0 +1,419 @@
+"""Megatron's command line: what it becomes, what is refused, and in which words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_config, load_tree
+from ppfleetx.core.programs.check import check_report
+from ppfleetx.dialects.keys import Kind
+from ppfleetx.dialects.megatron.dialect import ALL_KEYS, of_arguments, of_file
+from ppfleetx.dialects.megatron.flags import FLAGS, MANY
+from tests.dialects.mutations import mutated_words, outcome
+
+BASE = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 2 --global-batch-size 8 --train-iters 10 --lr 1e-3 --data-path d/text "
+    "--vocab-size 100"
+)
+# The five sizes of the Ascend port of Megatron-DeepSpeed's GPT-2, and what follows from their arguments.
+SIZES = {
+    "345M": ("1 2 24 1024 16 1024 16 4", "dp 4", 1, 354_871_296),
+    "1.3B": ("2 2 24 2048 16 1024 32 8", "dp 2", 2, 1_313_984_512),
+    "2.7B": ("2 2 32 2560 32 2048 32 8", "dp 2", 2, 2_652_001_280),
+    "3.7B": ("2 2 32 3072 32 2048 16 4", "dp 2", 2, 3_786_381_312),
+    "345M_without_mp": ("1 1 24 1024 16 1024 32 4", "dp 8", 1, 354_871_296),
+}
+# The first column of the five tables of MindSpeed-Core-MS's guide.
+_GUIDE = """
+padded_vocab_size hidden_size seq_length rotary_base num_layers position_embedding_type
+use_rotary_position_embeddings init_method_std normalization norm_epsilon group_query_attention
+num_attention_heads num_query_groups attention_dropout ffn_hidden_size hidden_dropout
+attention_softmax_in_fp32 use_flash_attn untie_embeddings_and_output_weights transformer_impl
+recompute_granularity recompute_method recompute_num_layers fp16_lm_cross_entropy
+fp32_residual_connection add_qkv_bias add_dense_bias add_bias_linear use_sandwich_norm pre_tockens
+next_tockens shape_order attn_post_norm_scale ffn_post_norm_scale params_dtype compute_dtype
+embedding_dtype use_fused_swiglu apply_rope_fusion hidden_act seed log_interval train_iters save_interval
+eval_interval accumulate_allreduce_grads_in_fp32 clip_grad bf16 fp16 loss_scale initial_loss_scale
+loss_scale_window hysteresis use_distributed_optimizer resume_training resume_crc_check load save
+ckpt_prefix ckpt_format keep_checkpoint_max wrap_with_ddp bucket_size enable_mem_align
+overlap_grad_reduce delay_grad_reduce no_load_optim no_load_rng new_dataset profile profile_save_path
+profile_step_start profile_step_end profile_level profile_with_stack profile_memory profile_framework
+profile_communication profile_parallel_strategy profile_aicore_metrics profile_l2_cache profile_hbm_ddr
+profile_pcie profile_data_process profile_data_simplification profile_op_time profile_offline_analyse
+profile_dynamic_profiler_config_path reset_attention_mask reset_position_ids eod_mask_loss pad_token_id
+eos_token_id drop_remainder micro_batch_size micro_batch_num optimizer adam_beta1 adam_beta2 adam_eps
+lr_decay_style lr min_lr lr_warmup_iters lr_decay_iters use_checkpoint_opt_param_scheduler
+override_opt_param_scheduler weight_decay overlap_param_gather start_weight_decay end_weight_decay
+weight_decay_incr_style tensor_model_parallel_size context_parallel_size context_parallel_algo
+ulysses_degree_in_cp expert_model_parallel_size virtual_pipeline_model_parallel_size
+num_layers_per_virtual_pipeline_stage sequence_parallel pipeline_model_parallel_size num_layer_list
+recompute select_recompute select_comm_recompute
+"""
+GUIDE = _GUIDE.split()
+
+
+def loaded(more: str = "", *, without: str = "", world: int | None = 1):
+    words = BASE.split()
+    for name in without.split():
+        at = words.index(name)
+        del words[at : at + 2]
+    result = of_arguments([*words, *more.split()], world)
+    return load_tree(result.tree(), result.warnings, world_size=world)
+
+
+def refusal(more: str, **options) -> str:
+    with pytest.raises(ConfigError) as caught:
+        loaded(more, **options)
+    return str(caught.value)
+
+
+def deepspeed_file(tmp_path: Path, **keys) -> Path:
+    text = json.dumps(keys, indent="\t")
+    (tmp_path / "ds.json").write_text(text)
+    return tmp_path / "ds.json"
+
+
+def test_every_argument_of_the_guide_has_an_entry():
+    assert len(GUIDE) == 125
+    assert [name for name in GUIDE if ALL_KEYS.find(name) is None] == []
+    assert [name for name in (*FLAGS, *MANY) if ALL_KEYS.find(name) is None] == []
+    assert [key.name for key in ALL_KEYS.keys if key.kind is not Kind.MAPPED and not key.says] == []
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_five_sizes_of_the_gpt2_port(size, tmp_path):
+    numbers, replicas, micro_batches, parameters = SIZES[size]
+    tp, pp, layers, hidden, heads, length, batch, micro = numbers.split()
+    ds = deepspeed_file(
+        tmp_path,
+        train_batch_size=int(batch),
+        train_micro_batch_size_per_gpu=int(micro),
+        zero_optimization={"stage": 0},
+        gradient_clipping=1.0,
+        prescale_gradients=True,
+        fp16={"enabled": True, "loss_scale": 0, "loss_scale_window": 500, "initial_scale_power": 12},
+    )
+    words = (
+        f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} --num-layers {layers} "
+        f"--hidden-size {hidden} --num-attention-heads {heads} --seq-length {length} --max-position- "
+        f"embeddings {length} --micro-batch-size {micro} --global-batch-size {batch} --train-iters 500000 "
+        "--lr-decay-iters 320000 --save ckpts/ckpts_tmp --data-path ./data/my-gpt_text_sentence --vocab- "
+        "file ./data/gpt2-vocab.json --merge-file ./data/gpt2-merges.txt --data-impl mmap --split "
+        "949,50,1 --distributed-backend nccl --lr 1.5e-4 --lr-decay-style cosine --min-lr 1.5e-5 --num- "
+        "workers 16 --weight-decay 1e-2 --clip-grad 1.0 --lr-warmup-fraction .01 --log-interval 100 "
+        "--save-interval 100000 --eval-interval 1000 --eval-iters 10 --fp16 --tensorboard-dir ckpts/tb "
+        "--seed 1234 --attention-dropout 0.0 --hidden-dropout 0.0 --checkpoint-activations --deepspeed "
+        f"--deepspeed_config={ds} --zero-stage=0 --deepspeed-activation-checkpointing"
+    )
+    result = of_arguments(words.split(), 8)
+    cfg = load_tree(result.tree(), result.warnings, world_size=8)
+    report = check_report(cfg)
+    assert f"plan           {replicas}, mp {tp}, pp {pp}, sharding 1" in report
+    assert f"({parameters:,})" in report
+    assert cfg.batch.accumulate_steps == micro_batches
+    assert cfg.Engine.mix_precision.scale_loss == 4096.0
+    assert cfg.Engine.mix_precision.incr_every_n_steps == 500
+    assert cfg.Optimizer.lr.num_warmup_steps == 3200
+    assert len(cfg.Model.recomputed_layers()) == int(layers)
+    assert cfg.Data.Train.dataset.input_dir == "./data/my-gpt_text_sentence"
+    (tmp_path / "ours.yaml").write_text(result.yaml())
+    assert load_config(tmp_path / "ours.yaml", world_size=8) == cfg
+
+
+@pytest.mark.parametrize(
+    "arguments, world, expected",
+    [  # replicas, samples per replica and step, micro batches: computed by hand
+        ("--micro-batch-size 2 --global-batch-size 8", 1, (1, 8, 4)),
+        ("--micro-batch-size 2 --global-batch-size 8", 4, (4, 2, 1)),
+        ("--micro-batch-size 2", 4, (4, 2, 1)),  # no global batch: a micro batch of each replica
+        ("--micro-batch-size 2 --micro-batch-num 3", 2, (2, 6, 3)),
+        ("--micro-batch-size 1 --global-batch-size 8 --tensor-model-parallel-size 2", 4, (2, 4, 4)),
+        ("--micro-batch-size 1 --global-batch-size 8 --pipeline-model-parallel-size 2", 8, (4, 2, 2)),
+        ("--micro-batch-size 2 --global-batch-size 8 --context-parallel-size 2", 4, (2, 4, 2)),
+        ("--micro-batch-size 2 --global-batch-size 8 --use-distributed-optimizer", 4, (4, 2, 1)),
+        ("--micro-batch-size 2 --global-batch-size 8 --deepspeed --zero-stage 2", 2, (2, 4, 2)),
+    ],
+)
+def test_batches_are_megatrons(arguments, world, expected):
+    cfg = loaded(arguments, without="--micro-batch-size --global-batch-size", world=world)
+    batch = cfg.batch
+    assert (cfg.plan.data_size, batch.local_batch_size, batch.accumulate_steps) == expected
+    assert cfg.plan.world_size == world
+
+
+@pytest.mark.parametrize(
+    "arguments, key, value",
+    [
+        ("--swiglu", "hidden_act", "swiglu"),
+        ("--squared-relu", "hidden_act", "relu2"),
+        ("--no-bias-gelu-fusion", "hidden_act", "gelu_exact"),
+        ("", "hidden_act", "gelu"),
+        ("--use-rotary-position-embeddings --no-position-embedding", "position_embedding_type", "rope"),
+        ("--no-position-embedding", "position_embedding_type", "none"),
+        ("--group-query-attention --num-query-groups 2", "kv_heads", 2),
+        ("--group-query-attention", "kv_heads", 1),
+        ("--num-query-groups 2", "kv_heads", 4),
+        ("--untie-embeddings-and-output-weights", "tie_word_embeddings", False),
+        ("--disable-bias-linear --add-qkv-bias", "has_qkv_bias", True),
+        ("--disable-bias-linear", "has_mlp_bias", False),
+        ("--tensor-model-parallel-size 2", "padded_vocab_size", 256),
+        ("--make-vocab-size-divisible-by 1", "padded_vocab_size", 100),
+        ("--padded-vocab-size 120", "padded_vocab_size", 120),
+        ("--tokenizer-type NullTokenizer", "vocab_size", 101),
+        ("--window-size (16,0)", "attention_window", 16),
+        ("--window-size (-1,0)", "attention_window", None),
+        ("--pre-tockens 65536 --next-tockens 0", "attention_window", None),
+        ("--pre-tockens 8", "attention_window", 8),
+        ("--position-embedding-type rope --rotary-percent 0.5", "rotary_size", 8),
+        ("--embedding-init-method-std 0.5", "embedding_std", 0.5),
+        (
+            "--num-layers-per-virtual-pipeline-stage 1 --pipeline-model-parallel-size 2",
+            "virtual_pp_degree",
+            2,
+        ),
+        ("--noop-layers 3", "num_layers", 3),
+        ("--sequence-parallel", "sequence_parallel", False),
+        ("--sequence-parallel --tensor-model-parallel-size 2", "sequence_parallel", True),
+    ],
+)
+def test_the_network(arguments, key, value):
+    world = 2 if "parallel-size" in arguments else 1
+    assert getattr(loaded(arguments, world=world).Model, key) == value
+
+
+def test_stretched_positions():
+    linear = loaded(
+        "--position-embedding-type rope --rotary-seq-len-interpolation-factor 4"
+    ).Model.rope_scaling
+    assert (linear.type, linear.factor) == ("linear", 4.0)
+    llama = loaded("--position-embedding-type rope --use-rope-scaling").Model.rope_scaling
+    assert (llama.type, llama.factor, llama.original_max_position_embeddings) == ("llama3", 8.0, 8192)
+
+
+@pytest.mark.parametrize(
+    "arguments, layers",
+    [
+        ("", []),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", [0, 1, 2, 3]),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 1", [0, 2]),
+        ("--recompute-activations", [0, 1, 2, 3]),
+        ("--recompute [1,2]", [0, 2, 3]),
+        ("--num-layer-list 3,1 --recompute [[2,1]]", [0, 1, 3]),
+        ("--noop-layers 0 --recompute [1,1]", [0, 1]),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 0", []),
+    ],
+)
+def test_what_is_recomputed(arguments, layers):
+    cfg = loaded(f"--pipeline-model-parallel-size 2 {arguments}", world=2)
+    assert sorted(cfg.Model.recomputed_layers()) == layers
+    if layers:
+        selective = "activations" in arguments
+        assert cfg.Model.recompute_granularity == ("core_attn" if selective else "full")
+
+
+@pytest.mark.parametrize(
+    "arguments, chunks",
+    [
+        ("--num-layer-list 3,1", (3, 1)),
+        ("--num-layer-list [[1,1],[2,0]]", (1, 1, 2, 0)),
+        ("--decoder-first-pipeline-num-layers 1", (1, 3)),
+        ("--noop-layers 3", (2, 1)),
+    ],
+)
+def test_layers_of_stages(arguments, chunks):
+    cfg = loaded(f"--pipeline-model-parallel-size 2 {arguments}", world=2)
+    assert cfg.plan.pp_layers == chunks
+
+
+def test_schedules():
+    lr = loaded("--lr-decay-style WSD --lr-wsd-decay-iters 3 --lr-warmup-iters 2 --min-lr 1e-5").Optimizer.lr
+    assert (lr.decay_style, lr.wsd_decay_steps, lr.num_warmup_steps, lr.decay_steps) == ("wsd", 3, 2, 10)
+    samples = loaded(
+        "--train-samples 803 --lr-decay-samples 400 --lr-warmup-samples 16", without="--train-iters"
+    )
+    assert samples.Engine.max_steps == 100
+    assert (samples.Optimizer.lr.decay_steps, samples.Optimizer.lr.num_warmup_steps) == (50, 2)
+    course = loaded("--weight-decay-incr-style cosine --start-weight-decay 0.1 --end-weight-decay 0.2")
+    assert course.Optimizer.weight_decay_schedule.style == "cosine"
+    plain = loaded().Optimizer
+    assert (plain.lr.decay_style, plain.weight_decay, plain.name) == ("linear", 0.01, "AdamW")
+
+
+def test_data():
+    one = loaded("--split 949,50,1").Data
+    assert (one.Train.dataset.input_dir, one.Eval.dataset.split) == ("d/text", "949,50,1")
+    blend = loaded("--data-path 0.3 a 0.7 b", without="--data-path").Data.Train.dataset
+    assert (blend.input_dir, blend.weights) == (("a", "b"), (0.3, 0.7))
+    every = loaded("--data-path a b c", without="--data-path").Data.Train.dataset
+    assert (every.input_dir, every.weights, every.blend) == (("a", "b", "c"), None, "exhaustive")
+    apart = loaded("--train-data-path a --valid-data-path b", without="--data-path").Data
+    assert (apart.Train.dataset.split, apart.Eval.dataset.split) == ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0))
+    assert loaded("--eval-iters 0").Data.Eval is None
+    assert loaded("--split 100,0,0").Data.Eval is None
+
+
+def test_a_pair_is_named_and_a_directory_is_none(tmp_path):
+    assert "name the pair" in refusal(f"--data-path {tmp_path}", without="--data-path")
+
+
+def test_vocabulary_files(tmp_path):
+    words = {f"w{number}": number for number in range(77)}
+    (tmp_path / "gpt2-vocab.json").write_text(json.dumps(words))
+    (tmp_path / "gpt2-merges.txt").write_text("#version: 0.2\n")
+    names = f"--vocab-file {tmp_path}/gpt2-vocab.json --merge-file {tmp_path}/gpt2-merges.txt"
+    cfg = loaded(names, without="--vocab-size")
+    assert (cfg.Model.vocab_size, cfg.Data.tokenizer.vocab_file) == (77, f"{tmp_path}/gpt2-vocab.json")
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"model": {"vocab": words}, "added_tokens": [{"id": 90}]})
+    )
+    own = loaded(
+        f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}", without="--vocab-size"
+    )
+    assert (own.Model.vocab_size, own.Data.tokenizer.dir) == (91, str(tmp_path))
+    (tmp_path / "gpt2-vocab.json").write_text("[[[[")
+    assert "not a vocabulary in JSON" in refusal(names, without="--vocab-size")
+
+
+@pytest.mark.parametrize(
+    "arguments, options",
+    [
+        ("--save a --load a", {"resume": "auto", "ckpt_dir": None}),
+        ("--save a --load ./a/", {"resume": "auto", "ckpt_dir": None}),
+        ("--save a --load b", {"resume": False, "ckpt_dir": "b"}),
+        ("--save a --load b --finetune", {"init_from": "b", "ckpt_dir": None}),
+        ("--save a --resume-training", {"resume": True}),
+        ("--save a --no-load-optim --no-load-rng", {"load_optim": False, "load_rng": False}),
+        ("--save a", {"save_steps": None, "output_dir": "a", "resume": False}),
+        ("--save a --save-interval 5 --keep-checkpoint-max 2", {"save_steps": 5, "keep_max": 2}),
+        ("--override-opt-param-scheduler", {"lr_schedule": "config"}),
+    ],
+)
+def test_checkpoints(arguments, options):
+    found = loaded(arguments).Engine.save_load
+    assert {key: getattr(found, key) for key in options} == options
+
+
+def test_precision():
+    assert not loaded().Engine.mix_precision.enable
+    half = loaded("--fp16").Engine.mix_precision
+    assert (half.dtype, half.level, half.scale_loss, half.use_dynamic_loss_scaling) == (
+        "float16",
+        "O2",
+        2**32,
+        True,
+    )
+    constant = loaded("--fp16 --loss-scale 1024").Engine.mix_precision
+    assert (constant.scale_loss, constant.use_dynamic_loss_scaling) == (1024.0, False)
+    assert loaded("--params-dtype float32 --compute-dtype bfloat16").Engine.mix_precision.dtype == "bfloat16"
+
+
+def test_sharding(tmp_path):
+    zero = loaded("--use-distributed-optimizer", world=4).Distributed
+    assert (zero.sharding.sharding_degree, zero.sharding.sharding_stage, zero.dp_degree) == (4, 1, 1)
+    ds = deepspeed_file(tmp_path, zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}})
+    three = loaded(f"--deepspeed --deepspeed_config {ds}", world=2).Distributed.sharding
+    assert (three.sharding_stage, three.sharding_offload) == (3, True)
+    unknown = of_arguments([*BASE.split(), "--use-distributed-optimizer"])
+    assert any("how many is not known" in note for note in unknown.notes)
+
+
+@pytest.mark.parametrize(
+    "line, world",
+    [
+        ("torchrun --nproc_per_node 4 --nnodes 2 pretrain_gpt.py", 8),
+        ("python -m torch.distributed.launch --nproc_per_node=4 pretrain_gpt.py", 4),
+        ("deepspeed --num_gpus 2 pretrain_gpt.py", 2),
+        ("pretrain_gpt.py", None),
+    ],
+)
+def test_a_launcher_in_front_says_how_many(line, world, monkeypatch):
+    monkeypatch.delenv("PADDLE_TRAINERS_NUM", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    result = of_arguments([*line.split(), *BASE.split(), "--use-distributed-optimizer"])
+    found = result.native.get("Distributed.sharding.sharding_degree")
+    assert (None if found is None else found.value) == world
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ("--num-experts 8", "--num-experts = 8 (argument 23): can only be None or 0 or 1"),
+        ("--tensor-modell-parallel-size 2", "Did you mean tensor_model_parallel_size"),
+        ("--num-layers 6", "is already given (argument 1)"),
+        ("--rampup-batch-size 16 16 100", "the batch size is constant"),
+        ("--fp16 --bf16", "one precision can be had"),
+        ("--bf16 --fp32-residual-connection", "adds the branches of a block in 16 bits too"),
+        ("--fp16-lm-cross-entropy", "the loss is computed in float32"),
+        ("--position-embedding-type alibi", "must be learned_absolute, rope or none"),
+        ("--optimizer sgd", "give --sgd-momentum 0"),
+        ("--optimizer lion", "must be one of 'adam', 'sgd'"),
+        ("--context-parallel-size 2 --context-parallel-algo megatron_cp_algo", "must be ulysses_cp_algo"),
+        ("--context-parallel-size 2 --cp-comm-type p2p", "must be a2a"),
+        ("--num-layer-list 2,x", "must be a list of numbers"),
+        ("--num-layer-list 2,1 --pipeline-model-parallel-size 2", "must add up to num_layers 4"),
+        ("--noop-layers 9", "place 9 does not exist"),
+        ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", "the warm-up is given in one way"),
+        ("--swiglu --squared-relu", "one activation can be had"),
+        ("--global-batch-size=9", "is already given"),
+        ("--zero-stage 4", "must be 0, 1, 2 or 3"),
+        ("--weight-decay-incr-style linear", "needs start_weight_decay"),
+        ("--recompute-granularity selective --recompute-method block", "has no method"),
+        ("stray", "stands alone"),
+        ("--seed", "needs a value"),
+        ("--hidden-dropout x", "--hidden-dropout"),
+        ("--deepspeed_config no/such.json", "there is no such file"),
+    ],
+)
+def test_refusals_name_the_argument_and_the_rule(arguments, words):
+    assert words in refusal(arguments, world=2 if "context" in arguments or "list 2,1" in arguments else 1)
+
+
+def test_what_is_missing_is_named():
+    assert refusal("", without="--num-layers --lr") == (
+        "--num-layers (the command line): is missing, and so are lr"
+    )
+
+
+def test_deepspeeds_file_is_refused_by_line_and_key(tmp_path):
+    ds = deepspeed_file(tmp_path, train_batch_size=16, fp16={"enabled": True})
+    assert "Global.global_batch_size: says 16" in refusal(f"--deepspeed --deepspeed_config {ds}")
+    ds = deepspeed_file(tmp_path, zero_optimization={"stage": 1, "mistake": 1}, fp17={"enabled": True})
+    message = refusal(f"--deepspeed --deepspeed_config {ds}")
+    assert "deepspeed_config.fp17.enabled (" in message
+    assert "ds.json:7)" in message
+    assert "Did you mean deepspeed_config.fp16.enabled" in message
+    ds = deepspeed_file(tmp_path, optimizer={"type": "Adam", "params": {"lr": 1}})
+    assert "take it out of this file" in refusal(f"--deepspeed --deepspeed_config {ds}")
+
+
+def test_a_file_of_arguments(tmp_path):
+    words = BASE.split()
+    pairs = zip(words[::2], words[1::2], strict=True)
+    (tmp_path / "args.yaml").write_text(
+        "MODEL_ARGS:\n" + "".join(f"  {name}: {value}\n" for name, value in pairs)
+    )
+    result = of_file(tmp_path / "args.yaml", ["--seed", "7"])
+    cfg = load_tree(result.tree(), result.warnings)
+    assert (cfg.Model.num_layers, cfg.Global.seed) == (4, 7)
+    assert cfg.origins["Model.num_layers"] == f"{tmp_path}/args.yaml:2, --num-layers"
+
+
+def test_damaged_command_lines(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = (
+        f"{BASE} --bf16 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel "
+        "--split 949,50,1 --recompute 1,1 --num-layer-list 2,2 --rotary-base 1e4 --window-size (8,0) "
+        "--use-distributed-optimizer --lr-decay-style cosine --save out --load out --swiglu --eval-iters 5"
+    ).split()
+    outcomes = [
+        outcome(lambda n=number: of_arguments(mutated_words(words, n), 8), world_size=8)
+        for number in range(300)
+    ]
+    accepted = outcomes.count("accepted")
+    assert 4 < accepted < 150, accepted
+    assert sum("argument " in message for message in outcomes) > 130

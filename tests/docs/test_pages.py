@@ -1,0 +1,125 @@
+"""The menu, links, anchors and generated pages of docs/, checked without mkdocs."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+OF_THE_ROOT = ["README.md", "README_cn.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"]
+PAGES = sorted(DOCS.rglob("*.md")) + [ROOT / name for name in OF_THE_ROOT]
+_FENCE = re.compile(r"^ *(```+|~~~+).*?^ *\1 *$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^)\s]+)(?: \"[^\"]*\")?\)")
+
+
+class _MenuLoader(yaml.SafeLoader):
+    """Reads mkdocs.yml without running what its ``!!python`` tags name."""
+
+
+_MenuLoader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: None)
+
+
+@cache
+def site_hooks():
+    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "tools" / "site" / "hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def menu() -> dict:
+    return yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), _MenuLoader)
+
+
+def entries(nav) -> list[str]:
+    if isinstance(nav, list):
+        return [name for entry in nav for name in entries(entry)]
+    return [name for entry in nav.values() for name in entries(entry)] if isinstance(nav, dict) else [nav]
+
+
+def without_code(path: Path) -> str:
+    return re.sub(r"`[^`\n]*`", "", _FENCE.sub("", path.read_text("utf-8")))
+
+
+@cache
+def anchors(path: Path) -> set[str]:
+    """The anchors that GitHub and the site give to a page's headings."""
+    text = _FENCE.sub("", path.read_text("utf-8"))
+    headings = re.findall(r"^#{1,6} +(.*?) *#*$", text, re.MULTILINE)
+    explicit = re.findall(r"<a (?:id|name)=\"([^\"]+)\"", text)
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in headings} | set(
+        explicit
+    )
+
+
+def test_every_page_stands_in_the_menu_once():
+    named = entries(menu()["nav"])
+    generated = {site_hooks().MODULES, *site_hooks().ROOT_FILES}
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    assert sorted(name for name in named if name not in generated) == sorted(pages), (
+        "add the page to mkdocs.yml"
+    )
+    assert generated <= set(named)
+    assert len(named) == len(set(named))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(path):
+    for target in _LINK.findall(without_code(path)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        there = (path.parent / name).resolve() if name else path
+        assert there.exists(), f"{path.name} links to {target}, which is not there"
+        if anchor:
+            assert anchor in anchors(there), (
+                f"{path.name} links to {target}: {there.name} has no such heading"
+            )
+        if path.is_relative_to(DOCS) and name:
+            of_the_site = there.is_relative_to(DOCS) or there in [
+                ROOT / file for file in site_hooks().ROOT_FILES.values()
+            ]
+            assert of_the_site, (
+                f"{path.name} links to {target}, which the site does not have: write it as `code`"
+            )
+
+
+def test_pages_named_in_the_code_are_there():
+    files = [
+        path
+        for folder in ("ppfleetx", "tools", "tasks", "projects", "tests")
+        for path in (ROOT / folder).rglob("*")
+    ]
+    missing = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in files
+        if path.suffix in {".py", ".yaml", ".sh", ".json"}
+        for name in re.findall(r"\bdocs/[\w/]+\.md\b", path.read_text("utf-8"))
+        if not (ROOT / name).exists()
+    }
+    assert not missing, missing
+
+
+def test_the_module_pages_are_those_of_the_packages():
+    hooks = site_hooks()
+    texts = hooks.generated_pages()
+    assert "modules/checkpoint.foreign.md" in texts
+    assert "::: ppfleetx.parallel.step" in texts["modules/parallel.md"]
+    assert "](architecture.md)" in texts["contributing.md"]
+    assert hooks.on_config(type("Config", (), {"nav": [{"Modules": "modules/"}]})()).nav[0]["Modules"][0] == {
+        "ppfleetx": "modules/ppfleetx.md"
+    }
+
+
+def test_the_page_of_commands_is_up_to_date():
+    done = subprocess.run(
+        [sys.executable, "tools/gen_command_docs.py", "--check"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"run tools/gen_command_docs.py: {done.stdout}{done.stderr}"

@@ -1,0 +1,163 @@
+"""Plugins on the command line and in the environment, and a callback that one brings."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import program
+from tests.e2e.conftest import NANO, Tool, environment, losses
+from tests.helpers import programs
+from tests.helpers.ranks import Pools
+
+PLUGIN = '''
+from ppfleetx.config.errors import UserError
+from ppfleetx.config.registries import CALLBACKS
+from ppfleetx.core.engine.callbacks.base import Callback
+
+
+@CALLBACKS.register("mean_loss")
+class MeanLoss(Callback):
+    """Keeps the mean loss of the whole run, and gives up when it is told to."""
+
+    def __init__(self, run, file="mean.txt", give_up_at=0):
+        self.path, self.give_up_at = run.output_dir / file, give_up_at
+        self.sum, self.steps = 0.0, 0
+
+    def on_step_end(self, engine, record):
+        self.sum, self.steps = self.sum + record.loss, self.steps + 1
+        if record.step == self.give_up_at:
+            raise UserError(f"gave up at step {record.step}")
+
+    def on_fit_end(self, engine):
+        self.path.write_text(f"{self.steps} {self.sum / max(1, self.steps)!r}")
+
+    def state(self):
+        return {"sum": self.sum, "steps": self.steps}
+
+    def load_state(self, state):
+        self.sum, self.steps = state["sum"], state["steps"]
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A directory with plugins and a configuration that needs one."""
+    (tmp_path / "mean_loss_plugin.py").write_text(PLUGIN)
+    (tmp_path / "broken_plugin.py").write_text("x = 1\ny = x / 0\n")
+    text = NANO.read_text().replace("Global:\n", "Global:\n  plugins: [mean_loss_plugin]\n")
+    assert text.count("\nEngine:\n") == 1
+    (tmp_path / "config.yaml").write_text(
+        text.replace(
+            "\nEngine:\n", "\nEngine:\n  callbacks: [default, {name: mean_loss, options: {file: a.txt}}]\n"
+        )
+    )
+    shutil.copytree(NANO.parent / "..", tmp_path / "configs")
+    return tmp_path
+
+
+def run(tool: Tool, folder: Path, *words: str, **variables: str):
+    """The configuration of ``folder``, from there, with further words of the command line."""
+    overrides = ("Engine.max_steps=3", "Engine.save_load.save_steps=2", "Engine.eval_freq=0")
+    command = tool.command("tools/train.py", folder / "out", *overrides, config=folder / "config.yaml")
+    return programs.run([*command, *words], timeout=120, cwd=folder, env={**environment(), **variables})
+
+
+def test_a_plugin_is_named_by_the_command_line_or_the_environment(tool: Tool, folder: Path) -> None:
+    refused = run(tool, folder)
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    assert "this configuration needs the plugin mean_loss_plugin" in refused.stderr
+    done = run(tool, folder, "--plugin", "mean_loss_plugin")
+    assert done.returncode == 0, done.stderr
+    assert "CPU settings come too late" not in done.stdout
+    steps, mean = (folder / "out/a.txt").read_text().split()
+    found = [loss for _, loss, _ in losses(folder / "out")]
+    assert int(steps) == len(found) == 3 and float(mean) == pytest.approx(sum(found) / 3)
+    manifest = json.loads((folder / "out/epoch_0_step_2/manifest.json").read_text())
+    assert manifest["state"]["callbacks"] == {"mean_loss": {"steps": 2, "sum": pytest.approx(sum(found[:2]))}}
+    assert "mean_loss_plugin" in (folder / "out/config.yaml").read_text()
+    evaluated = run(
+        tool, folder, "--check", "-o", "Engine.save_load.overwrite=True", PPFLEETX_PLUGINS="mean_loss_plugin"
+    )
+    assert evaluated.returncode == 0, evaluated.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["no_such_plugin"], "--plugin = 'no_such_plugin': there is no such module"),
+        (["broken_plugin"], "ZeroDivisionError: division by zero ("),
+        (
+            ["mean_loss_plugin", "-o", "Engine.callbacks=[{name: mean_loss, options: {fil: b}}]"],
+            "it takes file",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_plugin_is_a_sentence(
+    tool: Tool, folder: Path, words: list[str], said: str
+) -> None:
+    done = run(tool, folder, "--plugin", *words)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_states_of_callbacks_go_from_plan_to_plan_and_errors_to_all_ranks(
+    corpus: Path, tmp_path: Path
+) -> None:
+    pools, plan = Pools(), program.ParallelPlan
+    (tmp_path / "rank_plugin.py").write_text(PLUGIN)
+    values = {
+        "Engine.callbacks": "[default, mean_loss]",
+        "Engine.save_load.resume": "auto",
+        "Optimizer.lr.decay_steps": 6,
+    }
+
+    def train(which: program.ParallelPlan, name: str, **more: object) -> str:
+        given = {
+            **program.SETTINGS,
+            **program.plan_overrides(which),
+            "Data.Train.dataset.input_dir": str(corpus),
+            "Data.Eval.dataset.input_dir": str(corpus),
+            "Engine.save_load.output_dir": str(tmp_path / name),
+            **values,
+            **more,
+        }
+        arguments = {"values": given, "world": which.world_size, "folder": str(tmp_path)}
+        return pools(which.world_size).run(
+            "tests.e2e.test_plugins:train_with_plugin", timeout=180.0, **arguments
+        )
+
+    try:
+        train(plan(), "out", **{"Engine.max_steps": 3})
+        train(plan(pp=2), "out", **{"Engine.max_steps": 6})
+        ended = train(
+            plan(pp=2),
+            "other",
+            **{
+                "Engine.callbacks": "[default, {name: mean_loss, options: {give_up_at: 2}}]",
+            },
+        )
+    finally:
+        pools.close()
+    found = [loss for _, loss, _ in program.losses(tmp_path / "out")]
+    steps, mean = (tmp_path / "out/mean.txt").read_text().split()
+    assert int(steps) == len(found) == 6 and float(mean) == pytest.approx(sum(found) / 6)
+    assert ended == ["rank 0: gave up at step 2"] * 2
+    assert len(program.losses(tmp_path / "other")) == 2
+
+
+def train_with_plugin(values: dict[str, object], world: int, folder: str) -> str:
+    """In a rank: import the plugin, as the command line does, and train."""
+    import sys
+
+    from ppfleetx.config.errors import UserError
+    from ppfleetx.utils.plugins import import_named_plugins
+
+    sys.path.append(folder)
+    import_named_plugins(["rank_plugin"])
+    try:
+        return program.train(values, world)
+    except UserError as error:
+        return str(error)
