@@ -91,7 +91,8 @@ def bomb(directory: Path, rng: random.Random) -> Case:
     if rng.random() < 0.7:
         packed, suffix = _zstd(start) + _zstd(block) * 2500, ".zst"
     else:
-        packed, suffix = gzip.compress(start) + gzip.compress(block, 1) * 2500, ".gz"
+        # Packed as well as gzip can: quickly packed, it would shrink no more than a real text may.
+        packed, suffix = gzip.compress(start) + gzip.compress(block, 9) * 2500, ".gz"
     name = rng.choice(["a.jsonl", "a.txt"]) + suffix
     (directory / name).write_bytes(packed)
     return _text_case(directory, rng, name)
