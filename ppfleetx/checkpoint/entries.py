@@ -50,6 +50,7 @@ class SliceEntry:
 
     @property
     def size(self) -> int:
+        """Number of elements."""
         return prod(self.shape)
 
 
@@ -75,6 +76,7 @@ class TensorEntry:
 
     @property
     def key(self) -> tuple[str, str, str]:
+        """(kind, name, state), which no other tensor of a checkpoint has."""
         return self.kind, self.name, self.state
 
     @property
@@ -84,6 +86,7 @@ class TensorEntry:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
         return prod(self.shape) * NUMPY_OF_DTYPE[self.dtype].itemsize
 
 

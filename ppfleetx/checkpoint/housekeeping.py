@@ -80,7 +80,11 @@ def mend_latest(checkpoint: Checkpoint) -> None:
 
 @contextlib.contextmanager
 def output_lock(output_dir: Path) -> Iterator[None]:
-    """Hold `output_dir` for saving, among threads and processes; the system lets go when a process dies."""
+    """Hold `output_dir` for saving, among threads and processes; the system lets go when a process dies.
+
+    Raises:
+        CheckpointError: another process still holds it after the time that is waited.
+    """
     with _thread_locks_guard:
         thread_lock = _thread_locks.setdefault(output_dir.resolve(), threading.Lock())
     # A record lock, because (unlike flock's) a child forked meanwhile does not inherit it.

@@ -118,6 +118,7 @@ def rank_directory(mp: int = 0, sharding: int = 0, pp: int = 0) -> str:
 
 
 def is_rank_directory(name: str) -> bool:
+    """Whether ``name`` is that of a rank's directory, ``mp_XX_sharding_XX_pp_XX``."""
     return _RANK_DIR.fullmatch(name) is not None
 
 

@@ -43,6 +43,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
+        """Optimizer steps done."""
         return self.manifest.step
 
     @property

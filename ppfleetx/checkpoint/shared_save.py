@@ -104,7 +104,11 @@ class SharedSave:
 
 
 def on_all_ranks(ctx: ParallelContext, act: Callable[[], Result]) -> list[Result]:
-    """Let every rank act, wait for all, and give all results; an error of one is an error of all."""
+    """Let every rank act, wait for all, and give all results; an error of one is an error of all.
+
+    Raises:
+        CheckpointError: on every rank, if ``act`` raised an OSError or a CheckpointError on any.
+    """
     from paddle import distributed
 
     try:

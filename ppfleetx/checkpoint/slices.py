@@ -75,6 +75,7 @@ class TensorSlice:
 
     @property
     def key(self) -> tuple[str, str, str]:
+        """(kind, name, state) of the tensor."""
         return self.kind, self.name, self.state
 
     @property
@@ -84,6 +85,7 @@ class TensorSlice:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of this slice."""
         return self.size * NUMPY_OF_DTYPE[self.dtype].itemsize
 
     def array(self) -> np.ndarray:

@@ -97,7 +97,11 @@ def rename(source: Path, target: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Swap two directories in one indivisible step; False where the system cannot (then nothing changed)."""
+    """Swap two directories in one indivisible step; False where the system cannot (then nothing changed).
+
+    Raises:
+        OSError: the system can do this, but not here.
+    """
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False

@@ -85,7 +85,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_side(side: str, args: argparse.Namespace, work_dir: Path) -> list[Record]:
-    """Run one side under its own plan and from its own commit, and return its losses."""
+    """Run one side under its own plan and from its own commit, and return its losses.
+
+    Raises:
+        UserError: the run fails.
+    """
     from ppfleetx.config.loader import load_config
 
     overrides = [*args.override, *getattr(args, side)]
@@ -112,7 +116,11 @@ def run_side(side: str, args: argparse.Namespace, work_dir: Path) -> list[Record
 
 @contextlib.contextmanager
 def tree_of(commit: str | None) -> Iterator[Path | None]:
-    """A directory with the files of ``commit``; None, for this package as it is, without one."""
+    """A directory with the files of ``commit``; None, for this package as it is, without one.
+
+    Raises:
+        UserError: there is no repository or no such commit.
+    """
     if commit is None:
         yield None
         return
@@ -132,7 +140,11 @@ def tree_of(commit: str | None) -> Iterator[Path | None]:
 
 
 def read_losses(output_dir: Path) -> list[Record]:
-    """Training records of a run's metrics.jsonl."""
+    """Training records of a run's metrics.jsonl.
+
+    Raises:
+        DataError: there is no such file.
+    """
     path = output_dir / "metrics.jsonl" if output_dir.is_dir() else output_dir
     if not path.is_file():
         raise DataError(f"{path}: no such metrics file")
@@ -164,7 +176,11 @@ def _largest(key: str, a: Sequence[Record], b: Sequence[Record]) -> Difference:
 
 
 def draw(runs: Sequence[Sequence[Record]], path: Path) -> None:
-    """Both loss curves above, their relative difference below."""
+    """Both loss curves above, their relative difference below.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
     try:
         import matplotlib
     except ImportError as error:

@@ -59,7 +59,11 @@ def compile_pattern(text: str | None) -> re.Pattern[str] | None:
 
 
 def verify(path: str) -> int:
-    """Check all of a checkpoint; prints each damage."""
+    """Check all of a checkpoint; prints each damage.
+
+    Raises:
+        CheckpointError: there is no such directory.
+    """
     from ppfleetx.checkpoint import inspect
 
     if not Path(path).is_dir():

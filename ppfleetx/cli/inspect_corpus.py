@@ -60,7 +60,11 @@ def verify(prefix: str) -> int:
 
 
 def write_checksums(prefix: str) -> None:
-    """Write the checksums of a pair that has none."""
+    """Write the checksums of a pair that has none.
+
+    Raises:
+        DataError: the pair is damaged, or has checksums already.
+    """
     from ppfleetx.data.checksums import checksums_path, compute_checksums
     from ppfleetx.data.indexed import IndexedDataset
 

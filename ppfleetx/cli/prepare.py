@@ -76,7 +76,11 @@ def run(args: argparse.Namespace) -> None:
 
 
 def max_document_bytes(megabytes: float) -> int:
-    """The bytes of --max-document-mb."""
+    """The bytes of --max-document-mb.
+
+    Raises:
+        DataError: less than 0.001 or more than 2000.
+    """
     if not 0.001 <= megabytes <= 2000:
         raise DataError(f"--max-document-mb {megabytes:g}: from 0.001 to 2000 is possible")
     return round(1e6 * megabytes)
@@ -90,7 +94,11 @@ def available_cores() -> int:
 
 
 def load_tokenizer(args: argparse.Namespace):
-    """The tokenizer the command line names."""
+    """The tokenizer the command line names.
+
+    Raises:
+        DataError: not exactly one tokenizer is named, or its files cannot be used.
+    """
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
     if (args.tokenizer is None) == (args.vocab_file is None) or bool(args.vocab_file) != bool(

@@ -54,6 +54,7 @@ class CorpusPart:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of this part."""
         return int(self.corpus.sizes[self.first : self.last].sum(dtype=np.int64))
 
 

@@ -96,7 +96,11 @@ class CorpusChecksums:
     files: dict[str, FileChecksums]
 
     def write(self) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file, whole or not at all.
+
+        Raises:
+            DataError: the file cannot be written.
+        """
         content = {
             "format": _FORMAT,
             "version": _VERSION,

@@ -229,7 +229,11 @@ class IndexedDatasetWriter:
         self._boundaries.append(len(self._lengths))
 
     def add_document(self, tokens: Sequence[int] | np.ndarray, lengths: Sequence[int]) -> None:
-        """Append one document whose sequences, of ``lengths`` tokens each, lie one after the other."""
+        """Append one document whose sequences, of ``lengths`` tokens each, lie one after the other.
+
+        Raises:
+            ValueError: ``lengths`` do not add up to the number of tokens.
+        """
         if sum(lengths) != len(tokens):
             raise ValueError(f"lengths sum to {sum(lengths)}, but there are {len(tokens)} tokens")
         self._write(tokens)
@@ -255,6 +259,9 @@ class IndexedDatasetWriter:
             flat_tokens: tokens of all sequences, one after the other.
             lengths: tokens of each sequence.
             boundaries: number of these sequences up to the end of each document; the last is all of them.
+
+        Raises:
+            ValueError: ``lengths`` do not add up to the number of tokens, or one is negative.
         """
         if np.sum(lengths) != len(flat_tokens) or (len(lengths) and np.min(lengths) < 0):
             raise ValueError(f"lengths sum to {np.sum(lengths)}, but there are {len(flat_tokens)} tokens")

@@ -17,7 +17,11 @@ _SUFFIXES = (".bin", ".idx", *FLEETX_SUFFIXES)
 
 @os_errors(DataError)
 def open_tokens(prefix: str | os.PathLike[str]) -> TokenStore:
-    """Open the corpus with this prefix (a suffix is taken off); ``.bin``/``.idx`` wins over FleetX's."""
+    """Open the corpus with this prefix (a suffix is taken off); ``.bin``/``.idx`` wins over FleetX's.
+
+    Raises:
+        DataError: there is no corpus, or it is damaged or holds no token ids.
+    """
     text = _without_suffix(os.fspath(prefix))
     has_pair = bin_path(text).exists() or idx_path(text).exists()
     if not has_pair and any(Path(f"{text}{suffix}").exists() for suffix in FLEETX_SUFFIXES):

@@ -62,6 +62,9 @@ def save_program(
         max_positions: of the model.
         path: without a suffix.
         use_panels: see :class:`GenerationProgram`.
+
+    Raises:
+        RuntimeError: the two programs would need different weights, which is a defect.
     """
     program = GenerationProgram(next_token, max_positions, use_panels=use_panels)
     program.eval()

@@ -22,7 +22,7 @@ def last_occurrence(history: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tenso
         The place of the last of them, and how many they are, 0 to 3.
     """
     size = history.shape[0]
-    # Before the beginning there is no token.
+    # -1, which is no token, stands before the first one: nothing there can be alike.
     padded = paddle.concat([paddle.full([_MOST_ALIKE], -1, "int64"), history])
     # alike[j]: how many tokens up to and with the j-th are those at the end.
     alike = paddle.zeros([size - 1], "int64")

@@ -60,6 +60,9 @@ def translation_of(words: Sequence[str], dialect: str | None = None) -> Translat
     Args:
         words: the file's name comes first if it is one; else they are a command line.
         dialect: name of the toolkit; None: it is told from the keys or options.
+
+    Raises:
+        ConfigError: no toolkit knows the file, or its arguments are wrong.
     """
     if not words:
         raise ConfigError("name a file, or give a command line after --", key="FILE")

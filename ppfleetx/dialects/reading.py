@@ -34,7 +34,11 @@ class Reading:
         return self.given[key].value if key in self else default
 
     def integer(self, key: str, default: Any = None, *, least: int | None = None) -> Any:
-        """An integer, at least ``least``."""
+        """An integer, at least ``least``.
+
+        Raises:
+            ConfigError: the value is something else; it names key, value and place.
+        """
         value = self.value(key)
         if value is None:
             return default
@@ -45,7 +49,11 @@ class Reading:
         return value
 
     def number(self, key: str, default: Any = None, *, least: float | None = None) -> Any:
-        """A finite number, at least ``least``."""
+        """A finite number, at least ``least``.
+
+        Raises:
+            ConfigError: the value is something else.
+        """
         value = self.value(key)
         if value is None:
             return default
@@ -56,7 +64,11 @@ class Reading:
         return float(value)
 
     def flag(self, key: str, default: Any = None) -> Any:
-        """true or false."""
+        """true or false.
+
+        Raises:
+            ConfigError: the value is something else.
+        """
         value = self.value(key)
         if value is None:
             return default
@@ -65,7 +77,11 @@ class Reading:
         return value
 
     def text(self, key: str, default: Any = None) -> Any:
-        """A text that is not empty, as it was written."""
+        """A text that is not empty, as it was written.
+
+        Raises:
+            ConfigError: the value is something else.
+        """
         if key not in self:
             return default
         one = self.given[key]
@@ -75,7 +91,11 @@ class Reading:
         return value
 
     def choice(self, key: str, choices: Iterable[Any], default: Any = None) -> Any:
-        """One of ``choices``."""
+        """One of ``choices``.
+
+        Raises:
+            ConfigError: the value is something else.
+        """
         value = self.value(key)
         if value is None:
             return default

@@ -113,21 +113,33 @@ def choice(words: Mapping[Any, Any]) -> Callable[[Any], Any]:
 
 
 def integer(value: Any, *, least: int = 1) -> int:
-    """``value``, which must be an integer of at least ``least``: for conversions that compute with it."""
+    """``value``, which must be an integer of at least ``least``: for conversions that compute with it.
+
+    Raises:
+        ValueError: it is not.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"must be an integer of at least {least}")
     return value
 
 
 def number(value: Any, *, least: float = 0.0) -> float:
-    """``value``, which must be a finite number of at least ``least``."""
+    """``value``, which must be a finite number of at least ``least``.
+
+    Raises:
+        ValueError: it is not.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
         raise ValueError(f"must be a number of at least {least:g}")
     return value
 
 
 def flag(value: Any) -> bool:
-    """``value``, which must be true or false."""
+    """``value``, which must be true or false.
+
+    Raises:
+        ValueError: it is not.
+    """
     if not isinstance(value, bool):
         raise ValueError("must be true or false")
     return value

@@ -46,6 +46,7 @@ class ParallelContext:
 
     @property
     def world_size(self) -> int:
+        """Processes of the job."""
         return self.plan.world_size
 
     @property

@@ -128,7 +128,11 @@ def _check_layout(ctx: ParallelContext) -> None:
 
 
 def choose_device(wanted: str) -> str:
-    """``gpu``, ``cpu`` or ``auto`` as a Paddle device name."""
+    """``gpu``, ``cpu`` or ``auto`` as a Paddle device name.
+
+    Raises:
+        ConfigError: a GPU is wanted and there is none.
+    """
     has_gpu = paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0
     if wanted == "auto":
         return "gpu" if has_gpu else "cpu"

@@ -53,6 +53,7 @@ class Dropout(nn.Dropout):
     """Dropout that costs nothing where it drops nothing."""
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        """``x`` with elements dropped; ``x`` itself in evaluation and where ``p`` is 0."""
         return super().forward(x) if self.training and self.p else x
 
 
@@ -133,6 +134,11 @@ class LocalFactory:
         return layer
 
     def norm(self, kind: str, size: int, *, epsilon: float, gain: float = 1.0) -> nn.Layer:
+        """A norm of the last dimension, of ``size`` elements, whose gain starts at ``gain``.
+
+        Raises:
+            ConfigError: ``kind`` is not a norm that is known.
+        """
         if kind not in _NORMS:
             raise ConfigError(f"must be one of {', '.join(_NORMS)}", key="Model.normalization", value=kind)
         layer = _NORMS[kind](size, epsilon)
@@ -203,6 +209,7 @@ class SlicedDropout(Dropout):
     """For kernels that drop elements themselves."""
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        """As :meth:`Dropout.forward`, drawn from this rank's own random stream."""
         if not self.training or self.p == 0:
             return x
         with self.stream():
@@ -226,6 +233,11 @@ class TensorParallelFactory(LocalFactory):
         self.group, self.sequence_parallel = group, sequence_parallel
 
     def local_count(self, count: int, what: str) -> int:
+        """How many of ``count`` things this rank has.
+
+        Raises:
+            ConfigError: they cannot be divided evenly.
+        """
         if count % self.group.nranks:
             raise ConfigError(
                 f"the {count} {what} do not divide by the tensor-parallel degree",

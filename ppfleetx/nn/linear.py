@@ -17,6 +17,7 @@ class Linear(nn.Layer):
         self.bias = self.create_parameter([out_features], is_bias=True) if bias else None
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        """``x [..., in]`` to ``[..., out]``."""
         if self.bias is not None and trains_on_cpu(x):
             return _add_bias(F.linear(x, self.weight), self.bias)
         return F.linear(x, self.weight, self.bias)

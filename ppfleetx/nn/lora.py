@@ -46,6 +46,7 @@ class LoraBranch(nn.Layer):
         self.scale, self.dropout, self.join = scale, dropout, join
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        """``scale * dropout(x) A B``, which is added to the linear: ``[..., in]`` to ``[..., out]``."""
         low = paddle.matmul(self.dropout(x), self.a)
         if self.join is not None:
             low = self.join(low)

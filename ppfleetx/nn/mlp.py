@@ -80,4 +80,5 @@ class MLP(nn.Layer):
         self.fc2 = factory.row_linear(ffn_hidden_size, hidden_size, init=output_init, bias=bias)
 
     def forward(self, hidden: paddle.Tensor) -> paddle.Tensor:
+        """``hidden [s, b, h]`` to the same shape."""
         return self.fc2(self.activation(self.fc1(hidden)))

@@ -22,6 +22,7 @@ class LayerNorm(nn.Layer):
         self.bias = self.create_parameter([size], is_bias=True)
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        """Normalise the last dimension, of ``size`` elements."""
         if trains_on_cpu(x) and x.dtype == paddle.float32:
             return _CpuNorm.apply(x, self.weight, self.bias, self.epsilon)
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
@@ -39,6 +40,7 @@ class RMSNorm(nn.Layer):
         self.weight = self.create_parameter([size], default_initializer=nn.initializer.Constant(1.0))
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        """Normalise the last dimension, of ``size`` elements."""
         if trains_on_cpu(x) and x.dtype == paddle.float32:
             return _CpuNorm.apply(x, self.weight, None, self.epsilon)
         return rms_norm(x, self.weight, self.epsilon)

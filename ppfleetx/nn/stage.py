@@ -47,6 +47,7 @@ class ParamInfo:
 
     @property
     def is_whole(self) -> bool:
+        """Whether this rank holds the parameter whole."""
         return self.local_shape == self.global_shape
 
 

@@ -101,7 +101,11 @@ class Schedule:
         _check_weight_decay(self)
 
     def lr(self, step: int) -> float:
-        """Learning rate used in step `step` (1 is the first)."""
+        """Learning rate used in step `step` (1 is the first).
+
+        Raises:
+            ValueError: ``step`` is less than 1.
+        """
         if step < 1:
             raise ValueError(f"steps count from 1, got {step}")
         if step <= self.warmup_steps:
@@ -126,7 +130,11 @@ class Schedule:
         return curve(step, **limits, warmup_steps=self.warmup_steps, decay_steps=self.decay_steps)
 
     def weight_decay(self, step: int) -> float:
-        """Weight decay used in step `step` (1 is the first)."""
+        """Weight decay used in step `step` (1 is the first).
+
+        Raises:
+            ValueError: ``step`` is less than 1.
+        """
         if step < 1:
             raise ValueError(f"steps count from 1, got {step}")
         return weight_decay_at(

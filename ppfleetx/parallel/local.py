@@ -69,6 +69,7 @@ class LocalRunner(StepRunner):
         function: Callable[[Any, dict[str, paddle.Tensor]], paddle.Tensor],
         micro_batches: Sequence[MicroBatch],
     ) -> list[np.ndarray]:
+        """See :meth:`Runner.compute`."""
         self.model.eval()
         with self._precision.autocast():
             return [function(self.model, to_tensors(batch)).numpy() for batch in micro_batches]

@@ -69,6 +69,9 @@ def os_errors(error: type[UserError]) -> Iterator[None]:
     """What the operating system refuses within the block (or the decorated function) is an ``error``.
 
     For work with many files of a user's, where each may be unreadable, or a name too long.
+
+    Raises:
+        UserError: ``error``, with the name of the file and the reason.
     """
     try:
         yield

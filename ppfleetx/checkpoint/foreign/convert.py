@@ -101,7 +101,11 @@ def read_weights(job: Conversion) -> Weights:
 
 
 def model_of(weights: Weights, given: ModelConfig | None) -> ModelConfig:
-    """The network: what the source says, or what is given, which must not contradict it."""
+    """The network: what the source says, or what is given, which must not contradict it.
+
+    Raises:
+        CheckpointError: the source does not describe its network and nothing is given, or the two differ.
+    """
     told = weights.model
     if given is None:
         needed = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads")

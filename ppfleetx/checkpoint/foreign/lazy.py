@@ -39,6 +39,7 @@ class LazyTensor:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
         return prod(self.shape) * NUMPY_OF_DTYPE[self.dtype].itemsize
 
     def cast(self, dtype: str) -> LazyTensor:

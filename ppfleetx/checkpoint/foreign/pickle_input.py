@@ -53,21 +53,32 @@ class PickleInput:
         self._left = MAX_DESCRIPTION_BYTES
 
     def tell(self) -> int:
+        """Position in the file, in bytes."""
         return self._file.tell()
 
     def read(self, count: int) -> bytes:
+        """The next ``count`` bytes.
+
+        Raises:
+            CheckpointError: the pickle ends before, or is larger than what is allowed.
+        """
         if count < 0 or count > self._end - self._file.tell():
             raise CheckpointError("not a sound pickle: it ends too early")
         self._spend(count)
         return self._file.read(count)
 
     def readline(self) -> bytes:
+        """The next line, with its end."""
         line = self._file.readline(self._left + 1)
         self._spend(len(line))
         return line
 
     def skip(self, count: int) -> int:
-        """Pass over some bytes; returns where they begin."""
+        """Pass over some bytes; returns where they begin.
+
+        Raises:
+            CheckpointError: the pickle ends before.
+        """
         start = self._file.tell()
         if count > self._end - start:
             raise CheckpointError("not a sound pickle: it ends too early")

@@ -41,7 +41,12 @@ class PickledDtype:
         self.dtype = np.dtype(code)
 
     def set_state(self, state: Any) -> None:
-        """NumPy's (version, byte order, sub-array, names, fields, ...)."""
+        """NumPy's (version, byte order, sub-array, names, fields, ...).
+
+        Raises:
+            RefusedPickleError: an element type made of several.
+            UnsoundPickleError: a byte order that NumPy does not have.
+        """
         if any(part is not None for part in state[2:5]):
             raise RefusedPickleError("an array of a compound element type")
         if state[1] not in ("<", ">", "=", "|"):
@@ -78,7 +83,11 @@ class PickledArray:
         self.fill(shape, dtype, raw, fortran=fortran)
 
     def numpy(self) -> np.ndarray:
-        """The array, in this machine's byte order."""
+        """The array, in this machine's byte order.
+
+        Raises:
+            CheckpointError: the bytes are more or fewer than the shape needs.
+        """
         raw = self._raw.tobytes() if isinstance(self._raw, RawBytes) else self._raw
         if len(raw) != prod(self.shape) * self._dtype.itemsize:
             raise CheckpointError(f"an array of shape {list(self.shape)} has {len(raw)} bytes: it is damaged")
@@ -255,7 +264,11 @@ class TorchStorage:
 
 
 def storage_dtype(kind: Any) -> str | None:
-    """Element type of the storage class a persistent id names; None for untyped storage (bytes)."""
+    """Element type of the storage class a persistent id names; None for untyped storage (bytes).
+
+    Raises:
+        RefusedPickleError: not a storage class of PyTorch with plain numbers.
+    """
     name = kind.text if isinstance(kind, Name) else ""
     if name in ("torch.storage.UntypedStorage", "torch.UntypedStorage"):
         return None

@@ -63,7 +63,11 @@ def read_torch_file(path: str | Path, *, record_prefixes: Iterable[str] = ()) ->
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Put the file's name before the messages of what reads it."""
+    """Put the file's name before the messages of what reads it.
+
+    Raises:
+        CheckpointError: what was raised within, with the name of the file (RefusedPickleError stays one).
+    """
     try:
         yield
     except RefusedPickleError as error:

@@ -141,7 +141,11 @@ class Unpickler:
         self._steps_left = MAX_STEPS
 
     def load(self) -> Any:
-        """The next pickle of the stream."""
+        """The next pickle of the stream.
+
+        Raises:
+            CheckpointError: the pickle is damaged, too large, or asks for something that is not allowed.
+        """
         self._stack, self._below, self._memo = [], [], {}
         place, name = 0, None
         try:

@@ -33,6 +33,9 @@ def apply_overrides(tree: Node, overrides: Sequence[str], root: type[Section]) -
     """``tree`` with the overrides applied in order; unknown keys are found when the result is validated.
 
     What an override says holds in the end: a later one may say the same or more, but not something else.
+
+    Raises:
+        ConfigError: an override cannot be read, contradicts another, or does not fit the tree.
     """
     if len(overrides) > _MAX_OVERRIDES:
         raise ConfigError(f"{len(overrides):,} overrides are given; a file holds more than {_MAX_OVERRIDES}")

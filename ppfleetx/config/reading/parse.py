@@ -90,6 +90,9 @@ def parse_yaml(text: str, place: str, budget: Budget, *, with_lines: bool = Fals
         place: the file, or what else the text came from, for messages and for the nodes.
         budget: counts what is read.
         with_lines: whether places get the number of the line.
+
+    Raises:
+        ConfigError: the text is not one plain YAML document, or is larger than ``budget`` allows.
     """
     if len(_DIRECTIVE.findall(text)) > _MAX_DIRECTIVES:
         raise ConfigError(f"has more than {_MAX_DIRECTIVES} lines that begin with %", place=place)

@@ -87,6 +87,9 @@ def merge(base: Node, top: Node, path: str = "") -> Node:
 
     ``_inherited_: False`` in a mapping of ``top`` drops what the base has there. ``path`` is the dotted key
     of both, for messages.
+
+    Raises:
+        ConfigError: ``_inherited_`` is neither true nor false.
     """
     if not isinstance(top.value, dict) or not isinstance(base.value, dict):
         return strip_marks(top)

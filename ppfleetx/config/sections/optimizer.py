@@ -49,7 +49,11 @@ class LRConfig(Section):
 
     @property
     def num_warmup_steps(self) -> int:
-        """Warm-up in optimizer steps; a `warmup_rate` needs `decay_steps`, which loading fills in."""
+        """Warm-up in optimizer steps; a `warmup_rate` needs `decay_steps`, which loading fills in.
+
+        Raises:
+            RuleError: ``warmup_rate`` without ``decay_steps``.
+        """
         if self.warmup_steps is not None:
             return self.warmup_steps
         if not self.warmup_rate:

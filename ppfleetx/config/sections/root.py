@@ -102,7 +102,11 @@ class RunConfig(Section):
 
     @property
     def batch(self) -> BatchPlan:
-        """Batch sizes of the run."""
+        """Batch sizes of the run.
+
+        Raises:
+            RuntimeError: the configuration was not made by ``load_config``.
+        """
         if self._batch is None:
             raise RuntimeError("RunConfig.batch is known only after load_config")
         return self._batch

@@ -116,6 +116,9 @@ class Engine:
         """Mean loss over all batches of ``loader``, and the task's metrics.
 
         Returns None when a stop was requested before the end: a part would not be comparable.
+
+        Raises:
+            UserError: no token of the evaluation data counts in the loss.
         """
         started, measure = time.perf_counter(), self._new_measure()
         for micro_batches in loader:

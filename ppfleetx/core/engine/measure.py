@@ -55,10 +55,12 @@ class TokenLoss:
         self._loss_sum = self._count = 0.0
 
     def add(self, runner: Runner, micro_batches: Sequence[MicroBatch]) -> None:
+        """Evaluate a global batch and add its loss."""
         loss, count = runner.eval_step(micro_batches)
         self._loss_sum, self._count = self._loss_sum + loss, self._count + count
 
     def result(self) -> Measured | None:
+        """The mean over all that was added; None if no token counted."""
         if self._count == 0:
             return None
         loss = self._loss_sum / self._count
@@ -79,6 +81,7 @@ class Classification:
         self._rows: list[list[float]] = []
 
     def add(self, runner: Runner, micro_batches: Sequence[MicroBatch]) -> None:
+        """Compute a global batch and keep the outputs of its examples."""
         found = runner.compute(self._module.forward, micro_batches)
         if self._ctx.rank_on("mp"):
             return  # the first tensor-parallel rank has the same
@@ -87,6 +90,7 @@ class Classification:
             self._rows += rows[batch["loss_mask"] > 0].tolist()
 
     def result(self) -> Measured | None:
+        """Loss and metrics over all data ranks; None if there were no examples."""
         rows = np.array([row for rank in gather(self._ctx, self._rows) for row in rank])
         if rows.size == 0:
             return None

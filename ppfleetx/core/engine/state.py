@@ -39,6 +39,7 @@ class TrainState:
         return self.step - self.skipped_steps
 
     def to_json(self) -> dict[str, Any]:
+        """What a checkpoint's ``state.train`` holds."""
         return asdict(self)
 
     @classmethod

@@ -13,6 +13,7 @@ class GPTModule(BasicModule):
     """Predict the next token; the loss counts tokens with ``loss_mask`` 1."""
 
     def stages(self, factory: LayerFactory) -> list[Stage]:
+        """The stages of the language model."""
         return gpt_stages(self.cfg.Model, factory)
 
     def loss(

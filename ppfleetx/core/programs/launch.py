@@ -38,7 +38,11 @@ def start_process(
 
 
 def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig, ParallelContext]:
-    """:func:`start_process` for a configuration that is loaded already."""
+    """:func:`start_process` for a configuration that is loaded already.
+
+    Raises:
+        ConfigError: it needs what is not here, or is to train and its task does not.
+    """
     main = rank(os.environ) == 0
     logger = configure_logging(quiet=not main and not cfg.plan.knows_loss(rank(os.environ)))
     for warning in (*cfg.warnings, *without_effect(cfg)) if main else ():

@@ -37,7 +37,11 @@ def _tokenizer_lines(cfg: RunConfig) -> Iterator[str]:
 
 
 def check_configured_tokenizer(cfg: RunConfig, tokenizer: Tokenizer) -> None:
-    """`check_tokenizer`, with the places where both were written."""
+    """`check_tokenizer`, with the places where both were written.
+
+    Raises:
+        DataError: the tokenizer has more ids than the model.
+    """
     try:
         check_tokenizer(tokenizer, cfg.Model.vocab_size)
     except DataError as error:

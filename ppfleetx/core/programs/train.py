@@ -142,7 +142,12 @@ def _predict_test(cfg: RunConfig, ctx: ParallelContext, runner: Runner) -> None:
 
 
 def find_weights(cfg: RunConfig, ctx: ParallelContext) -> Start:
-    """The checkpoint to evaluate, generate or export with: ``ckpt_dir``, which must be given."""
+    """The checkpoint to evaluate, generate or export with: ``ckpt_dir``, which must be given.
+
+    Raises:
+        ConfigError: ``ckpt_dir`` is not given.
+        CheckpointError: there is no sound checkpoint.
+    """
     if cfg.Engine.save_load.ckpt_dir is None:
         raise ConfigError(
             "names no checkpoint; give -o Engine.save_load.ckpt_dir=DIR (a step directory or an output "

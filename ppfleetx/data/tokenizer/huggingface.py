@@ -74,7 +74,11 @@ class SideFiles:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """``eos_token_id`` of ``generation_config.json``, which is a number or a list of them."""
+        """``eos_token_id`` of ``generation_config.json``, which is a number or a list of them.
+
+        Raises:
+            DataError: the entry is something else.
+        """
         given = self.read(GENERATION_CONFIG).get("eos_token_id")
         ids = [] if given is None else given if isinstance(given, list) else [given]
         if not all(type(one) is int and one >= 0 for one in ids):
@@ -106,6 +110,9 @@ class SideFiles:
         Args:
             added: those of ``tokenizer.json``, which it adds once more where nothing else lists them.
             named: see :meth:`named_tokens`.
+
+        Raises:
+            DataError: a file gives a token something that is not an id.
         """
         config, (extra, former) = self.read(CONFIG), self._extra()
         named = [*named, *extra]

@@ -33,7 +33,11 @@ _UFUNC = {SUM: np.add, MAX: np.maximum, MIN: np.minimum, PRODUCT: np.multiply}
 
 
 def tensor_array(tensor: paddle.Tensor) -> np.ndarray:
-    """The tensor's own memory, flat; no copy."""
+    """The tensor's own memory, flat; no copy.
+
+    Raises:
+        CommError: an element type that is not communicated, or memory that is not contiguous.
+    """
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
         raise CommError(f"no communication of {tensor.dtype} tensors")

@@ -75,7 +75,11 @@ class Inbox:
                     del self._posted[receive.key]
 
     def settle(self, receive: Receive, text: str) -> None:
-        """Move a payload that came before its receive, and check that it is the right one."""
+        """Move a payload that came before its receive, and check that it is the right one.
+
+        Raises:
+            OutOfStepError: the payload belongs to another operation.
+        """
         if receive.spare is None:
             return
         buffer, receive.spare = receive.spare, None

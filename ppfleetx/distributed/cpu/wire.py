@@ -173,7 +173,11 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def read_memory(pid: int, address: int, view: memoryview) -> None:
-    """Copy ``view.nbytes`` bytes at ``address`` of process ``pid`` to ``view`` (process_vm_readv(2))."""
+    """Copy ``view.nbytes`` bytes at ``address`` of process ``pid`` to ``view`` (process_vm_readv(2)).
+
+    Raises:
+        OSError: the kernel does not allow it, or the process has ended.
+    """
     target, done = address_of(view), 0
     while done < view.nbytes:
         left = view.nbytes - done

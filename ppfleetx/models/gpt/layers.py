@@ -58,6 +58,10 @@ class Embedding(TokenEmbedding):
         self.carries_positions = carries_positions
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> State:
+        """``state``: tokens ``[b, s]``, position ids ``[b, s]``, and perhaps document starts ``[b, s]``.
+
+        Returns the packed :class:`TrunkState`, with ``hidden [s, b, h]``.
+        """
         tokens, position_ids, document_start = TrunkState.unpack(state, carries_positions=True)
         hidden = super().forward(tokens, position_ids)
         return TrunkState(hidden, position_ids if self.carries_positions else None, document_start).pack()
@@ -65,7 +69,29 @@ class Embedding(TokenEmbedding):
 
 @dataclass(frozen=True)
 class BlockShape:
-    """Everything a block is made from, resolved (no None that means "derive it")."""
+    """Everything a block is made from. Every value is resolved: None never means "derive it".
+
+    Attributes:
+        hidden_size: width of the trunk, h.
+        num_heads: query heads.
+        num_kv_heads: key and value heads; ``num_heads`` divides by it (Ainslie et al., 2023).
+        head_dim: width of a head.
+        ffn_hidden_size: width inside the feed-forward part; of each half for gated activations.
+        activation: a name of ``Model.hidden_act``.
+        norm: a name of ``Model.normalization``.
+        norm_epsilon: added to the variance or mean square.
+        qkv_bias: whether queries, keys and values have a bias.
+        output_bias: whether the projection after attention has one.
+        mlp_bias: whether both matrices of the feed-forward part have one.
+        hidden_dropout: share of elements dropped from a branch before it is added to the trunk.
+        attention_dropout: share of attention weights dropped.
+        attention_window: how many positions a token sees, its own included; None: all before it.
+        sandwich_norm: whether each branch is normalised again before it is added (Ding et al., 2021).
+        attention_post_norm_gain: initial gain of that norm after attention.
+        mlp_post_norm_gain: the same after the feed-forward part.
+        init: initial values of matrices that read the trunk.
+        output_init: initial values of matrices that write into the trunk.
+    """
 
     hidden_size: int
     num_heads: int
@@ -149,6 +175,7 @@ class Block(nn.Layer):
         self.dropout = factory.dropout(shape.hidden_dropout)
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> State:
+        """A packed :class:`TrunkState` to one of the same shapes; ``cache`` holds earlier keys and values."""
         trunk = TrunkState.unpack(state, carries_positions=self.carries_positions)
         hidden, position_ids, document_start = trunk
         granularity = self.granularity if cache is None and may_recompute(self) else None
@@ -198,6 +225,7 @@ class FinalNorm(nn.Layer):
         self.final_norm = factory.norm(norm, hidden_size, epsilon=epsilon)
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> State:
+        """A packed :class:`TrunkState` to one of the same shapes."""
         return (self.final_norm(state[0]), *state[1:])
 
 
@@ -211,6 +239,7 @@ class Head(nn.Layer):
         self.head = factory.column_linear(hidden_size, padded_vocab_size, init=init, bias=bias, kind="head")
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> paddle.Tensor:
+        """Logits ``[s, b, V]``, or this rank's columns of them."""
         return self.head(state[0])
 
 
@@ -233,6 +262,7 @@ class TiedHead(nn.Layer):
         )
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> paddle.Tensor:
+        """Logits ``[s, b, V]``, or this rank's columns of them."""
         return self.factory.tied_logits(state[0], self.word_embeddings.weight)
 
 
@@ -245,4 +275,5 @@ class ClassificationHead(nn.Layer):
         self.score = factory.whole_linear(hidden_size, num_outputs, init=init, bias=False)
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> paddle.Tensor:
+        """Scores ``[s, b, classes]``."""
         return self.score(self.factory.leave_trunk(state[0]))

@@ -17,6 +17,7 @@ class Window:
         self._data_size = 1
 
     def add(self, record: StepRecord) -> None:
+        """Count a step."""
         self._steps += 1
         self._tokens += record.num_tokens
         self._seconds += record.batch_cost
@@ -40,8 +41,10 @@ class Window:
 
     @property
     def ips_total(self) -> float:
+        """Tokens per second of the whole job."""
         return self._tokens / self._seconds
 
     @property
     def ips(self) -> float:
+        """Tokens per second of one data rank."""
         return self.ips_total / self._data_size
