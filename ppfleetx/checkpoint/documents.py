@@ -6,6 +6,7 @@ places of output. With it, `ppfleetx generate CHECKPOINT "text"` needs nothing e
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -13,7 +14,7 @@ import yaml
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.config.effects import Effect, effect_of
 from ppfleetx.config.loader import CONFIG_FILE
-from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.config.sections.root import ModelConfig, RunConfig
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 TOKENIZER_DIR = "tokenizer"
@@ -24,7 +25,8 @@ _HEAD = """\
 """
 # How far a vocabulary is padded decides no result, but the shapes of an export.
 _KEPT = ("vocab_size_divisible_unit", "lora")
-_WHOLE_SECTIONS = ("Generation", "Offline_Eval", "Optimizer")
+PORTABLE_SECTIONS = ("Optimizer", "Generation", "Offline_Eval")
+"""Sections that say nothing of a plan or a machine, beside parts of `Model` and `Data`."""
 OF_ONE_CALL = ("prompt", "prompt_file", "seed")
 
 
@@ -44,15 +46,14 @@ def documents_in(checkpoint: Checkpoint) -> dict[str, bytes]:
 def portable_config(cfg: RunConfig, tokenizer: Tokenizer | None) -> str:
     """``cfg`` as YAML, without what belongs to a plan, a machine or one call."""
     plain = cfg.model_dump(mode="json")
-    model = {key: plain["Model"][key] for key in plain["Model"] if key in _KEPT or _decides(f"Model.{key}")}
     data = {key: value for key, value in plain["Data"].items() if value is not None}
     data["tokenizer"] = None if tokenizer is None else {"eos_token": tokenizer.eod_token}
     size = cfg.batch.micro_batch_size
     tree: dict[str, Any] = {
         "Global": {"seed": cfg.Global.seed, "local_batch_size": size, "micro_batch_size": size},
-        "Model": model,
+        "Model": portable_model(plain["Model"]),
         "Data": data,
-        **{name: _without_derived(plain[name], f"{name}.", cfg) for name in _WHOLE_SECTIONS},
+        **{name: _without_derived(plain[name], f"{name}.", cfg) for name in PORTABLE_SECTIONS},
     }
     for key in OF_ONE_CALL:
         del tree["Generation"][key]
@@ -61,9 +62,14 @@ def portable_config(cfg: RunConfig, tokenizer: Tokenizer | None) -> str:
     return _HEAD + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=110)
 
 
-def _decides(key: str) -> bool:
-    """Whether a key decides more than speed and places."""
-    return effect_of(key) is not Effect.NOTHING
+def portable_model(section: Mapping[str, Any]) -> dict[str, Any]:
+    """A ``Model`` section without keys that decide speed and memory alone, and without unknown ones."""
+    return {
+        key: value
+        for key, value in section.items()
+        if key in ModelConfig.model_fields
+        and (key in _KEPT or effect_of(f"Model.{key}") is not Effect.NOTHING)
+    }
 
 
 def _without_derived(section: dict[str, Any], prefix: str, cfg: RunConfig) -> dict[str, Any]:

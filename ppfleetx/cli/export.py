@@ -1,19 +1,32 @@
-"""Export a checkpoint (Engine.save_load.ckpt_dir) of any plan as a program that generates by itself."""
+"""Export a checkpoint of any plan as a program that generates by itself."""
 
 from __future__ import annotations
 
 import argparse
 
-from ppfleetx.utils.cli import add_config_arguments
+from ppfleetx.cli.model_arguments import add_model_arguments, job_of
+
+EXAMPLES = """\
+examples:
+  ppfleetx export output --output exported
+  ppfleetx infer exported "Once upon a time"
+"""
+INTERMIXED = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line."""
-    add_config_arguments(parser)
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--output", metavar="DIR", help="where the export is written (Engine.save_load.output_dir)"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
     """Export to ``Engine.save_load.output_dir``."""
+    from ppfleetx.core.programs.model_place import override
     from ppfleetx.deploy.export import run as run_program
 
-    run_program(args.config, args.override)
+    more = [] if args.output is None else [override("Engine.save_load.output_dir", args.output)]
+    with job_of(args, *more) as job:
+        run_program(job.config, job.overrides)

@@ -56,7 +56,16 @@ def call(verb: str, arguments: Sequence[str] | None = None, *, program: str | No
     """
     name = None if program is None else f"{program} {verb}"
     module = _module(verb)
-    return module.run(parser_of(module, name).parse_args(arguments))
+    parser = parser_of(module, name)
+    # The ordinary way takes all positional arguments from one place, and refuses a prompt behind an option.
+    parse = parser.parse_intermixed_args if getattr(module, "INTERMIXED", False) else parser.parse_args
+    args = parse(arguments)
+    if hasattr(args, "nproc"):
+        from ppfleetx.cli.launching import is_launched, launch
+
+        if is_launched(args):
+            return launch(verb, args, sys.argv[1:] if arguments is None else list(arguments))
+    return module.run(args)
 
 
 def parser_of(module: ModuleType, name: str | None = None) -> argparse.ArgumentParser:

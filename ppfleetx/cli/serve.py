@@ -1,19 +1,28 @@
-"""Serve a checkpoint (Engine.save_load.ckpt_dir) over HTTP, as OpenAI's completions interface does."""
+"""Serve a checkpoint over HTTP, as OpenAI's completions interface does, with a page to try it."""
 
 from __future__ import annotations
 
 import argparse
 
-from ppfleetx.utils.cli import add_config_arguments
+from ppfleetx.cli.model_arguments import add_model_arguments, job_of
+
+EXAMPLES = """\
+examples:
+  ppfleetx serve output
+  ppfleetx serve output --port 9000 -o Generation.max_dec_len=200
+"""
+INTERMIXED = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line."""
-    add_config_arguments(parser)
+    add_model_arguments(parser)
+    parser.add_argument("--port", type=int, metavar="N", help="port of the server (Serve.port)")
 
 
 def run(args: argparse.Namespace) -> None:
     """Serve until told to stop."""
     from ppfleetx.deploy.server.run import run as run_program
 
-    run_program(args.config, args.override)
+    with job_of(args, *([] if args.port is None else [f"Serve.port={args.port}"])) as job:
+        run_program(job.config, job.overrides)

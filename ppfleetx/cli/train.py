@@ -5,12 +5,21 @@ from __future__ import annotations
 import argparse
 
 from ppfleetx.cli import check
+from ppfleetx.cli.launching import add_launch_arguments
 from ppfleetx.utils.cli import add_config_arguments
+
+EXAMPLES = """\
+examples:
+  ppfleetx train -c gpt/pretrain_gpt_345M_single_card -o Data.Train.dataset.input_dir=data/my_text_document
+  ppfleetx train -c FILE --nproc 8
+  ppfleetx train -c FILE --nproc 8 --nnodes 2 --master 10.0.0.1:8765
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line."""
     add_config_arguments(parser)
+    add_launch_arguments(parser)
     parser.add_argument(
         "--check",
         action="store_true",

@@ -4,6 +4,7 @@ A verb is a module of ``ppfleetx/cli/`` with
 
 - a docstring: what ``ppfleetx VERB --help`` says first,
 - ``EXAMPLES`` (optional): commands that can be pasted, shown last,
+- ``INTERMIXED = True`` (optional): options may stand between positional arguments,
 - ``add_arguments(parser)``: its arguments,
 - ``run(args)``: does it; gives the exit code, None for 0.
 
@@ -34,6 +35,7 @@ class Verb:
 GROUPS: dict[str, tuple[Verb, ...]] = {
     "train": (
         Verb("train", "train", "pretrain or finetune the model of a configuration"),
+        Verb("finetune", "finetune", "train from the weights of another run or model"),
         Verb("supervise", "supervise", "run a training command and start it again when it fails"),
         Verb("check", "check", "look at a configuration: plan, parameters, batch arithmetic"),
         Verb("plan", "plan", "predict memory and step time, or rank the plans of so many cards"),

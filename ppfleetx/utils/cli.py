@@ -50,12 +50,12 @@ class WithPlugins(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+def add_config_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Add ``-c FILE``, any number of ``-o Section.key=value``, and any number of ``--plugin MODULE``."""
     parser.add_argument(
         "-c",
         "--config",
-        required=True,
+        required=required,
         action=WithPlugins,
         metavar="FILE",
         help="YAML configuration, a directory with a config.yaml, or a name that `ppfleetx configs` lists",

@@ -39,11 +39,17 @@ _prepared: set[int] = set()
 def apply() -> None:
     """Prepare this process if it is the launcher, once: Python may meet the line twice (lib and lib64)."""
     options = launcher_options(sys.orig_argv)
-    if options is None or os.getpid() in _prepared:
+    if options is not None:
+        prepare(options)
+
+
+def prepare(options: Sequence[str]) -> None:
+    """Prepare this process, once, for being the launcher that was given these options."""
+    if os.getpid() in _prepared:
         return
     _prepared.add(os.getpid())
     if not _is_gpu_build():
-        name_devices(sys.orig_argv, os.environ)
+        name_devices([LAUNCHER, *options], os.environ)
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     watch_launcher(options)
 

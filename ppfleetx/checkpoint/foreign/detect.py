@@ -35,6 +35,14 @@ _WEIGHT_FILE = re.compile(r".*\.safetensors|pytorch_model.*\.bin|model_state.*\.
 _ITERATION = re.compile(r"iter_\d+|release")
 
 
+def is_hugging_face(path: Path) -> bool:
+    """Whether a directory has the files of a Hugging Face model (or of PaddleNLP) and is not ours."""
+    if not path.is_dir() or _is_ours(path):
+        return False
+    has_config = (path / CONFIG).is_file() or (path / PADDLE_CONFIG).is_file()
+    return has_config and any((path / name).is_file() for name in _WEIGHTS)
+
+
 def described(path: Path) -> str | None:
     """What ``path`` is and what to do with it, in sentences that begin with it.
 

@@ -1,0 +1,60 @@
+"""What the verbs that use a trained model share: a checkpoint that speaks for itself, or ``-c FILE``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.utils.cli import add_config_arguments
+
+CHECKPOINT_HELP = (
+    "a run's directory, one of its checkpoints, or a directory of Hugging Face or FleetX; it needs nothing "
+    "else. Without it: -c FILE, which names the checkpoint in Engine.save_load.ckpt_dir"
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a program takes: the configuration's file, and overrides in their order."""
+
+    config: str
+    overrides: list[str]
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add CHECKPOINT, ``-c FILE`` and ``-o Section.key=value``."""
+    parser.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT", help=CHECKPOINT_HELP)
+    add_config_arguments(parser, required=False)
+
+
+@contextmanager
+def job_of(
+    args: argparse.Namespace, *more: str, key: str = "Engine.save_load.ckpt_dir", option: str = "CHECKPOINT"
+) -> Iterator[Job]:
+    """The configuration and overrides that the arguments mean; what was made for them is removed behind.
+
+    Args:
+        args: of :func:`add_model_arguments`.
+        more: overrides that other arguments stand for.
+        key: what is to name the checkpoint.
+        option: how the checkpoint is given, for the message.
+
+    Raises:
+        UserError: neither is given, or there is no model in the directory.
+    """
+    if args.checkpoint is None and args.config is None:
+        raise ConfigError(f"give {option}, the directory of a model, or -c FILE")
+    if args.checkpoint is None:
+        yield Job(args.config, [*args.override, *more])
+        return
+    from ppfleetx.core.programs.model_place import find_model
+    from ppfleetx.utils.plugins import import_named_plugins
+
+    import_named_plugins()  # what the environment names; -c FILE does the same
+    with ExitStack() as stack:
+        place = find_model(args.checkpoint, stack, with_config=args.config is None)
+        overrides = place.overrides([*args.override, *more], key=key)
+        yield Job(args.config or str(place.config), overrides)

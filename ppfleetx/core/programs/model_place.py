@@ -1,0 +1,162 @@
+"""A directory with a model, whoever wrote it, as a configuration and a checkpoint that programs take.
+
+Of ours, what the checkpoint says of itself is used (`checkpoint/documents.py`). A directory of Hugging Face
+is converted into a temporary place. FleetX's is read as it is: its network is that of the shipped
+configuration which has its sizes.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.documents import PORTABLE_SECTIONS, portable_model
+from ppfleetx.checkpoint.foreign.convert import Conversion, convert
+from ppfleetx.checkpoint.foreign.detect import is_hugging_face
+from ppfleetx.checkpoint.foreign.fleetx import is_fleetx, read_fleetx
+from ppfleetx.checkpoint.foreign.ours import find_tokenizer_dir
+from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.loader import CONFIG_FILE, load_config
+from ppfleetx.config.shipped import shipped_configs
+from ppfleetx.core.programs.launch import world_size
+from ppfleetx.utils.log import configure_logging, get_logger
+
+ONE_SEQUENCE = {"Global": {"local_batch_size": 1}}
+"""Batch sizes of a configuration that says none: those of a program that has no batches."""
+# Keys that the shapes of FleetX's tensors tell -> what says the same of our section.
+_SAID_BY_FLEETX = {
+    "hidden_size": "hidden_size",
+    "num_layers": "num_layers",
+    "ffn_hidden_size": "ffn_size",
+    "max_position_embeddings": "max_position_embeddings",
+}
+
+
+@dataclass(frozen=True)
+class ModelPlace:
+    """A model that is ready to be loaded.
+
+    Attributes:
+        config: the configuration that the checkpoint says of itself; None: it was not looked for.
+        checkpoint: what ``Engine.save_load.ckpt_dir`` and ``init_from`` take.
+        tokenizer: directory of the tokenizer's files, where they are known.
+    """
+
+    config: Path | None
+    checkpoint: Path
+    tokenizer: Path | None
+
+    def overrides(self, given: Sequence[str] = (), *, key: str = "Engine.save_load.ckpt_dir") -> list[str]:
+        """Overrides that make a program load the model, before those of the user.
+
+        Args:
+            given: the user's; a tokenizer named there holds.
+            key: what is to name the checkpoint.
+        """
+        named = {text.partition("=")[0].strip() for text in given}
+        ours = [override(key, str(self.checkpoint))]
+        if self.tokenizer is not None and not any(name.startswith("Data.tokenizer") for name in named):
+            ours.append(override("Data.tokenizer.dir", str(self.tokenizer)))
+        return [*ours, *given]
+
+
+def override(key: str, value: Any) -> str:
+    """``key=value`` as ``-o`` takes it, whatever characters are in ``value``."""
+    text = yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=1 << 30)
+    return f"{key}={text.strip()[1:-1]}"
+
+
+def find_model(place: str | Path, stack: ExitStack, *, with_config: bool = True) -> ModelPlace:
+    """The model in ``place``: a run, a step directory, or a directory of Hugging Face or FleetX.
+
+    Args:
+        place: the directory.
+        stack: what was made for it is removed when this ends.
+        with_config: look for its configuration too; not needed where the user gives one.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it does not say what network it is.
+    """
+    path = Path(place)
+    if is_hugging_face(path):
+        if world_size(os.environ) > 1:
+            raise CheckpointError(
+                f"{path} is Hugging Face's, and several processes would each convert it. Do that once, "
+                f"with `ppfleetx convert --from hf --to ppfleetx --input {path} --output DIR`"
+            )
+        return _converted(path, stack)
+    checkpoint = open_resolved(resolve_checkpoint(path, verify=False))
+    tokenizer = find_tokenizer_dir(checkpoint.path)
+    if not with_config:
+        return ModelPlace(None, checkpoint.path, tokenizer)
+    if is_fleetx(checkpoint.path):
+        config = write_config(_sections_of_fleetx(checkpoint.path), stack)
+    elif CONFIG_FILE in checkpoint.manifest.documents:
+        config = checkpoint.path / CONFIG_FILE
+    else:
+        config = write_config(_sections_of_manifest(checkpoint, tokenizer), stack)
+    return ModelPlace(config, checkpoint.path, tokenizer)
+
+
+def _converted(path: Path, stack: ExitStack) -> ModelPlace:
+    target = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ppfleetx-")))
+    _log().info(
+        f"{path} is Hugging Face's; it is converted into {target}, which is removed at the end (`ppfleetx "
+        "convert` makes a copy that stays)"
+    )
+    step = convert(Conversion("hf", "ppfleetx", path, target))
+    return ModelPlace(step / CONFIG_FILE, step, find_tokenizer_dir(step))
+
+
+def _sections_of_manifest(checkpoint: Checkpoint, tokenizer: Path | None) -> dict[str, Any]:
+    """The configuration in the manifest of an earlier version, without plan and machine."""
+    saved = checkpoint.manifest.config
+    if not isinstance(saved, Mapping) or not saved.get("Model"):
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} does not say what network it is; give a configuration with -c FILE"
+        )
+    found = f"that in {tokenizer}" if tokenizer else "none; if needed give -o Data.tokenizer.dir=DIR"
+    _log().warning(
+        f"checkpoint {checkpoint.path} was saved by an earlier version and holds no {CONFIG_FILE} and no "
+        f"tokenizer. Configuration: that in its manifest. Tokenizer: {found}"
+    )
+    sections = {name: saved[name] for name in PORTABLE_SECTIONS if saved.get(name) is not None}
+    data = {key: value for key, value in (saved.get("Data") or {}).items() if key != "tokenizer"}
+    return {**ONE_SEQUENCE, **sections, "Model": portable_model(saved["Model"]), "Data": data}
+
+
+def _sections_of_fleetx(path: Path) -> dict[str, Any]:
+    told = read_fleetx(path).model
+    for name, file in shipped_configs().items():
+        model = load_config(file).Model
+        if all(told.get(key) == getattr(model, ours) for key, ours in _SAID_BY_FLEETX.items()):
+            _log().info(f"{path} is FleetX's; it has the sizes of {name}, whose Model section is used")
+            plain = model.model_dump(mode="json") | {"module": "GPTModule", "lora": None, "num_classes": None}
+            return {**ONE_SEQUENCE, "Model": portable_model(plain)}
+    sizes = ", ".join(f"{key} {value}" for key, value in told.items())
+    raise CheckpointError(
+        f"{path} is FleetX's and has other sizes ({sizes}) than any shipped configuration. It does not say "
+        "the number of attention heads: give a configuration with -c FILE"
+    )
+
+
+def write_config(sections: dict[str, Any], stack: ExitStack) -> Path:
+    """A file with these sections, removed when ``stack`` ends."""
+    directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ppfleetx-")))
+    path = directory / CONFIG_FILE
+    path.write_text(yaml.safe_dump(sections, sort_keys=False, allow_unicode=True), "utf-8")
+    return path
+
+
+def _log() -> Any:
+    configure_logging()
+    return get_logger()

@@ -1,0 +1,216 @@
+"""Verbs that take a model's directory and nothing else, whoever wrote it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ppfleetx.checkpoint.documents import documents_of
+from ppfleetx.checkpoint.foreign.convert import Conversion, convert
+from ppfleetx.checkpoint.tensors import model_slices
+from ppfleetx.checkpoint.writer import save_checkpoint
+from ppfleetx.cli.launching import without_launch_arguments
+from ppfleetx.cli.main import call
+from ppfleetx.config.errors import CheckpointError, ConfigError
+from ppfleetx.config.loader import load_config
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.core.programs.model_place import ModelPlace, find_model, override
+from ppfleetx.data.indexed import IndexedDatasetWriter
+from ppfleetx.models.gpt.stages import gpt_stages
+from ppfleetx.models.staged import StagedModel
+from ppfleetx.nn.factory import LocalFactory
+from tests.checkpoint.foreign.test_fleetx import save as save_fleetx
+from tests.checkpoint.foreign.test_fleetx import theirs
+from tests.helpers import programs
+from tests.helpers.texts import small_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}  # of debug/gpt_nano
+GENERATION = {"decode_strategy": "greedy_search", "max_dec_len": 6}
+PROMPT = "The quick"
+
+
+def verb(*words: object, cwd: Path) -> str:
+    """What a verb prints, run in a process of its own."""
+    done = programs.run([sys.executable, "-m", "ppfleetx", *map(str, words)], timeout=120, cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One model as every kind of directory, and the corpus it names."""
+    root = tmp_path_factory.mktemp("models")
+    tokenizer = small_tokenizer()
+    with IndexedDatasetWriter(root / "corpus", np.uint16) as writer:
+        for _ in range(20):
+            writer.add_document(np.arange(100), [100])
+    dataset = {"input_dir": str(root / "corpus"), "split": [8, 2, 0], "max_seq_len": 32}
+    tree = {
+        "Global": {"device": "cpu", "local_batch_size": 2},
+        "Engine": {"save_load": {"output_dir": "first"}},
+        "Model": MODEL,
+        "Data": {"Train": {"dataset": dataset}, "Eval": {"dataset": dataset}},
+        "Generation": GENERATION,
+    }
+    (root / "run.yaml").write_text(json.dumps(tree))
+    cfg = load_config(root / "run.yaml")
+    network = StagedModel(gpt_stages(ModelConfig(**MODEL, initializer_range=0.3), LocalFactory()), seed=5)
+    named = [(parameter.info.name, parameter) for parameter in network.parameters()]
+    about = {"epoch": 0, "step": 4, "state": {}, "config": cfg.model_dump(mode="json"), "vocab_size": 512}
+    slices = list(model_slices(named))
+    documents = documents_of(cfg, tokenizer)
+    save_checkpoint(root / "run", tensors=slices, documents=documents, **about)
+    save_checkpoint(root / "older", tensors=slices, **about)
+    tokenizer.save(root / "older/tokenizer")
+    save_checkpoint(root / "mute", tensors=slices, **{**about, "config": None})
+    save_fleetx(root / "fleetx", {theirs(name): p.numpy() for name, p in named})
+    tokenizer.save(root / "fleetx/tokenizer")
+    convert(Conversion("ppfleetx", "hf", root / "run", root / "hf"))
+    return root
+
+
+@pytest.fixture(scope="module")
+def text(place: Path) -> str:
+    """What the model writes, as its run's directory says it."""
+    printed = verb("generate", "run", PROMPT, cwd=place)
+    assert printed.startswith("Prompt: ") or "Prompt: " in printed
+    return printed[printed.index("Prompt: ") :]
+
+
+@pytest.mark.parametrize(
+    "model", ["run/epoch_0_step_4", "run/latest", "run/epoch_0_step_4/mp_00_sharding_00_pp_00", "older", "hf"]
+)
+def test_every_directory_writes_the_same(place: Path, text: str, model: str) -> None:
+    """Hugging Face's too: its generation defaults are ours with the tokenizer's end, so -o says the rest."""
+    more = [f"-oGeneration.{key}={value}" for key, value in GENERATION.items()] if model == "hf" else []
+    printed = verb("generate", model, *more, PROMPT, cwd=place)
+    assert printed.endswith(text)
+    assert ("is Hugging Face's; it is converted into" in printed) == (model == "hf")
+    assert ("was saved by an earlier version" in printed) == (model == "older")
+
+
+def test_fleetx_has_the_network_of_a_shipped_configuration(place: Path, text: str) -> None:
+    more = [f"-oGeneration.{key}={value}" for key, value in GENERATION.items()]
+    printed = verb("generate", "fleetx", *more, "-o", "Model.scale_qk_by_layer_num=True", PROMPT, cwd=place)
+    assert printed.endswith(text) and "it has the sizes of debug/gpt_nano" in printed
+
+
+def test_a_moved_checkpoint_needs_nothing_of_its_run(place: Path, text: str, tmp_path: Path) -> None:
+    shutil.copytree(place / "run/epoch_0_step_4", tmp_path / "alone")
+    assert verb("generate", "alone", PROMPT, "-o", "Global.device=cpu", cwd=tmp_path).endswith(text)
+
+
+def test_evaluation_export_and_finetuning_need_nothing_else(place: Path, text: str, tmp_path: Path) -> None:
+    loss = verb("eval", place / "run", cwd=tmp_path).splitlines()[-1].partition(", loss: ")[2]
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 9)
+    table = verb("eval", place / "run", "--text", "text.txt", "--output", "result", cwd=tmp_path)
+    assert "adjusted ppl" in table and json.loads((tmp_path / "result/eval_result.json").read_text())["loss"]
+    verb("export", place / "run", "--output", "exported", cwd=tmp_path)
+    assert verb("infer", "exported", PROMPT, cwd=tmp_path).endswith(text)
+    short = ["-o", "Engine.max_steps=1", "-o", "Engine.eval_freq=1"]
+    log = verb("finetune", "--from", place / "run", "--output", "new", *short, cwd=tmp_path)
+    assert f"with the weights of {place / 'run/epoch_0_step_4'}" in log
+    before = next(line for line in log.splitlines() if "eval at global step 0" in line)
+    assert before.partition(", loss: ")[2].split(",")[0] == loss.split(",")[0]
+    assert "Prompt: x" in verb("generate", "new", "x", cwd=tmp_path)
+
+
+def test_what_is_missing_is_said(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    for words, error, rule in (
+        (["generate", "nowhere", "x"], CheckpointError, "there is no checkpoint directory nowhere"),
+        (["generate"], ConfigError, "give CHECKPOINT, the directory of a model, or -c FILE"),
+        (["infer"], ConfigError, "give EXPORT"),
+        (["generate", "mute", "x"], CheckpointError, "does not say what network it is; give a configuration"),
+        (["eval", str(tmp_path)], CheckpointError, "there is no complete checkpoint in"),
+        (["infer", "run", "x"], ConfigError, "holds no exported model"),
+        (["generate", "run", "x", "-o", "Engine.save_load.ckpt_dir=hf"], ConfigError, "ckpt_dir"),
+    ):
+        with pytest.raises(error, match=rule):
+            call(words[0], words[1:])
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
+    with (
+        pytest.raises(CheckpointError, match="several processes would each convert it"),
+        ExitStack() as stack,
+    ):
+        find_model("hf", stack)
+
+
+def test_nothing_that_was_made_stays(place: Path) -> None:
+    with ExitStack() as stack:
+        found = find_model(place / "hf", stack)
+        assert found.checkpoint.is_dir() and found.config is not None
+        made = found.checkpoint.parent
+    assert not made.exists()
+
+
+def test_an_override_survives_any_characters(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(json.dumps({"Global": {"local_batch_size": 1}, "Model": MODEL}))
+    for value in (
+        "a: b",
+        "# not a comment",
+        "x=y",
+        "'\"",
+        "null",
+        "7",
+        "caf\u00e9 \U0001f600",
+        "a\nb",
+        "[",
+        "%a",
+    ):
+        cfg = load_config(config, [override("Generation.prompt", [value])])
+        assert cfg.Generation.prompt == (value,)
+    place = ModelPlace(None, tmp_path, tmp_path)
+    assert len(place.overrides(["Data.tokenizer.vocab_file=v"])) == 2 and len(place.overrides()) == 2
+
+
+def test_arguments_of_the_launcher_are_not_for_the_ranks() -> None:
+    typed = [
+        "-c",
+        "F",
+        "--nproc",
+        "2",
+        "-o",
+        "a=b",
+        "--master=h:1",
+        "--log-dir",
+        "d",
+        "--check",
+        "--nnodes=2",
+    ]
+    assert without_launch_arguments(typed) == ["-c", "F", "-o", "a=b", "--check"]
+
+
+def test_ranks_are_started_and_their_errors_carry_their_number(place: Path, tmp_path: Path) -> None:
+    given = [
+        "train",
+        "-c",
+        place / "run.yaml",
+        "--nproc",
+        "2",
+        "--log-dir",
+        "logs",
+        "-o",
+        "Engine.max_steps=1",
+    ]
+    run = [sys.executable, "-m", "ppfleetx", *map(str, given)]
+    done = programs.run(run, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0 and (tmp_path / "first/epoch_0_step_1/COMPLETE").is_file(), done.stdout
+    done = programs.run(run, timeout=120, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "[rank 0] error: Engine.save_load.output_dir" in done.stdout
+    assert "[rank 1] error: Engine.save_load.output_dir" in done.stderr
