@@ -1,4 +1,4 @@
-"""The frozen weights that adapters belong to: which they are, and that they are the right ones."""
+"""The base weights of LoRA adapters: where they are read from, and the check that they are the right ones."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def mend_latest(checkpoint: Checkpoint) -> None:
 
 @contextlib.contextmanager
 def output_lock(output_dir: Path) -> Iterator[None]:
-    """Hold `output_dir` for saving, among threads and processes; the system lets go when a process dies.
+    """Lock `output_dir` for saving, among threads and processes; the system unlocks it if the process dies.
 
     Raises:
         CheckpointError: another process still holds it after the time that is waited.

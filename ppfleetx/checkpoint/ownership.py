@@ -1,4 +1,4 @@
-"""Whose a checkpoint is. A run deletes and replaces what it made itself, and nothing else.
+"""Which run a checkpoint belongs to. A run deletes and replaces its own checkpoints, and nothing else.
 
 A run has an identity, drawn when it starts anew. Its manifests hold it, and the file `run_id` of its
 output directory; a run that resumes there keeps it. A checkpoint without one belongs to nobody.

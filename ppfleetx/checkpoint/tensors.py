@@ -253,7 +253,7 @@ def _check_vocabulary(checkpoint: Checkpoint, vocab_size: int | None) -> None:
 def _of_same_shape(
     checkpoint: Checkpoint, params: list[tuple[str, Tensor]], other_vocabulary: bool
 ) -> list[tuple[str, Tensor]]:
-    """Parameters that can be loaded; the others are told, and keep their values."""
+    """Parameters that can be loaded. The log names the others, which keep their values."""
     same, other = [], []
     for name, param in params:
         entry = checkpoint.entry(name)

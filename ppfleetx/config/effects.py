@@ -1,4 +1,4 @@
-"""What each key of the configuration decides, in one table: what a resumed run may change, and what not.
+"""One table: what each key of the configuration decides, and so whether a resumed run may change it.
 
 A key that is not in the table is a defect: a test asks for the effect of every key of the sections.
 """

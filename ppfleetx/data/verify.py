@@ -1,4 +1,4 @@
-"""Comparing corpora with their checksums: at the start of a run, and on demand."""
+"""Compare corpora with their checksums, at the start of a run and on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the ids of a tokenizer or a corpus are ids of the model."""
+"""Check that the token ids of a tokenizer or a corpus are ids of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watching for what must be equal between ranks, or different, and for numbers that are not finite.
+"""Check what must be equal between ranks, or different, and look for numbers that are not finite.
 
 ``Engine.checks`` decides how much of it is done. ``cheap``: configurations at the start, batches at every
 step (a few bytes), copies of weights at the start and before each checkpoint. ``full``: copies of weights

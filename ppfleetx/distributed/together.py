@@ -1,4 +1,4 @@
-"""What the ranks of a job tell each other beside tensors: values, signals, errors, whose turn it is.
+"""What the ranks of a job exchange besides tensors: values, signals, errors, and whose turn it is.
 
 Everything here is a collective of the whole job: all ranks call it, in the same order.
 """

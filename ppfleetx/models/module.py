@@ -1,4 +1,4 @@
-"""What a task tells whoever trains or evaluates it: its stages, its outputs and its loss, and no more."""
+"""The contract of a task: its stages, its outputs and its loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the layers come from: plain layers with whole parameters on one card, fleet's sliced layers else.
+"""Layer factories: plain layers with whole parameters on one card, fleet's sliced layers otherwise.
 
 Blocks ask a factory and never see a degree; what a plan changes about a layer is in this file.
 """

@@ -1,4 +1,4 @@
-"""Forgetting activations in the forward pass and computing them again in the backward pass.
+"""Recomputation: drop activations in the forward pass, and compute them again in the backward pass.
 
 From least memory to least extra work: ``full`` keeps a layer's input only, ``full_attn`` forgets the
 attention sub-block (projections included), ``core_attn`` forgets scores, softmax and context only.

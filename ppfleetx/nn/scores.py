@@ -1,4 +1,4 @@
-"""What a model gives each token that came: its log probability, and whether it was the likeliest.
+"""Score the tokens of a text: the log probability of each, and whether it was the likeliest.
 
 Unlike the training loss this is not limited: Paddle's cross entropy on the CPU stops at 64, and answers NaN
 logits with a finite number.

@@ -1,4 +1,4 @@
-"""Gradients of one process to gradients of the whole job: once per step, after the last micro batch.
+"""Make the gradients of each process those of the whole job, once per step, after the last micro batch.
 
 The one owner of every reduction of gradients. The loss each rank differentiates is already divided by
 the job's number of valid tokens, so everything here is a plain sum.

@@ -1,4 +1,4 @@
-"""One optimizer step, the same for every plan; how forward and backward run is for the sub-classes."""
+"""One optimizer step, the same for every plan; subclasses decide how forward and backward run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank ends when its launcher has gone: after a ``kill -9`` nobody else would end it."""
+"""End a rank when its launcher is gone: after a ``kill -9`` of the launcher, nothing else would."""
 
 from __future__ import annotations
 

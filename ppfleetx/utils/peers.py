@@ -1,4 +1,4 @@
-"""The end of another process of the job, as a program hears of it and ends because of it.
+"""How a program learns that another process of the job has ended, and ends too.
 
 What talks to other processes reports here; ``utils/cli.py``, which does not know it, ends the program.
 """

@@ -1,4 +1,4 @@
-"""Start a command again when it fails, and leave nothing of it behind.
+"""Start a command again when it fails, and leave none of its processes behind.
 
 Paddle's launcher restarts its ranks only when it has an etcd server to talk to; without one its
 ``--max_restart`` does nothing. This needs no server: it restarts the launcher.

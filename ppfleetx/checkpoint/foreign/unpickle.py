@@ -158,7 +158,7 @@ class Unpickler:
         except CheckpointError:
             raise
         except _DAMAGE as error:
-            # Messages of Python's own say nothing to whoever has the file.
+            # Python's own message would not help the owner of the file, so it is left out.
             reason = f" ({error})" if isinstance(error, UnsoundPickleError) else ""
             what = "is no sound instruction" if name is None else f"{name} cannot be carried out"
             raise CheckpointError(f"not a sound pickle: at byte {place}, {what}{reason}") from error

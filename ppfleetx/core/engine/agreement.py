@@ -1,4 +1,4 @@
-"""Whether a checkpoint and the configuration agree: what is refused, and what is told.
+"""Compare a checkpoint with the configuration: some differences are refused, others are logged.
 
 What each key decides is in ``ppfleetx.config.effects`` and nowhere else.
 """

@@ -1,4 +1,4 @@
-"""The beginning of a run, which all ranks make together: what it starts from, and whose the directory is."""
+"""The beginning of a run, made by all ranks together: what it starts from, and who owns the directory."""
 
 from __future__ import annotations
 

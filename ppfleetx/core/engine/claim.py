@@ -1,4 +1,4 @@
-"""A run makes its output directory its own: what is deleted, what is refused, and what is written."""
+"""A run takes its output directory: what it deletes, refuses and writes there."""
 
 from __future__ import annotations
 

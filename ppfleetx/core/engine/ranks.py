@@ -1,4 +1,4 @@
-"""The part of the start-up block that only the built model knows: who holds how much."""
+"""The lines of the start-up block that need the built model: how many parameters each rank holds."""
 
 from __future__ import annotations
 

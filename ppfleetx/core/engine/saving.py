@@ -1,4 +1,4 @@
-"""How a run is saved, and what becomes of it when that fails (``Engine.save_load.on_save_error``)."""
+"""How a run is saved, and what happens when that fails (``Engine.save_load.on_save_error``)."""
 
 from __future__ import annotations
 

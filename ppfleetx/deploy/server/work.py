@@ -1,4 +1,4 @@
-"""What the HTTP side asks of the model's thread, and what it is told."""
+"""The requests that the HTTP side hands to the model's thread, and the answers it gets."""
 
 from __future__ import annotations
 

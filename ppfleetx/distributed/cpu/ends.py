@@ -1,4 +1,4 @@
-"""Which ranks of a CPU job have ended, and whose end was the first that should not have been."""
+"""Which ranks of a CPU job have ended, and which unexpected end was the first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where messages of a CPU job meet the receives they belong to.
+"""Matches the messages that arrive at a rank of a CPU job with its receives.
 
 A reader thread takes what arrives straight into the receiver's memory where the receive is posted already,
 and into a spare buffer where it is not.

@@ -1,4 +1,4 @@
-"""A communication under way: what a rank has begun, and what it still waits for."""
+"""One communication operation under way, and the receives it still waits for."""
 
 from __future__ import annotations
 

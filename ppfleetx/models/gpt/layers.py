@@ -85,7 +85,7 @@ class BlockShape:
         mlp_bias: whether both matrices of the feed-forward part have one.
         hidden_dropout: share of elements dropped from a branch before it is added to the trunk.
         attention_dropout: share of attention weights dropped.
-        attention_window: how many positions a token sees, its own included; None: all before it.
+        attention_window: how many positions before its own a token sees; None: all of them.
         sandwich_norm: whether each branch is normalised again before it is added (Ding et al., 2021).
         attention_post_norm_gain: initial gain of that norm after attention.
         mlp_post_norm_gain: the same after the feed-forward part.

@@ -8,7 +8,7 @@ from ppfleetx.core.engine.run import StepRecord
 class Window:
     """Sums step records and answers with means.
 
-    ``ips_total`` counts the tokens per second of the whole job, ``ips`` those of one data replica.
+    ``ips_total`` is the tokens per second of the whole job, ``ips`` those of one data rank.
     """
 
     def __init__(self) -> None:
