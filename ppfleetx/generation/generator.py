@@ -181,7 +181,7 @@ class Generator(TextGenerator):
 
     @property
     def next_token_model(self) -> NextTokenModel:
-        """What gives the logits, for programs with a decoding loop of their own (the model is in `eval` mode)."""
+        """What gives the logits, for a decoding loop of your own (the model is in `eval` mode)."""
         return self._next_token
 
     def _continue(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:
