@@ -48,14 +48,14 @@ _EFFECTS: dict[str, Effect] = {
     **_table(
         Effect.SHAPE,
         "Model",
-        "module name vocab_size hidden_size num_layers ffn_hidden_size max_position_embeddings "
+        "module vocab_size hidden_size num_layers ffn_hidden_size max_position_embeddings "
         "add_bias_linear add_qkv_bias add_out_proj_bias add_mlp_bias add_head_bias num_classes lora.rank "
         "lora.targets",
     ),
     **_table(
         Effect.FUNCTION,
         "Model",
-        "num_attention_heads num_query_groups head_dim hidden_act position_embedding_type rotary_base "
+        "name num_attention_heads num_query_groups head_dim hidden_act position_embedding_type rotary_base "
         "rotary_percent rope_scaling attention_window normalization norm_epsilon sandwich_norm "
         "tie_word_embeddings lora.alpha lora.base",
     ),
@@ -76,12 +76,12 @@ _EFFECTS: dict[str, Effect] = {
         "virtual_pp_degree",
     ),
     **_table(Effect.OPTIMIZER, "Optimizer", "name"),
-    **_table(Effect.TRAINING, "Optimizer", "beta1 beta2 epsilon grad_clip"),
+    **_table(Effect.TRAINING, "Optimizer", "beta1 beta2 epsilon options grad_clip"),
     **_table(Effect.SCHEDULE, "Optimizer", "weight_decay lr weight_decay_schedule"),
     **_table(
         Effect.DATA,
         "Data.Train.dataset",
-        "name input_dir weights blend split max_seq_len prompt_field response_field seed",
+        "name options input_dir weights blend split max_seq_len prompt_field response_field seed",
     ),
     **_table(
         Effect.TRAINING,
@@ -94,13 +94,13 @@ _EFFECTS: dict[str, Effect] = {
     **_table(
         Effect.EVALUATION,
         "Data.Eval.dataset",
-        "name input_dir weights blend split max_seq_len prompt_field response_field seed reset_position_ids "
-        "reset_attention_mask eod_mask_loss eod_id",
+        "name options input_dir weights blend split max_seq_len prompt_field response_field seed "
+        "reset_position_ids reset_attention_mask eod_mask_loss eod_id",
     ),
     **_table(Effect.NOTHING, "Data.Eval.dataset", "cache_dir verify"),
     **_table(Effect.EVALUATION, "Data.Eval.sampler", "name shuffle drop_last"),
     **_table(Effect.NOTHING, "Data", "Train.loader Eval.loader Test"),
-    **_table(Effect.DATA, "Data.tokenizer", "dir tokenizer_file vocab_file merges_file"),
+    **_table(Effect.DATA, "Data.tokenizer", "name dir tokenizer_file vocab_file merges_file"),
     **_table(Effect.TRAINING, "Data.tokenizer", "eos_token"),
     **_table(Effect.TRAINING, "Global", "seed global_batch_size allow_tf32 flags"),
     **_table(Effect.NOTHING, "Global", "device local_batch_size micro_batch_size plugins"),
@@ -135,7 +135,7 @@ _EFFECTIVE = {
     "add_head_bias": "has_head_bias",
 }
 # Keys of these effects that say nothing of the network itself.
-_NOT_OF_THE_NETWORK = ("module", "name", "add_bias_linear", "num_classes", "lora")
+_NOT_OF_THE_NETWORK = ("module", "add_bias_linear", "num_classes", "lora")
 
 
 @dataclass(frozen=True)
@@ -187,9 +187,9 @@ def network(
     Where null stands for another value, it is that one; None is a key without effect on this network.
     """
     without_effect = set()
-    if model.position_embedding_type != "rope":
+    if not model.positions.rotates:
         without_effect.update(("rotary_base", "rotary_percent"))
-    if model.position_embedding_type != "learned_absolute":
+    if not model.positions.has_table:
         without_effect.add("max_position_embeddings")
     return {
         key: None if key in without_effect else getattr(model, _EFFECTIVE.get(key, key))

@@ -7,10 +7,11 @@ of a part stands beside its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ppfleetx.config.fields import RuleError
 from ppfleetx.config.registry import Registry
 
 
@@ -54,10 +55,109 @@ class ModuleTraits:
     measure: str | Callable[..., Any] | None = None
 
 
+@dataclass(frozen=True)
+class ArchitectureTraits:
+    """What is counted of an architecture before it is built.
+
+    Attributes:
+        layer_shapes: gives the parameters of one layer, ``{name: global shape}``, from the ``Model`` section;
+            a function, or ``package.module:attribute``. None: they are those of GPT's block.
+    """
+
+    layer_shapes: str | Callable[[Any], dict[str, tuple[int, ...]]] | None = None
+
+
+@dataclass(frozen=True)
+class NormTraits:
+    """``parameters``: which of ``weight`` and ``bias`` a norm has, each of the normalised width."""
+
+    parameters: tuple[str, ...] = ("weight",)
+
+
+@dataclass(frozen=True)
+class ActivationTraits:
+    """``gated``: the MLP's first linear has twice the width, gate and up in pairs, which become one."""
+
+    gated: bool = False
+
+
+@dataclass(frozen=True)
+class PositionTraits:
+    """How positions enter.
+
+    Attributes:
+        has_table: a learned table of ``Model.max_position_embeddings`` rows is added to the embeddings.
+        rotates: queries and keys are turned in attention, which needs an even head width.
+    """
+
+    has_table: bool = False
+    rotates: bool = False
+
+
+@dataclass(frozen=True)
+class OptimizerTraits:
+    """What an optimizer keeps and reads.
+
+    Attributes:
+        states: float32 tensors of a parameter's shape that it keeps for each parameter.
+        reads: the keys of section ``Optimizer`` that it reads, of beta1, beta2, epsilon and weight_decay.
+        options: the names it takes in ``Optimizer.options``.
+    """
+
+    states: int = 1
+    reads: tuple[str, ...] = ("beta1", "beta2", "epsilon", "weight_decay")
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ScheduleTraits:
+    """``decays``: the rate is ``min_lr`` after ``decay_steps``; otherwise the course says it for ever."""
+
+    decays: bool = True
+
+
+@dataclass(frozen=True)
+class DatasetTraits:
+    """What the configuration has to know of a data set.
+
+    Attributes:
+        kind: ``corpus``: samples are cut from token files, Train repeats them in the data set's own order.
+            ``texts``: records of text files, one directory of them, encoded by ``Data.tokenizer``. ``own``:
+            anything else; ``input_dir`` and ``split`` mean what the data set makes of them. Train of texts
+            and of one's own is shuffled anew in each pass, Eval and Test are read whole.
+        num_outputs: classes of a GLUE task (1: a number); None for everything else.
+        options: the names it takes in ``dataset.options``.
+    """
+
+    kind: Literal["corpus", "texts", "own"] = "own"
+    num_outputs: int | None = None
+    options: tuple[str, ...] = ()
+
+
 CALLBACKS: Registry[Callable[..., Any] | tuple[str, ...], CallbackTraits] = Registry(
     "a callback", "Engine.callbacks", CallbackTraits()
 )
 MODULES: Registry[Callable[..., Any], ModuleTraits] = Registry("a module", "Model.module", ModuleTraits())
+ARCHITECTURES: Registry[Callable[..., Any], ArchitectureTraits] = Registry(
+    "an architecture", "Model.name", ArchitectureTraits()
+)
+NORMS: Registry[Callable[..., Any], NormTraits] = Registry("a norm", "Model.normalization", NormTraits())
+ACTIVATIONS: Registry[Callable[..., Any], ActivationTraits] = Registry(
+    "an activation", "Model.hidden_act", ActivationTraits()
+)
+POSITIONS: Registry[Callable[..., Any], PositionTraits] = Registry(
+    "a position embedding", "Model.position_embedding_type", PositionTraits()
+)
+OPTIMIZERS: Registry[Callable[..., Any], OptimizerTraits] = Registry(
+    "an optimizer", "Optimizer.name", OptimizerTraits()
+)
+SCHEDULES: Registry[Callable[..., float], ScheduleTraits] = Registry(
+    "a learning-rate schedule", "Optimizer.lr.decay_style", ScheduleTraits()
+)
+DATASETS: Registry[Callable[..., Any], DatasetTraits] = Registry(
+    "a data set", "Data.Train.dataset.name", DatasetTraits()
+)
+TOKENIZERS: Registry[Callable[..., Any], None] = Registry("a tokenizer", "Data.tokenizer.name", None)
 
 _CALLBACKS = "ppfleetx.core.engine.callbacks"
 CALLBACKS.register("progress", f"{_CALLBACKS}.progress:TrainProgress.of")
@@ -93,7 +193,66 @@ MODULES.register(
     ),
 )
 
+_GPT = "ppfleetx.models.gpt"
+ARCHITECTURES.register("GPT", f"{_GPT}.stages:gpt_stages")
+
+NORMS.register("LayerNorm", "ppfleetx.nn.norm:LayerNorm", traits=NormTraits(parameters=("weight", "bias")))
+NORMS.register("RMSNorm", "ppfleetx.nn.norm:RMSNorm")
+
+ACTIVATIONS.register("gelu", "ppfleetx.nn.mlp:gelu_tanh")
+ACTIVATIONS.register("gelu_exact", "paddle.nn.functional:gelu")
+ACTIVATIONS.register("quick_gelu", "ppfleetx.nn.mlp:quick_gelu")
+ACTIVATIONS.register("relu", "paddle.nn.functional:relu")
+ACTIVATIONS.register("relu2", "ppfleetx.nn.mlp:relu_squared")
+ACTIVATIONS.register("swiglu", "ppfleetx.nn.mlp:swiglu", traits=ActivationTraits(gated=True))
+
+POSITIONS.register(
+    "learned_absolute", f"{_GPT}.positions:learned_absolute", traits=PositionTraits(has_table=True)
+)
+POSITIONS.register("rope", f"{_GPT}.positions:rope", traits=PositionTraits(rotates=True))
+POSITIONS.register("none", f"{_GPT}.positions:none")
+
+OPTIMIZERS.register("AdamW", "ppfleetx.optims.adamw:build_adamw", traits=OptimizerTraits(states=2))
+OPTIMIZERS.register("SGD", "ppfleetx.optims.adamw:build_sgd", traits=OptimizerTraits(states=0, reads=()))
+
+_SCHEDULES = "ppfleetx.optims.courses"
+SCHEDULES.register("cosine", f"{_SCHEDULES}:cosine")
+SCHEDULES.register("linear", f"{_SCHEDULES}:linear")
+SCHEDULES.register("constant", f"{_SCHEDULES}:constant", traits=ScheduleTraits(decays=False))
+SCHEDULES.register("inverse_square_root", f"{_SCHEDULES}:inverse_square_root")
+SCHEDULES.register("wsd", f"{_SCHEDULES}:wsd")
+
+_DATA = "ppfleetx.data.build"
+DATASETS.register("GPTDataset", f"{_DATA}:gpt_dataset", traits=DatasetTraits("corpus"))
+DATASETS.register("PromptResponseDataset", f"{_DATA}:prompt_response", traits=DatasetTraits("texts"))
+for _task, _outputs in {
+    "CoLA": 2,
+    "SST2": 2,
+    "MRPC": 2,
+    "QQP": 2,
+    "STSB": 1,
+    "MNLI": 3,
+    "QNLI": 2,
+    "RTE": 2,
+    "WNLI": 2,
+}.items():
+    DATASETS.register(_task, f"{_DATA}:glue", traits=DatasetTraits("texts", num_outputs=_outputs))
+
+TOKENIZERS.register("BPE", "ppfleetx.data.tokenizer.tokenizer:from_section")
+
 
 def modules_that(trait: str) -> str:
     """The modules with a trait, for messages: ``GPTModule, GPTGenerationModule``."""
     return ", ".join(name for name in MODULES.names() if getattr(MODULES.traits(name), trait))
+
+
+def check_options(name: str, options: Mapping[str, Any], takes: tuple[str, ...]) -> None:
+    """Refuse options that the part ``name`` was not registered with.
+
+    Raises:
+        RuleError: naming the key ``options`` of the section.
+    """
+    for option in options:
+        if option not in takes:
+            listed = f"it takes {', '.join(takes)}" if takes else "it takes none"
+            raise RuleError(("options", "name"), f"{name} has no option {option}; {listed}")

@@ -11,6 +11,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from ppfleetx.config.registries import OPTIMIZERS, SCHEDULES
 from ppfleetx.config.sections.root import RunConfig
 
 _SHIPPED = Path(__file__).resolve().parents[1] / "configs"
@@ -54,7 +55,7 @@ def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
 def missing(cfg: RunConfig) -> list[str]:
     """Sentences, each naming its key, for what a run with ``cfg`` needs and the configuration leaves open."""
     splits = {name: getattr(cfg.Data, name) for name in ("Train", "Eval", "Test")}
-    texts = [name for name, split in splits.items() if split is not None and not split.dataset.is_corpus]
+    texts = [name for name, split in splits.items() if split is not None and split.dataset.is_texts]
     if not texts or cfg.Data.tokenizer is not None:
         return []
     return [f"Data.tokenizer: the texts of Data.{texts[0]} need one (-o Data.tokenizer.dir=DIR)"]
@@ -105,6 +106,16 @@ _SWITCHED_OFF = (
         lambda cfg: cfg.Optimizer.name == "SGD",
         "Optimizer.name = SGD is plain gradient descent",
     ),
+    *(
+        SwitchedOff(
+            (f"Optimizer.{key}",),
+            lambda cfg, key=key: (
+                cfg.Optimizer.name != "SGD" and key not in OPTIMIZERS.traits(cfg.Optimizer.name).reads
+            ),
+            "Optimizer.name is an optimizer that does not read it",
+        )
+        for key in ("beta1", "beta2", "epsilon", "weight_decay")
+    ),
     SwitchedOff(
         ("Optimizer.weight_decay",),
         lambda cfg: cfg.Optimizer.name != "SGD" and cfg.Optimizer.weight_decay_schedule is not None,
@@ -112,7 +123,7 @@ _SWITCHED_OFF = (
     ),
     SwitchedOff(
         ("Optimizer.lr.min_lr",),
-        lambda cfg: cfg.Optimizer.lr.decay_style == "constant",
+        lambda cfg: not SCHEDULES.traits(cfg.Optimizer.lr.decay_style).decays,
         "Optimizer.lr.decay_style = constant stays at max_lr",
     ),
     SwitchedOff(

@@ -12,6 +12,7 @@ import numpy as np
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, DataError, MissingDataError
+from ppfleetx.config.registries import DATASETS, TOKENIZERS
 from ppfleetx.data.blended import (
     MAX_CORPORA,
     BlendedDataset,
@@ -21,7 +22,7 @@ from ppfleetx.data.blended import (
     weighted_order,
 )
 from ppfleetx.data.gpt_dataset import GPTDataset, SampleOptions
-from ppfleetx.data.loader import DataLoader
+from ppfleetx.data.loader import DataLoader, Dataset
 from ppfleetx.data.prefixes import find_prefixes, open_tokens
 from ppfleetx.data.sampler import GlobalBatchSampler, Tail
 from ppfleetx.data.split import MODES, split_ranges
@@ -117,13 +118,8 @@ def build_dataloader(
     return DataLoader(dataset, sampler, section.loader.num_workers)
 
 
-def build_dataset(
-    cfg: RunConfig, mode: Mode
-) -> GPTDataset | BlendedDataset | GlueDataset | PromptResponseDataset:
-    """Open what ``Data.<mode>.dataset`` names; of corpora put the samples in order.
-
-    With ``sampler.drop_last: False``, Eval and Test ask for at most one epoch: no sample is repeated.
-    In run mode ``epoch`` Train asks for at most ``num_train_epochs`` epochs.
+def build_dataset(cfg: RunConfig, mode: Mode) -> Dataset:
+    """Make what ``Data.<mode>.dataset`` names.
 
     Raises:
         ConfigError: there is no such section.
@@ -132,9 +128,20 @@ def build_dataset(
     section = getattr(cfg.Data, mode)
     if section is None:
         raise ConfigError("this run needs the section, which is not given", key=f"Data.{mode}")
+    return DATASETS.load(section.dataset.name)(cfg, mode)
+
+
+def gpt_dataset(cfg: RunConfig, mode: Mode) -> GPTDataset | BlendedDataset:
+    """Open the corpora of ``Data.<mode>.dataset`` and put their samples in order.
+
+    With ``sampler.drop_last: False``, Eval and Test ask for at most one epoch: no sample is repeated.
+    In run mode ``epoch`` Train asks for at most ``num_train_epochs`` epochs.
+
+    Raises:
+        DataError: a corpus is missing, damaged or too small.
+    """
+    section = getattr(cfg.Data, mode)
     dataset_cfg = section.dataset
-    if not dataset_cfg.is_corpus:
-        return _records(cfg, dataset_cfg)
     options = SampleOptions(
         sequence_length=dataset_cfg.max_seq_len,
         reset_position_ids=dataset_cfg.reset_position_ids,
@@ -153,8 +160,23 @@ def build_dataset(
     return _order(parts, options, max(1, num_samples), _seed(cfg, mode), mode, dataset_cfg)
 
 
-def _records(cfg: RunConfig, dataset_cfg: DatasetConfig) -> GlueDataset | PromptResponseDataset:
-    """A dataset of texts, whose tokens the model must know."""
+def prompt_response(cfg: RunConfig, mode: Mode) -> PromptResponseDataset:
+    """Prompts with responses, of which the responses are learnt."""
+    dataset_cfg = getattr(cfg.Data, mode).dataset
+    tokenizer, multiple = _encoding(cfg, dataset_cfg)
+    return PromptResponseDataset(dataset_cfg, tokenizer, multiple)
+
+
+def glue(cfg: RunConfig, mode: Mode) -> GlueDataset:
+    """Examples of a GLUE task."""
+    dataset_cfg = getattr(cfg.Data, mode).dataset
+    tokenizer, multiple = _encoding(cfg, dataset_cfg)
+    require_libraries()
+    return GlueDataset(TASKS[dataset_cfg.name], dataset_cfg, tokenizer, multiple)
+
+
+def _encoding(cfg: RunConfig, dataset_cfg: DatasetConfig) -> tuple[Tokenizer, int]:
+    """The tokenizer of a data set of texts, whose tokens the model must know, and what lengths divide by."""
     tokenizer = load_tokenizer(cfg)
     if tokenizer is None:
         raise ConfigError(
@@ -166,10 +188,7 @@ def _records(cfg: RunConfig, dataset_cfg: DatasetConfig) -> GlueDataset | Prompt
     check_tokenizer(tokenizer, cfg.Model.vocab_size)
     # Sequence parallelism within split sequences cuts them into mp x sep parts.
     multiple = min(dataset_cfg.max_seq_len, math.lcm(_LENGTH_MULTIPLE, cfg.plan.mp * cfg.plan.sep))
-    if dataset_cfg.is_glue:
-        require_libraries()
-        return GlueDataset(TASKS[dataset_cfg.name], dataset_cfg, tokenizer, multiple)
-    return PromptResponseDataset(dataset_cfg, tokenizer, multiple)
+    return tokenizer, multiple
 
 
 def load_tokenizer(cfg: RunConfig) -> Tokenizer | None:
@@ -178,22 +197,15 @@ def load_tokenizer(cfg: RunConfig) -> Tokenizer | None:
     Raises:
         DataError: its files are missing or damaged; the message names the key.
     """
-    from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-
     files = cfg.Data.tokenizer
-    key = next(
-        (key for key in ("dir", "tokenizer_file", "vocab_file") if files and getattr(files, key)), None
-    )
-    if key is None:
+    key = next((key for key in ("dir", "tokenizer_file", "vocab_file") if files and getattr(files, key)), "")
+    if files is None or (not key and files.name == "BPE"):
         return None
+    key = f"Data.tokenizer.{key or 'name'}"
     try:
-        if key == "vocab_file":
-            return Tokenizer.from_vocab_and_merges(
-                files.vocab_file, files.merges_file, eod_token=files.eos_token
-            )
-        return Tokenizer.load(getattr(files, key), eod_token=files.eos_token)
+        return TOKENIZERS.load(files.name)(files)
     except DataError as error:
-        raise type(error)(f"Data.tokenizer.{key}{_place(cfg, f'Data.tokenizer.{key}')}: {error}") from error
+        raise type(error)(f"{key}{_place(cfg, key)}: {error}") from error
 
 
 def _place(cfg: RunConfig, key: str) -> str:

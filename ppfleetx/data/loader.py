@@ -20,9 +20,16 @@ _PREFETCH_PER_WORKER = 2  # steps prepared ahead by each thread
 
 
 class Dataset(Protocol):
-    """Samples by number; `PADDING` gives one that counts nowhere."""
+    """Samples by number, 0 to ``len - 1``; `PADDING` (-1) gives one that counts nowhere.
+
+    Attributes:
+        fingerprint: hash of all that decides the samples and their order; a run that resumes refuses another.
+    """
 
     fingerprint: str
+
+    def __len__(self) -> int:
+        """How many samples there are."""
 
     @property
     def samples_per_epoch(self) -> float:
@@ -32,7 +39,8 @@ class Dataset(Protocol):
         """What is read, for people."""
 
     def __getitem__(self, index: int) -> Sample:
-        """Arrays of one sample."""
+        """Arrays of one sample: ``tokens``, ``labels``, ``position_ids`` int64 [s], ``loss_mask`` float32 [s]
+        (all 0 for `PADDING`), ``sample_ids`` int64 [] (the index). Several threads call this at once."""
 
 
 def collate(samples: Sequence[Sample]) -> MicroBatch:

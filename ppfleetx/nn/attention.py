@@ -15,8 +15,8 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.nn.init import Init
 from ppfleetx.nn.kernels import KernelOptions, attend
 from ppfleetx.nn.masks import window_start
+from ppfleetx.nn.positions import Rotary
 from ppfleetx.nn.recompute import may_recompute, recompute
-from ppfleetx.nn.rope import RotaryEmbedding
 from ppfleetx.nn.stage import LayerFactory
 
 
@@ -65,7 +65,7 @@ class Attention(nn.Layer):
         num_kv_heads: int,
         head_dim: int,
         layer_index: int,
-        rotary: RotaryEmbedding | None,
+        rotary: Rotary | None,
         qkv_bias: bool,
         output_bias: bool,
         dropout: float,

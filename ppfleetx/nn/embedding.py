@@ -6,6 +6,7 @@ import paddle
 from paddle import nn
 
 from ppfleetx.nn.init import Init
+from ppfleetx.nn.positions import Positions
 from ppfleetx.nn.stage import LayerFactory
 
 
@@ -16,7 +17,7 @@ class TokenEmbedding(nn.Layer):
         factory: makes the tables.
         padded_vocab_size: rows of the word table.
         hidden_size: h.
-        num_positions: rows of the learned position table, or None for none.
+        positions: what is added for the positions.
         dropout: probability of dropping an element of the sum.
         word_init, position_init: initial values.
         word_embeddings: a word table shared with another stage, to use instead of making one.
@@ -28,7 +29,7 @@ class TokenEmbedding(nn.Layer):
         *,
         padded_vocab_size: int,
         hidden_size: int,
-        num_positions: int | None,
+        positions: Positions,
         dropout: float,
         word_init: Init,
         position_init: Init,
@@ -39,9 +40,9 @@ class TokenEmbedding(nn.Layer):
         self.word_embeddings = word_embeddings or factory.vocab_embedding(
             padded_vocab_size, hidden_size, init=word_init
         )
-        self.position_embeddings = (
-            factory.embedding(num_positions, hidden_size, init=position_init) if num_positions else None
-        )
+        rows = positions.table_rows
+        self.position_embeddings = factory.embedding(rows, hidden_size, init=position_init) if rows else None
+        self.added_positions = positions.added
         self.dropout = factory.dropout(dropout)
 
     def forward(self, tokens: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
@@ -52,4 +53,7 @@ class TokenEmbedding(nn.Layer):
         if self.position_embeddings is not None:
             position_ids = self.factory.local_positions(position_ids)
             hidden = hidden + self.position_embeddings(position_ids.transpose([1, 0]))
+        elif self.added_positions is not None:
+            position_ids = self.factory.local_positions(position_ids)
+            hidden = hidden + self.added_positions(position_ids.transpose([1, 0])).astype(hidden.dtype)
         return self.dropout(self.factory.enter_trunk(hidden))

@@ -12,6 +12,7 @@ import paddle
 from paddle import nn
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.registries import NORMS
 from ppfleetx.config.sections.lora import LoraConfig
 from ppfleetx.distributed.collectives import exchange
 from ppfleetx.distributed.context import ParallelContext
@@ -20,14 +21,12 @@ from ppfleetx.nn.init import Constant, Init, Normal
 from ppfleetx.nn.linear import Linear
 from ppfleetx.nn.lora import LoraBranch
 from ppfleetx.nn.loss import parallel_token_loss, token_loss
-from ppfleetx.nn.norm import LayerNorm, RMSNorm
 from ppfleetx.nn.panels import InferenceLinear
 from ppfleetx.nn.scores import parallel_token_scores, token_scores
 from ppfleetx.nn.stage import ParamInfo
 
 # Paddle would draw random values that build_stage replaces; zeros cost less.
 _ZEROS = nn.initializer.Constant(0.0)
-_NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 
 def describe(parameter: paddle.Tensor, init: Init, kind: str) -> None:
@@ -137,14 +136,20 @@ class LocalFactory:
         """A norm of the last dimension, of ``size`` elements, whose gain starts at ``gain``.
 
         Raises:
-            ConfigError: ``kind`` is not a norm that is known.
+            ConfigError: ``kind`` is no norm, or has other parameters than it was registered with.
         """
-        if kind not in _NORMS:
-            raise ConfigError(f"must be one of {', '.join(_NORMS)}", key="Model.normalization", value=kind)
-        layer = _NORMS[kind](size, epsilon)
-        describe(layer.weight, Constant(gain), "norm")
-        if getattr(layer, "bias", None) is not None:
-            describe(layer.bias, Constant(0.0), "bias")
+        layer = NORMS.load(kind)(size, epsilon)
+        parameters = dict(layer.named_parameters())
+        declared = NORMS.traits(kind).parameters
+        if {*parameters} != {*declared} or not {*declared} <= {"weight", "bias"}:
+            raise ConfigError(
+                f"has the parameters {', '.join(parameters) or 'none'}, and was registered with "
+                f"{', '.join(declared) or 'none'}; a norm has weight, bias, both or neither",
+                key="Model.normalization",
+                value=kind,
+            )
+        for name, parameter in parameters.items():
+            describe(parameter, *((Constant(gain), "norm") if name == "weight" else (Constant(0.0), "bias")))
         return layer
 
     def dropout(self, probability: float, *, inside_heads: bool = False) -> nn.Layer:

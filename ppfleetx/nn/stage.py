@@ -118,7 +118,7 @@ class LayerFactory(Protocol):
         """Embedding held whole by every rank."""
 
     def norm(self, kind: str, size: int, *, epsilon: float, gain: float = 1.0) -> nn.Layer:
-        """``LayerNorm`` or ``RMSNorm`` over the last dimension, its gain starting at ``gain``."""
+        """The norm named ``kind`` over the last dimension, its gain starting at ``gain``."""
 
     def dropout(self, probability: float, *, inside_heads: bool = False) -> nn.Layer:
         """Dropout; ``inside_heads`` when the tensor is sliced over heads and masks must differ by rank."""

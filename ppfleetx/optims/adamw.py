@@ -8,6 +8,7 @@ on the plan; they appear here in one look-up table because `apply_decay_param_fu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ppfleetx.optims.gradients import drop_gradient, gradient_of
@@ -15,6 +16,8 @@ from ppfleetx.optims.gradients import drop_gradient, gradient_of
 if TYPE_CHECKING:
     from paddle import Tensor
     from paddle.optimizer import Optimizer as PaddleOptimizer
+
+    from ppfleetx.config.sections.optimizer import OptimizerConfig
 
 # State name in our checkpoints -> accumulator name in Paddle's AdamW.
 ADAMW_ACCUMULATORS = {
@@ -27,6 +30,21 @@ MASTER_WEIGHT = "master_weight"
 
 NamedParams = Sequence[tuple[str, "Tensor"]]
 StateKey = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class UpdatePlace:
+    """What an optimizer has to know beside its section.
+
+    Attributes:
+        decayed: whether weight decay applies to a parameter, by canonical name.
+        multi_precision: keep float32 master weights of 16-bit parameters.
+        on_host: keep all state in host memory and update there.
+    """
+
+    decayed: Callable[[str], bool]
+    multi_precision: bool = False
+    on_host: bool = False
 
 
 class Optimizer:
@@ -138,7 +156,7 @@ def adamw(
 
     from ppfleetx.optims.on_host import HostAdamW
 
-    named_params = _trainable(named_params)
+    named_params = trainable(named_params)
     decay_by_paddle_name = {param.name: decayed(name) for name, param in named_params}
     inner = (HostAdamW if on_host else paddle.optimizer.AdamW)(
         learning_rate=0.0,
@@ -161,7 +179,7 @@ def sgd(named_params: NamedParams, *, multi_precision: bool = False, on_host: bo
     from ppfleetx.optims.master_sgd import MasterSGD
     from ppfleetx.optims.on_host import HostSGD
 
-    named_params = _trainable(named_params)
+    named_params = trainable(named_params)
     kind = HostSGD if on_host else MasterSGD if multi_precision else paddle.optimizer.SGD
     inner = kind(
         learning_rate=0.0,
@@ -171,7 +189,26 @@ def sgd(named_params: NamedParams, *, multi_precision: bool = False, on_host: bo
     return Optimizer(inner, named_params, {})
 
 
-def _trainable(named_params: NamedParams) -> list[tuple[str, Tensor]]:
+def build_adamw(named_params: NamedParams, cfg: OptimizerConfig, place: UpdatePlace) -> Optimizer:
+    """AdamW of section ``Optimizer``."""
+    return adamw(
+        named_params,
+        decayed=place.decayed,
+        beta1=cfg.beta1,
+        beta2=cfg.beta2,
+        epsilon=cfg.epsilon,
+        weight_decay=cfg.weight_decay,
+        multi_precision=place.multi_precision,
+        on_host=place.on_host,
+    )
+
+
+def build_sgd(named_params: NamedParams, cfg: OptimizerConfig, place: UpdatePlace) -> Optimizer:
+    """Plain gradient descent of section ``Optimizer``."""
+    return sgd(named_params, multi_precision=place.multi_precision, on_host=place.on_host)
+
+
+def trainable(named_params: NamedParams) -> list[tuple[str, Tensor]]:
     """Parameters that train, each once (a tied one may be listed under one name from two places)."""
     unique = {id(param): (name, param) for name, param in reversed(list(named_params))}
     return [pair for pair in reversed(list(unique.values())) if not pair[1].stop_gradient]

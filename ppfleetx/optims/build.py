@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.registries import OPTIMIZERS
 from ppfleetx.config.sections.optimizer import LRConfig, OptimizerConfig
-from ppfleetx.optims.adamw import NamedParams, Optimizer, adamw, sgd
+from ppfleetx.optims.adamw import NamedParams, Optimizer, UpdatePlace
 from ppfleetx.optims.groups import decays
 from ppfleetx.optims.schedules import Schedule
 
@@ -29,21 +30,14 @@ def build_optimizer(
     Raises:
         ConfigError: the optimizer is not known.
     """
-    if cfg_optimizer.name == "SGD":
-        return sgd(named_params, multi_precision=multi_precision, on_host=on_host)
-    if cfg_optimizer.name != "AdamW":
-        raise ConfigError("must be AdamW or SGD", key="Optimizer.name", value=cfg_optimizer.name)
+    build = OPTIMIZERS.load(cfg_optimizer.name)
+    if isinstance(build, type):
+        from ppfleetx.optims.rule import optimizer_of_rule
+
+        build = partial(optimizer_of_rule, build)
     shapes = {name: _global_shape(param) for name, param in named_params}
-    return adamw(
-        named_params,
-        decayed=lambda name: decays(name, shapes[name]),
-        beta1=cfg_optimizer.beta1,
-        beta2=cfg_optimizer.beta2,
-        epsilon=cfg_optimizer.epsilon,
-        weight_decay=cfg_optimizer.weight_decay,
-        multi_precision=multi_precision,
-        on_host=on_host,
-    )
+    place = UpdatePlace(lambda name: decays(name, shapes[name]), multi_precision, on_host)
+    return build(named_params, cfg_optimizer, place)
 
 
 def build_schedule(cfg_optimizer: OptimizerConfig, max_steps: int) -> Schedule:

@@ -30,7 +30,7 @@ def _made_on_host() -> Iterator[None]:
         paddle.set_device(device)
 
 
-class _OnHost:
+class OnHost:
     """Goes before one of Paddle's optimizers, which then never sees a tensor on a device.
 
     Copies bear the parameter's name: by it the optimizer finds states and the choice of weight decay.
@@ -77,9 +77,9 @@ class _OnHost:
         return value
 
 
-class HostAdamW(_OnHost, paddle.optimizer.AdamW):
+class HostAdamW(OnHost, paddle.optimizer.AdamW):
     """Paddle's AdamW, on the CPU."""
 
 
-class HostSGD(_OnHost, paddle.optimizer.SGD):
+class HostSGD(OnHost, paddle.optimizer.SGD):
     """Paddle's SGD, on the CPU; its only state are the master weights of 16-bit parameters."""

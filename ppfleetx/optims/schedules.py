@@ -3,62 +3,30 @@
 Legend: n  the step being taken, 1, 2, 3, ... (never 0, so the first learning rate is not zero);
         W  warm-up length, D  decay length, both in optimizer steps; W may be fractional when it
         comes from a fraction of D.
-Formulas: those of Megatron's parameter scheduler, with steps in the place of samples.
+What comes after the warm-up is one of `courses.py`, or a plugin's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import CheckpointError, ConfigError
+from ppfleetx.config.registries import SCHEDULES
+from ppfleetx.optims.courses import WSD_COEFFICIENT
 from ppfleetx.utils.log import get_logger
 
-DECAY_STYLES = ("cosine", "linear", "constant", "inverse_square_root", "wsd")
-WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
+WSD_STYLES = tuple(WSD_COEFFICIENT)
 WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
 RESUME_POLICIES = ("strict", "checkpoint", "config")
-
-_WSD_COEFFICIENT: dict[str, Callable[[float], float]] = {
-    "exponential": lambda u: 2.0 * 0.5**u - 1.0,
-    "linear": lambda u: 1.0 - u,
-    "cosine": lambda u: 0.5 * (1.0 + math.cos(math.pi * u)),
-    "minus_sqrt": lambda u: 1.0 - math.sqrt(u),
-}
 
 
 def warmup(n: int, *, max_lr: float, warmup_steps: float, init_lr: float = 0.0) -> float:
     """Straight line from `init_lr` (step 0, never taken) to `max_lr` at step W."""
     return init_lr + (max_lr - init_lr) * n / warmup_steps
-
-
-def cosine(n: int, *, max_lr: float, min_lr: float, warmup_steps: float, decay_steps: int) -> float:
-    """Half a cosine from `max_lr` at W to `min_lr` at D."""
-    ratio = (n - warmup_steps) / (decay_steps - warmup_steps)
-    return min_lr + (max_lr - min_lr) * 0.5 * (1.0 + math.cos(math.pi * ratio))
-
-
-def linear(n: int, *, max_lr: float, min_lr: float, warmup_steps: float, decay_steps: int) -> float:
-    """Straight line from `max_lr` at W to `min_lr` at D."""
-    ratio = (n - warmup_steps) / (decay_steps - warmup_steps)
-    return min_lr + (max_lr - min_lr) * (1.0 - ratio)
-
-
-def inverse_square_root(n: int, *, max_lr: float, min_lr: float, warmup_steps: float) -> float:
-    """`max_lr * sqrt(W / n)`, never below `min_lr`; W counts as 1 when there is no warm-up."""
-    return max(min_lr, max_lr * math.sqrt(max(warmup_steps, 1.0)) / math.sqrt(max(n, 1)))
-
-
-def wsd(n: int, *, max_lr: float, min_lr: float, decay_steps: int, wsd_steps: int, style: str) -> float:
-    """Warm-up, stable, decay: `max_lr` until D - wsd_steps, then down to `min_lr` at D in `style`."""
-    annealing_start = decay_steps - wsd_steps
-    if n <= annealing_start:
-        return max_lr
-    coefficient = _WSD_COEFFICIENT[style]((n - annealing_start) / wsd_steps)
-    return min_lr + (max_lr - min_lr) * coefficient
 
 
 def weight_decay_at(n: int, *, start: float, end: float, style: str, total_steps: int) -> float:
@@ -74,7 +42,7 @@ def weight_decay_at(n: int, *, start: float, end: float, style: str, total_steps
 class Schedule:
     """Everything that decides the learning rate and the weight decay of a step.
 
-    `decay_steps` is D; after it the learning rate stays at `min_lr` (except in style `constant`).
+    `decay_steps` is D; after it the learning rate stays at `min_lr` (unless the style does not decay).
     Two schedules are equal when all their fields are; `state()` goes into a checkpoint.
     Raises ConfigError when the numbers cannot form a schedule.
     """
@@ -93,7 +61,7 @@ class Schedule:
     weight_decay_steps: int = 1
 
     def __post_init__(self) -> None:
-        _check_choice("Optimizer.lr.decay_style", self.decay_style, DECAY_STYLES)
+        SCHEDULES.traits(self.decay_style)  # which raises for an unknown one
         _check_choice("Optimizer.lr.wsd_decay_style", self.wsd_decay_style, WSD_STYLES)
         _check_choice("Optimizer.weight_decay_schedule.style", self.weight_decay_style, WEIGHT_DECAY_STYLES)
         _check_learning_rates(self)
@@ -110,24 +78,9 @@ class Schedule:
             raise ValueError(f"steps count from 1, got {step}")
         if step <= self.warmup_steps:
             return warmup(step, max_lr=self.max_lr, warmup_steps=self.warmup_steps, init_lr=self.init_lr)
-        if self.decay_style == "constant":
-            return self.max_lr
-        if step > self.decay_steps:
+        if step > self.decay_steps and SCHEDULES.traits(self.decay_style).decays:
             return self.min_lr
-        limits = {"max_lr": self.max_lr, "min_lr": self.min_lr}
-        if self.decay_style == "inverse_square_root":
-            return inverse_square_root(step, **limits, warmup_steps=self.warmup_steps)
-        if self.decay_style == "wsd":
-            assert self.wsd_decay_steps is not None
-            return wsd(
-                step,
-                **limits,
-                decay_steps=self.decay_steps,
-                wsd_steps=self.wsd_decay_steps,
-                style=self.wsd_decay_style,
-            )
-        curve = cosine if self.decay_style == "cosine" else linear
-        return curve(step, **limits, warmup_steps=self.warmup_steps, decay_steps=self.decay_steps)
+        return SCHEDULES.load(self.decay_style)(step, self)
 
     def weight_decay(self, step: int) -> float:
         """Weight decay used in step `step` (1 is the first).
@@ -148,7 +101,7 @@ class Schedule:
     def describe(self) -> str:
         """One line for the log: style, limits and lengths."""
         text = f"{self.decay_style} learning rate, peak {self.max_lr:g}"
-        if self.decay_style != "constant":
+        if SCHEDULES.traits(self.decay_style).decays:
             text += f", floor {self.min_lr:g} at step {self.decay_steps}"
         if self.warmup_steps:
             text += f", warm-up {counted(self.warmup_steps, 'step', 'g')} from {self.init_lr:g}"
@@ -221,7 +174,7 @@ def _check_learning_rates(schedule: Schedule) -> None:
         value = getattr(schedule, key)
         if not math.isfinite(value) or value < 0:
             raise ConfigError("must be a finite number, 0 or more", key=f"Optimizer.lr.{key}", value=value)
-    if schedule.min_lr > schedule.max_lr and schedule.decay_style != "constant":
+    if schedule.min_lr > schedule.max_lr and SCHEDULES.traits(schedule.decay_style).decays:
         rule = f"must not be above max_lr ({schedule.max_lr:g})"
         raise ConfigError(rule, key="Optimizer.lr.min_lr", value=schedule.min_lr)
     if schedule.init_lr > schedule.max_lr:
@@ -233,7 +186,7 @@ def _check_lengths(schedule: Schedule) -> None:
     key = "Optimizer.lr.warmup_steps"
     if schedule.warmup_steps < 0:
         raise ConfigError("must not be negative", key=key, value=schedule.warmup_steps)
-    if schedule.decay_style == "constant":
+    if not SCHEDULES.traits(schedule.decay_style).decays:
         return
     if schedule.decay_steps < 1:
         raise ConfigError("must be 1 or more", key="Optimizer.lr.decay_steps", value=schedule.decay_steps)

@@ -8,6 +8,7 @@ from typing import Literal
 
 from ppfleetx.config.batch import BatchPlan
 from ppfleetx.config.plan import ParallelPlan, Workload
+from ppfleetx.config.registries import OPTIMIZERS
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.planner.cards import Card
@@ -145,7 +146,7 @@ def case_of(cfg: RunConfig, card: Card) -> Case:
         seq_len=sequence_length(cfg),
         precision=precision,
         recomputed=recompute_of(model),
-        moments={"AdamW": 2, "SGD": 0}[cfg.Optimizer.name],
+        moments=OPTIMIZERS.traits(cfg.Optimizer.name).states,
         flash=uses_flash(model, precision, card),
         async_save=cfg.Engine.save_load.async_save,
     )

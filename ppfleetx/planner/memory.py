@@ -149,7 +149,7 @@ def _outer_bytes(case: Case, recompute: Recompute) -> float:
     tokens, h = _tokens(case), model.hidden_size
     split = t if case.plan.sequence_parallel else 1
     drops = int(model.hidden_dropout_prob > 0)
-    gates = 2 if model.hidden_act == "swiglu" else 1
+    gates = 2 if model.is_gated else 1
     width = model.ffn_size / t
     # A norm keeps its input; the product behind it keeps the norm's output, gathered from all tensor ranks.
     mlp = tokens * (h * e / split + h * e + width * e * (gates + 1 + (gates - 1)) + drops * h / split)
@@ -229,7 +229,7 @@ def _temporary(case: Case, stage: int, held: Held) -> float:
         again = layer_activation_bytes(case, "none") - layer_activation_bytes(case, kind)
         scores = 0.0 if case.flash else 2 * _score_elements(case) * (4 if case.model.softmax_in_fp32 else e)
         width = _tokens(case) * max(
-            case.model.ffn_size * (2 if case.model.hidden_act == "swiglu" else 1) / case.plan.mp,
+            case.model.ffn_size * (2 if case.model.is_gated else 1) / case.plan.mp,
             case.model.hidden_size,
         )
         needs.append(again + max(scores, 2 * width * e))

@@ -85,7 +85,7 @@ def _attention(case: Case) -> Iterator[Operation]:
     yield _matmul("qkv", "attention", tokens, h, q_width + 2 * kv_width)
     moved = tokens * (q_width + 2 * kv_width) * e
     yield _elementwise("qkv apart", "attention", 2 * moved, 2 * moved)
-    if model.position_embedding_type == "rope":
+    if model.positions.rotates:
         turned = tokens * (q_width + kv_width) * e
         yield _elementwise("rotary positions", "attention", 3 * turned, 3 * turned, 2)
     yield from _core(case)
@@ -115,7 +115,7 @@ def _core(case: Case) -> Iterator[Operation]:
 def _mlp(case: Case) -> Iterator[Operation]:
     model, e, t = case.model, case.precision.activation_bytes, case.plan.mp
     tokens, h, width = _tokens(case), model.hidden_size, model.ffn_size / t
-    gates = 2 if model.hidden_act == "swiglu" else 1
+    gates = 2 if model.is_gated else 1
     yield _norm("mlp norm", "mlp", case)
     yield _matmul("fc1", "mlp", tokens, h, gates * width)
     moved = tokens * width * e
@@ -130,7 +130,7 @@ def embedding_operations(case: Case) -> list[Operation]:
     """Operations of the first stage's embedding."""
     values = _tokens(case) * case.model.hidden_size
     e = case.precision.activation_bytes
-    tables = 2 if case.model.position_embedding_type == "learned_absolute" else 1
+    tables = 2 if case.model.positions.has_table else 1
     return [_elementwise("embedding", "edge", values * e * (tables + 3), values * e * (tables + 3), 3)]
 
 

@@ -254,6 +254,6 @@ def test_schema_knows_every_key_and_choice():
     for key in all_keys(RunConfig):
         assert f'"{key.rpartition(".")[2]}"' in text
     lr = schema["$defs"]["LRConfig"]["properties"]
-    assert "wsd" in lr["decay_style"]["enum"]
+    assert "wsd" in lr["decay_style"]["anyOf"][0]["enum"]
     assert schema["additionalProperties"] is False
     assert "Optimizer steps of the warm-up" in lr["warmup_steps"]["description"]

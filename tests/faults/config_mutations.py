@@ -8,6 +8,7 @@ import string
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, get_args, get_origin
 
+from ppfleetx.config.registry import Registered
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.suggest import all_keys
 from ppfleetx.config.words import field_types, members, section_in
@@ -80,6 +81,9 @@ def _fitting(annotation: Any, rng: random.Random) -> str:
     if part is type(None):
         return "null"
     if get_origin(part) is Annotated:
+        for meta in part.__metadata__:
+            if isinstance(meta, Registered):
+                return rng.choice(meta.registry.names())
         return _fitting(get_args(part)[0], rng)
     if get_origin(part) is Literal:
         return str(rng.choice(get_args(part)))

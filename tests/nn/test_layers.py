@@ -7,12 +7,13 @@ import paddle
 import pytest
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.registries import ACTIVATIONS
 from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.init import Constant, Normal
 from ppfleetx.nn.kernels import KernelOptions, attend, reference_attention
 from ppfleetx.nn.loss import token_loss
 from ppfleetx.nn.masks import attention_mask, blocked_score, flash_row_limits
-from ppfleetx.nn.mlp import ACTIVATIONS, MLP
+from ppfleetx.nn.mlp import MLP
 from ppfleetx.nn.rope import RotaryEmbedding
 
 RNG = np.random.default_rng(0)
@@ -95,11 +96,11 @@ def activation64(name, x):
     return np.maximum(x, 0) ** (2 if name == "relu2" else 1)
 
 
-@pytest.mark.parametrize("name", list(ACTIVATIONS))
+@pytest.mark.parametrize("name", ACTIVATIONS.names())
 def test_activation_and_its_gradient(name):
     x = RNG.normal(size=(3, 2, 8)) * 2
     xt = tensor(x, grad=True)
-    out = ACTIVATIONS[name](xt)
+    out = ACTIVATIONS.load(name)(xt)
     np.testing.assert_allclose(out.numpy(), activation64(name, x), rtol=1e-4, atol=1e-5)
     upstream = RNG.normal(size=out.shape)
     (out * tensor(upstream)).sum().backward()

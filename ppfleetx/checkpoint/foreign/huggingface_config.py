@@ -61,6 +61,7 @@ def _gpt2(model: ModelConfig) -> dict[str, Any]:
     _require(
         "GPT-2 (learned positions)",
         {
+            "name is GPT": model.name == "GPT",
             "normalization is LayerNorm": model.normalization == "LayerNorm",
             "all linears have biases": all(biases),
             "hidden_act is gelu, gelu_exact, quick_gelu or relu": model.hidden_act in _GPT2_ACTIVATION,
@@ -95,6 +96,7 @@ def _llama(model: ModelConfig) -> dict[str, Any]:
     _require(
         "Llama (rotary positions)",
         {
+            "name is GPT": model.name == "GPT",
             "position_embedding_type is rope": model.position_embedding_type == "rope",
             "normalization is RMSNorm": model.normalization == "RMSNorm",
             "hidden_act is swiglu": model.hidden_act == "swiglu",

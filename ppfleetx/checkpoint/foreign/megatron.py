@@ -246,7 +246,7 @@ def _merged(part: _Part, parts: list[LazyTensor], model: ModelConfig, version: f
             f"{part.ours} has the shapes {', '.join(str(list(tensor.shape)) for tensor in parts)} on the "
             "tensor-parallel ranks, which cannot be put together"
         )
-    gated = part.ours.rpartition(".")[0].endswith("mlp.fc1") and model.hidden_act == "swiglu"
+    gated = part.ours.rpartition(".")[0].endswith("mlp.fc1") and model.is_gated
 
     def make(*arrays: np.ndarray) -> np.ndarray:
         if gated:  # each rank has its gate above its up

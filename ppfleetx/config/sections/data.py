@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.fields import (
     Bool,
     CountInt,
+    Float,
+    Int,
     NonNegativeFloat,
     PathText,
     RuleError,
@@ -20,17 +22,13 @@ from ppfleetx.config.fields import (
     Size,
     Text,
 )
+from ppfleetx.config.registries import DATASETS, TOKENIZERS, check_options
+from ppfleetx.config.registry import Registered
 
 GLUE_OUTPUTS = {
-    "CoLA": 2,
-    "SST2": 2,
-    "MRPC": 2,
-    "QQP": 2,
-    "STSB": 1,
-    "MNLI": 3,
-    "QNLI": 2,
-    "RTE": 2,
-    "WNLI": 2,
+    name: DATASETS.traits(name).num_outputs
+    for name in DATASETS.names()
+    if DATASETS.traits(name).num_outputs is not None
 }
 """Classes of each GLUE task; 1: a number is predicted."""
 
@@ -52,21 +50,11 @@ _SHARES = re.compile(r"\s*(\d+(\.\d*)?|\.\d+)([,/\s]+(\d+(\.\d*)?|\.\d+))*\s*", 
 class DatasetConfig(Section):
     """Where samples come from and how they are cut."""
 
-    name: Literal[
-        "GPTDataset",
-        "PromptResponseDataset",
-        "CoLA",
-        "SST2",
-        "MRPC",
-        "QQP",
-        "STSB",
-        "MNLI",
-        "QNLI",
-        "RTE",
-        "WNLI",
-    ] = "GPTDataset"
-    """GPTDataset (preprocessed corpora), PromptResponseDataset (jsonl, loss on the response alone) or a GLUE
-    task."""
+    name: Annotated[str, Registered(DATASETS)] = "GPTDataset"
+    """GPTDataset (preprocessed corpora), PromptResponseDataset (jsonl, loss on the response alone), a GLUE
+    task, or a data set of your own (docs/extending.md)."""
+    options: dict[str, Bool | Int | Float | Text] = Field(default_factory=dict)
+    """Further options of a data set of your own, as it was registered with."""
     input_dir: PathText | tuple[PathText, ...] = "./data"
     """A corpus prefix, a directory of corpora, or a list of them. Of the others: the directory of the files
     `{split}.jsonl` (or `.jsonl.gz`, `.jsonl.zst`) or `{split}.tsv`."""
@@ -124,12 +112,17 @@ class DatasetConfig(Section):
     @property
     def is_corpus(self) -> bool:
         """Whether samples are cut from token corpora, and not single records of a text file."""
-        return self.name == "GPTDataset"
+        return DATASETS.traits(self.name).kind == "corpus"
+
+    @property
+    def is_texts(self) -> bool:
+        """Whether samples are records of text files, which a tokenizer encodes."""
+        return DATASETS.traits(self.name).kind == "texts"
 
     @property
     def is_glue(self) -> bool:
         """Whether this is a GLUE task."""
-        return self.name in GLUE_OUTPUTS
+        return DATASETS.traits(self.name).num_outputs is not None
 
     @model_validator(mode="after")
     def _check_fields(self) -> DatasetConfig:
@@ -140,8 +133,13 @@ class DatasetConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_options(self) -> DatasetConfig:
+        check_options(self.name, self.options, DATASETS.traits(self.name).options)
+        return self
+
+    @model_validator(mode="after")
     def _check_records(self) -> DatasetConfig:
-        if self.is_corpus:
+        if not self.is_texts:
             return self
         for key in _CORPUS_KEYS:
             if getattr(self, key) != type(self).model_fields[key].default:
@@ -206,6 +204,8 @@ class DataSplitConfig(Section):
 class TokenizerConfig(Section):
     """Byte-level BPE files: `dir`, or `tokenizer_file`, or `vocab_file` with `merges_file`."""
 
+    name: Annotated[str, Registered(TOKENIZERS)] = "BPE"
+    """BPE reads the files below; one of your own makes a tokenizer as it likes (docs/extending.md)."""
     dir: PathText | None = None
     """Directory with tokenizer.json, or with vocab.json and merges.txt."""
     tokenizer_file: PathText | None = None

@@ -21,7 +21,15 @@ from ppfleetx.config.fields import (
     Size,
     UnitFloat,
 )
-from ppfleetx.config.registries import MODULES, ModuleTraits
+from ppfleetx.config.registries import (
+    ACTIVATIONS,
+    ARCHITECTURES,
+    MODULES,
+    NORMS,
+    POSITIONS,
+    ModuleTraits,
+    PositionTraits,
+)
 from ppfleetx.config.registry import Registered
 from ppfleetx.config.sections.lora import LoraConfig
 from ppfleetx.config.sections.rope import RopeScalingConfig
@@ -33,8 +41,8 @@ class ModelConfig(Section):
     module: Annotated[str, Registered(MODULES)] = "GPTModule"
     """What is done with the model: pretraining, offline evaluation, generation or finetuning, or a task of
     your own (docs/extending.md)."""
-    name: Literal["GPT"] = "GPT"
-    """Model family."""
+    name: Annotated[str, Registered(ARCHITECTURES)] = "GPT"
+    """Architecture: GPT, or one of your own (docs/extending.md)."""
     vocab_size: Size
     """True number of token ids. The table is padded (see the next key); padding never gets probability."""
     vocab_size_divisible_unit: Size = 128
@@ -51,7 +59,7 @@ class ModelConfig(Section):
     """Width of one head; null: `hidden_size / num_attention_heads`."""
     ffn_hidden_size: Size | None = None
     """Inner width of the MLP; null: `4 * hidden_size`, with swiglu `int(8/3 * hidden_size / 64) * 64`."""
-    hidden_act: Literal["gelu", "gelu_exact", "quick_gelu", "relu", "relu2", "swiglu"] = "gelu"
+    hidden_act: Annotated[str, Registered(ACTIVATIONS)] = "gelu"
     """Activation of the MLP. `gelu` is the tanh form, `quick_gelu` is `x * sigmoid(1.702 x)`, `relu2` squares
     the ReLU, `swiglu` has a gate."""
     hidden_dropout_prob: Fraction = 0.1
@@ -62,7 +70,7 @@ class ModelConfig(Section):
     """Dropout on attention probabilities."""
     max_position_embeddings: Size = 1024
     """Longest sequence the model may see; rows of the table with learned positions."""
-    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
+    position_embedding_type: Annotated[str, Registered(POSITIONS)] = "learned_absolute"
     """How positions enter: a learned table, rotary embedding of queries and keys, or not at all."""
     rotary_base: PositiveFloat = 10000.0
     """Base of the rotary frequencies."""
@@ -71,7 +79,7 @@ class ModelConfig(Section):
     an even number; the others carry no position."""
     rope_scaling: RopeScalingConfig | None = None
     """Stretch the rotary frequencies to longer sequences; null: as they are."""
-    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    normalization: Annotated[str, Registered(NORMS)] = "LayerNorm"
     """Kind of every norm. RMSNorm has no bias."""
     norm_epsilon: PositiveFloat = 1e-5
     """Added to the variance in every norm."""
@@ -146,6 +154,16 @@ class ModelConfig(Section):
         return MODULES.traits(self.module)
 
     @property
+    def is_gated(self) -> bool:
+        """Whether the MLP's activation has a gate, so that its first linear is twice as wide."""
+        return ACTIVATIONS.traits(self.hidden_act).gated
+
+    @property
+    def positions(self) -> PositionTraits:
+        """How positions enter."""
+        return POSITIONS.traits(self.position_embedding_type)
+
+    @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding table: `vocab_size` rounded up to the divisible unit."""
         unit = self.vocab_size_divisible_unit
@@ -183,7 +201,7 @@ class ModelConfig(Section):
         """Inner width of the MLP (of each of gate and up with swiglu)."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
-        if self.hidden_act == "swiglu":
+        if self.is_gated:
             return int(self.hidden_size * 4 * 2 / 3 / 64) * 64
         return 4 * self.hidden_size
 
@@ -234,7 +252,7 @@ class ModelConfig(Section):
                 ("num_query_groups", "num_attention_heads"),
                 f"the number of query groups {groups} must divide the number of heads {heads}",
             )
-        if self.position_embedding_type == "rope" and self.head_size % 2:
+        if self.positions.rotates and self.head_size % 2:
             raise RuleError(
                 ("head_dim", "position_embedding_type", "hidden_size", "num_attention_heads"),
                 f"rotary positions turn pairs of features: the head width must be even, not {self.head_size}",
@@ -268,7 +286,7 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _check_widths(self) -> ModelConfig:
         projection = (self.num_attention_heads + 2 * self.kv_heads) * self.head_size
-        inner = self.ffn_size * (2 if self.hidden_act == "swiglu" else 1)
+        inner = self.ffn_size * (2 if self.is_gated else 1)
         for keys, what, width in (
             (("vocab_size", "vocab_size_divisible_unit"), "padded vocabulary", self.padded_vocab_size),
             (("ffn_hidden_size", "hidden_size"), "MLP", inner),

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from ppfleetx.config.fields import (
+    Bool,
     CountInt,
+    Float,
     Fraction,
+    Int,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     RuleError,
     Section,
+    Text,
 )
+from ppfleetx.config.registries import OPTIMIZERS, SCHEDULES, check_options
+from ppfleetx.config.registry import Registered
 
 _STYLE_OF_NAME = {"CosineAnnealingWithWarmupDecay": "cosine", "LinearDecayWithWarmup": "linear"}
 
@@ -30,7 +36,7 @@ class LRConfig(Section):
 
     name: Literal["CosineAnnealingWithWarmupDecay", "LinearDecayWithWarmup"] | None = None
     """FleetX's name of a schedule; decides `decay_style` when that is not given."""
-    decay_style: Literal["cosine", "linear", "constant", "inverse_square_root", "wsd"] = "cosine"
+    decay_style: Annotated[str, Registered(SCHEDULES)] = "cosine"
     """Course after the warm-up. `wsd`: warm-up, stable, decay over the last `wsd_decay_steps`."""
     max_lr: PositiveFloat = 5e-5
     """Highest learning rate."""
@@ -123,8 +129,8 @@ class WeightDecayScheduleConfig(Section):
 class OptimizerConfig(Section):
     """Update rule."""
 
-    name: Literal["AdamW", "SGD"] = "AdamW"
-    """AdamW with decoupled weight decay, or plain gradient descent."""
+    name: Annotated[str, Registered(OPTIMIZERS)] = "AdamW"
+    """AdamW with decoupled weight decay, plain gradient descent, or one of your own (docs/extending.md)."""
     weight_decay: NonNegativeFloat = 0.01
     """Weight decay of matrices and embeddings; biases and norms have none."""
     beta1: Fraction = 0.9
@@ -133,6 +139,13 @@ class OptimizerConfig(Section):
     """AdamW: decay of the second moment."""
     epsilon: PositiveFloat = 1e-8
     """AdamW: added to the root of the second moment."""
+    options: dict[str, Bool | Int | Float | Text] = Field(default_factory=dict)
+    """Further options of an optimizer of your own, as it was registered with."""
     lr: LRConfig = LRConfig()
     grad_clip: GradClipConfig | None = GradClipConfig()
     weight_decay_schedule: WeightDecayScheduleConfig | None = None
+
+    @model_validator(mode="after")
+    def _check_options(self) -> OptimizerConfig:
+        check_options(self.name, self.options, OPTIMIZERS.traits(self.name).options)
+        return self

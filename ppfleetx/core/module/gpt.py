@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import paddle
 
-from ppfleetx.models.gpt.stages import gpt_stages
+from ppfleetx.models.gpt.stages import model_stages
 from ppfleetx.models.module import BasicModule, Tensors
 from ppfleetx.nn.stage import LayerFactory, Stage
 
@@ -14,7 +14,7 @@ class GPTModule(BasicModule):
 
     def stages(self, factory: LayerFactory) -> list[Stage]:
         """The stages of the language model."""
-        return gpt_stages(self.cfg.Model, factory)
+        return model_stages(self.cfg.Model, factory)
 
     def loss(
         self, outputs: paddle.Tensor, batch: Tensors, factory: LayerFactory

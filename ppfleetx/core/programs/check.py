@@ -6,6 +6,7 @@ from itertools import islice
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.plan import AXES, ParallelPlan
+from ppfleetx.config.registries import OPTIMIZERS, SCHEDULES
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.unsupported import missing, not_supported_reasons, without_effect
@@ -177,7 +178,7 @@ def _offload_lines(cfg: RunConfig) -> list[str]:
     plan, precision = cfg.plan, cfg.Engine.mix_precision
     if not plan.sharding_offload:
         return []
-    moments = 8 if cfg.Optimizer.name == "AdamW" else 0
+    moments = 4 * OPTIMIZERS.traits(cfg.Optimizer.name).states
     masters = 4 if precision.enable and precision.level == "O2" else 0
     size = moments + masters
     if size == 0:
@@ -215,7 +216,8 @@ def _schedule(cfg: RunConfig) -> str:
     if lr.decay_steps is None:
         return f"{lr.decay_style} from {lr.max_lr:g} to {lr.min_lr:g} over all epochs"
     text = f"{counted(lr.num_warmup_steps, 'warm-up step')} to {lr.max_lr:g}, {lr.decay_style}"
-    return text if lr.decay_style == "constant" else f"{text} to {lr.min_lr:g} at step {lr.decay_steps}"
+    decays = SCHEDULES.traits(lr.decay_style).decays
+    return f"{text} to {lr.min_lr:g} at step {lr.decay_steps}" if decays else text
 
 
 def _run(cfg: RunConfig) -> str:

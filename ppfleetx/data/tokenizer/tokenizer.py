@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from ppfleetx.data.tokenizer.files import (
 )
 from ppfleetx.data.tokenizer.huggingface import SideFiles, as_transformers
 from ppfleetx.data.tokenizer.stream import ByteStreamDecoder, StreamDecoder, TextStreamDecoder
+
+if TYPE_CHECKING:
+    from ppfleetx.config.sections.data import TokenizerConfig
 
 
 class Tokenizer:
@@ -267,3 +270,15 @@ class Tokenizer:
 
 def _rebuild(files: TokenizerFiles, eod_token: str | None, place: str) -> Tokenizer:
     return Tokenizer(files, eod_token=eod_token, place=place)
+
+
+def from_section(cfg: TokenizerConfig) -> Tokenizer:
+    """The tokenizer whose files ``Data.tokenizer`` names.
+
+    Raises:
+        DataError: they are missing or damaged.
+    """
+    if cfg.vocab_file is not None:
+        assert cfg.merges_file is not None
+        return Tokenizer.from_vocab_and_merges(cfg.vocab_file, cfg.merges_file, eod_token=cfg.eos_token)
+    return Tokenizer.load(cfg.dir or cfg.tokenizer_file or "", eod_token=cfg.eos_token)

@@ -18,8 +18,8 @@ from ppfleetx.nn.embedding import TokenEmbedding
 from ppfleetx.nn.init import Init
 from ppfleetx.nn.kernels import KernelOptions
 from ppfleetx.nn.mlp import MLP
+from ppfleetx.nn.positions import Rotary
 from ppfleetx.nn.recompute import may_recompute, recompute
-from ppfleetx.nn.rope import RotaryEmbedding
 from ppfleetx.nn.stage import LayerFactory
 
 State = tuple[paddle.Tensor, ...]
@@ -132,7 +132,7 @@ class Block(nn.Layer):
         *,
         shape: BlockShape,
         layer_index: int,
-        rotary: RotaryEmbedding | None,
+        rotary: Rotary | None,
         kernel: KernelOptions,
         recompute: str | None,
     ) -> None:

@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterator
 from typing import Literal
 
+from ppfleetx.config.registries import ARCHITECTURES, NORMS
+from ppfleetx.config.registry import load_target
 from ppfleetx.config.sections.model import ModelConfig
 
 Shape = tuple[int, ...]
@@ -22,7 +24,7 @@ def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
     """
     h, vocab = model.hidden_size, model.padded_vocab_size
     shapes: dict[str, Shape] = {"embedding.word_embeddings.weight": (vocab, h)}
-    if model.position_embedding_type == "learned_absolute":
+    if model.positions.has_table:
         shapes["embedding.position_embeddings.weight"] = (model.max_position_embeddings, h)
     layer = layer_parameter_shapes(model)
     for index in range(model.num_layers):
@@ -41,10 +43,18 @@ def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
 
 def layer_parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
     """Parameters of one layer but for adapters; names without ``decoder.layers.{i}.``."""
+    own = ARCHITECTURES.traits(model.name).layer_shapes
+    if own is not None:
+        return dict((load_target(own) if isinstance(own, str) else own)(model))
+    return gpt_layer_shapes(model)
+
+
+def gpt_layer_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """:func:`layer_parameter_shapes` of GPT's block."""
     h = model.hidden_size
     q_width = model.num_attention_heads * model.head_size
     qkv_width = q_width + 2 * model.kv_heads * model.head_size
-    fc1_width = model.ffn_size * (2 if model.hidden_act == "swiglu" else 1)
+    fc1_width = model.ffn_size * (2 if model.is_gated else 1)
     shapes = dict(_norm("input_norm", model))
     shapes |= dict(_linear("attention.qkv", h, qkv_width, model.has_qkv_bias))
     shapes |= dict(_linear("attention.out_proj", q_width, h, model.has_out_proj_bias))
@@ -75,9 +85,8 @@ def trained_count(model: ModelConfig) -> int:
 
 
 def _norm(name: str, model: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    yield f"{name}.weight", (model.hidden_size,)
-    if model.normalization == "LayerNorm":
-        yield f"{name}.bias", (model.hidden_size,)
+    for parameter in NORMS.traits(model.normalization).parameters:
+        yield f"{name}.{parameter}", (model.hidden_size,)
 
 
 def _linear(name: str, width_in: int, width_out: int, has_bias: bool) -> Iterator[tuple[str, Shape]]:
@@ -114,7 +123,7 @@ def flops_per_step(model: ModelConfig, batch_size: int, seq_len: int) -> int:
     h, layers = model.hidden_size, model.num_layers
     q_width = model.num_attention_heads * model.head_size
     kv_width = model.kv_heads * model.head_size
-    mlp_matrices = 3 if model.hidden_act == "swiglu" else 2
+    mlp_matrices = 3 if model.is_gated else 2
     mlp = h * model.ffn_size * mlp_matrices * layers
     projections = (h * (q_width + 2 * kv_width) + q_width * h) * layers
     per_token = 6 * (mlp + projections + h * model.padded_vocab_size)

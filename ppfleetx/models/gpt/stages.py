@@ -1,4 +1,4 @@
-"""GPT as a list of stages, from the ``Model`` section of a configuration."""
+"""The model as a list of stages, from the ``Model`` section of a configuration."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import paddle
 
+from ppfleetx.config.registries import ARCHITECTURES, POSITIONS
 from ppfleetx.models.gpt.layers import (
     Block,
     BlockShape,
@@ -19,7 +20,7 @@ from ppfleetx.models.gpt.layers import (
 from ppfleetx.nn.init import Normal
 from ppfleetx.nn.kernels import KernelOptions
 from ppfleetx.nn.lora import with_adapters
-from ppfleetx.nn.rope import RotaryEmbedding
+from ppfleetx.nn.positions import Positions
 from ppfleetx.nn.stage import LayerFactory, Stage, Tie
 from ppfleetx.utils.log import get_logger
 
@@ -29,29 +30,35 @@ if TYPE_CHECKING:
 _WORD_TIE = Tie(key="embedding.word_embeddings", attribute="word_embeddings")
 
 
-def gpt_stages(cfg: ModelConfig, factory: LayerFactory) -> list[Stage]:
+def model_stages(cfg: ModelConfig, factory: LayerFactory) -> list[Stage]:
+    """The stages of the architecture that ``Model.name`` names, first to last.
+
+    Raises:
+        ConfigError: there is no such architecture.
+    """
+    return ARCHITECTURES.load(cfg.name)(cfg, factory)
+
+
+def gpt_stages(cfg: ModelConfig, factory: LayerFactory, block: type[Block] = Block) -> list[Stage]:
     """Embedding, ``num_layers`` blocks, final norm, head; with ``Model.lora`` frozen but for adapters.
 
     Args:
         cfg: the ``Model`` section.
         factory: makes the layers; the only thing that knows whether they are sliced.
+        block: the class of the blocks: GPT's, or one of another architecture that is made alike.
     """
     shape = block_shape(cfg)
-    rotary = None
-    if cfg.position_embedding_type == "rope":
-        rotary = RotaryEmbedding(
-            cfg.rotary_size, cfg.max_position_embeddings, cfg.rotary_base, cfg.rope_scaling
-        )
+    positions = POSITIONS.load(cfg.position_embedding_type)(cfg)
     kernel, granularity = kernel_options(cfg), cfg.recompute_granularity or "full"
     blocks = [
         Stage(
             f"decoder.layers.{index}",
-            Block,
+            block,
             {
                 "factory": factory,
                 "shape": shape,
                 "layer_index": index,
-                "rotary": rotary,
+                "rotary": positions.rotary,
                 "kernel": kernel,
                 "recompute": granularity if cfg.is_recomputed(index) else None,
             },
@@ -69,7 +76,7 @@ def gpt_stages(cfg: ModelConfig, factory: LayerFactory) -> list[Stage]:
         },
         wraps=True,
     )
-    stages = [_embedding(cfg, factory), *blocks, final_norm, _head(cfg, factory)]
+    stages = [_embedding(cfg, factory, positions), *blocks, final_norm, _head(cfg, factory)]
     return stages if cfg.lora is None else with_adapters(stages, cfg.lora, factory)
 
 
@@ -81,20 +88,19 @@ def gpt_classification_stages(cfg: ModelConfig, factory: LayerFactory, num_outpu
         "num_outputs": num_outputs,
         "init": Normal(cfg.initializer_range),
     }
-    return [*gpt_stages(cfg, factory)[:-1], Stage("score", ClassificationHead, kwargs, wraps=True)]
+    return [*model_stages(cfg, factory)[:-1], Stage("score", ClassificationHead, kwargs, wraps=True)]
 
 
-def _embedding(cfg: ModelConfig, factory: LayerFactory) -> Stage:
-    learned = cfg.position_embedding_type == "learned_absolute"
+def _embedding(cfg: ModelConfig, factory: LayerFactory, positions: Positions) -> Stage:
     kwargs = {
         "factory": factory,
         "padded_vocab_size": cfg.padded_vocab_size,
         "hidden_size": cfg.hidden_size,
-        "num_positions": cfg.max_position_embeddings if learned else None,
+        "positions": positions,
         "dropout": cfg.embedding_dropout,
         "word_init": Normal(cfg.embedding_std, padded_dim=0, true_size=cfg.vocab_size),
         "position_init": Normal(cfg.embedding_std),
-        "carries_positions": cfg.position_embedding_type == "rope",
+        "carries_positions": positions.rotary is not None,
     }
     return Stage("embedding", Embedding, kwargs, tie=_WORD_TIE if cfg.tie_word_embeddings else None)
 
