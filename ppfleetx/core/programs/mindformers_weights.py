@@ -1,0 +1,97 @@
+"""What ``convert_weight.py`` of MindFormers does: one file of Hugging Face's GPT-2 becomes a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ppfleetx.checkpoint.foreign.convert import Conversion, convert
+from ppfleetx.checkpoint.foreign.huggingface_files import (
+    CONFIG,
+    PICKLE,
+    read_hf_config,
+    read_stored,
+)
+from ppfleetx.checkpoint.foreign.lazy import LazyTensor
+from ppfleetx.checkpoint.foreign.safetensors_file import SINGLE
+from ppfleetx.config.counts import counted
+from ppfleetx.config.errors import CheckpointError, ConfigError
+from ppfleetx.data.tokenizer.files import TOKENIZER_FILES
+
+_HEAD_WIDTH = 64  # of every published GPT-2
+_LAYER = re.compile(r"(?:transformer\.)?h\.(\d{1,5})\.ln_1\.weight")
+_BESIDE = (CONFIG, "generation_config.json", *TOKENIZER_FILES)
+
+
+def convert_weight(torch_path: Path, output: Path, *, layers: int, num_heads: int | None = None) -> Path:
+    """Convert ``torch_path``, with the config.json and the tokenizer beside it if they are there.
+
+    Args:
+        torch_path: ``pytorch_model.bin`` or ``model.safetensors``, under any name.
+        output: a new or empty directory.
+        layers: layers of the model; the file must have as many.
+        num_heads: attention heads, where no config.json says it; None: heads of 64.
+
+    Returns:
+        The step directory that was written.
+
+    Raises:
+        UserError: a file that is missing, damaged or of another model, or an output in the way.
+    """
+    if not torch_path.is_file():
+        raise ConfigError("there is no such file", key="--torch_path", value=str(torch_path))
+    with tempfile.TemporaryDirectory(prefix="ppfleetx-") as directory:
+        source = Path(directory)
+        for name, path in _files(torch_path):
+            (source / name).symlink_to(path.resolve())
+        tensors = read_stored(source).tensors
+        if not (source / CONFIG).exists():
+            (source / CONFIG).write_text(json.dumps(_config(tensors, torch_path, num_heads)))
+        _check_layers(tensors, read_hf_config(source), torch_path, layers)
+        return convert(Conversion("hf", "ppfleetx", source, output))
+
+
+def _files(torch_path: Path) -> Iterator[tuple[str, Path]]:
+    yield SINGLE if torch_path.suffix == ".safetensors" else PICKLE, torch_path
+    for name in _BESIDE:
+        if (torch_path.parent / name).is_file():
+            yield name, torch_path.parent / name
+
+
+def _config(tensors: dict[str, LazyTensor], path: Path, num_heads: int | None) -> dict[str, Any]:
+    """What the shapes of the tensors say of the model, in Hugging Face's words."""
+    words, positions = (_shape(tensors, name, path) for name in ("wte.weight", "wpe.weight"))
+    heads = num_heads or words[1] // _HEAD_WIDTH
+    if heads < 1 or words[1] % heads:
+        raise ConfigError(f"must divide the width {words[1]}", key="--num_heads", value=heads)
+    return {
+        "model_type": "gpt2",
+        "vocab_size": words[0],
+        "n_embd": words[1],
+        "n_positions": positions[0],
+        "n_layer": _count_layers(tensors),
+        "n_head": heads,
+    }
+
+
+def _shape(tensors: dict[str, LazyTensor], name: str, path: Path) -> tuple[int, ...]:
+    tensor = tensors.get(name) or tensors.get(f"transformer.{name}")
+    if tensor is None or len(tensor.shape) != 2:
+        raise CheckpointError(f"{path} is no GPT-2: it has no {name}")
+    return tensor.shape
+
+
+def _count_layers(tensors: dict[str, LazyTensor]) -> int:
+    return len({found[1] for name in tensors if (found := _LAYER.fullmatch(name))})
+
+
+def _check_layers(tensors: dict[str, LazyTensor], config: dict[str, Any], path: Path, layers: int) -> None:
+    if config.get("model_type") != "gpt2":
+        raise CheckpointError(f"{path.parent / CONFIG}: is no GPT-2 but {config.get('model_type')}")
+    count = _count_layers(tensors)
+    if count != layers:
+        raise ConfigError(f"{path.name} has {counted(count, 'layer')}", key="--layers", value=layers)

@@ -1,0 +1,158 @@
+"""WikiText to corpora: every section of an article is a document, as ordinary text.
+
+The published files put spaces around every sign, write one paragraph a line, and mark headings with ``=``
+(Merity et al. 2016). Headings are left out, signs are joined to their words again, and the paragraphs below a
+heading become one passage. The last passage of a file ends with the file.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+
+from ppfleetx.config.counts import counted
+from ppfleetx.config.errors import DataError
+from ppfleetx.data.indexed import IndexedDatasetWriter, optimal_dtype, refuse_to_replace
+from ppfleetx.data.tasks.detokenize import detokenizer
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+
+SPLITS = ("train", "valid", "test")
+_ENDINGS = ("tokens", "raw")
+_MAX_BYTES = 1 << 32
+"""Of one file; that of WikiText-103 has half a gigabyte."""
+
+
+@dataclass(frozen=True)
+class SplitReport:
+    """What became of one file.
+
+    Attributes:
+        split: train, valid or test.
+        prefix: of the ``.bin/.idx`` pair.
+        passages: documents.
+        tokens: with the end token of each passage.
+        windows: windows of ``length + 1`` tokens, which share their border tokens; what is left at the end
+            belongs to no window of this pass and begins the next.
+    """
+
+    split: str
+    prefix: str
+    passages: int
+    tokens: int
+    windows: int
+
+    def __str__(self) -> str:
+        passages, windows = counted(self.passages, "passage", ","), counted(self.windows, "window", ",")
+        return f"{self.split}: {passages}, {self.tokens:,} tokens, {windows}: {self.prefix}"
+
+
+def passages(lines: Iterator[str] | TextIO) -> Iterator[str]:
+    """The passages between headings, each one line of ordinary text; the last ends with the file."""
+    detokenize = detokenizer("wikitext")
+    paragraphs: list[str] = []
+    for raw in lines:
+        line = raw.strip()
+        if line.startswith("=") and line.endswith("="):
+            if paragraphs:
+                yield " ".join(paragraphs)
+            paragraphs = []
+        elif line:
+            paragraphs.append(detokenize(f" {line} ").strip())
+    if paragraphs:
+        yield " ".join(paragraphs)
+
+
+def prepare_wikitext(
+    source: Path, output_dir: Path, tokenizer: Tokenizer, *, length: int, overwrite: bool = False
+) -> list[SplitReport]:
+    """Write ``output_dir/{train,valid,test}/wikitext.{bin,idx}`` of what ``source`` has of them.
+
+    Args:
+        source: the published zip, or the folder with ``wiki.{train,valid,test}.tokens`` (or ``.raw``).
+        length: tokens that the model reads; windows have one more, the last target.
+        overwrite: replace corpora that are there.
+
+    Raises:
+        DataError: nothing to read, a file that is no WikiText, or a corpus in the way.
+    """
+    found = _find(source)
+    prefixes = {split: output_dir / split / "wikitext" for split in found}
+    for prefix in prefixes.values():
+        refuse_to_replace(prefix, overwrite)
+    return [_prepare(source, found[split], prefixes[split], tokenizer, length, split) for split in found]
+
+
+def _prepare(
+    source: Path, name: str, prefix: Path, tokenizer: Tokenizer, length: int, split: str
+) -> SplitReport:
+    dtype = optimal_dtype(tokenizer.vocab_size)
+    with _open(source, name) as file, IndexedDatasetWriter(prefix, dtype) as writer:
+        for passage in passages(_decoded(file, f"{source}: {name}")):
+            ids = np.append(tokenizer.encode_to_numpy(passage), tokenizer.eod_id)
+            writer.add_document(ids, [len(ids)])
+        if writer.num_documents == 0:
+            raise DataError(f"{source}: {name} holds no text")
+        documents, tokens = writer.num_documents, writer.num_tokens
+        windows = (tokens - 1) // length
+        if windows == 0 and split == "train":
+            raise DataError(f"{source}: {tokens} tokens are no window of {length} + 1; read shorter ones")
+    return SplitReport(split, str(prefix), documents, tokens, windows)
+
+
+def _find(source: Path) -> dict[str, str]:
+    """Name of the file of each split that is there: in the folder, or in the zip at any depth."""
+    if source.is_dir():
+        names = [path.name for path in source.iterdir() if path.is_file()]
+    else:
+        names = _names_in_zip(source)
+    found: dict[str, str] = {}
+    for split in SPLITS:
+        wanted = {f"wiki.{split}.{ending}" for ending in _ENDINGS}
+        fitting = sorted(name for name in names if name.rpartition("/")[2] in wanted)
+        if len(fitting) > 1:
+            raise DataError(f"{source}: holds {' and '.join(fitting[:3])}; leave one of them")
+        if fitting:
+            found[split] = fitting[0]
+    if not found:
+        raise DataError(f"{source}: holds no wiki.train.tokens, wiki.valid.tokens or wiki.test.tokens")
+    return found
+
+
+def _names_in_zip(source: Path) -> list[str]:
+    try:
+        with zipfile.ZipFile(source) as archive:
+            large = [one.filename for one in archive.infolist() if one.file_size > _MAX_BYTES]
+            if large:
+                raise DataError(f"{source}: {large[0]} is larger than any WikiText")
+            return archive.namelist()
+    except FileNotFoundError:
+        raise DataError(f"{source}: there is no such zip or folder") from None
+    except (zipfile.BadZipFile, OSError, NotImplementedError) as error:
+        raise DataError(f"{source}: is neither a folder nor a zip that can be read: {error}") from error
+
+
+@contextmanager
+def _open(source: Path, name: str) -> Iterator[io.BufferedIOBase]:
+    try:
+        if source.is_dir():
+            with (source / name).open("rb") as file:
+                yield file
+        else:
+            with zipfile.ZipFile(source) as archive, archive.open(name) as file:
+                yield file
+    except (zipfile.BadZipFile, RuntimeError, NotImplementedError, OSError) as error:
+        raise DataError(f"{source}: {name} cannot be read: {error}") from error
+
+
+def _decoded(file: io.BufferedIOBase, place: str) -> Iterator[str]:
+    try:
+        yield from io.TextIOWrapper(file, encoding="utf-8", newline="\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place} is no UTF-8 text ({error.reason})") from error
