@@ -70,8 +70,7 @@ def encode_one_by_one(corpus: Path, prefix: str, tokenizer: Tokenizer, library) 
         for text in documents(corpus):
             ids = library.encode(text).ids
             if ids:
-                writer.add_item([*ids, tokenizer.eod_id])
-                writer.end_document()
+                writer.add_document([*ids, tokenizer.eod_id], [len(ids) + 1])
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:

@@ -81,6 +81,11 @@ class ParallelPlan:
             rank, position[axis] = divmod(rank, getattr(self, axis))
         return {axis: position[axis] for axis in AXES}
 
+    def data_rank(self, rank: int) -> int:
+        """Which of the ``data_size`` parts of a batch the global rank ``rank`` reads."""
+        at = self.coordinates(rank)
+        return at["dp"] * self.sharding + at["sharding"]
+
     def knows_loss(self, rank: int) -> bool:
         """Whether ``rank`` is the first of those that compute the loss, at the end of the pipeline."""
         at = self.coordinates(rank)

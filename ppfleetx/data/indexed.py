@@ -220,14 +220,6 @@ class IndexedDatasetWriter:
         """Documents ended so far."""
         return len(self._boundaries) - 1
 
-    def add_item(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """Append one sequence to the document being written."""
-        self._lengths.append(self._write(tokens))
-
-    def end_document(self) -> None:
-        """Close the document; one that got no sequence is empty, and counts."""
-        self._boundaries.append(len(self._lengths))
-
     def add_document(self, tokens: Sequence[int] | np.ndarray, lengths: Sequence[int]) -> None:
         """Append one document whose sequences, of ``lengths`` tokens each, lie one after the other.
 
@@ -238,7 +230,7 @@ class IndexedDatasetWriter:
             raise ValueError(f"lengths sum to {sum(lengths)}, but there are {len(tokens)} tokens")
         self._write(tokens)
         self._lengths.extend(int(n) for n in lengths)
-        self.end_document()
+        self._boundaries.append(len(self._lengths))
 
     def add_documents(self, flat_tokens: np.ndarray, lengths: np.ndarray) -> None:
         """Append many documents of one sequence each: the fast way for a batch.
@@ -265,7 +257,10 @@ class IndexedDatasetWriter:
         """
         if np.sum(lengths) != len(flat_tokens) or (len(lengths) and np.min(lengths) < 0):
             raise ValueError(f"lengths sum to {np.sum(lengths)}, but there are {len(flat_tokens)} tokens")
-        boundaries = np.asarray(boundaries, np.int64) + len(self._lengths)
+        boundaries = np.asarray(boundaries, np.int64)
+        if np.max(boundaries, initial=0) != len(lengths):
+            raise ValueError(f"documents end at sequence {np.max(boundaries, initial=0)} of {len(lengths)}")
+        boundaries = boundaries + len(self._lengths)
         self._write(flat_tokens)
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
         self._boundaries.frombytes(boundaries.tobytes())
@@ -290,14 +285,7 @@ class IndexedDatasetWriter:
         self._num_tokens += other.num_tokens
 
     def finalize(self) -> None:
-        """Write the index and put both files under their names.
-
-        Raises:
-            DataError: sequences were added after the last `end_document`.
-        """
-        if self._boundaries[-1] != len(self._lengths):
-            self.abort()
-            raise DataError(f"{self.prefix}: the last document was not ended")
+        """Write the index and put both files under their names."""
         with self._writing():
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -328,7 +316,7 @@ class IndexedDatasetWriter:
         else:
             self.abort()
 
-    def _write(self, tokens: Sequence[int] | np.ndarray) -> int:
+    def _write(self, tokens: Sequence[int] | np.ndarray) -> None:
         values = np.asarray(tokens)
         if values.dtype != self.dtype:
             _check_fits(values, self.dtype, self.prefix)
@@ -336,7 +324,6 @@ class IndexedDatasetWriter:
         if values.size:
             self._write_bytes(np.ascontiguousarray(values).data.cast("B"))
         self._num_tokens += values.shape[0]
-        return values.shape[0]
 
     def _write_bytes(self, data: bytes | memoryview) -> None:
         with self._writing():

@@ -15,6 +15,7 @@ from ppfleetx.data.gpt_dataset import Sample
 from ppfleetx.data.sampler import GlobalBatchSampler
 
 MicroBatch = dict[str, np.ndarray]
+"""Arrays of a micro batch by name, on the host."""
 
 _PREFETCH_PER_WORKER = 2  # steps prepared ahead by each thread
 

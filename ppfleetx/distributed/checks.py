@@ -77,18 +77,19 @@ def check_batches(ctx: ParallelContext, digests: Sequence[int], *, distinct: boo
     """
     first_of: dict[int, int] = {}
     for rank, digest in enumerate(digests):
-        replica = _replica(ctx, rank)
-        reader = first_of.setdefault(replica, rank)
+        data_rank = ctx.plan.data_rank(rank)
+        reader = first_of.setdefault(data_rank, rank)
         if digest != digests[reader]:
             raise CheckFailedError(
-                f"ranks {reader} and {rank} belong to the same data rank {replica} but read different batches"
+                f"ranks {reader} and {rank} belong to the same data rank {data_rank} "
+                "but read different batches"
             )
     readers: dict[int, int] = {}
-    for rank in first_of.values():
+    for data_rank, rank in first_of.items():
         other = readers.setdefault(digests[rank], rank)
         if distinct and other != rank:
             raise CheckFailedError(
-                f"ranks {other} and {rank} are data ranks {_replica(ctx, other)} and {_replica(ctx, rank)} "
+                f"ranks {other} and {rank} are data ranks {ctx.plan.data_rank(other)} and {data_rank} "
                 "but read the same batch"
             )
 
@@ -104,15 +105,10 @@ def check_samples(ctx: ParallelContext, sample_ids: Sequence[int]) -> None:
     for rank, ids in enumerate(of_rank):
         for sample in ids:
             other = seen.setdefault(sample, rank)
-            if sample >= 0 and _replica(ctx, other) != _replica(ctx, rank):
+            if sample >= 0 and ctx.plan.data_rank(other) != ctx.plan.data_rank(rank):
                 raise CheckFailedError(
                     f"ranks {other} and {rank} belong to different data ranks but both read sample {sample}"
                 )
-
-
-def _replica(ctx: ParallelContext, rank: int) -> int:
-    at = ctx.plan.coordinates(rank)
-    return at["dp"] * ctx.plan.sharding + at["sharding"]
 
 
 # -- copies -----------------------------------------------------------------------------------

@@ -41,8 +41,7 @@ class ParallelContext:
     @classmethod
     def of(cls, plan: ParallelPlan, rank: int, device: str, groups: Mapping[str, Any]) -> ParallelContext:
         """The context of global rank ``rank`` of a job laid out by ``plan``."""
-        at = plan.coordinates(rank)
-        return cls(plan, rank, at["dp"] * plan.sharding + at["sharding"], device, groups)
+        return cls(plan, rank, plan.data_rank(rank), device, groups)
 
     @property
     def world_size(self) -> int:

@@ -24,9 +24,9 @@ WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
 RESUME_POLICIES = ("strict", "checkpoint", "config")
 
 
-def warmup(n: int, *, max_lr: float, warmup_steps: float, init_lr: float = 0.0) -> float:
-    """Straight line from `init_lr` (step 0, never taken) to `max_lr` at step W."""
-    return init_lr + (max_lr - init_lr) * n / warmup_steps
+def warmup(n: int, *, max_lr: float, warmup_steps: float) -> float:
+    """Straight line from 0 (step 0, never taken) to `max_lr` at step W."""
+    return max_lr * n / warmup_steps
 
 
 def weight_decay_at(n: int, *, start: float, end: float, style: str, total_steps: int) -> float:
@@ -52,7 +52,6 @@ class Schedule:
     warmup_steps: float = 0.0
     decay_steps: int = 1
     decay_style: str = "cosine"
-    init_lr: float = 0.0
     wsd_decay_steps: int | None = None
     wsd_decay_style: str = "exponential"
     start_weight_decay: float = 0.01
@@ -77,7 +76,7 @@ class Schedule:
         if step < 1:
             raise ValueError(f"steps count from 1, got {step}")
         if step <= self.warmup_steps:
-            return warmup(step, max_lr=self.max_lr, warmup_steps=self.warmup_steps, init_lr=self.init_lr)
+            return warmup(step, max_lr=self.max_lr, warmup_steps=self.warmup_steps)
         if step > self.decay_steps and SCHEDULES.traits(self.decay_style).decays:
             return self.min_lr
         return SCHEDULES.load(self.decay_style)(step, self)
@@ -104,7 +103,7 @@ class Schedule:
         if SCHEDULES.traits(self.decay_style).decays:
             text += f", floor {self.min_lr:g} at step {self.decay_steps}"
         if self.warmup_steps:
-            text += f", warm-up {counted(self.warmup_steps, 'step', 'g')} from {self.init_lr:g}"
+            text += f", warm-up {counted(self.warmup_steps, 'step', 'g')} from 0"
         if self.decay_style == "wsd":
             text += f", {self.wsd_decay_style} decay over the last {self.wsd_decay_steps}"
         text += f"; weight decay {self.end_weight_decay:g}"
@@ -145,6 +144,8 @@ def resume_schedule(policy: str, configured: Schedule, saved: Mapping[str, Any])
     `config` the configured one. Raises CheckpointError (strict and different), naming each difference.
     """
     _check_choice("Engine.save_load.lr_schedule", policy, RESUME_POLICIES)
+    if isinstance(saved, Mapping) and saved.get("init_lr") == 0.0:  # a field of older checkpoints, always 0
+        saved = {name: value for name, value in saved.items() if name != "init_lr"}
     if policy == "config":
         if saved != configured.state():
             get_logger().warning("the learning-rate schedule is now the configuration's, another one")
@@ -170,16 +171,13 @@ def _check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def _check_learning_rates(schedule: Schedule) -> None:
-    for key in ("max_lr", "min_lr", "init_lr"):
+    for key in ("max_lr", "min_lr"):
         value = getattr(schedule, key)
         if not math.isfinite(value) or value < 0:
             raise ConfigError("must be a finite number, 0 or more", key=f"Optimizer.lr.{key}", value=value)
     if schedule.min_lr > schedule.max_lr and SCHEDULES.traits(schedule.decay_style).decays:
         rule = f"must not be above max_lr ({schedule.max_lr:g})"
         raise ConfigError(rule, key="Optimizer.lr.min_lr", value=schedule.min_lr)
-    if schedule.init_lr > schedule.max_lr:
-        rule = f"must not be above max_lr ({schedule.max_lr:g})"
-        raise ConfigError(rule, key="Optimizer.lr.init_lr", value=schedule.init_lr)
 
 
 def _check_lengths(schedule: Schedule) -> None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import paddle
 
+from ppfleetx.data.loader import MicroBatch
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.parallel.grad_sync import GradientSync
-from ppfleetx.parallel.runner import MicroBatch
 from ppfleetx.parallel.step import StepOptions, StepRunner, to_tensors
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from paddle import distributed
 from paddle.distributed import fleet
 from paddle.distributed.fleet.meta_parallel import LayerDesc, PipelineLayer
 
+from ppfleetx.data.loader import MicroBatch
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.stage import Stage, build_stage
 from ppfleetx.parallel.grad_sync import GradientSync
-from ppfleetx.parallel.runner import MicroBatch
 from ppfleetx.parallel.step import StepOptions, StepRunner, to_tensors
 
 if TYPE_CHECKING:

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from ppfleetx.data.loader import MicroBatch
+
 if TYPE_CHECKING:
     from ppfleetx.distributed.checks import NonFinitePlace
-
-MicroBatch = dict[str, np.ndarray]
-"""Arrays of a micro batch by name, on the host."""
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import paddle
 
+from ppfleetx.data.loader import MicroBatch
 from ppfleetx.distributed.checks import NonFinitePlace, NonFiniteSearch
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.random import DropoutStreams
 from ppfleetx.distributed.together import any_rank, gather
 from ppfleetx.parallel.grad_sync import GradientSync
 from ppfleetx.parallel.precision import Precision
-from ppfleetx.parallel.runner import MicroBatch, NonFiniteError, StepOutput
+from ppfleetx.parallel.runner import NonFiniteError, StepOutput
 
 if TYPE_CHECKING:
     from ppfleetx.optims.adamw import Optimizer

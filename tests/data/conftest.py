@@ -19,8 +19,7 @@ def write_corpus(tmp_path: Path) -> WriteCorpus:
         prefix = str(tmp_path / name)
         with IndexedDatasetWriter(prefix, dtype) as writer:
             for document in documents:
-                writer.add_item(np.array(document, dtype))
-                writer.end_document()
+                writer.add_document(np.array(document, dtype), [len(document)])
         return prefix
 
     return write

@@ -44,10 +44,8 @@ def test_all_ways_of_writing_give_the_same_bytes(
 def test_reads_back_what_was_written(code: int, tmp_path: Path) -> None:
     dtype = DTYPES[code]
     with IndexedDatasetWriter(tmp_path / "x", dtype) as writer:
-        writer.add_item([1, 2, 3])
-        writer.add_item([4])
-        writer.end_document()
-        writer.end_document()
+        writer.add_document([1, 2, 3, 4], [3, 1])
+        writer.add_document([], [])
         writer.add_document([5, 6, 7, 8, 9], [2, 0, 3])
     data = IndexedDataset(tmp_path / "x")
     assert (tmp_path / "x.idx").read_bytes()[17] == code
@@ -137,14 +135,14 @@ def test_writer_refuses_what_it_cannot_store(tmp_path: Path) -> None:
     writer = IndexedDatasetWriter(tmp_path / "x", "u2")
     for tokens in ([65536], [-1], [1.5]):
         with pytest.raises(DataError):
-            writer.add_item(tokens)
+            writer.add_document(tokens, [1])
     with pytest.raises(ValueError, match="sum to 3"):
         writer.add_document([1, 2], [3])
     with pytest.raises(ValueError, match="sum to 2"):
         writer.add_documents(np.array([1]), np.array([2]))
-    writer.add_item([65535])
-    with pytest.raises(DataError, match="not ended"):
-        writer.finalize()
+    with pytest.raises(ValueError, match="end at sequence 1 of 2"):
+        writer.add_sequences(np.array([1, 2]), np.array([1, 1]), np.array([1]))
+    writer.abort()
     assert not list(tmp_path.iterdir())
     with pytest.raises(DataError, match="cannot be stored as complex"):
         IndexedDatasetWriter(tmp_path / "x", "c16")

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from ppfleetx.checkpoint.slices import whole
-from ppfleetx.models.gpt.hf import hf_to_canonical
 from tests.checkpoint.checkpoints import save
 from tests.checkpoint.foreign import hf_dirs
+from tests.helpers.hf_weights import hf_to_canonical
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 Make = Callable[[Path], Any]

@@ -11,12 +11,13 @@ from ppfleetx.config.sections.root import ModelConfig
 from ppfleetx.generation.beam import BeamOptions, beam_search
 from ppfleetx.generation.search import Rules, decode, greedy
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
-from ppfleetx.models.gpt.hf import canonical_to_hf, hf_to_canonical, model_keys
+from ppfleetx.models.gpt.hf_keys import model_keys
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.stage import canonical_parameters
 from tests.generation.hf_weights import CONFIGS, PROMPTS, random_weight
+from tests.helpers.hf_weights import canonical_to_hf, hf_to_canonical
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "goldens" / "hf_generate.json").read_text())
 BEAM = [case for case in GOLDEN["gpt2"] if case.startswith("beam")]

@@ -6,9 +6,10 @@ import pytest
 
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.models.gpt.hf import canonical_to_hf, hf_to_canonical, model_keys
+from ppfleetx.models.gpt.hf_keys import model_keys
 from ppfleetx.nn.loss import token_loss
 from ppfleetx.nn.stage import canonical_parameters
+from tests.helpers.hf_weights import canonical_to_hf, hf_to_canonical
 from tests.models.gpt_builders import assign, build, load_golden
 
 FAMILIES = ["hf_gpt2", "hf_llama"]
@@ -61,15 +62,6 @@ def test_maps_are_inverse(name):
     assert back.keys() == weights.keys() - tied
     for key, value in back.items():
         np.testing.assert_array_equal(value, weights[key], err_msg=key)
-
-
-def test_gpt2_names_without_prefix():
-    hf_config, _, weights, _ = golden_model("hf_gpt2")
-    bare = {key.removeprefix("transformer."): value for key, value in weights.items()}
-    for key, value in hf_to_canonical(hf_config, bare.__getitem__):
-        np.testing.assert_array_equal(
-            value, dict(hf_to_canonical(hf_config, weights.__getitem__))[key], err_msg=key
-        )
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,8 @@ def test_state_round_trip_and_resume_policies():
     assert resume_schedule("strict", saved, saved.state()) == saved
     assert resume_schedule("checkpoint", configured, saved.state()) == saved
     assert resume_schedule("config", configured, saved.state()) == configured
+    older = saved.state() | {"init_lr": 0.0}
+    assert resume_schedule("checkpoint", configured, older) == saved
     with pytest.raises(CheckpointError, match=r"max_lr: 0.0003 now, 0.00015 saved"):
         resume_schedule("strict", configured, saved.state())
     with pytest.raises(CheckpointError, match="not one this version can read"):

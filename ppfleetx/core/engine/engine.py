@@ -18,11 +18,12 @@ from ppfleetx.core.engine.saving import Saver
 from ppfleetx.core.engine.signals import StopRequest
 from ppfleetx.core.engine.state import TrainState
 from ppfleetx.core.engine.watch import Watch
+from ppfleetx.data.loader import MicroBatch
 from ppfleetx.data.tasks.glue_metrics import main_metric
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import settle
 from ppfleetx.optims.schedules import Schedule
-from ppfleetx.parallel.runner import MicroBatch, NonFiniteError, Runner
+from ppfleetx.parallel.runner import NonFiniteError, Runner
 from ppfleetx.utils.log import get_logger
 
 Loader = Iterable[Sequence[MicroBatch]]

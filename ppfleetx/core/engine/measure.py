@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from ppfleetx.core.programs.perplexity import perplexity
+from ppfleetx.data.loader import MicroBatch
 from ppfleetx.data.tasks.glue_metrics import glue_metrics
 from ppfleetx.distributed.together import gather
-from ppfleetx.parallel.runner import MicroBatch, Runner
+from ppfleetx.parallel.runner import Runner
 
 if TYPE_CHECKING:
     from ppfleetx.core.module.finetune import GPTFinetuneModule

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ppfleetx.config.errors import UserError
 from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.data.loader import MicroBatch
 from ppfleetx.distributed.checks import (
     batch_digest,
     check_batches,
@@ -17,7 +18,7 @@ from ppfleetx.distributed.checks import (
 )
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import any_rank, gather, gather_numbers, settle
-from ppfleetx.parallel.runner import MicroBatch, NonFiniteError, Runner
+from ppfleetx.parallel.runner import NonFiniteError, Runner
 
 if TYPE_CHECKING:
     from ppfleetx.core.engine.signals import StopRequest
@@ -99,8 +100,7 @@ class Watch:
             if self._ctx.rank == rank and place.micro_batch is not None:
                 samples = _sample_ids(micro_batches[place.micro_batch : place.micro_batch + 1])
         samples = gather(self._ctx, samples)[rank]
-        at = self._ctx.plan.coordinates(rank)
-        data_rank = at["dp"] * self._ctx.plan.sharding + at["sharding"]
+        data_rank = self._ctx.plan.data_rank(rank)
         return (
             f"{text} Samples of this {'step' if found is None else 'micro batch'} on data rank {data_rank}, "
             f"as positions in the training order: {samples}"

@@ -19,9 +19,6 @@ import numpy as np
 
 from ppfleetx.models.gpt.hf_keys import model_keys
 
-GetTensor = Callable[[str], np.ndarray]
-NamedArrays = Iterator[tuple[str, np.ndarray]]
-
 _WORD = "embedding.word_embeddings.weight"
 _POSITION = "embedding.position_embeddings.weight"
 GPT2_PREFIX = "transformer."
@@ -52,37 +49,6 @@ def rules(hf_config: Mapping[str, Any]) -> list[Rule]:
     """
     keys = model_keys(hf_config)
     return list(_RULES[hf_config["model_type"]](_Heads.of(keys), keys))
-
-
-def hf_to_canonical(hf_config: Mapping[str, Any], get_tensor: GetTensor) -> NamedArrays:
-    """All parameters under our names.
-
-    Args:
-        hf_config: contents of ``config.json``.
-        get_tensor: Hugging Face name to array; raises KeyError for a name it does not have. GPT-2's
-            names may or may not start with ``transformer.``.
-
-    Raises:
-        CheckpointError: as :func:`model_keys`.
-        KeyError: from ``get_tensor``.
-    """
-
-    def get(name: str) -> np.ndarray:
-        try:
-            return get_tensor(name)
-        except KeyError:
-            if not name.startswith(GPT2_PREFIX):
-                raise
-            return get_tensor(name.removeprefix(GPT2_PREFIX))
-
-    for rule in rules(hf_config):
-        yield rule.ours, rule.join(*(get(name) for name in rule.theirs))
-
-
-def canonical_to_hf(hf_config: Mapping[str, Any], get_tensor: GetTensor) -> NamedArrays:
-    """All parameters under Hugging Face's names; the inverse of :func:`hf_to_canonical`."""
-    for rule in rules(hf_config):
-        yield from zip(rule.theirs, rule.split(get_tensor(rule.ours)), strict=True)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Literal
 
 from ppfleetx.config.registries import ARCHITECTURES, NORMS
 from ppfleetx.config.registry import load_target
@@ -129,30 +128,3 @@ def flops_per_step(model: ModelConfig, batch_size: int, seq_len: int) -> int:
     per_token = 6 * (mlp + projections + h * model.padded_vocab_size)
     scores = 6 * batch_size * seq_len**2 * q_width * layers
     return batch_size * seq_len * per_token + scores
-
-
-def paper_flops(
-    model: ModelConfig,
-    batch_size: int,
-    seq_len: int,
-    recompute: Literal["none", "selective", "full"] = "none",
-) -> float:
-    """Floating-point operations of one step by the formulas of the Megatron papers.
-
-    Narayanan et al. 2021 (full recompute) and Korthikanti et al. 2022 (none, selective): attention counts
-    all pairs of positions, recomputation counts, and the network is plain GPT (MHA, f = 4h).
-
-    Args:
-        model: the network.
-        batch_size: sequences per step over the whole job.
-        seq_len: tokens per sequence.
-        recompute: what is computed again in the backward pass.
-    """
-    h, layers, vocab = model.hidden_size, model.num_layers, model.padded_vocab_size
-    forward_and_backward = 72 * batch_size * layers * seq_len * h**2
-    logits = vocab / (12 * h * layers)
-    if recompute == "selective":
-        return forward_and_backward * (1 + seq_len / (3 * h) + logits)
-    if recompute == "full":
-        return forward_and_backward * 4 / 3 * (1 + seq_len / (6 * h) + vocab / (16 * h * layers))
-    return forward_and_backward * (1 + seq_len / (6 * h) + logits)

@@ -174,6 +174,17 @@ def test_a_tied_head_that_differs_is_refused(tmp_path):
         read_hf(source)
 
 
+def test_gpt2_names_without_prefix(tmp_path):
+    source = hf_dirs.write(tmp_path / "hf", "hf_gpt2")
+    before = {name: tensor.load() for name, tensor in read_hf(source).tensors.items()}
+    tensors = load_file(source / "model.safetensors")
+    bare = {name.removeprefix("transformer."): value for name, value in tensors.items()}
+    assert bare.keys() != tensors.keys()
+    save_file(bare, source / "model.safetensors")
+    for name, tensor in read_hf(source).tensors.items():
+        np.testing.assert_array_equal(tensor.load(), before[name], err_msg=name)
+
+
 def test_an_untied_gpt2(tmp_path):
     source = hf_dirs.write(tmp_path / "hf", "hf_gpt2", tie_word_embeddings=False)
     tensors = dict(load_file(source / "model.safetensors"))

@@ -12,7 +12,8 @@ from ppfleetx.checkpoint.foreign.weights import fitted
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.rope import RopeScalingConfig
-from ppfleetx.models.gpt.hf import hf_to_canonical, model_keys
+from ppfleetx.models.gpt.hf_keys import model_keys
+from tests.helpers.hf_weights import hf_to_canonical
 from tests.models.gpt_builders import GOLDENS, load_golden
 
 MEGATRON = GOLDENS / "megatron"

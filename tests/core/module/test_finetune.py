@@ -8,10 +8,11 @@ from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.measure import mean_loss
 from ppfleetx.core.module.finetune import GPTFinetuneModule
-from ppfleetx.models.gpt.hf import hf_to_canonical, model_keys
+from ppfleetx.models.gpt.hf_keys import model_keys
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.stage import canonical_parameters
+from tests.helpers.hf_weights import hf_to_canonical
 from tests.models.gpt_builders import GOLDENS, assign, load_golden, tiny_config
 
 
