@@ -8,7 +8,7 @@ OUT     := quickstart# where the configuration below reads and writes
 CONFIG  := ppfleetx/configs/nlp/gpt/pretrain_gpt_tiny.yaml
 ARGS    ?=# further -o Section.key=value of the quickstart
 
-.PHONY: help quickstart test parity lint docs site docs-test clean
+.PHONY: help quickstart test parity planner-accuracy lint docs site docs-test clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ test: $(VENV)/.test  ## Check style, layers and everything else (what CI runs)
 parity: $(VENV)/.test  ## Run every legal plan of 1, 2, 4 and 8 processes against one card
 	$(PY) -m tests.parity.every_plan
 	$(PY) -m tests.e2e.resumption
+
+planner-accuracy: $(VENV)/.test  ## Compare the planner with this machine and with published runs; writes the table of docs/planner.md
+	$(PY) -m tests.planner.accuracy
 
 lint: $(VENV)/.test  ## Style and layers only
 	$(VENV)/bin/ruff check .

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field
@@ -25,6 +25,8 @@ class Card(Section):
 
     name: Text
     """How the command line calls it."""
+    kernels: Literal["cpu", "gpu"] = "gpu"
+    """Whose operations are counted: those that this engine runs on a CPU or on a GPU."""
     memory_gib: PositiveFloat
     """Memory that a program can have, in GiB."""
     peak_tflops: dict[Text, PositiveFloat]

@@ -14,6 +14,7 @@ from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.planner.cards import Card
 
 Recompute = Literal["none", "core_attn", "full_attn", "full"]
+Kernels = Literal["cpu", "gpu", "fused"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class Case:
         moments: optimizer states per parameter (2 for AdamW, 1 for momentum, 0 for SGD).
         flash: fused attention.
         async_save: a copy of what is saved stays in host memory while it is written.
+        kernels: whose operations are counted: ours on a CPU, ours on a GPU, or the ``fused`` ones of
+            Megatron-LM and PaddleFleetX, for published runs.
     """
 
     model: ModelConfig
@@ -78,6 +81,7 @@ class Case:
     moments: int = 2
     flash: bool = False
     async_save: bool = False
+    kernels: Kernels = "gpu"
 
     @property
     def global_batch(self) -> int:
@@ -88,6 +92,15 @@ class Case:
     def tokens(self) -> int:
         """Tokens of a step over the whole job."""
         return self.global_batch * self.seq_len
+
+    @property
+    def forwards_first(self) -> bool:
+        """Whether an interleaved schedule runs all forward passes first: Paddle with fewer than two rounds of
+        micro batches, Megatron-LM with one."""
+        plan = self.plan
+        if plan.virtual_pp_degree == 1:
+            return False
+        return self.accumulate == plan.pp if self.kernels == "fused" else self.accumulate < 2 * plan.pp
 
     @property
     def workload(self) -> Workload:
@@ -149,6 +162,7 @@ def case_of(cfg: RunConfig, card: Card) -> Case:
         moments=OPTIMIZERS.traits(cfg.Optimizer.name).states,
         flash=uses_flash(model, precision, card),
         async_save=cfg.Engine.save_load.async_save,
+        kernels=card.kernels,
     )
 
 

@@ -1,18 +1,20 @@
 """Bytes on each rank of each pipeline stage, part by part, and in host memory.
 
-Activations are the tensors that Paddle keeps for the backward pass of our own layers; with 16-bit
-activations, dropout, learned positions and one tensor rank they are the 34sbh + 5as^2b of Korthikanti et al.
-(2022, equation 1) with fused attention scores.
+The peak is that of the worst moment of a step: within the passes (``activations.py`` says what each layer
+keeps and needs for a moment; here is which layers and micro batches are alive then, and which gradients), or
+when packed gradients are on their way.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ppfleetx.planner.activations import embedding_tape, head_tape, layer_tape
 from ppfleetx.planner.cards import GIB
-from ppfleetx.planner.case import Case, Recompute
+from ppfleetx.planner.case import Case
 from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.parameters import Held, held_parameters
+from ppfleetx.planner.tape import Tape
 
 _BUCKET_BYTES = 64 << 20  # parallel sums are packed into pieces of this size (distributed/collectives.py)
 _FRAGMENTS = 0.02
@@ -36,6 +38,7 @@ class StageMemory:
         context: driver and libraries.
         fragments: what the allocator loses.
         host: in host memory: offloaded states, copies for saving in the background.
+        whole_gradients: of all parameters, when the last backward pass has ended.
     """
 
     parameters: float
@@ -49,6 +52,7 @@ class StageMemory:
     context: float
     fragments: float
     host: float
+    whole_gradients: float
 
     @property
     def tensors(self) -> float:
@@ -88,17 +92,14 @@ def stage_memory(case: Case, cluster: Cluster, stage: int) -> StageMemory:
         masters = moments = 0.0
     parts = {
         "parameters": held.resident * precision.parameter_bytes,
-        "gradients": _kept_gradients(case, held) * precision.gradient_bytes,
         "masters": masters,
         "optimizer": moments,
-        "activations": _activations(case, stage),
-        "logits": logit_bytes(case) if stage == plan.pp - 1 else 0.0,
-        "temporary": _temporary(case, stage, held),
-        "buffers": _buffers(case, held),
+        **_worst_moment(case, stage, held),
     }
-    fragments = _FRAGMENTS * sum(parts.values())
+    gradients = _kept_gradients(case, held) * precision.gradient_bytes
+    fragments = 0.0 if case.kernels == "cpu" else _FRAGMENTS * sum(parts.values())
     context = cluster.card.context_gib * GIB
-    return StageMemory(**parts, context=context, fragments=fragments, host=host)
+    return StageMemory(**parts, context=context, fragments=fragments, host=host, whole_gradients=gradients)
 
 
 def least_memory(case: Case, cluster: Cluster) -> float:
@@ -120,135 +121,124 @@ def least_memory(case: Case, cluster: Cluster) -> float:
 
 
 def _kept_gradients(case: Case, held: Held) -> int:
-    """Gradients a rank has when the last backward pass ends: from sharding stage 2 on, the owner's."""
-    return held.owned if case.plan.sharding > 1 and case.plan.sharding_stage > 1 else held.trained
-
-
-def _tokens(case: Case) -> float:
-    return case.micro_batch * case.seq_len / case.plan.sep
-
-
-def layer_input_bytes(case: Case) -> float:
-    """The activation between two layers on one rank."""
-    split = case.plan.mp if case.plan.sequence_parallel else 1
-    return _tokens(case) * case.model.hidden_size * case.precision.activation_bytes / split
-
-
-def layer_activation_bytes(case: Case, recompute: Recompute) -> float:
-    """What one layer keeps of one micro batch for its backward pass."""
-    return (
-        layer_input_bytes(case)
-        if recompute == "full"
-        else _outer_bytes(case, recompute) + _core_bytes(case, recompute)
-    )
-
-
-def _outer_bytes(case: Case, recompute: Recompute) -> float:
-    """All but the attention core: inputs of norms and products, activations of the MLP, dropout masks."""
-    model, e, t = case.model, case.precision.activation_bytes, case.plan.mp
-    tokens, h = _tokens(case), model.hidden_size
-    split = t if case.plan.sequence_parallel else 1
-    drops = int(model.hidden_dropout_prob > 0)
-    gates = 2 if model.is_gated else 1
-    width = model.ffn_size / t
-    # A norm keeps its input; the product behind it keeps the norm's output, gathered from all tensor ranks.
-    mlp = tokens * (h * e / split + h * e + width * e * (gates + 1 + (gates - 1)) + drops * h / split)
-    attention = tokens * (h * e / split + h * e + drops * h / split)
-    if model.sandwich_norm:
-        mlp += tokens * h * e / split
-        attention += tokens * h * e / split
-    if recompute == "full_attn":
-        attention = tokens * h * e / split
-    return mlp + attention
-
-
-def _core_bytes(case: Case, recompute: Recompute) -> float:
-    """Queries, keys, values, context, and scores where they are kept."""
-    if recompute == "full_attn":
-        return 0.0
-    model, e, t = case.model, case.precision.activation_bytes, case.plan.mp
-    q_width = model.num_attention_heads * model.head_size / t
-    kv_width = model.kv_heads * model.head_size / t
-    projected = _tokens(case) * (2 * q_width + 2 * kv_width) * e
-    if recompute == "core_attn" or case.flash:
-        return projected
-    return projected + _score_elements(case) * _score_bytes(case)
-
-
-def _score_elements(case: Case) -> float:
-    heads = case.model.num_attention_heads / (case.plan.mp * case.plan.sep)
-    return case.micro_batch * heads * case.seq_len**2
-
-
-def _score_bytes(case: Case) -> float:
-    """Softmax (in float32 where the model says so), the weights after dropout, the dropout's mask."""
-    e = case.precision.activation_bytes
-    softmax = 4 if case.model.softmax_in_fp32 else e
-    if case.model.attention_probs_dropout_prob == 0:
-        return softmax + (e if softmax != e else 0)
-    return softmax + e + 1
+    """Gradients a rank has when the last backward pass ends: from sharding stage 2 on, the owner's, and of
+    each other owner those that wait for a full bucket."""
+    if case.plan.sharding == 1 or case.plan.sharding_stage == 1:
+        return held.trained
+    waiting = (case.plan.sharding - 1) * _BUCKET_BYTES // case.precision.gradient_bytes
+    return min(held.trained, held.owned + waiting)
 
 
 def passes_in_flight(case: Case, stage: int) -> float:
     """Micro batches of one chunk that a stage keeps activations of at the worst time, averaged over chunks
     (Korthikanti et al. 2022, §4.2.3): p - stage with 1F1B, with v virtual stages of the first stage
     p (1 + (p - 1) / (p v))."""
-    plan, p, v = case.plan, case.plan.pp, case.plan.virtual_pp_degree
+    p, v = case.plan.pp, case.plan.virtual_pp_degree
     if v == 1:
         return min(case.accumulate, p - stage)
+    if case.forwards_first:
+        return case.accumulate
     ahead = (p - stage - 1) * 2 + (v - 1) * p + 1
-    return min(case.accumulate * v, ahead) / v if plan.pp > 1 else 1
+    return min(case.accumulate * v, ahead) / v
 
 
-def _activations(case: Case, stage: int) -> float:
+@dataclass(frozen=True)
+class _Run:
+    """``count`` equal layers one after the other; not ``everywhere``: only the first or last chunk has it."""
+
+    tape: Tape
+    count: int
+    everywhere: bool = False
+
+
+def _chunk(case: Case, stage: int) -> list[_Run]:
+    """The layers of a stage (with virtual stages, of the chunk that is largest), in order."""
+    plan, v = case.plan, case.plan.virtual_pp_degree
+    runs = []
+    if stage == 0:
+        runs.append(_Run(embedding_tape(case), 1))
     kinds = case.layer_kinds(stage)
-    per_micro_batch = sum(layer_activation_bytes(case, kind) * count for kind, count in kinds.items())
-    if stage == 0:  # ids, and the embedding's dropout mask
-        drops = int(case.model.hidden_dropout_prob > 0)
-        per_micro_batch += _tokens(case) * (16 + drops * case.model.hidden_size)
-    if stage == case.plan.pp - 1:
-        split = case.plan.mp if case.plan.sequence_parallel else 1
-        e, h = case.precision.activation_bytes, case.model.hidden_size
-        per_micro_batch += _tokens(case) * h * e * (1 / split + 1)
-    return per_micro_batch * passes_in_flight(case, stage)
+    runs += [_Run(layer_tape(case, kind), -(-count // v), True) for kind, count in kinds.items() if count]
+    if stage == plan.pp - 1:
+        runs.append(_Run(head_tape(case), 1))
+    return runs
 
 
-def logit_bytes(case: Case) -> float:
-    """Logits, their float32 form and the softmax that the loss keeps."""
-    elements = _tokens(case) * case.model.padded_vocab_size / case.plan.mp
-    e = case.precision.activation_bytes
-    padded = case.model.padded_vocab_size != case.model.vocab_size
-    return elements * (e + (4 if e == 2 or padded else 0) + 4)
-
-
-def _temporary(case: Case, stage: int, held: Held) -> float:
-    """The larger of what the loss's backward pass needs and what a layer's does."""
-    e = case.precision.activation_bytes
-    needs = [0.0]
-    for kind in case.layer_kinds(stage):
-        again = layer_activation_bytes(case, "none") - layer_activation_bytes(case, kind)
-        scores = 0.0 if case.flash else 2 * _score_elements(case) * (4 if case.model.softmax_in_fp32 else e)
-        width = _tokens(case) * max(
-            case.model.ffn_size * (2 if case.model.is_gated else 1) / case.plan.mp,
-            case.model.hidden_size,
+def _worst_moment(case: Case, stage: int, held: Held) -> dict[str, float]:
+    """Parts of the memory that differ over a step, when they are most together."""
+    gradients = _kept_gradients(case, held) * case.precision.gradient_bytes
+    moments = [
+        {
+            "gradients": gradients,
+            "activations": 0.0,
+            "logits": 0.0,
+            "temporary": 0.0,
+            "buffers": _buffers(case, held),
+        }
+    ]
+    runs, in_flight = _chunk(case, stage), passes_in_flight(case, stage)
+    v, last = case.plan.virtual_pp_degree, stage == case.plan.pp - 1
+    kept = sum(run.tape.kept * run.count for run in runs)
+    whole = kept + (v - 1) * sum(run.tape.kept * run.count for run in runs if run.everywhere)
+    others = whole * in_flight - kept
+    chunk = whole / v
+    logits = runs[-1].tape.kept if last else 0.0
+    passes = [(others, True)]
+    if case.accumulate > 1:
+        rhythm = case.accumulate > in_flight
+        passes.append((others if rhythm else others - chunk, False))
+    for beside, first in passes:
+        there = 0.0 if first else gradients
+        peak, grown = _pass_peak(runs, first=first, forward=not first or case.accumulate == 1)
+        grown = min(grown, gradients)
+        logits_here = logits if last else 0.0
+        kept_here = max(0.0, beside) + kept
+        temporary = peak - kept - (grown if first else 0.0)
+        moments.append(
+            {
+                "gradients": there + (grown if first else 0.0),
+                "activations": kept_here - logits_here,
+                "logits": logits_here,
+                "temporary": temporary + _fetched(case, held),
+                "buffers": 0.0,
+            }
         )
-        needs.append(again + max(scores, 2 * width * e))
-    if stage == case.plan.pp - 1:
-        elements = _tokens(case) * case.model.padded_vocab_size / case.plan.mp
-        needs.append(elements * (4 + e))
-    fetched = 0.0
-    if case.plan.sharding > 1 and case.plan.sharding_stage == 3:
-        fetched = 2 * held.largest_layer * case.precision.parameter_bytes
-    if case.plan.sharding > 1 and case.plan.sharding_stage > 1:
-        fetched += min(_BUCKET_BYTES, held.trained * case.precision.gradient_bytes) * min(
-            case.plan.sharding, 4
-        )
-    return max(needs) + fetched
+    return max(moments, key=lambda parts: sum(parts.values()))
+
+
+def _pass_peak(runs: list[_Run], *, first: bool, forward: bool) -> tuple[float, float]:
+    """(most bytes at once in the passes of one micro batch, of them gradients that have grown with it)."""
+    before, peak, grown_at_peak = 0.0, 0.0, 0.0
+    starts = []
+    for run in runs:
+        end = before + run.tape.kept * (run.count - 1)
+        if forward:
+            peak = max(peak, end + run.tape.forward_peak)
+        starts.append((before, end))
+        before = end + run.tape.kept
+    grown = 0.0
+    for run, (start, end) in zip(reversed(runs), reversed(starts), strict=True):
+        need = run.tape.backward_peak(first=first)
+        # Within a run activations go as gradients come: the worst is its last layer or its first.
+        for below, later in ((end, 0), (start, run.count - 1)):
+            here = grown + (later * run.tape.weights if first else 0.0)
+            if below + need + here > peak:
+                peak, grown_at_peak = below + need + here, here
+        grown += run.count * run.tape.weights if first else 0.0
+    return peak, grown_at_peak
+
+
+def _fetched(case: Case, held: Held) -> float:
+    """Sharding stage 3: the values of a layer that others own."""
+    n = case.plan.sharding
+    if n == 1 or case.plan.sharding_stage != 3:
+        return 0.0
+    return held.largest_layer * case.precision.parameter_bytes * (n - 1) / n
 
 
 def _buffers(case: Case, held: Held) -> float:
-    """Packed gradients on their way."""
+    """Packed gradients on their way, one bucket."""
     plan = case.plan
     if plan.dp == plan.sep == plan.sharding == 1:
         return 0.0
-    return 2 * min(_BUCKET_BYTES, held.trained * case.precision.gradient_bytes)
+    return min(_BUCKET_BYTES, held.trained * case.precision.gradient_bytes)

@@ -28,6 +28,8 @@ class Held:
         owned: those of the trained ones whose states it keeps and that it updates.
         largest_layer: parameters of the largest model stage, which sharding stage 3 fetches at once.
         num_tensors: number of its parameters.
+        whole: trained ones that every tensor-parallel rank holds whole.
+        partial: those of them whose gradients are parts of a sum with sequence parallelism.
     """
 
     values: int
@@ -36,6 +38,8 @@ class Held:
     owned: int
     largest_layer: int
     num_tensors: int
+    whole: int
+    partial: int
 
 
 def held_parameters(case: Case, stage: int) -> Held:
@@ -60,6 +64,12 @@ def _held(
             end[_WORD_EMBEDDING] = edges["embedding"][_WORD_EMBEDDING]
         groups.append(end)
     sizes = [size for group in groups for size in group.values()]
+    whole = {
+        f"{number}.{name}": size
+        for number, group in enumerate(groups)
+        for name, size in group.items()
+        if _is_whole(name) and _trains(name, model)
+    }
     trained = [size for group in groups for name, size in group.items() if _trains(name, model)]
     return Held(
         values=sum(sizes),
@@ -68,6 +78,8 @@ def _held(
         owned=_largest_share(trained, sharding),
         largest_layer=max((sum(group.values()) for group in groups), default=0),
         num_tensors=len(sizes),
+        whole=sum(whole.values()),
+        partial=sum(size for name, size in whole.items() if _is_partial(name)),
     )
 
 
@@ -104,6 +116,11 @@ def _is_whole(name: str) -> bool:
         is_column = ".qkv." in name or ".fc1." in name
         return name.endswith(".a") == is_column  # the factor at the side that is not divided
     return name.endswith(_WHOLE_ENDINGS)
+
+
+def _is_partial(name: str) -> bool:
+    """Of those held whole: used where each rank has its part of the positions."""
+    return "position_embeddings" not in name and "score." not in name
 
 
 def _largest_share(sizes: list[int], ranks: int) -> int:

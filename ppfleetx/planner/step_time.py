@@ -97,7 +97,14 @@ def step_time(case: Case, cluster: Cluster, *, whole_timeline: bool = False) -> 
     message = _message(case, plan, cluster) if plan.pp > 1 else 0.0
     f_seconds = [[p.total for p in stage] for stage in forward]
     b_seconds = [[p.total for p in stage] for stage in backward]
-    timeline = play(f_seconds, b_seconds, case.accumulate, message, whole=whole_timeline)
+    timeline = play(
+        f_seconds,
+        b_seconds,
+        case.accumulate,
+        message,
+        whole=whole_timeline,
+        forwards_first=case.forwards_first,
+    )
     worst = max(range(plan.pp), key=lambda i: sum(f_seconds[i]) + sum(b_seconds[i]))
     spent = sum((*forward[worst], *backward[worst]), Passes()).times(case.accumulate)
     repeated = sum(p.total for p in again[worst]) * case.accumulate

@@ -40,6 +40,7 @@ def play(
     message: float,
     *,
     whole: bool = False,
+    forwards_first: bool = False,
 ) -> Timeline:
     """Play one step's passes.
 
@@ -47,13 +48,14 @@ def play(
         forward, backward: seconds of a micro batch's passes, ``[stage][virtual stage]``.
         micro_batches: number of micro batches.
         message: seconds of a message between neighbouring chunks.
+        forwards_first: an interleaved schedule begins with all forward passes.
         whole: play every micro batch. Otherwise a long step is cut: once the pipeline is in its rhythm,
             the remaining micro batches repeat it.
     """
     num_stages, num_chunks = len(forward), len(forward[0])
     shown = num_stages * (_STEADY_ROUNDS + num_chunks - 1)
-    if whole or micro_batches <= shown + num_stages:
-        return _play(forward, backward, micro_batches, message)
+    if whole or forwards_first or micro_batches <= shown + num_stages:
+        return _play(forward, backward, micro_batches, message, forwards_first)
     extra = (micro_batches - shown) % num_stages
     some = _play(forward, backward, shown + extra, message)
     more = _play(forward, backward, shown + extra + num_stages, message)
@@ -66,9 +68,12 @@ def _play(
     backward: Sequence[Sequence[float]],
     micro_batches: int,
     message: float,
+    forwards_first: bool = False,
 ) -> Timeline:
     num_stages, num_chunks = len(forward), len(forward[0])
-    orders = [_order(stage, num_stages, num_chunks, micro_batches) for stage in range(num_stages)]
+    orders = [
+        _order(stage, num_stages, num_chunks, micro_batches, forwards_first) for stage in range(num_stages)
+    ]
     positions, clock = [0] * num_stages, [0.0] * num_stages
     arrived: dict[
         tuple[bool, int, int], float
@@ -102,15 +107,17 @@ def _play(
     return Timeline(tuple(spans), max(clock))
 
 
-def _order(stage: int, num_stages: int, num_chunks: int, micro_batches: int) -> list[tuple[bool, int, int]]:
+def _order(
+    stage: int, num_stages: int, num_chunks: int, micro_batches: int, forwards_first: bool
+) -> list[tuple[bool, int, int]]:
     """(is forward, virtual stage, micro batch) in the order in which ``stage`` runs them."""
     total = micro_batches * num_chunks
     if num_chunks == 1:
         ahead = min(num_stages - 1 - stage, total)
     else:
         ahead = min((num_stages - stage - 1) * 2 + (num_chunks - 1) * num_stages, total)
-    if num_chunks > 1 and micro_batches == num_stages:
-        ahead = total  # Megatron's and Paddle's interleaved schedule: all forwards first
+    if forwards_first:
+        ahead = total
     forwards = [(True, *_place(k, num_stages, num_chunks, backwards=False)) for k in range(total)]
     backwards = [(False, *_place(k, num_stages, num_chunks, backwards=True)) for k in range(total)]
     order = forwards[:ahead]

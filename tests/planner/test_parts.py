@@ -1,6 +1,7 @@
 """Parts of the planner against numbers worked out by hand."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -8,10 +9,10 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.shape import flops_per_step, parameter_count
+from ppfleetx.planner.activations import layer_tape
 from ppfleetx.planner.cards import card_names, load_card
 from ppfleetx.planner.case import Case, Precision
 from ppfleetx.planner.flops import step_flops
-from ppfleetx.planner.memory import layer_activation_bytes
 from ppfleetx.planner.network import Cluster, all_reduce_seconds, group_of
 from ppfleetx.planner.parameters import held_parameters
 from ppfleetx.planner.timeline import play
@@ -30,8 +31,10 @@ def case(plan=ParallelPlan(), recompute="none", **model):  # noqa: B008
 
 def test_a_layer_keeps_what_the_formula_says():
     """34 s b h + 5 a s^2 b bytes (Korthikanti et al. 2022, equation 1)."""
-    assert layer_activation_bytes(case(), "none") == 34 * LENGTH * 2 * H + 5 * 4 * LENGTH**2 * 2
-    assert layer_activation_bytes(case(), "full") == 2 * LENGTH * 2 * H
+    published = replace(case(), kernels="fused")
+    assert layer_tape(published, "none").kept == 34 * LENGTH * 2 * H + 5 * 4 * LENGTH**2 * 2
+    assert layer_tape(published, "core_attn").kept == 34 * LENGTH * 2 * H
+    assert layer_tape(published, "full").kept == 2 * LENGTH * 2 * H
 
 
 def test_operations_follow_the_papers():
@@ -85,7 +88,7 @@ def test_a_ring_moves_its_bytes_twice():
 def test_shipped_cards_are_whole(name):
     card = load_card(name)
     assert card.memory_gib > 10
-    assert card.peak("float16") > card.peak("float32")
+    assert card.kernels == "cpu" or card.peak("float16") > card.peak("float32")
 
 
 def test_a_card_of_ones_own(tmp_path):

@@ -1,0 +1,313 @@
+"""Our layers as tapes: what each operation writes, keeps and needs for a moment, by device and kernel.
+
+Read from ``nn/`` and ``models/gpt/layers.py``, and compared with Paddle's allocator statistics on the CPU
+(``tests/planner/test_memory.py``). Kernels:
+
+``cpu``    ours on a CPU, in float32.
+``gpu``    ours on a GPU: reference attention, or flash attention where the case says so.
+``fused``  those of Megatron-LM and PaddleFleetX: scale, mask and softmax in one kernel that keeps the 16-bit
+           result. For published runs.
+
+Letters: tokens of a micro batch on this rank, u bytes of an activation of all of them, e bytes of a number.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ppfleetx.planner.case import Case, Recompute
+from ppfleetx.planner.tape import Step, Tape
+
+
+class _Sizes:
+    """Bytes of the tensors of one layer on one rank."""
+
+    def __init__(self, case: Case) -> None:
+        model, plan = case.model, case.plan
+        self.case, self.model = case, model
+        self.e = case.precision.activation_bytes
+        self.tokens = case.micro_batch * case.seq_len / plan.sep
+        self.split = plan.mp if plan.sequence_parallel else 1
+        self.u = self.tokens * model.hidden_size * self.e
+        self.part = self.u / self.split  # of this rank's positions
+        self.q = self.tokens * model.num_attention_heads * model.head_size / plan.mp * self.e
+        self.kv = self.tokens * model.kv_heads * model.head_size / plan.mp * self.e
+        self.wide = self.tokens * model.ffn_size / plan.mp * self.e
+        heads = model.num_attention_heads / (plan.mp * plan.sep)
+        self.scores = case.micro_batch * heads * case.seq_len**2
+        self.on_cpu, self.fused = case.kernels == "cpu", case.kernels == "fused"
+        self.g = case.precision.parameter_bytes
+        self.local_bias = self.on_cpu and plan.mp == 1
+
+    def matrix(self, width_in: float, width_out: float) -> float:
+        """Bytes of the gradient of a weight."""
+        return width_in * width_out * self.g
+
+
+def _norm(s: _Sizes, writes: str, reads: str) -> list[Step]:
+    u = s.part
+    if s.model.normalization == "RMSNorm" and not s.on_cpu and not s.fused:
+        wide = u * 4 / s.e  # squares and products are of a float32 copy
+        copy = Step(f"{writes} in float32", wide, (reads,), back=0.0)
+        out = Step(
+            writes,
+            u,
+            (copy.writes,),
+            keeps=(copy.writes,),
+            extra=u if s.e != 4 else 0.0,
+            scratch=wide,
+            back=2 * wide,
+        )
+        return [copy, out]
+    scratch = u if s.model.normalization == "RMSNorm" else 0.0
+    return [Step(writes, u, (reads,), keeps=(reads,), scratch=scratch, back=2 * u if s.on_cpu else 0.0)]
+
+
+def _linear(
+    s: _Sizes, writes: str, reads: str, size: float, weights: float, *, bias: bool, read: float
+) -> list[Step]:
+    """A product, and its bias, which our CPU layers spread over the rows by another product."""
+    if bias and s.local_bias:
+        product = Step(f"{writes} without bias", size, (reads,), keeps=(reads,), weights=weights)
+        return [product, Step(writes, size, (product.writes,), scratch=size, back=size, reuses=True)]
+    return [Step(writes, size, (reads,), keeps=(reads,), weights=weights)]
+
+
+def _column(s: _Sizes, writes: str, reads: str, size: float, weights: float, *, bias: bool) -> list[Step]:
+    """A column-parallel product; with sequence parallelism it gathers its input and keeps that."""
+    if s.split == 1:
+        return _linear(s, writes, reads, size, weights, bias=bias, read=s.u)
+    gathered = Step(f"{reads} gathered", s.u, (reads,))
+    return [gathered, *_linear(s, writes, gathered.writes, size, weights, bias=bias, read=s.u)]
+
+
+def _row(s: _Sizes, writes: str, reads: str, weights: float, *, bias: bool) -> list[Step]:
+    """A row-parallel product, its sum over the ranks, its bias."""
+    if s.split == 1:
+        return _linear(s, writes, reads, s.u, weights, bias=bias, read=s.u)
+    whole = Step(f"{writes} before the sum", s.u, (reads,), keeps=(reads,), weights=weights)
+    return [whole, Step(writes, s.part, (whole.writes,), scratch=s.part if bias else 0.0)]
+
+
+def _dropout(s: _Sizes, writes: str, reads: str, size: float, probability: float) -> list[Step]:
+    if probability == 0:
+        return [Step(writes, size, (reads,), view=True)]
+    return [Step(writes, size, (reads,), extra=size / s.e)]
+
+
+def _project(s: _Sizes, recompute: Recompute) -> list[Step]:
+    """Norm, projection, and what of it is copied before attention."""
+    model, h = s.model, s.model.hidden_size
+    width = (s.q + 2 * s.kv) / (s.tokens * s.e)
+    steps = [*_norm(s, "normed", "x")]
+    steps += _column(s, "qkv", "normed", s.q + 2 * s.kv, s.matrix(h, width), bias=model.has_qkv_bias)
+    source = "qkv"
+    if s.case.plan.sep > 1:
+        whole = s.q + 2 * s.kv
+        steps.append(Step("qkv exchanged", whole, (source,), scratch=2 * whole, back=2 * whole))
+        source = "qkv exchanged"
+    # What attention reads: views of the projection, or copies cut out of it. Queries are copied once more
+    # when they are scaled, so that only a recomputed core or flash attention keeps the unscaled ones.
+    keeps_queries = recompute == "core_attn" or s.case.flash
+    kept = s.q * keeps_queries + 2 * s.kv
+    whole = s.q + 2 * s.kv
+    if model.position_embedding_type != "rope":
+        if model.kv_heads == model.num_attention_heads:
+            return [*steps, Step("heads", whole, (source,), view=True)]
+        return [*steps, Step("heads", kept, (source,), scratch=whole - kept, back=whole)]
+    turning = s.q + s.kv
+    wide = turning * 4 / s.e
+    apart = Step("apart", whole, (source,), back=whole)
+    if s.on_cpu:  # x cos + partners sin, with tables as large as x; both products keep their factors
+        rotary = {"keeps": ("apart",), "extra": 3 * turning, "scratch": 2 * turning, "back": turning}
+        kept -= s.kv  # values stay within what is kept
+    elif s.fused:
+        rotary = {"keeps": ()}
+    else:  # halves in float32
+        rotary = {"extra": wide, "scratch": 2.5 * wide, "back": 2 * wide}
+    turned = Step("turned", turning, ("apart",), **rotary)
+    return [*steps, apart, turned, Step("heads", kept, ("turned",), scratch=whole - kept, back=turning)]
+
+
+def _core(s: _Sizes) -> list[Step]:
+    """Scores, softmax, weights, context."""
+    e, model, n = s.e, s.model, s.scores
+    copies = s.kv  # keys and values are views: a product copies the one it reads
+    if s.case.flash:
+        rows = n / s.case.seq_len * 4  # log-sum-exp
+        whole = s.q + 2 * s.kv
+        return [
+            Step(
+                "context", s.q, ("heads",), keeps=("heads", "context"), extra=rows, scratch=whole, back=whole
+            )
+        ]
+    # The fused kernel scales the scores, ours the queries.
+    scaled = Step("scaled", s.q, ("heads",), view=s.fused)
+    softmax_bytes = 4 if (model.softmax_in_fp32 and not s.fused) else e
+    drop = model.attention_probs_dropout_prob
+    steps = [
+        scaled,
+        Step(
+            "scores",
+            n * e,
+            ("scaled", "heads"),
+            keeps=("heads",) if s.fused else ("scaled", "heads"),
+            scratch=copies,
+            back=copies,
+        ),
+    ]
+    source = "scores"
+    if not s.fused:
+        if softmax_bytes != e:
+            steps.append(Step("wide scores", n * softmax_bytes, (source,)))
+            steps.append(Step("unguarded", n * softmax_bytes, ("wide scores",), back=0.0))
+            source = "unguarded"
+        steps.append(Step("masked", n * softmax_bytes, (source,), reuses=True))
+        source = "masked"
+    steps.append(Step("softmax", n * softmax_bytes, (source,), keeps=("softmax",)))
+    source = "softmax"
+    if softmax_bytes != e:
+        steps.append(Step("weights", n * e, (source,)))
+        source = "weights"
+    if drop:
+        steps.append(Step("dropped", n * e, (source,), extra=n))
+        source = "dropped"
+    steps.append(
+        Step("context", s.q, (source, "heads"), keeps=(source, "heads"), scratch=copies, back=copies)
+    )
+    return steps
+
+
+def _attention(s: _Sizes, recompute: Recompute) -> list[Step]:
+    model = s.model
+    steps = _project(s, recompute)
+    core = _core(s)
+    heads = next(step.size for step in steps if step.writes == "heads")
+    if recompute == "core_attn":
+        tape = Tape({"heads": heads}, (*core, Step("flat", s.q, ("context",), back=0.0)))
+        steps.append(Step("flat", s.q, ("heads",), inner=tape))
+    else:
+        steps += [*core, Step("flat", s.q, ("context",))]
+    source = "flat"
+    if s.case.plan.sep > 1:
+        steps.append(Step("flat here", s.q, ("flat",), scratch=2 * s.q, back=2 * s.q))
+        source = "flat here"
+    width = s.q / (s.tokens * s.e)
+    steps += _row(s, "branch", source, s.matrix(width, model.hidden_size), bias=model.has_out_proj_bias)
+    steps += _dropout(s, "dropped branch", "branch", s.part, model.hidden_dropout_prob)
+    if model.sandwich_norm:
+        steps += _norm(s, "normed branch", "dropped branch")
+    return steps
+
+
+def _mlp(s: _Sizes) -> list[Step]:
+    model, h = s.model, s.model.hidden_size
+    width = s.wide / (s.tokens * s.e)
+    gated = model.hidden_act == "swiglu"
+    steps = _norm(s, "mlp normed", "y")
+    out = s.wide * (2 if gated else 1)
+    steps += _column(s, "fc1", "mlp normed", out, s.matrix(h, out / s.wide * width), bias=model.has_mlp_bias)
+    if gated:
+        steps.append(Step("silu", s.wide, ("fc1",), keeps=("fc1",), back=s.wide))
+        steps.append(Step("active", s.wide, ("silu", "fc1"), keeps=("silu", "fc1"), back=s.wide))
+    elif model.hidden_act == "relu2":
+        steps.append(Step("relu", s.wide, ("fc1",), keeps=("relu",)))
+        steps.append(Step("active", s.wide, ("relu",), keeps=("relu",)))
+    else:
+        keeps = ("active",) if model.hidden_act == "relu" else ("fc1",)
+        steps.append(Step("active", s.wide, ("fc1",), keeps=keeps))
+    steps += _row(s, "mlp branch", "active", s.matrix(width, h), bias=model.has_mlp_bias)
+    steps += _dropout(s, "dropped mlp", "mlp branch", s.part, model.hidden_dropout_prob)
+    if model.sandwich_norm:
+        steps += _norm(s, "normed mlp", "dropped mlp")
+    return steps
+
+
+def layer_tape(case: Case, recompute: Recompute) -> Tape:
+    """One transformer layer."""
+    return _layer_tape(_alike(case), recompute)
+
+
+@lru_cache(maxsize=2048)
+def _layer_tape(case: Case, recompute: Recompute) -> Tape:
+    s = _Sizes(case)
+    x = {"x": s.part}
+    attention = _attention(s, recompute)
+    if recompute == "full_attn":
+        branch = attention[-1].writes
+        attention = [Step(branch, s.part, ("x",), inner=Tape(x, tuple(attention)))]
+    sum_attention = Step("y", s.part, ("x", attention[-1].writes))
+    mlp = _mlp(s)
+    steps = (*attention, sum_attention, *mlp, Step("out", s.part, ("y", mlp[-1].writes)))
+    if recompute != "full":
+        return Tape(x, steps)
+    return Tape(x, (Step("out", s.part, ("x",), inner=Tape(x, steps)),))
+
+
+def _alike(case: Case) -> Case:
+    from dataclasses import replace
+
+    plan = replace(
+        case.plan,
+        dp=1,
+        pp=1,
+        sharding=1,
+        sharding_stage=1,
+        virtual_pp_degree=1,
+        pp_layers=None,
+        sharding_offload=False,
+    )
+    return replace(case, plan=plan, accumulate=1, recomputed=())
+
+
+def embedding_tape(case: Case) -> Tape:
+    """Ids to the trunk."""
+    return _embedding_tape(_alike(case))
+
+
+@lru_cache(maxsize=1024)
+def _embedding_tape(case: Case) -> Tape:
+    s = _Sizes(case)
+    model, ids = s.model, s.tokens * 8
+    rows = model.padded_vocab_size / case.plan.mp
+    steps = [Step("words", s.u, ("ids",), extra=2 * ids, weights=s.matrix(rows, model.hidden_size))]
+    if model.position_embedding_type == "learned_absolute":
+        table = s.matrix(model.max_position_embeddings, model.hidden_size)
+        steps.append(Step("positions", s.u, ("ids",), weights=table))
+        steps.append(Step("sum", s.u, ("words", "positions")))
+    if s.split > 1:
+        steps.append(Step("part", s.part, (steps[-1].writes,)))
+    steps += _dropout(s, "out", steps[-1].writes, s.part, model.hidden_dropout_prob)
+    return Tape({"ids": 0.0}, tuple(steps))
+
+
+def head_tape(case: Case) -> Tape:
+    """Final norm, logits and the loss of a micro batch."""
+    return _head_tape(_alike(case))
+
+
+@lru_cache(maxsize=1024)
+def _head_tape(case: Case) -> Tape:
+    s = _Sizes(case)
+    model, t = s.model, case.plan.mp
+    elements = s.tokens * model.padded_vocab_size / t
+    weights = s.matrix(model.padded_vocab_size / t, model.hidden_size)
+    steps = [*_norm(s, "normed", "x")]
+    source = "normed"
+    if s.split > 1:
+        steps.append(Step("whole", s.u, ("normed",)))
+        source = "whole"
+    steps.append(Step("logits", elements * s.e, (source,), keeps=(source,), weights=weights))
+    source = "logits"
+    if s.e != 4:
+        steps.append(Step("wide logits", elements * 4, (source,), back=0.0))
+        source = "wide logits"
+    if model.padded_vocab_size != model.vocab_size:
+        steps.append(Step("hidden padding", elements * 4, (source,), reuses=True))
+        source = "hidden padding"
+    softmax, named = elements * 4, elements * s.e if s.e != 4 else 0.0  # the caller has the logits by name
+    if t > 1 and s.on_cpu:  # ours: shifted logits, their exponentials; one copy more on the way back
+        steps.append(Step("loss", 0.0, (source,), extra=softmax, scratch=2 * softmax, back=softmax))
+    else:  # the gradient of the logits is written over the softmax
+        steps.append(Step("loss", 0.0, (source,), extra=softmax, scratch=named, back=-softmax))
+    return Tape({"x": s.part}, tuple(steps))

@@ -1,0 +1,154 @@
+"""Which tensors are alive when: a list of operations, played forwards and backwards.
+
+An operation allocates its result and what it needs for a moment, keeps some tensors for its backward pass,
+and in the backward pass turns the gradient of its result into gradients of what it read. The play gives what
+is kept between the passes and the most that exists at once in each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation of a forward pass. All sizes are bytes.
+
+    Attributes:
+        writes: name of the result.
+        size: of the result.
+        reads: names of what gets a gradient from it.
+        keeps: names of results, its own or earlier ones, that its backward pass needs.
+        extra: kept beside named tensors (masks).
+        scratch: needed for a moment in the forward pass.
+        back: needed for a moment in the backward pass, beside the gradients.
+        weights: gradients of its parameters.
+        view: the result is the memory of what was read (its first).
+        reuses: the gradient of the result becomes the gradient of what was read, in the same memory.
+        inner: what is forgotten in the forward pass and done again in the backward pass; ``reads`` are kept.
+    """
+
+    writes: str
+    size: float
+    reads: tuple[str, ...]
+    keeps: tuple[str, ...] = ()
+    extra: float = 0.0
+    scratch: float = 0.0
+    back: float = 0.0
+    weights: float = 0.0
+    view: bool = False
+    reuses: bool = False
+    inner: Tape | None = None
+
+
+@dataclass(frozen=True)
+class Tape:
+    """Operations in the order of the forward pass.
+
+    Attributes:
+        inputs: sizes of what comes from outside, by name; they are alive before and after.
+        steps: the operations; the last one's result is the tape's.
+        used_once: the inputs belong to this tape alone: kept ones are counted as kept here.
+    """
+
+    inputs: dict[str, float]
+    steps: tuple[Step, ...]
+    owns_inputs: bool = field(default=False)
+
+    @cached_property
+    def _sizes(self) -> dict[str, float]:
+        return {**self.inputs, **{step.writes: step.size for step in self.steps}}
+
+    @cached_property
+    def _roots(self) -> dict[str, str]:
+        """Whose memory each tensor is."""
+        roots = {name: name for name in self.inputs}
+        for step in self.steps:
+            roots[step.writes] = roots[step.reads[0]] if step.view else step.writes
+        return roots
+
+    def _kept_by(self, step: Step) -> set[str]:
+        names = step.reads if step.inner is not None else step.keeps
+        return {self._roots[name] for name in names}
+
+    @property
+    def output(self) -> str:
+        """Memory of the tape's result."""
+        return self._roots[self.steps[-1].writes]
+
+    @cached_property
+    def _held(self) -> set[str]:
+        """Memory that outlives the forward pass, inputs aside."""
+        kept = {name for step in self.steps for name in self._kept_by(step)} | {self.output}
+        return kept if self.owns_inputs else kept - self.inputs.keys()
+
+    @cached_property
+    def kept(self) -> float:
+        """Bytes that the forward pass leaves: what is kept, and the result."""
+        extra = sum(step.extra for step in self.steps)
+        return sum(self._sizes[name] for name in self._held) + extra
+
+    @cached_property
+    def forward_peak(self) -> float:
+        """Most bytes at once in the forward pass, inputs not counted."""
+        return self._forward(keeps=True)
+
+    @cached_property
+    def _forward_peak_without_graph(self) -> float:
+        return self._forward(keeps=False)
+
+    def _forward(self, *, keeps: bool) -> float:
+        last = {}  # memory -> the last step that reads it
+        for number, step in enumerate(self.steps):
+            for name in (*step.reads, *step.keeps):
+                last[self._roots[name]] = number
+        held = self._held if keeps else {self.output}
+        alive, peak = 0.0, 0.0
+        for number, step in enumerate(self.steps):
+            alive += 0.0 if step.view else step.size
+            inside = step.inner._forward_peak_without_graph if step.inner is not None else 0.0
+            peak = max(peak, alive + step.extra + max(step.scratch, inside - step.size))
+            alive += step.extra if keeps else 0.0
+            gone = [name for name, end in last.items() if end == number]
+            alive -= sum(self._sizes[n] for n in gone if n not in held and n not in self.inputs)
+        return peak
+
+    def backward_peak(self, *, first: bool) -> float:
+        """Most bytes at once in the backward pass: the rest of what was kept, gradients, what is needed for a
+        moment. ``first``: the gradients of parameters stay; later they are added to those that are there."""
+        keepers: dict[str, int] = {}  # memory -> the first step of the forward pass that keeps it
+        for number, step in reversed(list(enumerate(self.steps))):
+            for name in self._kept_by(step):
+                keepers[name] = number
+        held = set(keepers) if self.owns_inputs else keepers.keys() - self.inputs.keys()
+        alive = sum(self._sizes[name] for name in held) + sum(step.extra for step in self.steps)
+        gradients = {self.steps[-1].writes: self._sizes[self.steps[-1].writes]}
+        alive += self._sizes[self.steps[-1].writes]
+        peak = alive
+        for number, step in reversed(list(enumerate(self.steps))):
+            upstream = gradients.pop(step.writes, 0.0)
+            new = {} if step.reuses or step.view else {name: self._sizes[name] for name in step.reads}
+            inside = 0.0
+            if step.inner is not None:
+                inner = step.inner
+                # The result is computed again too, and nobody reads it.
+                backward = inner.backward_peak(first=first) + step.size - upstream
+                inside = max(inner.forward_peak, backward)
+            peak = max(peak, alive + max(sum(new.values()) + step.back + step.weights, inside))
+            if not new:  # the same memory under another name
+                new = {step.reads[0]: upstream} if step.reads else {}
+            for name, size in new.items():
+                if name not in gradients:
+                    gradients[name] = size
+                    alive += size
+            alive -= upstream
+            alive -= step.extra
+            alive += step.weights if first else 0.0
+            alive -= sum(self._sizes[name] for name in held if keepers[name] == number)
+        return peak
+
+    @cached_property
+    def weights(self) -> float:
+        """Bytes of all gradients of parameters."""
+        return sum(step.weights + (step.inner.weights if step.inner else 0.0) for step in self.steps)

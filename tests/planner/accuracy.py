@@ -1,0 +1,66 @@
+"""How far off the planner is: ``make planner-accuracy`` runs everything and writes the table of the docs.
+
+Memory and communication are compared with CPU ranks on this machine, times with published runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.helpers.ranks import Pools
+from tests.planner.machine import Compared, compare_memory, compare_traffic
+from tests.planner.plans import MEMORY_PLANS, TRAFFIC_PLANS
+from tests.planner.published import TIMES, time_errors
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "planner.md"
+BEGIN, END = "<!-- accuracy: made by make planner-accuracy -->", "<!-- end of accuracy -->"
+
+
+def main() -> None:
+    rows = [*_machine_rows(), *_published_rows()]
+    table = ["| compared with | rows | median error | largest |", "|---|---|---|---|", *rows]
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(f"{before}{BEGIN}\n" + "\n".join(table) + f"\n{END}{after}", encoding="utf-8")
+    print("\n".join(table))
+
+
+def _machine_rows() -> Iterable[str]:
+    pools = Pools()
+    memory: list[Compared] = []
+    traffic: list[Compared] = []
+    try:
+        for family in ("gpt", "llama"):
+            for plan in MEMORY_PLANS:
+                found = compare_memory(pools, plan, family)
+                print(family, plan, *(f"{row.what} {row.error:+.2%}" for row in found), sep="  ", flush=True)
+                memory += found
+            for plan in TRAFFIC_PLANS:
+                found = compare_traffic(pools, plan, family)
+                print(family, plan, *(f"{row.what} {row.error:+.2%}" for row in found), sep="  ", flush=True)
+                traffic += found
+    finally:
+        pools.close()
+    parts = [row.error for row in memory if not row.what.startswith("peak")]
+    peaks = [row.error for row in memory if row.what.startswith("peak")]
+    plans = f"this machine, {len(MEMORY_PLANS)} plans of two families"
+    yield _row(f"{plans}: parameters, gradients, states of each stage", parts)
+    yield _row(f"{plans}: peak of each stage", peaks)
+    words = f"this machine, {len(TRAFFIC_PLANS)} plans of two families: bytes sent in a step, by axis"
+    yield _row(words, [row.error for row in traffic])
+
+
+def _published_rows() -> Iterable[str]:
+    for published in TIMES:
+        yield _row(published.words, time_errors(published))
+
+
+def _row(words: str, errors: list[float]) -> str:
+    sizes = sorted(errors, key=abs)
+    median, largest = abs(sizes[len(sizes) // 2]), sizes[-1]
+    return f"| {words} | {len(errors)} | {median:.1%} | {largest:+.1%} |"
+
+
+if __name__ == "__main__":
+    main()

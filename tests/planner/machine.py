@@ -1,0 +1,83 @@
+"""The planner's numbers beside what CPU ranks really take and send."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ppfleetx.config.loader import load_config
+from ppfleetx.planner.cards import load_card
+from ppfleetx.planner.case import Case, case_of
+from ppfleetx.planner.memory import stage_memory
+from ppfleetx.planner.network import Cluster
+from ppfleetx.planner.traffic import sent_bytes
+from tests.distributed import volume
+from tests.helpers.ranks import Pools
+from tests.planner import measured
+from tests.planner.plans import overrides, world_size
+
+CARD = load_card("CPU")
+SMALL_LLAMA = {
+    **measured.FAMILIES["llama"],
+    "Model.num_attention_heads": 8,
+    "Model.ffn_hidden_size": 192,
+}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A number of one stage: what it is, predicted, measured."""
+
+    what: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, minus 1; infinite where only one of them is nothing."""
+        if self.measured == self.predicted:
+            return 0.0
+        return self.predicted / self.measured - 1 if self.measured else float("inf")
+
+
+def case_for(config: Any, settings: list[str], plan: dict[str, Any]) -> Case:
+    """The planner's case of a configuration that ``settings`` change."""
+    return case_of(load_config(config, settings, world_size=world_size(plan)), CARD)
+
+
+def compare_memory(pools: Pools, plan: dict[str, Any], family: str) -> list[Compared]:
+    """Parameters, states, gradients and peak of each stage's fullest rank."""
+    given, world = overrides(plan), world_size(plan)
+    case = case_for(measured.CONFIG, measured.settings(given, family), plan)
+    found = pools(world).run("tests.planner.measured:memory", overrides=given, family=family, world=world)
+    rows = []
+    for stage in range(case.plan.pp):
+        predicted = stage_memory(case, Cluster(CARD), stage)
+        mine = [result for result in found if result["stage"] == stage]
+        for what, value in (
+            ("parameters", predicted.parameters),
+            ("states", predicted.optimizer),
+            ("gradients", predicted.whole_gradients),
+            ("peak", predicted.tensors),
+        ):
+            rows.append(Compared(f"{what} of stage {stage}", value, max(result[what] for result in mine)))
+    return rows
+
+
+def compare_traffic(pools: Pools, plan: dict[str, Any], family: str) -> list[Compared]:
+    """Bytes that a rank sends in one step, by stage and axis, the mean over a stage's ranks."""
+    given, world = {**overrides(plan), **(SMALL_LLAMA if family == "llama" else {})}, world_size(plan)
+    case = case_for(volume.CONFIG, volume.settings(given, 2), plan)
+    found = pools(world).run(
+        "tests.distributed.volume:step", overrides=given, micro_batch_size=2, world=world
+    )
+    rows = []
+    for stage in range(case.plan.pp):
+        predicted = sent_bytes(case, stage)
+        mine = [result["sent"] for result in found if result["stage"] == stage]
+        sent = {axis: sum(each.get(axis, 0.0) for each in mine) / len(mine) for axis in mine[0]}
+        noticed = {axis for axis, number in sent.items() if number > 300}  # the job's scalars aside
+        for axis in sorted(noticed | predicted.keys()):
+            row = Compared(f"{axis} of stage {stage}", predicted.get(axis, 0.0), sent.get(axis, 0.0))
+            rows.append(row)
+    return rows

@@ -1,0 +1,91 @@
+"""Plans that are run on the CPU for comparison with the planner, with the options that change memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+KEYS = {
+    "dp": "Distributed.dp_degree",
+    "mp": "Distributed.mp_degree",
+    "pp": "Distributed.pp_degree",
+    "sep": "Distributed.sep_degree",
+    "sharding": "Distributed.sharding.sharding_degree",
+    "stage": "Distributed.sharding.sharding_stage",
+    "sp": "Model.sequence_parallel",
+    "vpp": "Model.virtual_pp_degree",
+    "micro": "Global.micro_batch_size",
+    "batch": "Global.global_batch_size",
+    "recompute": "Model.recompute_granularity",
+}
+MEMORY_PLANS: tuple[dict[str, Any], ...] = (
+    {},
+    {"recompute": "full"},
+    {"recompute": "full_attn"},
+    {"recompute": "core_attn"},
+    {"micro": 8},
+    {"micro": 4, "recompute": "full"},
+    {"dp": 2},
+    {"dp": 2, "micro": 4, "recompute": "core_attn"},
+    {"mp": 2},
+    {"mp": 2, "sp": 1},
+    {"mp": 2, "sp": 1, "recompute": "full"},
+    {"mp": 2, "micro": 4, "recompute": "full_attn"},
+    {"pp": 2},
+    {"pp": 2, "recompute": "full", "batch": 16},
+    {"pp": 2, "vpp": 2},
+    {"sharding": 2, "stage": 1},
+    {"sharding": 2, "stage": 2},
+    {"sharding": 2, "stage": 3},
+    {"sharding": 2, "stage": 3, "recompute": "full"},
+    {"sep": 2},
+    {"sep": 2, "recompute": "core_attn"},
+    {"mp": 4},
+    {"pp": 4, "batch": 16},
+    {"dp": 2, "mp": 2, "sp": 1},
+    {"mp": 2, "pp": 2},
+    {"pp": 2, "sharding": 2, "stage": 2},
+)
+TRAFFIC_PLANS: tuple[dict[str, Any], ...] = (
+    {"dp": 2},
+    {"dp": 4},
+    {"mp": 2},
+    {"mp": 4},
+    {"mp": 2, "sp": 1},
+    {"mp": 4, "sp": 1},
+    {"mp": 2, "recompute": "full"},
+    {"mp": 2, "sp": 1, "recompute": "full_attn"},
+    {"pp": 2},
+    {"pp": 4},
+    {"pp": 2, "vpp": 2},
+    {"sharding": 2, "stage": 1},
+    {"sharding": 2, "stage": 2},
+    {"sharding": 2, "stage": 3},
+    {"sharding": 4, "stage": 3},
+    {"sep": 2},
+    {"sep": 4},
+    {"sep": 2, "recompute": "full"},
+    {"dp": 2, "mp": 2},
+    {"dp": 2, "pp": 2},
+    {"dp": 2, "sep": 2},
+    {"mp": 2, "pp": 2},
+    {"mp": 2, "pp": 2, "sp": 1},
+    {"mp": 2, "sharding": 2, "stage": 2},
+    {"mp": 2, "sep": 2},
+    {"pp": 2, "sharding": 2, "stage": 2},
+    {"dp": 2, "sharding": 2, "stage": 1},
+    {"pp": 2, "sep": 2},
+)
+
+
+def overrides(plan: dict[str, Any]) -> dict[str, Any]:
+    """Configuration keys of a plan."""
+    values = {KEYS[word]: bool(value) if word == "sp" else value for word, value in plan.items()}
+    return values | ({"Model.use_recompute": "true"} if "recompute" in plan else {})
+
+
+def world_size(plan: dict[str, Any]) -> int:
+    """Its number of ranks."""
+    world = 1
+    for axis in ("dp", "mp", "pp", "sep", "sharding"):
+        world *= plan.get(axis, 1)
+    return world

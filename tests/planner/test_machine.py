@@ -1,0 +1,42 @@
+"""Memory and communication on this machine: a few of the plans that ``make planner-accuracy`` runs all of."""
+
+import pytest
+
+from tests.planner.machine import compare_memory, compare_traffic
+from tests.planner.plans import MEMORY_PLANS, TRAFFIC_PLANS
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {},
+        {"dp": 2, "micro": 4, "recompute": "core_attn"},
+        {"mp": 2, "sp": 1, "recompute": "full"},
+        {"pp": 2, "vpp": 2},
+        {"sharding": 2, "stage": 3},
+    ],
+    ids=str,
+)
+def test_memory_is_what_the_allocator_counts(ranks, plan, family):
+    assert plan in MEMORY_PLANS
+    for row in compare_memory(ranks, plan, family):
+        exact = not row.what.startswith("peak")
+        assert abs(row.error) <= (0.0 if exact else 0.08), row
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"mp": 2, "sp": 1, "recompute": "full_attn"},
+        {"mp": 2, "pp": 2},
+        {"dp": 2, "sep": 2},
+        {"sharding": 2, "stage": 3},
+    ],
+    ids=str,
+)
+def test_ranks_send_what_is_predicted(ranks, plan, family):
+    assert plan in TRAFFIC_PLANS
+    for row in compare_traffic(ranks, plan, family):
+        assert abs(row.error) <= 0.01, row
