@@ -116,10 +116,11 @@ def _project(s: _Sizes, recompute: Recompute) -> list[Step]:
             return [*steps, Step("heads", whole, (source,), view=True)]
         return [*steps, Step("heads", kept, (source,), scratch=whole - kept, back=whole)]
     turning = s.q + s.kv
-    wide = turning * 4 / s.e
+    part = turning * model.rotary_size / model.head_size
+    wide = part * 4 / s.e
     apart = Step("apart", whole, (source,), back=whole)
     if s.on_cpu:  # x cos + partners sin, with tables as large as x; both products keep their factors
-        rotary = {"keeps": ("apart",), "extra": 3 * turning, "scratch": 2 * turning, "back": turning}
+        rotary = {"keeps": ("apart",), "extra": 3 * part, "scratch": 2 * part, "back": part}
         kept -= s.kv  # values stay within what is kept
     elif s.fused:
         rotary = {"keeps": ()}
@@ -277,7 +278,7 @@ def _embedding_tape(case: Case) -> Tape:
         steps.append(Step("sum", s.u, ("words", "positions")))
     if s.split > 1:
         steps.append(Step("part", s.part, (steps[-1].writes,)))
-    steps += _dropout(s, "out", steps[-1].writes, s.part, model.hidden_dropout_prob)
+    steps += _dropout(s, "out", steps[-1].writes, s.part, model.embedding_dropout)
     return Tape({"ids": 0.0}, tuple(steps))
 
 

@@ -43,7 +43,7 @@ def sent_bytes(case: Case, stage: int) -> dict[str, float]:
 
 def ties_ends(case: Case) -> bool:
     """Whether the first and the last pipeline stage have copies of the word embedding."""
-    return case.model.tie_word_embeddings and case.model.module != "GPTFinetuneModule"
+    return case.model.tie_word_embeddings and not case.model.task.classifies
 
 
 def _all_reduce(n: int, size: float) -> float:

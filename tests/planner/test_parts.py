@@ -1,10 +1,12 @@
 """Parts of the planner against numbers worked out by hand."""
 
+import argparse
 import json
 from dataclasses import replace
 
 import pytest
 
+from ppfleetx.cli.plan import add_arguments, run
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.sections.model import ModelConfig
@@ -16,7 +18,6 @@ from ppfleetx.planner.flops import step_flops
 from ppfleetx.planner.network import Cluster, all_reduce_seconds, group_of
 from ppfleetx.planner.parameters import held_parameters
 from ppfleetx.planner.timeline import play
-from tools.plan import main
 
 H, LAYERS, VOCAB, LENGTH = 64, 4, 512, 32
 CONFIG = "ppfleetx/configs/nlp/gpt/pretrain_gpt_1.3B_dp8.yaml"
@@ -102,14 +103,15 @@ def test_a_card_of_ones_own(tmp_path):
         load_card("A100-80")
 
 
-def planned(capsys, monkeypatch, *arguments):
-    monkeypatch.setattr("sys.argv", ["plan.py", "-c", CONFIG, *arguments])
-    main()
+def planned(capsys, *arguments, config=CONFIG):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    run(parser.parse_args(["-c", config, *arguments]))
     return capsys.readouterr().out
 
 
-def test_one_plan_as_json(capsys, monkeypatch):
-    found = json.loads(planned(capsys, monkeypatch, "--plan", "dp=2,mp=2,pp=2,micro=4", "--json"))
+def test_one_plan_as_json(capsys):
+    found = json.loads(planned(capsys, "--plan", "dp=2,mp=2,pp=2,micro=4", "--json"))
     low, middle, high = found["step_time_s"]
     assert 0 < low < middle < high
     assert len(found["memory_gib"]) == 2
@@ -119,13 +121,13 @@ def test_one_plan_as_json(capsys, monkeypatch):
     assert found["plan"].startswith("dp=2,mp=2,pp=2")
 
 
-def test_plans_are_ranked(capsys, monkeypatch):
-    found = json.loads(planned(capsys, monkeypatch, "--devices", "8", "--json"))
+def test_plans_are_ranked(capsys):
+    found = json.loads(planned(capsys, "--devices", "8", "--json"))
     times = [plan["step_time_s"][1] for plan in found["plans"]]
     assert times == sorted(times)
     assert len(times) == 10
     assert all(plan["fits"] and plan["devices"] == 8 for plan in found["plans"])
-    text = planned(capsys, monkeypatch, "--devices", "8", "--explain")
+    text = planned(capsys, "--devices", "8", "--explain")
     assert found["plans"][0]["plan"] in text
     assert "memory by part" in text
 
@@ -144,6 +146,6 @@ def test_plans_are_ranked(capsys, monkeypatch):
         (("--card", "A1000"), "no such card"),
     ],
 )
-def test_what_cannot_be_is_refused(capsys, monkeypatch, arguments, words):
+def test_what_cannot_be_is_refused(capsys, arguments, words):
     with pytest.raises(ConfigError, match=words):
-        planned(capsys, monkeypatch, *arguments)
+        planned(capsys, *arguments)
