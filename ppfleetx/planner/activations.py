@@ -111,7 +111,7 @@ def _project(s: _Sizes, recompute: Recompute) -> list[Step]:
     keeps_queries = recompute == "core_attn" or s.case.flash
     kept = s.q * keeps_queries + 2 * s.kv
     whole = s.q + 2 * s.kv
-    if model.position_embedding_type != "rope":
+    if not model.positions.rotates:
         if model.kv_heads == model.num_attention_heads:
             return [*steps, Step("heads", whole, (source,), view=True)]
         return [*steps, Step("heads", kept, (source,), scratch=whole - kept, back=whole)]
@@ -204,7 +204,7 @@ def _attention(s: _Sizes, recompute: Recompute) -> list[Step]:
 def _mlp(s: _Sizes) -> list[Step]:
     model, h = s.model, s.model.hidden_size
     width = s.wide / (s.tokens * s.e)
-    gated = model.hidden_act == "swiglu"
+    gated = model.is_gated
     steps = _norm(s, "mlp normed", "y")
     out = s.wide * (2 if gated else 1)
     steps += _column(s, "fc1", "mlp normed", out, s.matrix(h, out / s.wide * width), bias=model.has_mlp_bias)
@@ -214,6 +214,9 @@ def _mlp(s: _Sizes) -> list[Step]:
     elif model.hidden_act == "relu2":
         steps.append(Step("relu", s.wide, ("fc1",), keeps=("relu",)))
         steps.append(Step("active", s.wide, ("relu",), keeps=("relu",)))
+    elif model.hidden_act == "quick_gelu":  # x sigmoid(1.702 x)
+        steps.append(Step("sigmoid", s.wide, ("fc1",), keeps=("sigmoid",), scratch=s.wide, back=s.wide))
+        steps.append(Step("active", s.wide, ("sigmoid", "fc1"), keeps=("sigmoid", "fc1")))
     else:
         keeps = ("active",) if model.hidden_act == "relu" else ("fc1",)
         steps.append(Step("active", s.wide, ("fc1",), keeps=keeps))
@@ -272,7 +275,7 @@ def _embedding_tape(case: Case) -> Tape:
     model, ids = s.model, s.tokens * 8
     rows = model.padded_vocab_size / case.plan.mp
     steps = [Step("words", s.u, ("ids",), extra=2 * ids, weights=s.matrix(rows, model.hidden_size))]
-    if model.position_embedding_type == "learned_absolute":
+    if model.positions.has_table:
         table = s.matrix(model.max_position_embeddings, model.hidden_size)
         steps.append(Step("positions", s.u, ("ids",), weights=table))
         steps.append(Step("sum", s.u, ("words", "positions")))

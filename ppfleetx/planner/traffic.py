@@ -120,7 +120,7 @@ def _neighbours(case: Case, stage: int) -> tuple[int, int]:
 
 def _passenger(case: Case) -> float:
     """Position ids of whole sequences, which travel with the activation where blocks turn by them."""
-    return 8 * case.micro_batch * case.seq_len * (case.model.position_embedding_type == "rope")
+    return 8 * case.micro_batch * case.seq_len * case.model.positions.rotates
 
 
 def _messages(case: Case, stage: int) -> float:

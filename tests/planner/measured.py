@@ -90,9 +90,9 @@ def _bytes(tensors: Iterable[Any]) -> int:
 
 def _runner(overrides: dict[str, Any], family: str, world: int) -> tuple[Any, Any, Any]:
     import paddle
-    from ppfleetx.core.module.registry import build_module
 
     from ppfleetx.config.loader import load_config
+    from ppfleetx.core.module.build import build_module
     from ppfleetx.distributed.init import init_distributed
     from ppfleetx.parallel.apply import parallelize
 
