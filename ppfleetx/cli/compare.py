@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppfleetx.cli.ranks.start import SCRIPT
+from ppfleetx.cli.launching import SCRIPT
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError, UserError
 from ppfleetx.utils.cli import WithPlugins, add_plugin_argument

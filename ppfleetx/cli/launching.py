@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from ppfleetx.cli.ranks.start import SCRIPT, mark_of
+from ppfleetx.cli.marks import mark_of
 from ppfleetx.utils.installed import not_installed
 
 _LAUNCHER = "paddle.distributed.launch"
+SCRIPT = Path(__file__).resolve().parent / "ranks" / "start.py"  # what each rank runs
 _LOOK_SECONDS = 0.3
 _OPTIONS = {
     "nproc": "--nproc_per_node",

@@ -6,54 +6,15 @@ the folder of a script first on its path, where `ppfleetx/cli/plan.py` would be 
 
 from __future__ import annotations
 
-import io
 import os
-import re
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).resolve()
-_MARK = re.compile(r"\[rank (\d+)\] ")
-
-
-def mark_of(line: str) -> int | None:
-    """The rank that wrote a line to its standard error; None for other lines."""
-    found = _MARK.match(line)
-    return None if found is None else int(found[1])
-
-
-class MarkedStream(io.TextIOBase):
-    """Writes ``[rank N] `` before each line, so that it is known whose it is where several come together."""
-
-    def __init__(self, stream: io.TextIOBase, rank: int) -> None:
-        self._stream, self._mark, self._at_start = stream, f"[rank {rank}] ", True
-
-    def write(self, text: str) -> int:
-        lines = text.splitlines(keepends=True)
-        for line in lines:
-            self._stream.write(f"{self._mark}{line}" if self._at_start else line)
-            self._at_start = line.endswith("\n")
-        return len(text)
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._stream.encoding
-
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-
 if __name__ == "__main__":
-    sys.path[0] = str(SCRIPT.parents[3])  # the ranks use the package whose command started them
+    sys.path[0] = str(Path(__file__).resolve().parents[3])  # the package whose command started the ranks
+    from ppfleetx.cli.main import PROGRAM, run_program
+    from ppfleetx.cli.marks import MarkedStream
+
     if os.environ.get("PADDLE_TRAINER_ID", "").isdigit():
         sys.stderr = MarkedStream(sys.stderr, int(os.environ["PADDLE_TRAINER_ID"]))
-
-    from ppfleetx.cli.main import PROGRAM, run_program
-
     run_program(sys.argv[1], sys.argv[2:], program=PROGRAM)
