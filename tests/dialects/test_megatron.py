@@ -99,15 +99,16 @@ def test_the_five_sizes_of_the_gpt2_port(size, tmp_path):
         fp16={"enabled": True, "loss_scale": 0, "loss_scale_window": 500, "initial_scale_power": 12},
     )
     words = (
-        f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} --num-layers {layers} "
-        f"--hidden-size {hidden} --num-attention-heads {heads} --seq-length {length} --max-position- "
-        f"embeddings {length} --micro-batch-size {micro} --global-batch-size {batch} --train-iters 500000 "
-        "--lr-decay-iters 320000 --save ckpts/ckpts_tmp --data-path ./data/my-gpt_text_sentence --vocab- "
-        "file ./data/gpt2-vocab.json --merge-file ./data/gpt2-merges.txt --data-impl mmap --split "
-        "949,50,1 --distributed-backend nccl --lr 1.5e-4 --lr-decay-style cosine --min-lr 1.5e-5 --num- "
-        "workers 16 --weight-decay 1e-2 --clip-grad 1.0 --lr-warmup-fraction .01 --log-interval 100 "
-        "--save-interval 100000 --eval-interval 1000 --eval-iters 10 --fp16 --tensorboard-dir ckpts/tb "
-        "--seed 1234 --attention-dropout 0.0 --hidden-dropout 0.0 --checkpoint-activations --deepspeed "
+        f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} --num-layers "
+        f"{layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length {length} "
+        f"--max-position-embeddings {length} --micro-batch-size {micro} --global-batch-size {batch} "
+        "--train-iters 500000 --lr-decay-iters 320000 --save ckpts/ckpts_tmp --data-path "
+        "./data/my-gpt_text_sentence --vocab-file ./data/gpt2-vocab.json --merge-file "
+        "./data/gpt2-merges.txt --data-impl mmap --split 949,50,1 --distributed-backend nccl --lr "
+        "1.5e-4 --lr-decay-style cosine --min-lr 1.5e-5 --num-workers 16 --weight-decay 1e-2 "
+        "--clip-grad 1.0 --lr-warmup-fraction .01 --log-interval 100 --save-interval 100000 "
+        "--eval-interval 1000 --eval-iters 10 --fp16 --tensorboard-dir ckpts/tb --seed 1234 "
+        "--attention-dropout 0.0 --hidden-dropout 0.0 --checkpoint-activations --deepspeed "
         f"--deepspeed_config={ds} --zero-stage=0 --deepspeed-activation-checkpointing"
     )
     result = of_arguments(words.split(), 8)
