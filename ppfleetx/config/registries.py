@@ -167,6 +167,13 @@ CALLBACKS.register("memory", f"{_CALLBACKS}.memory:MemoryLog.of")
 CALLBACKS.register("visual_dl", f"{_CALLBACKS}.visual_dl:VisualDL.of")
 CALLBACKS.register("profiler", f"{_CALLBACKS}.profiler:ProfilerCallback.of")
 CALLBACKS.register("predictions", f"{_CALLBACKS}.predictions:Predictions.of")
+# Log lines of other toolkits, for programs that read them.
+CALLBACKS.register(
+    "megatron_log", f"{_CALLBACKS}.other_logs:MegatronLog.of", traits=CallbackTraits(ranks="loss")
+)
+CALLBACKS.register(
+    "mindspeed_log", f"{_CALLBACKS}.other_logs:MindSpeedLog.of", traits=CallbackTraits(ranks="loss")
+)
 # A tuple of names stands for those callbacks.
 CALLBACKS.register(
     "default", ("progress", "train_log", "metrics", "memory", "visual_dl", "profiler", "predictions")

@@ -299,7 +299,11 @@ def test_checkpoints(arguments, options):
     assert {key: getattr(found, key) for key in options} == options
 
 
-def test_precision():
+def test_precision(monkeypatch):
+    on_cpu = of_arguments([*BASE.split(), "--bf16"])
+    assert not on_cpu.native["Engine.mix_precision.enable"].value
+    assert "bfloat16 is for accelerators: this CPU computes in float32" in on_cpu.notes
+    monkeypatch.setattr("ppfleetx.dialects.megatron.run_rules.expected_device", lambda wanted: "gpu")
     assert not loaded().Engine.mix_precision.enable
     half = loaded("--fp16").Engine.mix_precision
     assert (half.dtype, half.level, half.scale_loss, half.use_dynamic_loss_scaling) == (

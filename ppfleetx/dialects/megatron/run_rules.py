@@ -7,6 +7,7 @@ from typing import Any
 
 from ppfleetx.dialects.reading import Reading
 from ppfleetx.dialects.translation import Translation
+from ppfleetx.utils.devices import expected_device
 
 _DEFAULT = "Megatron's default"
 _TYPES = {
@@ -36,6 +37,7 @@ def defaults(reading: Reading, result: Translation) -> None:
     ):
         if name not in reading:
             result.put(key, value, why=_DEFAULT)
+    result.put("Engine.callbacks", ["default", "megatron_log"], why="its own log lines beside ours")
     workers = reading.integer("num_workers", least=0)
     if workers is not None and "Data.Eval.dataset.input_dir" in result.native:
         result.put("Data.Eval.loader.num_workers", workers, *reading.origins("num_workers"))
@@ -97,10 +99,7 @@ def precision(reading: Reading, result: Translation) -> None:
         raise reading.conflict(tuple(on), "one precision can be had")
     dtype = kinds.pop() if kinds else None
     if dtype is not None:
-        origins = reading.origins(*on)
-        result.put("Engine.mix_precision.enable", True, *origins)
-        result.put("Engine.mix_precision.dtype", dtype, *origins)
-        result.put("Engine.mix_precision.level", "O2", *origins, why="16-bit weights with float32 masters")
+        _put_type(reading, result, dtype, tuple(on))
     if dtype is not None and reading.flag("fp32_residual_connection", False):
         raise reading.error(
             "fp32_residual_connection",
@@ -108,6 +107,17 @@ def precision(reading: Reading, result: Translation) -> None:
         )
     if dtype == "float16":
         _loss_scale(reading, result)
+
+
+def _put_type(reading: Reading, result: Translation, dtype: str, names: tuple[str, ...]) -> None:
+    prefix, origins = "Engine.mix_precision", reading.origins(*names)
+    on_cpu = expected_device("auto") == "cpu"
+    why = "a CPU computes in float32" if on_cpu else ""
+    result.put(f"{prefix}.enable", not on_cpu, *origins, why=why)
+    result.put(f"{prefix}.dtype", dtype, *origins)
+    result.put(f"{prefix}.level", "O2", *origins, why="16-bit weights with float32 masters")
+    if on_cpu:
+        result.notes.append(f"{dtype} is for accelerators: this CPU computes in float32")
 
 
 def _loss_scale(reading: Reading, result: Translation) -> None:

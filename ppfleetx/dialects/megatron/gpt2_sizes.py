@@ -1,0 +1,156 @@
+"""The five sizes that the GPT-2 port of Megatron-DeepSpeed is started with on eight devices, as arguments."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.reading.tree import is_index
+from ppfleetx.dialects.given import normal_name
+
+PROCESSES = 8
+DEFAULT_SIZE, DEFAULT_STEPS = "345M", 500_000
+SAVE = "ckpts/ckpts_tmp"
+_DECAY_STEPS = 320_000
+
+
+@dataclass(frozen=True)
+class GPT2Size:
+    """Plan, shape, batch and learning rate of a size. All are trained in float16 without dropout."""
+
+    tensor: int
+    pipeline: int
+    layers: int
+    hidden: int
+    heads: int
+    length: int
+    batch: int
+    micro_batch: int
+    lr: float
+
+
+SIZES: Mapping[str, GPT2Size] = {
+    "345M": GPT2Size(1, 2, 24, 1024, 16, 1024, 16, 4, 1.5e-4),
+    "1.3B": GPT2Size(2, 2, 24, 2048, 16, 1024, 32, 8, 2e-4),
+    "2.7B": GPT2Size(2, 2, 32, 2560, 32, 2048, 32, 8, 1.6e-4),
+    "3.7B": GPT2Size(2, 2, 32, 3072, 32, 2048, 16, 4, 1.2e-4),
+    # Its batch is in no published script: one micro batch of 4 for each of the eight replicas.
+    "345M_without_mp": GPT2Size(1, 1, 24, 1024, 16, 1024, 32, 4, 1.5e-4),
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a script was asked for: ``--data_path --model_size --train_iters``, and further arguments of
+    ``pretrain_gpt.py``, which replace those of the size."""
+
+    data_path: str
+    size: str
+    steps: int
+    more: tuple[str, ...]
+
+
+def request_of(argv: Sequence[str]) -> Request:
+    """The arguments of a script, each ``--name=value``.
+
+    Raises:
+        ConfigError: there is no such size, no number of steps, or no data.
+    """
+    own = {"data_path": "./data", "model_size": DEFAULT_SIZE, "train_iters": str(DEFAULT_STEPS)}
+    more = []
+    for number, word in enumerate(argv, start=1):
+        name, equals, value = word.partition("=")
+        if not word.startswith("--"):
+            raise ConfigError("is no --name=value", key=word or "''", place=f"argument {number}")
+        if normal_name(name) not in own:
+            more.append(word)
+        elif not equals or not value:
+            raise ConfigError(f"needs a value: {name}=...", key=name, place=f"argument {number}")
+        else:
+            own[normal_name(name)] = value
+    if own["model_size"] not in SIZES:
+        raise ConfigError(f"must be one of {', '.join(SIZES)}", key="--model_size", value=own["model_size"])
+    if not is_index(own["train_iters"]) or int(own["train_iters"]) < 1:
+        raise ConfigError("must be a number of at least 1", key="--train_iters", value=own["train_iters"])
+    return Request(own["data_path"], own["model_size"], int(own["train_iters"]), tuple(more))
+
+
+def arguments_of(request: Request, deepspeed_config: Path, *, evaluates: bool) -> list[str]:
+    """The command line of ``pretrain_gpt.py``.
+
+    Args:
+        deepspeed_config: where :func:`deepspeed_json` has been written.
+        evaluates: on the hold-out, every 1000 steps.
+    """
+    size, data = SIZES[request.size], Path(request.data_path)
+    freq = 100 if request.steps >= 1000 else max(1, request.steps // 10)
+    values = {
+        "tensor-model-parallel-size": size.tensor,
+        "pipeline-model-parallel-size": size.pipeline,
+        "num-layers": size.layers,
+        "hidden-size": size.hidden,
+        "num-attention-heads": size.heads,
+        "seq-length": size.length,
+        "max-position-embeddings": size.length,
+        "micro-batch-size": size.micro_batch,
+        "global-batch-size": size.batch,
+        "train-iters": request.steps,
+        "lr-decay-iters": min(_DECAY_STEPS, request.steps),
+        "save": SAVE,
+        "data-path": data / "my-gpt_text_sentence",
+        "vocab-file": data / "gpt2-vocab.json",
+        "merge-file": data / "gpt2-merges.txt",
+        "data-impl": "mmap",
+        "split": "949,50,1",
+        "lr": size.lr,
+        "min-lr": size.lr / 10,
+        "lr-decay-style": "cosine",
+        "lr-warmup-fraction": 0.01,
+        "num-workers": 2,
+        "weight-decay": 0.01,
+        "clip-grad": 1.0,
+        "log-interval": freq,
+        "save-interval": 100_000,
+        "eval-interval": 1000 if request.steps >= 1000 else request.steps,
+        "eval-iters": 10 if evaluates else 0,
+        "seed": 1234,
+        "attention-dropout": 0.0,
+        "hidden-dropout": 0.0,
+        "zero-stage": 0,
+        "deepspeed_config": deepspeed_config,
+    }
+    flags = ["fp16", "checkpoint-activations", "deepspeed", "deepspeed-activation-checkpointing"]
+    given = {normal_name(word.partition("=")[0]) for word in request.more if word.startswith("--")}
+    kept = [f"--{name}={value}" for name, value in values.items() if normal_name(name) not in given]
+    return [*kept, *(f"--{flag}" for flag in flags if normal_name(flag) not in given), *request.more]
+
+
+def deepspeed_json(request: Request) -> str:
+    """The file that ``--deepspeed_config`` names."""
+    size = SIZES[request.size]
+    given = dict(word.removeprefix("--").replace("-", "_").partition("=")[::2] for word in request.more)
+    batch = given.get("global_batch_size", str(size.batch))
+    micro = given.get("micro_batch_size", str(size.micro_batch))
+    return json.dumps(
+        {
+            "train_batch_size": int(batch) if is_index(batch) else batch,
+            "train_micro_batch_size_per_gpu": int(micro) if is_index(micro) else micro,
+            "steps_per_print": 1,
+            "zero_optimization": {"stage": 0},
+            "gradient_clipping": 1.0,
+            "prescale_gradients": True,
+            "fp16": {
+                "enabled": True,
+                "loss_scale": 0,
+                "loss_scale_window": 500,
+                "hysteresis": 2,
+                "min_loss_scale": 1,
+                "initial_scale_power": 12,
+            },
+            "wall_clock_breakdown": False,
+        },
+        indent=2,
+    )

@@ -1,0 +1,19 @@
+#!/usr/bin/env python3
+"""Make the corpus that the training scripts read: dataset_preprocess_gpt.sh."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from ppfleetx.utils.cli import run_tool
+
+
+def main() -> None:
+    from ppfleetx.core.programs.gpt2_corpus import run
+
+    run(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    run_tool(main)

@@ -1,0 +1,19 @@
+#!/usr/bin/env python3
+"""Train GPT-2 in one of five sizes on eight devices: train_full_8p.sh and train_performance_8p.sh."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from ppfleetx.utils.cli import run_tool
+
+
+def main() -> int:
+    from ppfleetx.core.programs.megatron import run_gpt2
+
+    return run_gpt2(sys.argv[2:], evaluates=sys.argv[1] == "full")
+
+
+if __name__ == "__main__":
+    run_tool(main)
