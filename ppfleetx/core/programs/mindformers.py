@@ -52,7 +52,7 @@ def _train(cfg: RunConfig, _: Translation) -> None:
 
 def _evaluate(cfg: RunConfig, _: Translation) -> None:
     _require_checkpoint(cfg)
-    if cfg.Model.module != evaluate.MODULE:
+    if not cfg.Model.task.offline_evaluation:
         _require_corpus(cfg, "Eval")
         if "Engine.eval_iters" not in cfg.origins:
             cfg = _with(cfg, "Engine", eval_iters=_whole_batches(cfg))

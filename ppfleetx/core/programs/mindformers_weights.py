@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.checkpoint.foreign.convert import Conversion, convert
+from ppfleetx.checkpoint.foreign.huggingface import TOKENIZER_FILES
 from ppfleetx.checkpoint.foreign.huggingface_files import (
     CONFIG,
     PICKLE,
@@ -20,7 +21,6 @@ from ppfleetx.checkpoint.foreign.lazy import LazyTensor
 from ppfleetx.checkpoint.foreign.safetensors_file import SINGLE
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import CheckpointError, ConfigError
-from ppfleetx.data.tokenizer.files import TOKENIZER_FILES
 
 _HEAD_WIDTH = 64  # of every published GPT-2
 _LAYER = re.compile(r"(?:transformer\.)?h\.(\d{1,5})\.ln_1\.weight")
@@ -67,7 +67,11 @@ def _config(tensors: dict[str, LazyTensor], path: Path, num_heads: int | None) -
     words, positions = (_shape(tensors, name, path) for name in ("wte.weight", "wpe.weight"))
     heads = num_heads or words[1] // _HEAD_WIDTH
     if heads < 1 or words[1] % heads:
-        raise ConfigError(f"must divide the width {words[1]}", key="--num_heads", value=heads)
+        raise ConfigError(
+            f"must divide the width {words[1]}; say how many heads the model has",
+            key="--num_heads",
+            value=heads,
+        )
     return {
         "model_type": "gpt2",
         "vocab_size": words[0],
