@@ -124,10 +124,13 @@ def test_states_of_callbacks_go_from_plan_to_plan_and_errors_to_all_ranks(
             **values,
             **more,
         }
-        arguments = {"values": given, "world": which.world_size, "folder": str(tmp_path)}
-        return pools(which.world_size).run(
-            "tests.e2e.test_plugins:train_with_plugin", timeout=180.0, **arguments
-        )
+        arguments = {
+            "values": given,
+            "world": which.world_size,
+            "folder": str(tmp_path),
+            "plugin": "rank_plugin",
+        }
+        return pools(which.world_size).run("tests.e2e.plugins:train", timeout=180.0, **arguments)
 
     try:
         train(plan(), "out", **{"Engine.max_steps": 3})
@@ -146,18 +149,3 @@ def test_states_of_callbacks_go_from_plan_to_plan_and_errors_to_all_ranks(
     assert int(steps) == len(found) == 6 and float(mean) == pytest.approx(sum(found) / 6)
     assert ended == ["rank 0: gave up at step 2"] * 2
     assert len(program.losses(tmp_path / "other")) == 2
-
-
-def train_with_plugin(values: dict[str, object], world: int, folder: str) -> str:
-    """In a rank: import the plugin, as the command line does, and train."""
-    import sys
-
-    from ppfleetx.config.errors import UserError
-    from ppfleetx.utils.plugins import import_named_plugins
-
-    sys.path.append(folder)
-    import_named_plugins(["rank_plugin"])
-    try:
-        return program.train(values, world)
-    except UserError as error:
-        return str(error)

@@ -1,0 +1,221 @@
+"""The examples of docs/extending.md, taken from the page: they run as it says, and do what they promise."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.data.indexed import IndexedDatasetWriter
+from tests.docs.blocks import Block, blocks, commands, to_run
+from tests.e2e import program
+from tests.helpers import programs
+from tests.helpers.ranks import Pools
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCKS = list(blocks(ROOT / "docs/extending.md"))
+COMMANDS = [to_run(command) for block in BLOCKS if block.is_shell for command in commands(block)]
+EXAMPLES = ["scale_norm", "parallel_gpt", "csv_log", "lion", "counting", "small_parts"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the files of the page and token files in ``data``."""
+    folder = tmp_path_factory.mktemp("extending")
+    (folder / "data").mkdir()
+    (folder / "tools").symlink_to(ROOT / "tools")
+    rng = np.random.default_rng(0)
+    with IndexedDatasetWriter(folder / "data/toy", np.uint16) as writer:
+        for _ in range(200):
+            start, length = rng.integers(0, 509), rng.integers(20, 120)
+            writer.add_document(np.append((start + np.arange(length)) % 509, 511), [length + 1])
+    for block in titled():
+        (folder / str(block.title)).write_text(block.text + "\n")
+    assert run(folder, next(c for c in COMMANDS if c and "configs copy" in c)).returncode == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    pools = Pools()
+    yield pools
+    pools.close()
+
+
+def titled() -> list[Block]:
+    return [block for block in BLOCKS if block.title]
+
+
+def run(folder: Path, text: str, *more: str) -> CompletedProcess[str]:
+    """A command of the page, with more words behind it."""
+    words = shlex.split(text.replace("\\\n", " "))
+    start = {"ppfleetx": [sys.executable, "-m", "ppfleetx"], "python": [sys.executable]}[words[0]]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return programs.run([*start, *words[1:], *more], timeout=120, cwd=folder, env=env)
+
+
+def train(folder: Path, name: str, *more: str, fresh: bool = True) -> list[dict[str, Any]]:
+    """Run the example's command; the steps that it recorded."""
+    output = folder / "output" / name
+    if fresh:
+        shutil.rmtree(output, ignore_errors=True)
+    done = run(folder, command_of(name), *more)
+    assert done.returncode == 0, done.stderr
+    assert "CPU settings come too late" not in done.stdout
+    return records(output)
+
+
+def command_of(name: str) -> str:
+    return next(c for c in COMMANDS if c and c.startswith(f"ppfleetx train -c {name}.yaml"))
+
+
+def records(output: Path) -> list[dict[str, Any]]:
+    lines = (output / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == "train"]
+
+
+def losses(pools: Pools, plan: Plan, folder: Path, plugin: str, name: str, **more: Any) -> list[float]:
+    """Losses of a run under ``plan`` in the ranks of a pool."""
+    output = folder / "ranks" / f"{plugin} {name}"
+    values = {
+        **program.SETTINGS,
+        **program.plan_overrides(plan),
+        "Data.Train.dataset.input_dir": str(folder / "data"),
+        "Data.Eval.dataset.input_dir": str(folder / "data"),
+        "Engine.save_load.output_dir": str(output),
+        **more,
+    }
+    world = plan.world_size
+    said = pools(world).run(
+        "tests.e2e.plugins:train",
+        timeout=180.0,
+        values=values,
+        world=world,
+        folder=str(folder),
+        plugin=plugin,
+    )
+    assert said == [""] * world, said
+    return [loss for _, loss, _ in program.losses(output)]
+
+
+def test_the_page_has_a_command_and_files_for_every_example() -> None:
+    named = {str(block.title) for block in titled()}
+    assert named == {f"{name}.{kind}" for name in EXAMPLES for kind in ("py", "yaml")}
+    assert all(command_of(name) for name in EXAMPLES)
+
+
+def test_a_normalization(folder: Path, pools: Pools) -> None:
+    found = train(folder, "scale_norm")
+    assert found[-1]["loss"] < found[0]["loss"]
+    manifest = json.loads((folder / "output/scale_norm/epoch_0_step_8/manifest.json").read_text())
+    names = str(manifest)
+    assert "decoder.final_norm.weight" in names and "decoder.final_norm.bias" not in names
+    changes = {"Model.normalization": "ScaleNorm"}
+    one = losses(pools, Plan(), folder, "scale_norm", "one", **changes)
+    split = Plan(mp=2, sequence_parallel=True)
+    assert losses(pools, split, folder, "scale_norm", "mp2", **changes) == pytest.approx(one, rel=2e-5)
+
+
+def test_an_architecture_runs_under_every_plan(folder: Path, pools: Pools) -> None:
+    found = train(folder, "parallel_gpt")
+    assert found[-1]["loss"] < found[0]["loss"]
+    on_two = next(c for c in COMMANDS if c and "paddle.distributed.launch" in c)
+    done = run(folder, on_two)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(records(folder / "output/parallel_gpt_mp2")) == 8
+    changes = {"Model.name": "ParallelGPT"}
+    one = losses(pools, Plan(), folder, "parallel_gpt", "one", **changes)
+    for name, plan in {"mp2": Plan(mp=2), "pp2": Plan(pp=2)}.items():
+        assert losses(pools, plan, folder, "parallel_gpt", name, **changes) == pytest.approx(one, rel=2e-5)
+    plain = losses(pools, Plan(), folder, "parallel_gpt", "gpt", **{"Model.name": "GPT"})
+    assert plain != pytest.approx(one, rel=1e-3), "it is another function"
+
+
+def test_a_callback_writes_a_file_and_keeps_its_state(folder: Path) -> None:
+    refused = run(folder, command_of("csv_log").replace("--plugin csv_log", ""))
+    assert refused.returncode == 2 and "needs the plugin csv_log" in refused.stderr
+    fixed = ("-o", "Optimizer.lr.decay_steps=8", "-o", "Engine.callbacks.1.options.every=1")
+    train(folder, "csv_log", *fixed, "-o", "Engine.max_steps=4")
+    found = train(folder, "csv_log", *fixed, "-o", "Engine.save_load.resume=auto", fresh=False)
+    with (folder / "output/csv_log/loss.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(int(row["step"]), float(row["loss"])) for row in rows] == [(r["step"], r["loss"]) for r in found]
+    lowest = np.minimum.accumulate([record["loss"] for record in found])
+    assert [float(row["lowest"]) for row in rows] == lowest.tolist() and len(rows) == 8
+
+
+@pytest.mark.parametrize(
+    ("precision", "on_host"), [("float32", False), ("float32", True), ("bfloat16", True), ("bfloat16", False)]
+)
+def test_lion_is_its_formula(folder: Path, pools: Pools, precision: str, on_host: bool) -> None:
+    [found] = pools(1).run(
+        "tests.e2e.plugins:lion_steps", folder=str(folder), precision=precision, on_host=on_host
+    )
+    for name, start in found["starts"].items():
+        value, momentum = np.array(start), 0.0
+        decay = 0.1 if name == "a.weight" else 0.0
+        for step, gradients in enumerate(found["gradients"], start=1):
+            gradient, lr = np.array(gradients[name]), 0.01 * step
+            value = value * (1 - lr * decay) - lr * np.sign(0.9 * momentum + 0.1 * gradient)
+            momentum = 0.99 * momentum + 0.01 * gradient
+        np.testing.assert_allclose(found["states"][f"{name}/momentum"], momentum, rtol=1e-5, atol=1e-7)
+        near = {"rtol": 1e-5, "atol": 1e-6} if precision == "float32" else {"rtol": 1e-2}
+        np.testing.assert_allclose(found["values"][name], value, **near)
+        if precision != "float32":
+            np.testing.assert_allclose(found["states"][f"{name}/master_weight"], value, rtol=1e-5, atol=1e-6)
+
+
+def test_an_optimizer_is_sharded_saved_and_resumed(folder: Path, pools: Pools) -> None:
+    found = train(folder, "lion")
+    assert found[-1]["loss"] < found[0]["loss"]
+    changes = {"Optimizer.name": "Lion", "Optimizer.lr.max_lr": 3e-4, "Optimizer.lr.decay_steps": 6}
+    one = losses(pools, Plan(), folder, "lion", "one", **changes)
+    for stage in (1, 2, 3):
+        plan = Plan(sharding=2, sharding_stage=stage)
+        more = {**changes, "Engine.max_steps": 3, "Engine.save_load.resume": "auto"}
+        began = losses(pools, plan, folder, "lion", f"stage {stage}", **more)
+        assert began == pytest.approx(one[:3], rel=2e-5)
+        more["Engine.max_steps"] = 6
+        assert losses(pools, Plan(), folder, "lion", f"stage {stage}", **more) == pytest.approx(one, rel=2e-5)
+    offload = Plan(sharding=2, sharding_stage=2, sharding_offload=True)
+    assert losses(pools, offload, folder, "lion", "offload", **changes) == pytest.approx(one, rel=2e-5)
+
+
+def test_a_data_set(folder: Path) -> None:
+    found = train(folder, "counting")
+    assert found[-1]["loss"] < found[0]["loss"] and found[0]["tokens"] == 4 * 32
+    continues = (
+        "-o",
+        "Engine.save_load.resume=auto",
+        "-o",
+        "Engine.max_steps=9",
+        "-o",
+        "Optimizer.lr.decay_steps=8",
+    )
+    assert len(train(folder, "counting", *continues, fresh=False)) == 9
+    other = run(folder, command_of("counting"), *continues, "-o", "Data.Train.dataset.options.step=5")
+    assert other.returncode == 2 and "the training data or its order is not the one" in other.stderr
+    wrong = run(folder, command_of("counting"), "-o", "Data.Train.dataset.options.steps=5")
+    assert (
+        wrong.returncode == 2 and "Counting has no option steps; it takes step, num_samples" in wrong.stderr
+    )
+
+
+def test_a_schedule_and_an_activation(folder: Path) -> None:
+    found = train(folder, "small_parts")
+    rates = [1e-3 * n / 2 for n in (1, 2)] + [1e-4 + 9e-4 * ((8 - n) / 6) ** 2 for n in range(3, 9)]
+    assert [record["lr"] for record in found] == pytest.approx(rates)
+    assert found[-1]["loss"] < found[0]["loss"]
+    typo = run(folder, command_of("small_parts"), "-o", "Model.hidden_act=softplsu")
+    assert typo.returncode == 2 and "did you mean softplus?" in typo.stderr
