@@ -149,3 +149,78 @@ def test_states_of_callbacks_go_from_plan_to_plan_and_errors_to_all_ranks(
     assert int(steps) == len(found) == 6 and float(mean) == pytest.approx(sum(found) / 6)
     assert ended == ["rank 0: gave up at step 2"] * 2
     assert len(program.losses(tmp_path / "other")) == 2
+
+
+PARTS = """
+import numpy as np
+import paddle
+
+from ppfleetx.config.registries import MODULES, POSITIONS, TOKENIZERS, ModuleTraits
+from ppfleetx.core.module.gpt import GPTModule
+from ppfleetx.nn.positions import Positions
+
+
+@POSITIONS.register("sinus")
+def sinus(cfg):
+    rates = paddle.to_tensor(100.0 ** -np.linspace(0, 1, cfg.hidden_size), "float32")
+    return Positions(added=lambda ids: paddle.sin(ids.astype("float32").unsqueeze(-1) * rates))
+
+
+@MODULES.register("HalvedLoss", traits=ModuleTraits(refused_axes=("sep",)))
+class HalvedLoss(GPTModule):
+    def loss(self, outputs, batch, factory):
+        total, count = super().loss(outputs, batch, factory)
+        return total / 2, count
+
+
+@TOKENIZERS.register("Letters")
+def letters(cfg):
+    from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+
+    words = {letter: number for number, letter in enumerate("abcdefghijklmnopqrstuvwxyz ")}
+    model = {"type": "WordLevel", "vocab": {**words, "<|endoftext|>": 27}, "unk_token": "<|endoftext|>"}
+    split = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
+    return Tokenizer({"version": "1.0", "model": model, "pre_tokenizer": split})
+"""
+
+
+def test_a_task_a_position_embedding_and_a_tokenizer_of_ones_own(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "parts_plugin.py").write_text(PARTS)
+    pools = Pools()
+
+    def train(which: program.ParallelPlan, name: str, module: str) -> list[float]:
+        values = {
+            **program.SETTINGS,
+            **program.plan_overrides(which),
+            "Engine.max_steps": 3,
+            "Data.Train.dataset.input_dir": str(corpus),
+            "Data.Eval.dataset.input_dir": str(corpus),
+            "Data.tokenizer": "{name: Letters}",
+            "Model.position_embedding_type": "sinus",
+            "Model.module": module,
+            "Engine.save_load.output_dir": str(tmp_path / name),
+        }
+        said = pools(which.world_size).run(
+            "tests.e2e.plugins:train",
+            timeout=180.0,
+            values=values,
+            world=which.world_size,
+            folder=str(tmp_path),
+            plugin="parts_plugin",
+        )
+        assert said == [""] * which.world_size, said
+        return [loss for _, loss, _ in program.losses(tmp_path / name)]
+
+    try:
+        one = train(program.ParallelPlan(), "one", "HalvedLoss")
+        assert train(program.ParallelPlan(mp=2), "mp2", "HalvedLoss") == pytest.approx(one, rel=2e-5)
+        whole = train(program.ParallelPlan(), "whole", "GPTModule")
+    finally:
+        pools.close()
+    assert one[0] == pytest.approx(whole[0] / 2, rel=1e-6)
+    manifest = json.loads((tmp_path / "one/epoch_0_step_3/manifest.json").read_text())
+    assert "position_embeddings" not in json.dumps(manifest["tensors"])
+    from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+
+    saved = Tokenizer.load(tmp_path / "one/tokenizer")
+    assert list(saved.encode("a cab")) == [0, 26, 2, 0, 1]
