@@ -96,6 +96,9 @@ CONVERT = "Convert it first: python tools/convert_checkpoint.py --from"
 CASES = {
     make_hf: rf"is a gpt2 of Hugging Face\. {CONVERT} hf --to ppfleetx --input .*/hf --output hf-ppfleetx,",
     make_hf_file: rf"model.safetensors is one file of a checkpoint: .* {CONVERT} hf .* --input .*/hf --o",
+    lambda root: make_hf(root) / "config.json": rf"config.json is one file of a checkpoint: .* {CONVERT} hf",
+    lambda root: touch(make_hf(root) / "model.safetensors.index.json"): "is one file of a checkpoint: ",
+    lambda root: touch(root / "notes.txt"): r"is a file\. A checkpoint is a directory, or the file latest or",
     make_paddle: rf"is a llama of PaddleNLP or PaddleFormers\. {CONVERT} hf",
     make_bert: "cannot be converted: model_type 'bert' is not supported",
     make_bare: r"holds weights and no config\.json",
@@ -138,10 +141,10 @@ def test_what_is_ours_or_fleetxs_or_absent_is_passed_over(tmp_path):
     convert(Conversion("hf", "ppfleetx", hf_dirs.write(tmp_path / "hf", "hf_gpt2"), tmp_path / "run"))
     touch(tmp_path / "fleetx" / "mp_00_sharding_00_pp_00" / "model.pdparams")
     (tmp_path / "empty").mkdir()
-    touch(tmp_path / "config-alone" / "config.json", tmp_path / "notes.txt")
+    touch(tmp_path / "config-alone" / "config.json")
     step = "run/epoch_0_step_0"
     ours = ("run", "run/latest", step, f"{step}/mp_00_sharding_00_pp_00")
-    for name in (*ours, "fleetx", "empty", "none", "config-alone", "notes.txt"):
+    for name in (*ours, "fleetx", "empty", "none", "config-alone"):
         assert described(tmp_path / name) is None, name
         assert "is valid" in check_report(
             load_config(NANO, [f"Engine.save_load.init_from={tmp_path / name}"])

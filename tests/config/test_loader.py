@@ -29,6 +29,17 @@ def test_bases_merge_in_order_and_chain(small, write):
     assert cfg.origins["Optimizer.lr.max_lr"].endswith("small.yaml:17")
 
 
+def test_places_are_paths_as_one_would_write_them(small, write):
+    write("one.yaml", "_base_: small.yaml\nModel: {num_layers: 6}\n")
+    path = write("sub/deep/top.yaml", "_base_: ../../one.yaml\n")
+    assert load_config(path).origins["Model.num_layers"] == f"{path.parents[2] / 'one.yaml'}:2"
+    path.parent.rename(path.parents[2] / "elsewhere")  # where `..` does not lead back through a link
+    (path.parents[1] / "deep").symlink_to(path.parents[2] / "elsewhere")
+    write("sub/one.yaml", "Model: {num_layers: 7}\n")
+    write("elsewhere/top.yaml", "_base_: ../one.yaml\n")
+    assert load_config(path).Model.num_layers == 6
+
+
 def test_a_base_may_be_shared(small, write):
     write("a.yaml", "_base_: small.yaml\nEngine: {max_steps: 1}\n")
     write("b.yaml", "_base_: small.yaml\nEngine: {logging_freq: 3}\n")

@@ -53,3 +53,14 @@ def test_the_launchers_number_is_a_number() -> None:
     for text in ("²", "-1", "9" * 5000, ""):
         with pytest.raises(ConfigError, match="is not a number"):
             world_size({"PADDLE_TRAINERS_NUM": text})
+
+
+def test_without_data_the_key_is_named() -> None:
+    from ppfleetx.core.programs.train import evaluate, train
+    from ppfleetx.distributed.context import ParallelContext
+
+    for program, section in ((train, "Train"), (evaluate, "Eval")):
+        cfg = load_config("ppfleetx/configs/debug/gpt_nano.yaml", [f"Data.{section}=null"])
+        key = f"Data.{section}.dataset.input_dir"
+        with pytest.raises(ConfigError, match=f"^{key}: names no data, .* -o {key}=PREFIX$"):
+            program(cfg, ParallelContext.single())

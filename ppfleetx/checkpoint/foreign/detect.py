@@ -26,12 +26,12 @@ from ppfleetx.checkpoint.foreign.huggingface_files import (
 from ppfleetx.checkpoint.foreign.megatron import MODEL_FILES as MEGATRON_FILES
 from ppfleetx.checkpoint.foreign.megatron import TRACKER
 from ppfleetx.checkpoint.foreign.safetensors_file import INDEX, SINGLE
-from ppfleetx.checkpoint.manifest import LATEST_FILE, MANIFEST_FILE, MARKER_FILE, is_rank_directory
+from ppfleetx.checkpoint.manifest import BEST_FILE, LATEST_FILE, MANIFEST_FILE, MARKER_FILE, is_rank_directory
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.models.gpt.hf_keys import model_keys, of_paddle
 
 _WEIGHTS = (INDEX, SINGLE, PICKLE_INDEX, PICKLE, PADDLE_INDEX, PADDLE_PICKLE)
-_WEIGHT_FILE = re.compile(r".*\.safetensors|pytorch_model.*\.bin|model_state.*\.pdparams")
+_WEIGHT_FILE = re.compile(r"(.*\.safetensors|pytorch_model.*\.bin|model_state.*\.pdparams)(\.index\.json)?")
 _ITERATION = re.compile(r"iter_\d+|release")
 
 
@@ -85,7 +85,7 @@ def _file(path: Path) -> str | None:
         return _part(path, _megatron(directory.parent) or _megatron(directory))
     if path.suffix == ".distcp":
         return _part(path, _megatron(directory) or _distributed(directory))
-    if _WEIGHT_FILE.fullmatch(name):
+    if _WEIGHT_FILE.fullmatch(name) or name in (CONFIG, PADDLE_CONFIG):
         if (directory / CONFIG).exists() or (directory / PADDLE_CONFIG).exists():
             return _part(path, _hugging_face(directory))
         return (
@@ -104,7 +104,9 @@ def _file(path: Path) -> str | None:
             f"{path} is a file of PyTorch's. tools/convert_checkpoint.py reads directories of Hugging Face "
             "(--from hf) and of Megatron-LM (--from megatron)"
         )
-    return None
+    if name in (LATEST_FILE, BEST_FILE):
+        return None
+    return f"{path} is a file. A checkpoint is a directory, or the file {LATEST_FILE} or {BEST_FILE} of a run"
 
 
 def _part(path: Path, whole: str | None) -> str | None:

@@ -101,7 +101,7 @@ def _indexed(
         if Path(name).name != name or "\0" in name:
             raise CheckpointError(f"{directory / index} names {shown(name)}, which is not a file beside it")
         if not (directory / name).exists():
-            raise CheckpointError(f"{directory / index} names the file {name}, which is missing beside it")
+            raise CheckpointError(f"{directory / index} names {shown(name)}, which is missing beside it")
         found = read(directory / name)
         if twice := sorted(tensors.keys() & found.keys()):
             raise CheckpointError(f"{directory / name} holds {shown(twice[0])}, which another file holds too")
@@ -109,7 +109,7 @@ def _indexed(
         formats.add(format_of(directory / name))
     if absent := [name for name in where if name not in tensors]:
         raise CheckpointError(
-            f"{directory / index} lists {shown(absent[0])}, which is not in {where[absent[0]]}"
+            f"{directory / index} lists {shown(absent[0])}, which is not in {shown(where[absent[0]])}"
         )
     return Stored(tensors, frozenset(formats))
 

@@ -87,9 +87,8 @@ class _Reader:
         tree, warnings = modernize(tree)
         merged: Node | None = None
         for item in _base_items(base_node):
-            base = self.read(
-                path.parent / item.value, chain, key="_base_", value=item.value, place=item.place
-            )
+            named = _tidy(path.parent / item.value)
+            base = self.read(named, chain, key="_base_", value=item.value, place=item.place)
             warnings = tuple(dict.fromkeys((*base.warnings, *warnings)))
             merged = base.tree if merged is None else merge(merged, base.tree)
         return (strip_marks(tree) if merged is None else merge(merged, tree)), warnings
@@ -101,6 +100,12 @@ def _real(path: Path) -> str:
         return os.path.realpath(path)
     except (OSError, ValueError):
         return os.fspath(path)
+
+
+def _tidy(path: Path) -> Path:
+    """``path`` without ``..``, where that leads to the same file: messages show it."""
+    plain = Path(os.path.normpath(path))
+    return plain if _real(plain) == _real(path) else path
 
 
 def _base_items(node: Node | None) -> list[Node]:

@@ -47,7 +47,7 @@ def train(cfg: RunConfig, ctx: ParallelContext) -> None:
         UserError: data, checkpoint or configuration that cannot be trained with, in words.
     """
     if cfg.Data.Train is None:
-        raise ConfigError("training needs a corpus", key="Data.Train")
+        raise _without_data("training", "Data.Train.dataset.input_dir")
     log = get_logger()
     for line in check_report(cfg).splitlines():
         log.info(line)
@@ -105,7 +105,7 @@ def evaluate(cfg: RunConfig, ctx: ParallelContext) -> EvalRecord:
         UserError: no such checkpoint or data, or they do not fit the model.
     """
     if cfg.Data.Eval is None:
-        raise ConfigError("evaluation needs a corpus", key="Data.Eval")
+        raise _without_data("evaluation", "Data.Eval.dataset.input_dir")
     start = find_weights(cfg, ctx)
     loader = first_on_each_node(ctx, lambda: _evaluation_data(cfg, ctx))
     runner = build_runner(cfg, ctx, train=False)
@@ -117,6 +117,12 @@ def evaluate(cfg: RunConfig, ctx: ParallelContext) -> EvalRecord:
     if cfg.Model.task.classifies and cfg.Data.Test is not None:
         _predict_test(cfg, ctx, runner)
     return record
+
+
+def _without_data(what: str, key: str) -> ConfigError:
+    return ConfigError(
+        f"names no data, and {what} needs some. A corpus PREFIX.bin, PREFIX.idx: -o {key}=PREFIX", key=key
+    )
 
 
 def measure_of(cfg: RunConfig, ctx: ParallelContext, *, has_labels: bool = True) -> Callable[[], Measure]:

@@ -95,6 +95,6 @@ def test_an_index_that_lies(tmp_path):
     with pytest.raises(CheckpointError, match=r"which another file holds too"):
         read_hf(directory)
     second.unlink()
-    words = r"index\.json names the file model-00002-of-00003\.safetensors, which is missing beside it"
+    words = r"index\.json names 'model-00002-of-00003\.safetensors', which is missing beside it"
     with pytest.raises(CheckpointError, match=words):
         read_hf(directory)
