@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 
 from ppfleetx.checkpoint.foreign.paddle_file import read_paddle_file
+from ppfleetx.checkpoint.foreign.pickle_input import RawBytes
 from ppfleetx.checkpoint.foreign.pickled import PLAIN_NAMES, PickledArray
+from ppfleetx.checkpoint.foreign.stand_ins import Record, RefusedPickleError
 from ppfleetx.checkpoint.foreign.torch_file import read_torch_file
-from ppfleetx.checkpoint.foreign.unpickle import RawBytes, Record, RefusedPickleError, Unpickler
+from ppfleetx.checkpoint.foreign.unpickle import Unpickler
 from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE
 from ppfleetx.config.errors import CheckpointError
 

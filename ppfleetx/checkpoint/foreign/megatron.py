@@ -21,8 +21,8 @@ import numpy as np
 
 from ppfleetx.checkpoint.foreign.lazy import LazyTensor, derive
 from ppfleetx.checkpoint.foreign.pickled import check_claims, flatten
+from ppfleetx.checkpoint.foreign.stand_ins import Record
 from ppfleetx.checkpoint.foreign.torch_file import naming, read_torch_file
-from ppfleetx.checkpoint.foreign.unpickle import Record
 from ppfleetx.checkpoint.foreign.weights import Weights, network_of
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.model import ModelConfig

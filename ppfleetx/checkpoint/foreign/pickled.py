@@ -1,13 +1,12 @@
-"""What pickled weights may consist of: containers, NumPy arrays and, in PyTorch's files, tensors.
+"""What pickled weights may consist of: containers and arrays; `pickled_torch.py` adds tensors of PyTorch.
 
-The tables here name everything that :mod:`ppfleetx.checkpoint.foreign.unpickle` understands.
+The tables in both name everything that :mod:`ppfleetx.checkpoint.foreign.unpickle` understands.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -15,14 +14,14 @@ import numpy as np
 
 from ppfleetx.checkpoint.foreign.lazy import LazyTensor
 from ppfleetx.checkpoint.foreign.pickle_input import RawBytes
-from ppfleetx.checkpoint.foreign.unpickle import (
+from ppfleetx.checkpoint.foreign.stand_ins import (
     Name,
     Record,
     RefusedPickleError,
     UnsoundPickleError,
     checked_key,
 )
-from ppfleetx.checkpoint.slices import DTYPE_OF_NAME, DTYPE_OF_NUMPY, NUMPY_OF_DTYPE, Index
+from ppfleetx.checkpoint.slices import DTYPE_OF_NUMPY, Index
 from ppfleetx.config.errors import CheckpointError, shown
 
 _PLAIN_DTYPE = re.compile(r"[<>=|]?([?bBhHiIlLqQefd]|[biuf][1248])")
@@ -65,7 +64,7 @@ class PickledArray:
     def fill(self, shape: Any, dtype: Any, raw: Any, *, fortran: bool) -> PickledArray:
         """Take over the parts; raises UnsoundPickleError when they do not fit each other."""
         shape = tuple(shape) if isinstance(shape, tuple | list) else (shape,)
-        if not isinstance(dtype, PickledDtype) or not _are_sizes(shape):
+        if not isinstance(dtype, PickledDtype) or not are_sizes(shape):
             raise UnsoundPickleError("an array without shape and type")
         if isinstance(raw, str):  # Python 2 wrote bytes as text
             raw = raw.encode("latin-1")
@@ -186,21 +185,14 @@ def _old_style_object(kind: Any, *_: Any) -> Record:
     return kind.build()
 
 
-def _attribute(owner: Any, name: Any) -> Record:
-    """How some versions of Python write a member of an enumeration: of an absent one only."""
-    if not isinstance(owner, Name) or not owner.is_record:
-        raise RefusedPickleError("builtins.getattr")
-    return owner.build(name)
-
-
-def _only_named(text: str) -> Callable[..., Any]:
+def only_named(text: str) -> Callable[..., Any]:
     def build(*_: Any) -> Any:
         raise RefusedPickleError(f"a call of {text}")
 
     return build
 
 
-def _both(*names: str) -> list[str]:
+def both(*names: str) -> list[str]:
     """Names in Python 3 and Python 2."""
     return [f"{module}.{name}" for module in ("builtins", "__builtin__") for name in names]
 
@@ -209,7 +201,7 @@ PLAIN_NAMES: dict[str, Callable[..., Any]] = {
     "collections.OrderedDict": _container(dict),
     "collections.defaultdict": _default_dict,
     "_codecs.encode": _encode,
-    "numpy.ndarray": _only_named("numpy.ndarray"),
+    "numpy.ndarray": only_named("numpy.ndarray"),
     "numpy.dtype": PickledDtype,
     **{
         f"numpy.{core}.{name}": build
@@ -221,141 +213,25 @@ PLAIN_NAMES: dict[str, Callable[..., Any]] = {
         }.items()
     },
     **{
-        name: _container(kind)
-        for kind in (tuple, list, dict, set, frozenset)
-        for name in _both(kind.__name__)
+        name: _container(kind) for kind in (tuple, list, dict, set, frozenset) for name in both(kind.__name__)
     },
-    **dict.fromkeys(_both("bytearray"), _byte_array),
-    **dict.fromkeys(_both("bytes"), _no_bytes),
-    **{name: _only_named(name) for name in _both("object")},
+    **dict.fromkeys(both("bytearray"), _byte_array),
+    **dict.fromkeys(both("bytes"), _no_bytes),
+    **{name: only_named(name) for name in both("object")},
     "copyreg._reconstructor": _old_style_object,
     "copy_reg._reconstructor": _old_style_object,
 }
 
-PADDLE_NAMES = PLAIN_NAMES | dict.fromkeys(_both("eval"), _paddle_tensor)
+PADDLE_NAMES = PLAIN_NAMES | dict.fromkeys(both("eval"), _paddle_tensor)
 
 
-# ---- PyTorch
-
-_STORAGE_DTYPES = {
-    "Float": "F32",
-    "Double": "F64",
-    "Half": "F16",
-    "BFloat16": "BF16",
-    "Long": "I64",
-    "Int": "I32",
-    "Short": "I16",
-    "Char": "I8",
-    "Byte": "U8",
-    "Bool": "BOOL",
-}
-
-
-@dataclass(eq=False)
-class TorchStorage:
-    """A run of elements that tensors are views of.
-
-    `read(start, end)` gives its bytes; it is set once the place in the file is known.
-    """
-
-    dtype: str | None
-    count: int
-    read: Callable[[int, int], np.ndarray] | None = None
-
-
-def storage_dtype(kind: Any) -> str | None:
-    """Element type of the storage class a persistent id names; None for untyped storage (bytes).
-
-    Raises:
-        RefusedPickleError: not a storage class of PyTorch with plain numbers.
-    """
-    name = kind.text if isinstance(kind, Name) else ""
-    if name in ("torch.storage.UntypedStorage", "torch.UntypedStorage"):
-        return None
-    short = name.removeprefix("torch.").removeprefix("cuda.").removesuffix("Storage")
-    if not name.endswith("Storage") or short not in _STORAGE_DTYPES:
-        raise RefusedPickleError(f"a storage of {name or type(kind).__name__}")
-    return _STORAGE_DTYPES[short]
-
-
-def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> LazyTensor:
-    return _view(storage, getattr(storage, "dtype", None), offset, size, stride)
-
-
-def _rebuild_tensor_v3(
-    storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, *_: Any
-) -> LazyTensor:
-    name = dtype.text.removeprefix("torch.") if isinstance(dtype, Name) else ""
-    return _view(storage, DTYPE_OF_NAME[name], offset, size, stride)
-
-
-def _rebuild_parameter(data: Any, *_: Any) -> LazyTensor:
-    if not isinstance(data, LazyTensor):
-        raise UnsoundPickleError("a parameter without a tensor")
-    return data
-
-
-def _view(storage: Any, dtype: str | None, offset: Any, size: Any, stride: Any) -> LazyTensor:
-    """A strided view of a storage. Raises UnsoundPickleError when it reaches outside, or repeats elements."""
-    if not isinstance(storage, TorchStorage) or dtype is None:
-        raise UnsoundPickleError("a tensor without a storage")
-    if not (_are_sizes(size) and _are_sizes(stride) and _are_sizes((offset,)) and len(size) == len(stride)):
-        raise UnsoundPickleError("a tensor with an impossible shape")
-    held = NUMPY_OF_DTYPE[dtype]
-    if storage.dtype is None and storage.count % held.itemsize:
-        raise UnsoundPickleError("a storage that ends within an element")
-    room = storage.count if storage.dtype else storage.count // held.itemsize
-    shape, count = tuple(size), prod(size)
-    span = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if count else 0
-    if offset + span > room or count > room:
-        raise UnsoundPickleError("a tensor that is larger than its storage")
-
-    def load() -> np.ndarray:
-        assert storage.read is not None, "the storage was never placed"
-        content = storage.read(offset * held.itemsize, (offset + span) * held.itemsize).view(held)
-        if not count:
-            return content.reshape(shape)
-        steps = tuple(step * held.itemsize for step in stride)
-        return np.lib.stride_tricks.as_strided(content, shape, steps, writeable=False)
-
-    return LazyTensor(dtype, shape, load)
-
-
-def _are_sizes(numbers: Any) -> bool:
+def are_sizes(numbers: Any) -> bool:
     """Whether these can be the lengths of a tensor's dimensions, or the steps between its elements."""
     return (
         isinstance(numbers, tuple | list)
         and len(numbers) <= _MAX_DIMS
         and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
     )
-
-
-def _size(dimensions: Any = ()) -> tuple[Any, ...]:
-    if not _are_sizes(dimensions):
-        raise UnsoundPickleError("an impossible shape")
-    return tuple(dimensions)
-
-
-TORCH_NAMES: dict[str, Callable[..., Any]] = PLAIN_NAMES | {
-    "torch._utils._rebuild_tensor": _rebuild_tensor,
-    "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
-    "torch._utils._rebuild_tensor_v3": _rebuild_tensor_v3,
-    "torch._utils._rebuild_parameter": _rebuild_parameter,
-    "torch._utils._rebuild_parameter_with_state": _rebuild_parameter,
-    "torch.Size": _size,
-    **dict.fromkeys(_both("getattr"), _attribute),
-    "torch.device": lambda *names: Record("torch.device", names),
-    **{
-        name: _only_named(name)
-        for name in (
-            "torch.storage.UntypedStorage",
-            "torch.UntypedStorage",
-            *(f"torch.{kind}Storage" for kind in _STORAGE_DTYPES),
-            *(f"torch.cuda.{kind}Storage" for kind in _STORAGE_DTYPES),
-            *(f"torch.{dtype}" for dtype in DTYPE_OF_NAME),
-        )
-    },
-}
 
 
 def flatten(tree: Mapping[Any, Any]) -> dict[str, LazyTensor]:

@@ -19,8 +19,9 @@ import numpy as np
 
 from ppfleetx.checkpoint.foreign.lazy import read_bytes
 from ppfleetx.checkpoint.foreign.pickle_input import MAX_DESCRIPTION_BYTES
-from ppfleetx.checkpoint.foreign.pickled import TORCH_NAMES, TorchStorage, storage_dtype
-from ppfleetx.checkpoint.foreign.unpickle import RefusedPickleError, Unpickler
+from ppfleetx.checkpoint.foreign.pickled_torch import TORCH_NAMES, TorchStorage, storage_dtype
+from ppfleetx.checkpoint.foreign.stand_ins import RefusedPickleError
+from ppfleetx.checkpoint.foreign.unpickle import Unpickler
 from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.utils.foreign_files import opened

@@ -6,6 +6,13 @@ stand for something, namely for functions of ours that put arrays and containers
 name ends the reading with :class:`RefusedPickleError`, which says the name. Long byte strings (weights) are
 not read but noted down with their place in the file.
 
+`pickle.Unpickler` does not do here, though its `find_class` and `persistent_load` can be replaced.
+It reads every byte string into memory, and weights are byte strings: a file of 10 GB would take 10 GB before
+one tensor is asked for. It counts nothing, so that a pickle of a few hundred bytes makes it work and allocate
+for ever, and it takes any key into a dictionary. And what a file puts on its stack it calls and changes
+(`REDUCE`, `BUILD`) with whatever arguments the file says. Each of these is decided in the instruction itself,
+which the C code does not let anybody replace.
+
 A pickle can also be small and mean something huge: a list that holds itself, a tuple of two of the tuple
 before, a copy of a copy. So instructions and copies are counted, and keys are plain values, whose hash is
 quickly computed and differs. What comes out may still be a structure without an end: never walk it whole, and
@@ -16,11 +23,17 @@ from __future__ import annotations
 
 import pickletools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ppfleetx.checkpoint.foreign.pickle_input import PickleInput, RawBytes
+from ppfleetx.checkpoint.foreign.stand_ins import (
+    Name,
+    Record,
+    RefusedPickleError,
+    UnsoundPickleError,
+    checked_key,
+)
 from ppfleetx.config.errors import CheckpointError
 
 MAX_STEPS = 1_000_000  # a tensor takes 20 to 30
@@ -30,29 +43,13 @@ _LAZY_FROM = 4096
 # Instructions that a long string follows, by the size of its length.
 _LENGTH_BYTES = {"BINBYTES": 4, "BINBYTES8": 8, "BYTEARRAY8": 8, "BINSTRING": 4}
 _TEXT_LENGTH_BYTES = {"BINUNICODE": 4, "BINUNICODE8": 8}
+# They push what follows them; the others that have an argument fetch or make an object.
 _LITERALS = frozenset(
-    [
-        "INT",
-        "BININT",
-        "BININT1",
-        "BININT2",
-        "LONG",
-        "LONG1",
-        "LONG4",
-        "FLOAT",
-        "BINFLOAT",
-        "STRING",
-        "BINSTRING",
-        "SHORT_BINSTRING",
-        "UNICODE",
-        "SHORT_BINUNICODE",
-        "BINUNICODE",
-        "BINUNICODE8",
-        "BINBYTES",
-        "SHORT_BINBYTES",
-        "BINBYTES8",
-        "BYTEARRAY8",
-    ]
+    instruction.name
+    for instruction in pickletools.opcodes
+    if instruction.arg is not None
+    and not instruction.stack_before
+    and instruction.stack_after not in ([], [pickletools.anyobject])
 )
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _EMPTY: dict[str, Callable[[], Any]] = {
@@ -64,49 +61,6 @@ _EMPTY: dict[str, Callable[[], Any]] = {
 _SHORT_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 # What a damaged or senseless pickle makes our own code raise.
 _DAMAGE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
-_MAX_NAME = 200  # characters that a message shows
-_SCALARS = (str, int, float, bool, bytes, type(None))
-
-
-class RefusedPickleError(CheckpointError):
-    """A pickle asks for more than arrays and containers. `wanted` is what it names."""
-
-    def __init__(self, wanted: str) -> None:
-        self.wanted = wanted if len(wanted) <= _MAX_NAME else f"{wanted[:_MAX_NAME]}..."
-        super().__init__(self.wanted)
-
-
-class UnsoundPickleError(ValueError):
-    """What a pickle describes cannot be; says why. :meth:`Unpickler.load` adds the place."""
-
-
-@dataclass(frozen=True, eq=False)
-class Name:
-    """A global name in a pickle. `build` is ours: it makes what a call of the name would make."""
-
-    text: str
-    build: Callable[..., Any]
-    is_record: bool = False
-
-
-@dataclass(eq=False, repr=False)
-class Record:
-    """Stands for an object of a class that is not there: its arguments and its state, and no behaviour."""
-
-    class_name: str
-    args: tuple[Any, ...] = ()
-    state: Any = None
-    items: list[Any] = field(default_factory=list)
-
-    def __repr__(self) -> str:  # not what it holds, which may have no end
-        return f"<{self.class_name}>"
-
-    def set_state(self, state: Any) -> None:
-        self.state = state
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """An attribute out of the state; that of ``argparse.Namespace`` and most classes is a dictionary."""
-        return self.state.get(key, default) if isinstance(self.state, dict) else default
 
 
 class Unpickler:
@@ -374,19 +328,6 @@ class Unpickler:
         if self._persistent is None:
             raise RefusedPickleError("an object kept outside of the pickle")
         self._push(self._persistent(identity))
-
-
-def checked_key(key: Any) -> Any:
-    """A key of a dictionary or member of a set.
-
-    Raises UnsoundPickleError unless its hash is quickly computed and its own.
-
-    The hash of a tuple can take for ever, and unequal large integers have the same one.
-    """
-    is_plain = type(key) in _SCALARS and not (type(key) is int and key.bit_length() > 60)
-    if not is_plain and not isinstance(key, Name | Record):
-        raise UnsoundPickleError("a key that is neither a text nor a number")
-    return key
 
 
 def _pairs(values: list[Any]) -> Iterator[tuple[Any, Any]]:
