@@ -178,7 +178,7 @@ def this_host() -> str:
     """
     for find in (_by_name, _by_route):
         address = find()
-        if address is not None and not ipaddress.ip_address(address).is_loopback:
+        if address is not None and _is_own(address):
             return address
     raise ConfigError("this host's address cannot be told; give --server_ip", key="--server_ip")
 
@@ -197,6 +197,18 @@ def _by_route() -> str | None:
             return probe.getsockname()[0]
         except OSError:
             return None
+
+
+def _is_own(address: str) -> bool:
+    """Whether an interface has the address, and others may reach it there."""
+    if ipaddress.ip_address(address).is_loopback:
+        return False
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
 
 
 def table_of_host(devices: Sequence[int], address: str) -> RankTable:
