@@ -75,13 +75,14 @@ def read_config(
     refuse_left_out(tree)
     refuse_unnamed(tree)
     cfg, origins = validate(tree, RunConfig)
-    cfg = _with_plugins(cfg)
+    cfg = _with_plugins(cfg, origins)
     return cfg, origins, tuple(dict.fromkeys((*warnings, *more)))
 
 
-def _with_plugins(cfg: RunConfig) -> RunConfig:
+def _with_plugins(cfg: RunConfig, origins: dict[str, str]) -> RunConfig:
     """``cfg`` with the plugins that this process was given, whose parts it may name."""
     plugins = tuple(dict.fromkeys((*cfg.Global.plugins, *imported_plugins())))
     if plugins == cfg.Global.plugins:
         return cfg
+    origins["Global.plugins"] = "--plugin"
     return cfg.model_copy(update={"Global": cfg.Global.model_copy(update={"plugins": plugins})})

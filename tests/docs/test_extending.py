@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from ppfleetx.config.plan import ParallelPlan as Plan
 from ppfleetx.data.indexed import IndexedDatasetWriter
@@ -130,6 +131,10 @@ def test_a_normalization(folder: Path, pools: Pools) -> None:
 def test_an_architecture_runs_under_every_plan(folder: Path, pools: Pools) -> None:
     found = train(folder, "parallel_gpt")
     assert found[-1]["loss"] < found[0]["loss"]
+    saved = yaml.safe_load((folder / "output/parallel_gpt/config.yaml").read_text())
+    assert saved["Global"]["plugins"] == ["parallel_gpt"]
+    again = run(folder, "ppfleetx check -c output/parallel_gpt")
+    assert again.returncode == 2 and "needs the plugin parallel_gpt" in again.stderr
     on_two = next(c for c in COMMANDS if c and "paddle.distributed.launch" in c)
     done = run(folder, on_two)
     assert done.returncode == 0, done.stdout + done.stderr
