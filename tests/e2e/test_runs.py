@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -116,6 +117,20 @@ def test_a_runs_configuration_is_used_again(tool: Tool, used: Path, tmp_path: Pa
         done = programs.run([sys.executable, str(ROOT / script), *given], timeout=60, env=environment())
         assert done.returncode == 0, done.stderr
         assert words in done.stdout
+
+
+def test_a_run_that_branched_off_goes_on_without_its_source(tool: Tool, used: Path, tmp_path: Path) -> None:
+    """Which the run that made it may delete meanwhile."""
+    options = (*SHORT[1:], "Engine.max_steps=4", "Engine.save_load.lr_schedule=config")
+    branch = (*options, f"Engine.save_load.ckpt_dir={used}", "Engine.save_load.resume=auto")
+    done = tool.run(tmp_path / "branch", *branch)
+    assert done.returncode == 0, done.stderr
+    shutil.rmtree(used)
+    done = tool.run(tmp_path / "branch", *branch)
+    assert "nothing to train: 4 of 4 steps" in done.stdout, done.stderr
+    done = tool.run(tmp_path / "another", *branch)
+    assert done.returncode == 2
+    assert "there is no checkpoint directory" in done.stderr
 
 
 def test_killed_before_its_first_checkpoint(tool: Tool, tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ppfleetx.checkpoint.directory import resolve_checkpoint
+from ppfleetx.checkpoint.directory import newest_complete, resolve_checkpoint
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.reading.tree import is_index
 from ppfleetx.config.unsupported import not_supported_reasons, without_effect
-from ppfleetx.core.engine.run_directory import check_beginning
+from ppfleetx.core.engine.run_directory import CKPT_DIR, check_beginning, output_dir_of
 from ppfleetx.core.programs.sources import refuse_foreign, sources
 from ppfleetx.data.build import build_dataset, open_corpora
 from ppfleetx.utils.devices import expected_device
@@ -86,11 +86,20 @@ def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
     refuse_foreign(cfg)
     if "Train" in reads:
         check_beginning(cfg)
-    begins = "Train" in reads and not cfg.Engine.save_load.resume
     for key, directory in sources(cfg):
-        # What does not begin no longer needs the weights that it, or the run it looks at, once started from.
-        if key != "Engine.save_load.init_from" or begins:
+        if _is_needed(key, cfg, trains="Train" in reads):
             resolve_checkpoint(directory, verify=False)
+
+
+def _is_needed(key: str, cfg: RunConfig, *, trains: bool) -> bool:
+    """Whether a source is still read: a run that goes on has all but its frozen weights in its own
+    checkpoints, and what looks at a run needs none of what that once started from."""
+    if key == "Model.lora.base":
+        return True
+    if not trains:
+        return key == CKPT_DIR
+    goes_on = cfg.Engine.save_load.resume and newest_complete(output_dir_of(cfg)) is not None
+    return not goes_on
 
 
 def _refuse_unsupported(cfg: RunConfig, device: str) -> None:
