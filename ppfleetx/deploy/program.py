@@ -24,14 +24,12 @@ from ppfleetx.deploy.program_linear import Matrix, matrices_of, use_panels
 from ppfleetx.deploy.program_lookup import FEWEST_ALIKE, accept, follow, last_occurrence, next_width
 from ppfleetx.deploy.program_top_p import nucleus_by_buckets
 from ppfleetx.deploy.tracing import quick_conversion
+from ppfleetx.generation.cache import ROOM
 from ppfleetx.generation.draws import draw
 from ppfleetx.generation.processors import by_id, forbid, is_any_of, keep_top_p, penalize_repetition
 from ppfleetx.generation.session import NextTokenModel
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
 from ppfleetx.nn.masks import penalty_of
-
-_ROOM = 32
-"""Columns that memory for keys and values of a batch is made for ahead."""
 
 INPUTS: tuple[tuple[str, str, tuple[int | None, ...]], ...] = (
     ("tokens", "int64", (None, None)),  # [b, n] prompts, padded on the left with a token of their own
@@ -410,7 +408,7 @@ class _RoomCache:
 def _with_room(past: Sequence[paddle.Tensor]) -> list[paddle.Tensor]:
     """``past`` and more columns of zeros."""
     rows, groups, _, size = past[0].shape
-    room = paddle.zeros([rows, groups, _ROOM, size], past[0].dtype)
+    room = paddle.zeros([rows, groups, ROOM, size], past[0].dtype)
     return [paddle.concat([tensor, room], axis=2) for tensor in past]
 
 

@@ -18,7 +18,7 @@ from paddle import nn
 
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
 from ppfleetx.nn.linear import Linear, add_smaller
-from ppfleetx.nn.panels import WIDTH
+from ppfleetx.nn.panels import WIDTH, panels_of, times_panels
 
 
 class Matrix:
@@ -35,12 +35,8 @@ class Matrix:
         self.single_axis = 0
 
     def make_panels(self) -> paddle.Tensor:
-        """The matrix as ``[p, k, w]``, filled up with zeros. Made of a constant, it is one."""
-        rows, columns = self.weight.shape
-        weight, missing = self.weight, -columns % WIDTH
-        if missing:
-            weight = paddle.concat([weight, paddle.zeros([rows, missing], dtype=weight.dtype)], axis=1)
-        return weight.reshape([rows, -1, WIDTH]).transpose([1, 0, 2])
+        """:func:`~ppfleetx.nn.panels.panels_of` the matrix."""
+        return panels_of(self.weight)
 
     def linear(self, x: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
         """``x [..., k] @ weight + bias``. With panels x is ``[m, k]``, or that with an axis of 1.
@@ -53,7 +49,7 @@ class Matrix:
         if self.by_cpu_ops:
             return cpu_ops.few_rows(x, self.panels, bias, columns)
         rows = x.squeeze(self.single_axis) if x.ndim == 3 else x
-        product = paddle.matmul(rows, self.panels).transpose([1, 0, 2]).flatten(1)
+        product = times_panels(rows, self.panels)
         if columns % WIDTH:
             product = product[:, :columns]
         if bias is not None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 import paddle
 
-from ppfleetx.nn.masks import cached_penalty
+from ppfleetx.nn.masks import cached_mask, penalty_of
 
-_ROOM = 32
+ROOM = 32
 """Columns that memory is made for ahead."""
 
 Pair = tuple[paddle.Tensor, paddle.Tensor]
@@ -47,7 +47,7 @@ class GrowingCache:
             self._make_room()
             rows, groups, num_columns, _ = next(iter(self._layers.values()))[0].shape
             seen = visible[:1] if visible.all() else visible
-            self._penalty = paddle.to_tensor(cached_penalty(num_new, num_columns, seen))
+            self._penalty = penalty_of(paddle.to_tensor(cached_mask(num_new, num_columns, seen)))
             first = np.arange(rows * groups)[:, None] * num_columns
             self._places = paddle.to_tensor((first + np.arange(self._past, self._length)).flatten())
 
@@ -81,7 +81,7 @@ class GrowingCache:
     def _make_room(self) -> None:
         for index, (key, value) in self._layers.items():
             if key.shape[2] < self._length:
-                room = self._length - self._past + _ROOM
+                room = self._length - self._past + ROOM
                 self._layers[index] = (
                     _lengthened(key, self._past, room),
                     _lengthened(value, self._past, room),

@@ -72,14 +72,14 @@ def blocked_score(dtype: paddle.dtype) -> float:
     return max(_BLOCKED, paddle.finfo(dtype).min)
 
 
-def penalty_of(visible: paddle.Tensor) -> paddle.Tensor:
-    """What to add to scores so that only ``visible`` ones (bool, of any shape) get probability; float32."""
-    zero, blocked = (paddle.full([], value, "float32") for value in (0.0, _BLOCKED))
+def penalty_of(visible: paddle.Tensor, dtype: paddle.dtype = paddle.float32) -> paddle.Tensor:
+    """What to add to scores so that only ``visible`` ones (bool, of any shape) get probability."""
+    zero, blocked = (paddle.full([], value, dtype) for value in (0.0, blocked_score(dtype)))
     return paddle.where(visible, zero, blocked)
 
 
-def cached_penalty(num_queries: int, num_keys: int, visible: np.ndarray) -> np.ndarray:
-    """What to add to the scores of queries that follow cached keys, ``[b, 1, q, k]`` float32.
+def cached_mask(num_queries: int, num_keys: int, visible: np.ndarray) -> np.ndarray:
+    """:func:`attention_mask` of queries that follow cached keys, ``[b, 1, q, k]``.
 
     Args:
         num_queries: query positions of this call.
@@ -90,7 +90,7 @@ def cached_penalty(num_queries: int, num_keys: int, visible: np.ndarray) -> np.n
     allowed[:, :, : visible.shape[1]] = visible[:, None]
     past = visible.shape[1] - num_queries
     allowed &= np.arange(num_keys) <= past + np.arange(num_queries)[:, None]
-    return np.where(allowed, np.float32(0), np.float32(_BLOCKED))[:, None]
+    return allowed[:, None]
 
 
 def flash_row_limits(document_start: paddle.Tensor) -> paddle.Tensor:
@@ -109,6 +109,4 @@ def flash_row_limits(document_start: paddle.Tensor) -> paddle.Tensor:
 @lru_cache(maxsize=8)
 def _causal_penalty(num_queries: int, num_keys: int, dtype: paddle.dtype, device: str) -> paddle.Tensor:
     """``[q, k]``: 0 where attention is allowed. Every layer of every step asks for the same one."""
-    allowed = causal_mask(num_queries, num_keys)
-    blocked = paddle.full([], blocked_score(dtype), dtype=dtype)
-    return paddle.where(allowed, paddle.zeros([], dtype=dtype), blocked)
+    return penalty_of(causal_mask(num_queries, num_keys), dtype)

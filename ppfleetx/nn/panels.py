@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 
 import paddle
-import paddle.nn.functional as F
 
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
 from ppfleetx.nn.cpu_ops.ops import WIDTH
@@ -27,15 +26,26 @@ MOST_ROWS = 512 if WIDTH == 48 else 64
 _MEMORY_LEFT = 0.25  # of the machine; with less, the copy is not made
 
 
+def panels_of(weight: paddle.Tensor) -> paddle.Tensor:
+    """``weight [k, n]`` as ``[p, k, w]``, filled up with zeros; of a program's constant, a constant."""
+    rows, columns = weight.shape
+    missing = -columns % WIDTH
+    if missing:
+        weight = paddle.concat([weight, paddle.zeros([rows, missing], dtype=weight.dtype)], axis=1)
+    return weight.reshape([rows, -1, WIDTH]).transpose([1, 0, 2])
+
+
+def times_panels(rows: paddle.Tensor, panels: paddle.Tensor) -> paddle.Tensor:
+    """``rows [m, k]`` (or ``[1, m, k]``) times a matrix in panels ``[p, k, w]``: ``[m, p * w]``."""
+    return paddle.matmul(rows, panels).transpose([1, 0, 2]).flatten(1)
+
+
 class Panels:
     """A copy of ``weight [k, n]`` as ``[p, k, w]``, filled up with zeros."""
 
     def __init__(self, weight: paddle.Tensor) -> None:
-        size, self.width = weight.shape
-        padding = -self.width % WIDTH
-        if padding:
-            weight = F.pad(weight, [0, 0, 0, padding])
-        self.values = weight.reshape([size, -1, WIDTH]).transpose([1, 0, 2]).contiguous()
+        self.width = weight.shape[1]
+        self.values = panels_of(weight).contiguous()
         use_huge_pages(self.values)
 
     def linear(self, x: paddle.Tensor, bias: paddle.Tensor | None) -> paddle.Tensor:
@@ -45,7 +55,7 @@ class Panels:
             return cpu_ops.few_rows(x, self.values, bias, self.width)
         # One position of each row, [1, b, k], goes with all panels as it is.
         rows = x if x.ndim == 3 and leading[0] == 1 else x.reshape([-1, size])
-        product = paddle.matmul(rows, self.values).transpose([1, 0, 2]).reshape([*leading, -1])
+        product = times_panels(rows, self.values).reshape([*leading, -1])
         if product.shape[-1] != self.width:
             product = product[..., : self.width]
         return product if bias is None else add_smaller(product, bias)
