@@ -84,3 +84,18 @@ def test_a_file_names_no_plugin_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert "mine" not in sys.modules
     monkeypatch.setattr(plugins, "_imported", {"mine.parts": None, "more": None})
     assert load_config(config).Global.plugins == ("mine.parts", "os", "more")
+
+
+def test_a_data_set_of_ones_own_says_how_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registries.DATASETS, "_entries", {**registries.DATASETS._entries})
+    for name, shuffled in {"Mine": True, "Ordered": False}.items():
+        traits = registries.DatasetTraits(shuffled=shuffled, options=("size",))
+        registries.DATASETS.register(name, "os:sep", traits=traits)
+        given = [f"Data.Train.dataset.name={name}", "Data.Train.dataset.split=x"]
+        train = load_config(NANO, [*given, "Data.Train.dataset.options.size=3"]).Data.Train
+        assert not train.dataset.is_corpus and not train.dataset.is_texts
+        assert train.shuffles_for_training == shuffled
+        with pytest.raises(ConfigError, match=f"{name} has no option length; it takes size"):
+            load_config(NANO, [*given, "Data.Train.dataset.options.length=3"])
+    with pytest.raises(ConfigError, match="GPTDataset has no option size; it takes none"):
+        load_config(NANO, ["Data.Train.dataset.options.size=3"])

@@ -198,7 +198,8 @@ class DataSplitConfig(Section):
     @property
     def shuffles_for_training(self) -> bool:
         """Whether batches of Train are drawn by a permutation of each pass."""
-        return self.sampler.shuffle or not self.dataset.is_corpus
+        traits = DATASETS.traits(self.dataset.name)
+        return self.sampler.shuffle or (traits.kind != "corpus" and traits.shuffled)
 
 
 class TokenizerConfig(Section):
