@@ -108,4 +108,4 @@ def _describe_one(part: Any) -> str:
         return f"a list ({count}each {describe(args[0])})"
     if get_origin(part) is dict:
         return f"a mapping (values: {describe(get_args(part)[1])})"
-    return "a section (a mapping of keys)"
+    return getattr(part, "SAYS", "a section (a mapping of keys)")

@@ -67,6 +67,11 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     assert "-o override 1" in said and "--plugin" in said
 
 
+def test_what_a_callback_may_be_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"callbacks\.0 = 3.*must be a name, or a mapping with name"):
+        load_config(NANO, ["Engine.callbacks=[3]"])
+
+
 def test_editors_offer_the_names_that_ship_and_take_others() -> None:
     schema = json_schema()["$defs"]
     names = {"anyOf": [{"enum": list(registries.CALLBACKS.names())}, {"type": "string"}]}

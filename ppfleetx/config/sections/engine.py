@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -152,6 +152,8 @@ class SaveLoadConfig(Section):
 
 class CallbackConfig(Section):
     """One callback."""
+
+    SAYS: ClassVar[str] = "a name, or a mapping with name and options"
 
     name: Annotated[str, Registered(CALLBACKS)]
     """A name that ships or that a plugin has registered."""
