@@ -42,7 +42,7 @@ def run(argv: Sequence[str]) -> None:
     if not argv or "--help" in argv or "-h" in argv:
         print(USAGE, end="")
         return
-    checks, world, rest = _own_arguments(argv)
+    checks, world, rest = own_arguments(argv)
     train_translated(of_arguments(rest, world), world, only_checks=checks)
 
 
@@ -58,7 +58,7 @@ def train_translated(result: Translation, world: int | None, *, only_checks: boo
     train(cfg, ctx)
 
 
-def _own_arguments(argv: Sequence[str]) -> tuple[bool, int | None, list[str]]:
+def own_arguments(argv: Sequence[str]) -> tuple[bool, int | None, list[str]]:
     """Whether to check alone, the number of processes, and Megatron's arguments."""
     checks, world, rest = False, None, []
     words = iter(argv)

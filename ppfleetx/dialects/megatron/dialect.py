@@ -22,7 +22,6 @@ from ppfleetx.dialects.translate import Rule, translate
 from ppfleetx.dialects.translation import Translation
 
 TITLE = "Megatron"
-COMMAND_LINE = "the command line"
 ALL_KEYS = KeyTable([*(key for group in TABLES.values() for key in group), *deepspeed.KEYS], normal_name)
 _WORLD = ("PADDLE_TRAINERS_NUM", "WORLD_SIZE")
 _PROCESSES = ("nproc_per_node", "num_gpus", "local_worker_num")
@@ -42,7 +41,7 @@ def rules(world_size: int | None) -> list[Rule]:
         run_rules.schedule,
         run_rules.checkpoints,
         run_rules.profiler,
-        run_rules.defaults,
+        run_rules.defaults_rule("megatron_log", log_interval=100),
         plan_rule(world_size),
         recomputation,
     ]
@@ -59,7 +58,7 @@ def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translat
     """
     told, argv, first = without_launcher(argv)
     given = list(given_arguments(argv, FLAGS, MANY, first=first))
-    return of_given(given, COMMAND_LINE, world_size or told or world_of(os.environ))
+    return of_given(given, network_rules.COMMAND_LINE, world_size or told or world_of(os.environ))
 
 
 def of_given(given: Iterable[Given], place: str, world_size: int | None) -> Translation:

@@ -17,6 +17,7 @@ from ppfleetx.dialects.reading import Reading
 from ppfleetx.dialects.translation import Translation
 from ppfleetx.dialects.vocabularies import highest_id
 
+COMMAND_LINE = "the command line"
 TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr")
 # The vocabulary of GPT-2, where the file under its usual name is not there yet.
@@ -41,9 +42,14 @@ def required(reading: Reading, result: Translation) -> None:
     if absent:
         raise ConfigError(
             "is missing" if len(absent) == 1 else f"is missing, and so are {', '.join(absent[1:])}",
-            key=f"--{absent[0].replace('_', '-')}",
+            key=option(absent[0], result),
             place=result.place,
         )
+
+
+def option(name: str, result: Translation) -> str:
+    """A key that is not given, as its user would write it: as an option of a command line, or in a file."""
+    return f"--{name.replace('_', '-')}" if result.place == COMMAND_LINE else name
 
 
 def network(reading: Reading, result: Translation) -> None:
@@ -176,7 +182,9 @@ def _vocab_size(reading: Reading, result: Translation, kind: str) -> tuple[int, 
     name = "tokenizer_model" if kind == "HuggingFaceTokenizer" else "vocab_file"
     if name not in reading:
         raise ConfigError(
-            "is missing; it says how many tokens there are", key="--vocab-size", place=result.place
+            "is missing; it says how many tokens there are",
+            key=option("vocab_size", result),
+            place=result.place,
         )
     path, one = Path(reading.text(name)), reading.given[name]
     file = path / "tokenizer.json" if _is_directory(path) else path
@@ -198,7 +206,7 @@ def data(reading: Reading, result: Translation) -> None:
             ("data_path", *per_split), "corpora are given for all splits or for each, not both"
         )
     if not single and "train_data_path" not in reading:
-        raise ConfigError("is missing", key="--data-path", place=result.place)
+        raise ConfigError("is missing", key=option("data_path", result), place=result.place)
     split = reading.text("split", "969, 30, 1") if single else None
     if single and not _shares(split, reading)[1]:
         evaluates = False
@@ -216,7 +224,7 @@ def data(reading: Reading, result: Translation) -> None:
             "Engine.eval_iters",
             reading.integer("eval_iters", 100),
             *reading.origins("eval_iters"),
-            why="" if "eval_iters" in reading else "Megatron's default",
+            why="" if "eval_iters" in reading else "its default",
         )
 
 
@@ -229,7 +237,7 @@ def _split_data(reading: Reading, result: Translation, section: str, name: str, 
         result.put(f"{prefix}.weights", weights, *origins)
     elif len(prefixes) > 1:
         result.put(f"{prefix}.blend", "exhaustive", *origins, why="without weights every sample is read once")
-    why = "" if "split" in reading else "Megatron's default" if isinstance(split, str) else "all of it"
+    why = "" if "split" in reading else "its default" if isinstance(split, str) else "all of it"
     result.put(f"{prefix}.split", split, *reading.origins("split"), why=why)
     result.put(
         f"{prefix}.max_seq_len", reading.integer("seq_length", least=1), *reading.origins("seq_length")

@@ -6,10 +6,11 @@ import os
 from typing import Any
 
 from ppfleetx.dialects.reading import Reading
+from ppfleetx.dialects.translate import Rule
 from ppfleetx.dialects.translation import Translation
 from ppfleetx.utils.devices import expected_device
 
-_DEFAULT = "Megatron's default"
+_DEFAULT = "its default"
 _TYPES = {
     "float32": None,
     "fp32": None,
@@ -28,19 +29,28 @@ _STYLES = {
 _FP16 = "deepspeed_config.fp16"
 
 
-def defaults(reading: Reading, result: Translation) -> None:
-    """What Megatron does where nothing is said, and this program does otherwise."""
-    for name, key, value in (
-        ("seed", "Global.seed", 1234),
-        ("log_interval", "Engine.logging_freq", 100),
-        ("eval_interval", "Engine.eval_freq", 1000),
-    ):
-        if name not in reading:
-            result.put(key, value, why=_DEFAULT)
-    result.put("Engine.callbacks", ["default", "megatron_log"], why="its own log lines beside ours")
-    workers = reading.integer("num_workers", least=0)
-    if workers is not None and "Data.Eval.dataset.input_dir" in result.native:
-        result.put("Data.Eval.loader.num_workers", workers, *reading.origins("num_workers"))
+def defaults_rule(log: str, *, log_interval: int) -> Rule:
+    """The rule for what a toolkit does where nothing is said, and this program does otherwise.
+
+    Args:
+        log: the callback that writes its log lines.
+        log_interval: its steps between them.
+    """
+
+    def defaults(reading: Reading, result: Translation) -> None:
+        for name, key, value in (
+            ("seed", "Global.seed", 1234),
+            ("log_interval", "Engine.logging_freq", log_interval),
+            ("eval_interval", "Engine.eval_freq", 1000),
+        ):
+            if name not in reading:
+                result.put(key, value, why="its default")
+        result.put("Engine.callbacks", ["default", log], why="its own log lines beside ours")
+        workers = reading.integer("num_workers", least=0)
+        if workers is not None and "Data.Eval.dataset.input_dir" in result.native:
+            result.put("Data.Eval.loader.num_workers", workers, *reading.origins("num_workers"))
+
+    return defaults
 
 
 def batches(reading: Reading, result: Translation) -> None:
