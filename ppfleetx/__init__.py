@@ -1,6 +1,59 @@
 """ppfleetx: pretrain, finetune, evaluate, generate with, export and serve GPT models on PaddlePaddle fleet.
 
-Importing the package imports neither Paddle nor anything else that is slow.
+    import ppfleetx
+
+    model = ppfleetx.load("output")
+    print(model.generate("Once upon a time").text)
+
+Importing the package imports neither Paddle nor anything else that is slow; its names are looked up when they
+are asked for. docs/api.md describes them.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ppfleetx.api.gpt2 import GPT2LMHeadModel, GPT2Tokenizer
+    from ppfleetx.api.model import GPT, load
+    from ppfleetx.api.module import build_module
+    from ppfleetx.api.trainer import Trainer
+    from ppfleetx.config.loader import load_config
+    from ppfleetx.core.engine.callbacks.base import Callback
+    from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+
 __version__ = "0.1.0"
+__all__ = [
+    "GPT",
+    "Callback",
+    "GPT2LMHeadModel",
+    "GPT2Tokenizer",
+    "Tokenizer",
+    "Trainer",
+    "build_module",
+    "load",
+    "load_config",
+]
+
+_PLACES = {
+    "Callback": "ppfleetx.core.engine.callbacks.base",
+    "GPT": "ppfleetx.api.model",
+    "GPT2LMHeadModel": "ppfleetx.api.gpt2",
+    "GPT2Tokenizer": "ppfleetx.api.gpt2",
+    "Tokenizer": "ppfleetx.data.tokenizer.tokenizer",
+    "Trainer": "ppfleetx.api.trainer",
+    "build_module": "ppfleetx.api.module",
+    "load": "ppfleetx.api.model",
+    "load_config": "ppfleetx.config.loader",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_PLACES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

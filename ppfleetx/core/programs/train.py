@@ -13,7 +13,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registry import load_target
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.beginning import begin, find_sources
-from ppfleetx.core.engine.callbacks.base import CallbackSetup
+from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.callbacks.build import build_callbacks
 from ppfleetx.core.engine.callbacks.predictions import predictions_directory, write_predictions
 from ppfleetx.core.engine.engine import Engine
@@ -40,8 +40,16 @@ from ppfleetx.parallel.runner import Runner
 from ppfleetx.utils.log import get_logger
 
 
-def train(cfg: RunConfig, ctx: ParallelContext) -> None:
+def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = ()) -> Engine:
     """Train as configured: start or resume, evaluate, save, stop.
+
+    Args:
+        cfg, ctx: the configuration, and this process's place.
+        callbacks: objects that are told of the run after those of ``Engine.callbacks``, on every rank that
+            gives them.
+
+    Returns:
+        The engine, whose runner has the trained model.
 
     Raises:
         UserError: data, checkpoint or configuration that cannot be trained with, in words.
@@ -55,14 +63,15 @@ def train(cfg: RunConfig, ctx: ParallelContext) -> None:
         with joint_errors(ctx, name_ranks=False):
             if ctx.is_main:
                 hold(cfg, stack)
-        _train_in(output_dir_of(cfg), cfg, ctx)
+        return _train_in(output_dir_of(cfg), cfg, ctx, callbacks)
 
 
-def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext) -> None:
+def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext, given: Sequence[Callback]) -> Engine:
     """Train in a directory that is held; it becomes this run's when nothing else can be wrong."""
     log = get_logger()
     cfg, start = find_sources(cfg, ctx)
     callbacks = build_callbacks(CallbackSetup(cfg, ctx, output_dir))
+    callbacks.named += [(f"given {number}", one) for number, one in enumerate(given)]
     tokenizer, train_loader, eval_loader = first_on_each_node(ctx, lambda: _data(cfg, ctx, start))
     runner = build_runner(cfg, ctx, train=True)
     for line in (*rank_table(ctx, runner), *offload_notes(ctx)):
@@ -94,6 +103,7 @@ def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext) -> None:
         with joint_errors(ctx):
             callbacks.load_state(start.checkpoint.state.get("callbacks", {}))
     engine.fit(train_loader, eval_loader)
+    return engine
 
 
 def evaluate(cfg: RunConfig, ctx: ParallelContext) -> EvalRecord:

@@ -1,0 +1,229 @@
+"""``GPT2LMHeadModel`` and ``GPT2Tokenizer`` with MindFormers' methods.
+
+Where results differ from MindFormers', docs/api.md says how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import numpy as np
+
+from ppfleetx.api.model import GPT, Tokens
+from ppfleetx.config.errors import CheckpointError, DataError, MissingDataError
+from ppfleetx.core.programs.model_place import find_model
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import paddle
+
+Encoded = dict[str, Any]
+"""``input_ids``, ``attention_mask`` and ``token_type_ids``."""
+_TENSORS = (None, "np", "pd", "ms")
+
+
+@dataclass(frozen=True)
+class GPT2Config:
+    """Sizes of the network, by MindFormers' names.
+
+    Attributes:
+        seq_length: positions of the model.
+    """
+
+    seq_length: int
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+
+
+class GPT2LMHeadModel:
+    """A language model that gives logits, or in training its loss.
+
+    Args:
+        model: what :func:`ppfleetx.load` gives.
+    """
+
+    def __init__(self, model: GPT) -> None:
+        self.model = model
+        sizes = model.config
+        self.config = GPT2Config(
+            sizes.max_position_embeddings,
+            sizes.vocab_size,
+            sizes.hidden_size,
+            sizes.num_layers,
+            sizes.num_attention_heads,
+        )
+        self._trains = False
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path) -> Self:
+        """The model in a directory: ours, Hugging Face's or FleetX's.
+
+        Raises:
+            UserError: there is none. Nothing is downloaded and no weight is made up.
+        """
+        return cls(GPT.from_pretrained(directory))
+
+    def set_train(self, mode: bool = True) -> Self:
+        """Whether calling the model gives the loss, with dropout."""
+        self._trains = mode
+        self.model.train(mode)
+        return self
+
+    def __call__(self, input_ids: Tokens) -> paddle.Tensor:
+        """Logits ``[b, s, V]`` float32; in training the mean loss of ids ``[b, s + 1]``, a scalar.
+
+        Padding at the end of a sequence (the tokenizer's end-of-document token) does not count in the loss.
+
+        Raises:
+            DataError: ids that the model has not, or more than ``seq_length`` of them.
+        """
+        if not self._trains:
+            return self.model(input_ids)
+        import paddle
+        import paddle.nn.functional as F
+
+        ids = np.atleast_2d(np.asarray(input_ids))
+        counts = _is_text(ids, self._pad_id)[:, 1:]
+        if not counts.any():
+            raise DataError("no token counts in the loss: the sequences are padding, or of one token")
+        logits = self.model(ids[:, :-1])
+        labels = paddle.to_tensor(ids[:, 1:].astype(np.int64))
+        each = F.cross_entropy(logits, labels.unsqueeze(-1), reduction="none").squeeze(-1)
+        mask = paddle.to_tensor(counts.astype(np.float32))
+        return (each * mask).sum() / mask.sum()
+
+    @property
+    def _pad_id(self) -> int | None:
+        return None if self.model.tokenizer is None else self.model.tokenizer.eod_id
+
+    def generate(self, input_ids: Any, **options: Any) -> Any:
+        """As of :meth:`GPT.generate`."""
+        return self.model.generate(input_ids, **options)
+
+    def save_pretrained(self, directory: str | Path) -> Path:
+        """As of :meth:`GPT.save`."""
+        return self.model.save(directory)
+
+
+def _is_text(ids: np.ndarray, pad_id: int | None) -> np.ndarray:
+    """``[b, s]``: False in the run of padding at the end of each sequence."""
+    if pad_id is None:
+        return np.ones(ids.shape, bool)
+    from_end = np.flip(ids != pad_id, axis=1)
+    return np.flip(np.logical_or.accumulate(from_end, axis=1), axis=1)
+
+
+class GPT2Tokenizer:
+    """A tokenizer that gives what a model of one length takes.
+
+    Args:
+        tokenizer: ours.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path) -> Self:
+        """The tokenizer in a directory, or of the checkpoint there.
+
+        Raises:
+            DataError: there is none; nothing is downloaded.
+        """
+        try:
+            return cls(Tokenizer.load(directory))
+        except MissingDataError as error:
+            with ExitStack() as stack:
+                try:
+                    place = find_model(directory, stack, with_config=False)
+                except CheckpointError:
+                    raise error from None  # it is no model either: what was said of the tokenizer holds
+                if place.tokenizer is None:
+                    raise
+                return cls(Tokenizer.load(place.tokenizer))
+
+    @property
+    def pad_token_id(self) -> int:
+        """Id of the end-of-document token, which pads too."""
+        return self.tokenizer.eod_id
+
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        *,
+        add_special_tokens: bool = False,
+        padding: Literal["max_length"] | bool = False,
+        max_length: int | None = None,
+        truncation: bool = False,
+        return_tensors: Literal["np", "pd", "ms"] | None = None,
+    ) -> Encoded:
+        """Ids of texts, with what is padding.
+
+        Args:
+            text: one text or a list; of a list every value has the batch as its first dimension.
+            add_special_tokens: put the end-of-document token before and after each text, as MindFormers does
+                unless told otherwise; here only when asked for, as in transformers.
+            padding: ``max_length``: fill up to it on the right.
+            max_length: longest sequence.
+            truncation: cut longer texts at the end; without it they are an error.
+            return_tensors: ``np`` arrays, ``pd`` (or ``ms``) Paddle tensors; None: lists.
+
+        Raises:
+            DataError: lengths that do not fit together, a text longer than ``max_length``, or an unknown
+                value.
+        """
+        if return_tensors not in _TENSORS or padding not in (False, "max_length"):
+            raise DataError(
+                f"padding is 'max_length' or False, return_tensors one of {_TENSORS[1:]} or None; given "
+                f"{padding!r} and {return_tensors!r}"
+            )
+        if padding and max_length is None:
+            raise DataError("padding='max_length' needs max_length")
+        texts = [text] if isinstance(text, str) else list(text)
+        rows = [self._row(one, add_special_tokens, max_length, truncation) for one in texts]
+        width = max_length if padding else max(map(len, rows), default=0)
+        if not padding and any(len(row) != width for row in rows):
+            raise DataError("texts of several lengths need padding='max_length'")
+        pad = self.pad_token_id
+        found = {
+            "input_ids": [row + [pad] * (width - len(row)) for row in rows],
+            "attention_mask": [[1] * len(row) + [0] * (width - len(row)) for row in rows],
+            "token_type_ids": [[0] * width for _ in rows],
+        }
+        if return_tensors is None:
+            return found if not isinstance(text, str) else {name: rows[0] for name, rows in found.items()}
+        arrays = {name: np.asarray(values, np.int64) for name, values in found.items()}
+        if return_tensors == "np":
+            return arrays
+        import paddle
+
+        return {name: paddle.to_tensor(array) for name, array in arrays.items()}
+
+    def _row(self, text: str, special: bool, max_length: int | None, truncation: bool) -> list[int]:
+        ids = self.tokenizer.encode(text)
+        ends = 2 if special else 0
+        if max_length is not None and len(ids) + ends > max_length:
+            if not truncation:
+                raise DataError(
+                    f"a text has {len(ids) + ends} tokens, more than max_length {max_length}; "
+                    "truncation=True cuts it"
+                )
+            ids = ids[: max(max_length - ends, 0)]
+        return [self.pad_token_id, *ids, self.pad_token_id] if special else ids
+
+    def decode(self, ids: Any, *, skip_special_tokens: bool = False) -> str | list[str]:
+        """The text of ids, or the texts of a list of them."""
+        rows = np.asarray(ids)
+        if rows.ndim <= 1:
+            return self.tokenizer.decode(rows, skip_special_tokens=skip_special_tokens)
+        return [self.tokenizer.decode(row, skip_special_tokens=skip_special_tokens) for row in rows]
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write the tokenizer's files."""
+        self.tokenizer.save(directory)

@@ -1,0 +1,307 @@
+"""A trained GPT as an object: text, logits, loss, and the formats it is kept in.
+
+Nothing here imports Paddle before a model is asked for. Shape letters: b sequences, s tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
+
+import numpy as np
+
+from ppfleetx.api.configuration import Configuration, Overrides, config_file, override_texts
+from ppfleetx.api.process import ready
+from ppfleetx.api.streaming import stream_of
+from ppfleetx.config.errors import ConfigError, DataError
+from ppfleetx.config.loader import load_config
+from ppfleetx.config.sections.generation import GenerationConfig
+from ppfleetx.config.validate import section_of
+
+if TYPE_CHECKING:
+    import paddle
+
+    from ppfleetx.config.sections.root import ModelConfig, RunConfig
+    from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+    from ppfleetx.generation.generator import Generation, Prompt
+    from ppfleetx.models.staged import StagedModel
+
+Tokens = "paddle.Tensor | np.ndarray | Sequence[int] | Sequence[Sequence[int]]"
+
+
+class GPT:
+    """A model with its tokenizer. :func:`load` and :meth:`from_pretrained` make one.
+
+    Attributes:
+        cfg: the whole configuration.
+        network: the Paddle layer; its ``state_dict`` has the parameters.
+        tokenizer: the model's; None where the directory holds none.
+        generation: how text is continued unless :meth:`generate` is told otherwise.
+        epoch, step: how far it was trained.
+    """
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        network: StagedModel,
+        tokenizer: Tokenizer | None,
+        *,
+        epoch: int = 0,
+        step: int = 0,
+    ) -> None:
+        self.cfg, self.network, self.tokenizer = cfg, network, tokenizer
+        self.generation, self.epoch, self.step = cfg.Generation, epoch, step
+        self._generator: Any = None
+        network.eval()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        directory: str | Path,
+        *,
+        config: Configuration | None = None,
+        overrides: Overrides | None = None,
+    ) -> Self:
+        """The model in a directory: of a run, of one of its checkpoints, of Hugging Face or of FleetX.
+
+        Args:
+            directory: where it is.
+            config: used in place of what the checkpoint says of itself.
+            overrides: change single values, e.g. ``{"Global.device": "cpu"}``.
+
+        Raises:
+            UserError: there is no such directory, it holds no sound model, or the model cannot run here. It
+                is never made up: all weights come from the directory.
+        """
+        from ppfleetx.core.programs.model_place import find_model
+
+        with ExitStack() as stack:
+            place = find_model(directory, stack, with_config=config is None)
+            file = str(place.config) if config is None else config_file(config, stack)
+            cfg = load_config(file, place.overrides(override_texts(overrides)))
+            if cfg.Model.task.classifies:
+                rule = "a classifier has no next token; ppfleetx.load takes models that continue text"
+                raise ConfigError(rule, key="Model.module", value=cfg.Model.module)
+            return cls._restored(cfg, place.tokenizer)
+
+    @classmethod
+    def _restored(cls, cfg: RunConfig, tokenizer_dir: Path | None) -> Self:
+        ctx = ready(cfg)
+        from ppfleetx.core.programs.generate import find_tokenizer
+        from ppfleetx.core.programs.train import build_runner, find_weights
+
+        start = find_weights(cfg, ctx)
+        runner = build_runner(cfg, ctx, train=False)
+        start.restore_weights(runner, cfg.Model)
+        named = tokenizer_dir is not None or cfg.Data.tokenizer is not None
+        tokenizer = find_tokenizer(cfg, start.checkpoint) if named else None
+        manifest = start.checkpoint.manifest
+        return cls(cfg, runner.model, tokenizer, epoch=manifest.epoch, step=manifest.step)
+
+    # ---- what it is
+
+    @property
+    def config(self) -> ModelConfig:
+        """The ``Model`` section."""
+        return self.cfg.Model
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, a tied head counted once."""
+        return sum(int(parameter.size) for parameter in self.network.parameters())
+
+    def named_parameters(self) -> Iterator[tuple[str, paddle.Tensor]]:
+        """Canonical names and parameters."""
+        return ((parameter.info.name, parameter) for parameter in self.network.parameters())
+
+    def __repr__(self) -> str:
+        model = self.cfg.Model
+        return (
+            f"GPT({model.num_layers} layers, hidden {model.hidden_size}, {self.num_parameters:,} parameters)"
+        )
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch dropout on, for a training loop of your own."""
+        self.network.train() if mode else self.network.eval()
+        self._generator = None  # it holds copies of weights, which may change now
+        return self
+
+    def eval(self) -> Self:
+        """Switch dropout off; so a loaded model is."""
+        return self.train(False)
+
+    # ---- what it does
+
+    def __call__(self, tokens: Tokens) -> paddle.Tensor:
+        """Logits ``[b, s, V]`` float32 after each token, without columns of vocabulary padding.
+
+        Args:
+            tokens: ids ``[b, s]``, or ``[s]`` for one sequence.
+
+        Raises:
+            DataError: ids that the model has not, or more tokens than it has positions.
+        """
+        logits_sbv = self.network(self._ids(tokens))
+        return logits_sbv[..., : self.cfg.Model.vocab_size].astype("float32").transpose([1, 0, 2])
+
+    def loss(self, tokens: Tokens) -> paddle.Tensor:
+        """Mean cross entropy (nats, a scalar) of each token but the first of each sequence ``[b, s]``.
+
+        Gradients flow through it, unless it is computed under ``paddle.no_grad()``.
+
+        Raises:
+            DataError: as of calling the model; sequences of one token.
+        """
+        import paddle.nn.functional as F
+
+        ids = self._ids(tokens)
+        if ids.shape[1] < 2:
+            raise DataError("a sequence of one token has nothing to predict; give two or more")
+        logits = self(ids[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+    def _ids(self, tokens: Tokens) -> paddle.Tensor:
+        import paddle
+
+        given = tokens.numpy() if isinstance(tokens, paddle.Tensor) else np.asarray(tokens)
+        if given.ndim == 1:
+            given = given[None]
+        if given.ndim != 2 or not given.size or given.dtype.kind not in "iu":
+            raise DataError(
+                f"tokens are ids [b, s] of sequences of one length, not {given.dtype} {list(given.shape)}"
+            )
+        vocab, positions = self.cfg.Model.vocab_size, self.cfg.Model.max_position_embeddings
+        lowest, highest = int(given.min()), int(given.max())
+        if lowest < 0 or highest >= vocab:
+            wrong = lowest if lowest < 0 else highest
+            raise DataError(f"token id {wrong} is none of the model's, which are 0 to {vocab - 1}")
+        if given.shape[1] > positions:
+            raise DataError(f"{given.shape[1]} tokens are more than the model's {positions} positions")
+        return paddle.to_tensor(given.astype(np.int64))
+
+    @overload
+    def generate(self, prompts: Prompt, *, stream: Literal[True], **options: Any) -> Iterator[str]: ...
+    @overload
+    def generate(
+        self, prompts: Sequence[Prompt], *, stream: Literal[True], **options: Any
+    ) -> Iterator[tuple[int, int, str]]: ...
+    @overload
+    def generate(self, prompts: Any, *, stream: Literal[False] = False, **options: Any) -> Any: ...
+    def generate(self, prompts: Any, *, stream: bool = False, seed: int = 0, **options: Any) -> Any:
+        """Continue prompts.
+
+        Args:
+            prompts: a text, token ids, or a list of these.
+            stream: give an iterator of text as it is made: pieces of text for one prompt, for a list
+                ``(number of the prompt, number of its continuation, piece)``.
+            seed: of sampling; the same seed gives the same text.
+            options: keys of the ``Generation`` section in place of the model's own, e.g.
+                ``max_dec_len=50, temperature=0.8, top_k=5``.
+
+        Returns:
+            A :class:`~ppfleetx.generation.generator.Generation` (``text``, ``ids``, ``finish_reason``) for
+            one prompt, a list of them for ``num_return_sequences`` above 1; for a list of prompts a list of
+            these.
+
+        Raises:
+            ConfigError: an option that there is not, or that does not fit.
+            DataError: token ids that the tokenizer has not.
+        """
+        cfg = self._options(options)
+        single = isinstance(prompts, str) or (
+            len(prompts) > 0 and all(isinstance(one, int | np.integer) for one in prompts)
+        )
+        batch: list[Prompt] = [prompts] if single else list(prompts)
+
+        def run(on_text: Callable[[int, int, str], None] | None = None) -> list[list[Generation]]:
+            return self.generator.generate(batch, cfg, seed=seed, on_text=on_text)
+
+        if stream:
+            pieces = stream_of(run)
+            return (piece for _, _, piece in pieces) if single else pieces
+        found = run()
+        results = [each[0] for each in found] if cfg.num_return_sequences == 1 else found
+        return results[0] if single else results
+
+    def _options(self, options: dict[str, Any]) -> GenerationConfig:
+        said = self.generation.model_dump(exclude={"prompt", "prompt_file"}, exclude_unset=True)
+        if options.get("prompt") is not None or options.get("prompt_file") is not None:
+            raise ConfigError("prompts are the first argument of generate", key="Generation.prompt")
+        return section_of(GenerationConfig, {**said, **options})
+
+    @property
+    def generator(self) -> Any:
+        """What :meth:`generate` uses. It takes the weights as they are when it is first asked for.
+
+        Raises:
+            ConfigError: the model has no tokenizer.
+        """
+        from ppfleetx.generation.generator import Generator
+
+        if self.tokenizer is None:
+            raise ConfigError(
+                "the model has no tokenizer; name one: overrides={'Data.tokenizer.dir': DIR}",
+                key="Data.tokenizer",
+            )
+        if self._generator is None:
+            self._generator = Generator(self.network, self.cfg.Model, self.tokenizer)
+        return self._generator
+
+    # ---- where it is kept
+
+    def save(self, directory: str | Path) -> Path:
+        """Write a checkpoint of the weights into ``directory``, which :func:`load` and every program take.
+
+        Returns:
+            The directory of the checkpoint, ``directory/epoch_E_step_S``.
+
+        Raises:
+            CheckpointError: there is one of that name, or it cannot be written.
+        """
+        from dataclasses import asdict
+
+        from ppfleetx.checkpoint.documents import documents_of
+        from ppfleetx.checkpoint.tensors import model_slices
+        from ppfleetx.checkpoint.writer import save_checkpoint
+        from ppfleetx.config.plan import ParallelPlan
+
+        tokenizer = self.tokenizer
+        return save_checkpoint(
+            directory,
+            epoch=self.epoch,
+            step=self.step,
+            tensors=model_slices(self.named_parameters()),
+            state={},
+            plan=asdict(ParallelPlan()),
+            config=self.cfg.model_dump(mode="json"),
+            fingerprints={} if tokenizer is None else {"tokenizer": tokenizer.fingerprint},
+            vocab_size=self.cfg.Model.vocab_size,
+            documents=documents_of(self.cfg, tokenizer),
+        )
+
+    def to_huggingface(self, directory: str | Path) -> Path:
+        """Write the model as transformers reads it (``AutoModelForCausalLM``), with its tokenizer.
+
+        Adapters are added to their weights.
+
+        Raises:
+            CheckpointError: ``directory`` is not empty, or transformers has no such network.
+        """
+        from ppfleetx.checkpoint.foreign.convert import Conversion, convert
+        from ppfleetx.checkpoint.foreign.merge_lora import merge_lora
+
+        with tempfile.TemporaryDirectory(prefix="ppfleetx-") as scratch:
+            source = self.save(Path(scratch) / "model")
+            if self.cfg.Model.lora is not None:
+                source = merge_lora(source, Path(scratch) / "merged")
+            return convert(Conversion("ppfleetx", "hf", source, Path(directory)))
+
+
+def load(
+    directory: str | Path, *, config: Configuration | None = None, overrides: Overrides | None = None
+) -> GPT:
+    """The model in a directory; arguments and errors as of :meth:`GPT.from_pretrained`."""
+    return GPT.from_pretrained(directory, config=config, overrides=overrides)

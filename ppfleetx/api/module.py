@@ -1,0 +1,121 @@
+"""``build_module(cfg)``: a model by its configuration, used as PaddleFleetX's programs use theirs.
+
+module = build_module(cfg)
+module.model.eval()
+module.model.set_state_dict(weights)
+print(module.generate("Once upon a time")[0])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ppfleetx.api.model import GPT
+from ppfleetx.api.process import ready
+from ppfleetx.config.errors import CheckpointError, ConfigError
+from ppfleetx.data.build import load_tokenizer
+
+if TYPE_CHECKING:
+    from ppfleetx.config.sections.root import RunConfig
+    from ppfleetx.models.staged import StagedModel
+
+
+class GenerationModule:
+    """A network that gets its weights later.
+
+    Attributes:
+        cfg: the configuration.
+        model: the Paddle layer; its ``set_state_dict`` takes weights by FleetX's names and by our own.
+    """
+
+    def __init__(self, cfg: RunConfig, network: StagedModel) -> None:
+        self.cfg, self.model = cfg, network
+        self._has_weights = False
+        network.set_state_dict = self._set_state_dict  # type: ignore[method-assign]
+
+    def generate(self, text: str | Sequence[str], **options: Any) -> list[str]:
+        """Texts with their continuations, one for each prompt and each of ``num_return_sequences``.
+
+        Args:
+            text: one prompt, or a list of them.
+            options: as of :meth:`GPT.generate`.
+
+        Raises:
+            ConfigError: the model has no weights or no tokenizer.
+        """
+        if not self._has_weights:
+            raise ConfigError("the model has no weights yet; give them to module.model.set_state_dict")
+        prompts = [text] if isinstance(text, str) else list(text)
+        found = GPT(self.cfg, self.model, load_tokenizer(self.cfg)).generate(prompts, **options)
+        each = [one if isinstance(one, list) else [one] for one in found]
+        return [
+            prompt + generation.text
+            for prompt, generations in zip(prompts, each, strict=True)
+            for generation in generations
+        ]
+
+    def _set_state_dict(self, weights: Mapping[str, Any], *_: Any, **__: Any) -> tuple[list[str], list[str]]:
+        """Take all parameters from ``weights``.
+
+        Returns:
+            Two empty lists, as Paddle's method names what is missing and what is left over: here both are
+            errors.
+
+        Raises:
+            CheckpointError: a parameter is missing, unknown or of another shape.
+        """
+        import paddle
+
+        from ppfleetx.checkpoint.foreign.fleetx import place_of
+
+        own = {parameter.info.name: parameter for parameter in self.model.parameters()}
+        given: dict[str, np.ndarray] = {}
+        for name, value in weights.items():
+            place = None if name in own else place_of(name)
+            given[name if place is None else place.ours] = np.asarray(value)
+        missing, unknown = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+        if missing or unknown:
+            parts = [
+                f"{words[0]} is {what}"
+                for what, words in (("missing", missing), ("unknown", unknown))
+                if words
+            ]
+            raise CheckpointError(f"the weights are not those of the model: {' and '.join(parts)}")
+        for name, parameter in own.items():
+            value = _padded(name, given[name], list(parameter.shape), self.cfg.Model.vocab_size)
+            parameter.set_value(paddle.to_tensor(value.astype("float32")).astype(parameter.dtype))
+        self._has_weights = True
+        return [], []
+
+
+def _padded(name: str, value: np.ndarray, shape: list[int], vocab_size: int) -> np.ndarray:
+    """A table of the vocabulary with as many rows as the model has; others must have the model's shape."""
+    if list(value.shape) == shape:
+        return value
+    is_table = name.endswith("word_embeddings.weight") and value.ndim == 2 and value.shape[1] == shape[1]
+    if is_table and value.shape[0] >= vocab_size:
+        wide = np.zeros(shape, value.dtype)
+        wide[:vocab_size] = value[:vocab_size]
+        return wide
+    raise CheckpointError(f"{name} has the shape {list(value.shape)}, the model's is {shape}")
+
+
+def build_module(cfg: RunConfig) -> GenerationModule:
+    """The network of ``cfg`` (see ``ppfleetx.load_config``), without weights.
+
+    Raises:
+        ConfigError: it cannot run here, or in one process, or does not continue text.
+    """
+    if cfg.Model.task.classifies:
+        raise ConfigError("a classifier has no next token", key="Model.module", value=cfg.Model.module)
+    if cfg.plan.world_size > 1:
+        raise ConfigError(
+            f"one process holds the whole model, which this plan ({cfg.plan}) is not", key="Distributed"
+        )
+    ctx = ready(cfg)
+    from ppfleetx.core.programs.train import build_runner
+
+    return GenerationModule(cfg, build_runner(cfg, ctx, train=False).model)

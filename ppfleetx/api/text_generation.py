@@ -1,0 +1,250 @@
+"""MindFormers' task ``text_generation``: its ``pipeline`` and its ``Trainer``, on our programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ppfleetx.api.configuration import Configuration, Overrides, override_texts
+from ppfleetx.api.gpt2 import GPT2LMHeadModel, GPT2Tokenizer
+from ppfleetx.api.model import GPT
+from ppfleetx.api.trainer import Trainer as NativeTrainer
+from ppfleetx.config.errors import ConfigError, DataError
+from ppfleetx.config.shipped import shipped_configs
+from ppfleetx.core.programs.model_place import ModelPlace, find_model, override
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ppfleetx.core.engine.callbacks.base import Callback
+
+TASK = "text_generation"
+RESULT = f"{TASK}_text"
+# MindFormers' options that are ours under the same name.
+_OPTIONS = ("top_k", "top_p", "temperature", "eos_token_id", "repetition_penalty", "seed")
+_MODEL_LIKE = str | Path | GPT | GPT2LMHeadModel
+
+
+class TextGenerationPipeline:
+    """Continues texts; made by :func:`pipeline`.
+
+    Args:
+        model: the model.
+        options: used unless a call says otherwise.
+    """
+
+    def __init__(self, model: GPT, options: dict[str, Any]) -> None:
+        self.model, self._defaults = model, options
+
+    def __call__(self, inputs: str | Sequence[str], **options: Any) -> list[dict[str, list[str]]]:
+        """``[{"text_generation_text": [prompt and continuation]}]``, one of these for each prompt.
+
+        Args:
+            inputs: a prompt or a list of them.
+            options: ``max_length`` (tokens of prompt and continuation together), ``do_sample`` (False: the
+                likeliest token), ``top_k``, ``top_p``, ``temperature``, ``repetition_penalty``,
+                ``eos_token_id``, ``seed``.
+
+        Raises:
+            ConfigError: an option that there is not.
+            DataError: a prompt that has ``max_length`` tokens already.
+        """
+        prompts = [inputs] if isinstance(inputs, str) else list(inputs)
+        chosen = {**self._defaults, **options}
+        checked(chosen)
+        return [{RESULT: [prompt + self._continued(prompt, chosen)]} for prompt in prompts]
+
+    def _continued(self, prompt: str, chosen: dict[str, Any]) -> str:
+        given = {name: chosen[name] for name in _OPTIONS if chosen.get(name) is not None}
+        if chosen.get("do_sample") is not None:
+            given["decode_strategy"] = "sampling" if chosen["do_sample"] else "greedy_search"
+        if chosen.get("max_length") is not None:
+            length = len(self.model.generator.tokenizer.encode_prompt(prompt))
+            if length >= chosen["max_length"]:
+                raise DataError(
+                    f"the prompt has {length} tokens: nothing is left of max_length {chosen['max_length']}"
+                )
+            given["max_dec_len"] = chosen["max_length"] - length
+            given["min_dec_len"] = min(self.model.generation.min_dec_len, given["max_dec_len"])
+        return self.model.generate(prompt, **given).text
+
+
+def checked(options: dict[str, Any]) -> dict[str, Any]:
+    """``options``, if the pipeline knows all of them. Raises ConfigError."""
+    known = (*_OPTIONS, "do_sample", "max_length")
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"the pipeline has no such option; it has {', '.join(known)}", key=name)
+    return options
+
+
+def pipeline(
+    task: str,
+    model: _MODEL_LIKE,
+    tokenizer: GPT2Tokenizer | Tokenizer | str | Path | None = None,
+    **options: Any,
+) -> TextGenerationPipeline:
+    """A callable that continues texts with a model.
+
+    Args:
+        task: ``text_generation``.
+        model: a directory, or a model that is loaded.
+        tokenizer: the model's own, unless given.
+        options: as of calling what this gives.
+
+    Raises:
+        ConfigError: another task, or an option that there is not.
+        UserError: there is no model in the directory.
+    """
+    check_task(task)
+    checked(options)
+    found = _model(model)
+    if tokenizer is not None:
+        found.tokenizer = _tokenizer(tokenizer)
+        found.train(False)  # its generator is made anew, with this tokenizer
+    return TextGenerationPipeline(found, options)
+
+
+def check_task(task: str) -> None:
+    """Raise ConfigError unless the task is ours."""
+    if task.replace("-", "_") != TASK:
+        raise ConfigError(f"the only task here is {TASK}", key="task", value=task)
+
+
+def _model(model: _MODEL_LIKE) -> GPT:
+    if isinstance(model, GPT2LMHeadModel):
+        return model.model
+    return model if isinstance(model, GPT) else GPT.from_pretrained(model)
+
+
+def _tokenizer(tokenizer: GPT2Tokenizer | Tokenizer | str | Path) -> Tokenizer:
+    if isinstance(tokenizer, GPT2Tokenizer):
+        return tokenizer.tokenizer
+    return tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer)
+
+
+class Trainer:
+    """MindFormers' trainer on :class:`ppfleetx.Trainer`.
+
+    Args:
+        task: ``text_generation``.
+        model: a directory, whose weights training starts from; or the name of a shipped configuration
+            (``ppfleetx configs``), whose model starts with random weights.
+        train_dataset, eval_dataset: as ``train_data`` and ``eval_data`` of :class:`ppfleetx.Trainer`.
+        tokenizer: of the texts; the model's, unless given.
+        args: overrides of the configuration: a mapping or texts ``Section.key=value``.
+        callbacks: as of :class:`ppfleetx.Trainer`.
+        output_dir: where the run is written.
+
+    Raises:
+        ConfigError: another task, or neither a directory nor a configuration.
+    """
+
+    def __init__(
+        self,
+        task: str = TASK,
+        model: str | Path | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        tokenizer: GPT2Tokenizer | Tokenizer | str | Path | None = None,
+        *,
+        args: Overrides | None = None,
+        callbacks: Sequence[Callback] = (),
+        output_dir: str | Path = "./output",
+    ) -> None:
+        check_task(task)
+        if model is None:
+            raise ConfigError(
+                "give a model: a directory, or a name that `ppfleetx configs` lists", key="model"
+            )
+        self._place = model
+        self._data = {"train_data": train_dataset, "eval_data": eval_dataset}
+        self._tokenizer = None if tokenizer is None else _tokenizer(tokenizer)
+        self._args, self._callbacks, self._output_dir = override_texts(args), list(callbacks), output_dir
+        self._trainer: NativeTrainer | None = None
+        self._scratch = ExitStack()
+        self._places: dict[str, ModelPlace] = {}
+        if not Path(model).exists() and str(model) not in shipped_configs():
+            raise ConfigError(
+                f"there is no directory {model}, and no shipped configuration of this name", key="model"
+            )
+
+    def train(self, *, resume: bool = False) -> None:
+        """Train: from the weights of the model's directory, or from random ones of a configuration.
+
+        Args:
+            resume: go on with the run in ``output_dir``.
+
+        Raises:
+            UserError: no data were given, or what ends a training run.
+        """
+        if self._data["train_data"] is None:
+            raise ConfigError("training needs train_dataset", key="train_dataset")
+        more = [*self._args, *(["Engine.save_load.resume=True"] if resume else [])]
+        self._trainer = self._native(more).fit()
+
+    def evaluate(self, eval_checkpoint: str | Path | None = None) -> dict[str, float]:
+        """``{"loss", "ppl"}`` on ``eval_dataset``, or on the part of ``train_dataset`` that is kept for it.
+
+        Args:
+            eval_checkpoint: the model; else the trained one, else that of the directory.
+        """
+        place = eval_checkpoint or (None if self._trainer is not None else self._place)
+        more = (
+            []
+            if place is None
+            else [override("Engine.save_load.ckpt_dir", str(self._found(place).checkpoint))]
+        )
+        record = self._native([*self._args, *more], starts=False).evaluate()
+        return {"loss": record.loss, "ppl": record.ppl}
+
+    def predict(
+        self,
+        predict_checkpoint: str | Path | None = None,
+        input_data: str | Sequence[str] | None = None,
+        **options: Any,
+    ) -> list[dict[str, list[str]]]:
+        """Continue texts with a named checkpoint, else the trained model, else that of the directory.
+
+        Args:
+            predict_checkpoint: a directory.
+            input_data: a prompt, a list of them, or a file with one a line.
+            options: as of :class:`TextGenerationPipeline`.
+        """
+        if input_data is None:
+            raise ConfigError("give input_data: a prompt, a list of them or a file", key="input_data")
+        if isinstance(input_data, str) and Path(input_data).is_file():
+            input_data = [line for line in Path(input_data).read_text("utf-8").splitlines() if line.strip()]
+        if predict_checkpoint is None and self._trainer is not None:
+            model: _MODEL_LIKE = self._trainer.model
+        else:
+            model = predict_checkpoint or self._place
+        return pipeline(TASK, model, self._tokenizer)(input_data, **options)
+
+    def _native(self, overrides: list[str], *, starts: bool = True) -> NativeTrainer:
+        config, more, tokenizer = self._configuration(starts)
+        given = {text.partition("=")[0] for text in overrides}
+        more = [text for text in more if text.partition("=")[0] not in given]
+        return NativeTrainer(
+            config,
+            [*more, *overrides],
+            tokenizer=self._tokenizer or tokenizer,
+            output_dir=self._output_dir,
+            callbacks=self._callbacks,
+            **self._data,
+        )
+
+    def _configuration(self, starts: bool) -> tuple[Configuration, list[str], Path | None]:
+        """The configuration, overrides that go with it, and the tokenizer of the model's directory."""
+        if not Path(self._place).exists():
+            return str(self._place), [], None
+        found = self._found(self._place)
+        start = [override("Engine.save_load.init_from", str(found.checkpoint))] if starts else []
+        return str(found.config), start, found.tokenizer
+
+    def _found(self, place: str | Path) -> ModelPlace:
+        """The model in a directory; what is made for it stays as long as this trainer."""
+        if str(place) not in self._places:
+            self._places[str(place)] = find_model(place, self._scratch)
+        return self._places[str(place)]

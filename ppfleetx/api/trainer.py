@@ -1,0 +1,176 @@
+"""Training from Python: a configuration, data as they are at hand, and the trained model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from ppfleetx.api.configuration import Configuration, Overrides, config_file, override_texts
+from ppfleetx.api.corpus import corpus_prefix
+from ppfleetx.api.model import GPT
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_config, read_config
+from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.core.programs.launch import start_with, world_size
+from ppfleetx.core.programs.model_place import override
+from ppfleetx.data.build import load_tokenizer
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ppfleetx.core.engine.callbacks.base import Callback
+    from ppfleetx.core.engine.run import EvalRecord
+
+_KEPT = ("step", "epoch", "loss", "lr", "grad_norm", "ppl")
+
+
+class Trainer:
+    """Trains the model of a configuration, as ``ppfleetx train`` does.
+
+    Args:
+        config: a YAML file, the name of a shipped configuration, nested sections, or a ``RunConfig``.
+        overrides: change single values: ``{"Engine.max_steps": 100}`` or ``["Engine.max_steps=100"]``.
+        train_data: in place of ``Data.Train.dataset.input_dir``: a list of texts, a text file or folder
+            (json lines too), the prefix of a ``.bin/.idx`` pair, or a ``datasets.Dataset`` with a column
+            ``text``. Texts are encoded into ``output_dir/data``.
+        eval_data: the same for evaluation. Without it, evaluation takes its share of ``train_data``
+            (``Data.Eval.dataset.split``), where the configuration has an evaluation set.
+        tokenizer: of the texts: a directory, or a :class:`Tokenizer`; else ``Data.tokenizer``.
+        output_dir: where the run is written (``Engine.save_load.output_dir``).
+        callbacks: objects with hooks, see :class:`~ppfleetx.core.engine.callbacks.base.Callback`.
+
+    Attributes:
+        cfg: the whole configuration.
+        history: what the run reported: ``{"kind": "train", "step", "epoch", "loss", "lr", "grad_norm"}`` of
+            each step, ``{"kind": "eval", "step", "loss", "ppl"}`` of each evaluation.
+
+    Raises:
+        UserError: a mistake in the configuration or the data, in words.
+    """
+
+    def __init__(
+        self,
+        config: Configuration,
+        overrides: Overrides | None = None,
+        *,
+        train_data: Any = None,
+        eval_data: Any = None,
+        tokenizer: Tokenizer | str | Path | None = None,
+        output_dir: str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        self._callbacks, self._model = list(callbacks), None
+        self.history: list[dict[str, Any]] = []
+        self._scratch = ExitStack()
+        self._file = config_file(config, self._scratch)
+        given = override_texts(overrides)
+        if output_dir is not None:
+            given.append(override("Engine.save_load.output_dir", str(output_dir)))
+        raw = read_config(self._file, given)[0]
+        home = Path(raw.Engine.save_load.output_dir) / "data"
+        if tokenizer is not None:
+            given.append(override("Data.tokenizer.dir", _tokenizer_dir(tokenizer, home)))
+            raw = read_config(self._file, given)[0]
+        given += _data_overrides(raw, train_data, eval_data, home)
+        self._overrides = given
+        self.cfg = load_config(self._file, given, world_size=world_size(os.environ))
+
+    def fit(self) -> Self:
+        """Train to ``Engine.max_steps``, evaluate and save as configured. Gives this trainer.
+
+        Raises:
+            UserError: what ends a training run, e.g. an output directory in which another run has been.
+        """
+        cfg, ctx = start_with(self.cfg, reads=("Train", "Eval"))
+        from ppfleetx.api.history import History
+        from ppfleetx.core.programs.train import train
+
+        engine = train(cfg, ctx, [History(self.history, _KEPT), *self._callbacks])
+        if _is_whole(cfg.plan):
+            self._model = GPT(
+                cfg,
+                engine.runner.model,
+                load_tokenizer(cfg),
+                epoch=engine.state.epoch,
+                step=engine.state.step,
+            )
+        return self
+
+    def evaluate(self) -> EvalRecord:
+        """Loss and perplexity on ``Data.Eval`` of the last checkpoint of ``output_dir``, or of ``ckpt_dir``
+        where the configuration names one.
+
+        Raises:
+            UserError: there is no checkpoint, or no evaluation set.
+        """
+        cfg, ctx = start_with(self._with_checkpoint(), reads=("Eval",))
+        from ppfleetx.core.programs.train import evaluate
+
+        return evaluate(cfg, ctx)
+
+    def predict(self, prompts: Any, **options: Any) -> Any:
+        """Continue prompts with the trained model; arguments as of :meth:`GPT.generate`."""
+        return self.model.generate(prompts, **options)
+
+    @property
+    def model(self) -> GPT:
+        """The trained model: what :meth:`fit` has left in memory, else the one of the last checkpoint.
+
+        Raises:
+            UserError: there is none.
+        """
+        if self._model is None:
+            place = self._with_checkpoint().Engine.save_load.ckpt_dir
+            self._model = GPT.from_pretrained(place)
+        return self._model
+
+    def _with_checkpoint(self) -> Any:
+        options = self.cfg.Engine.save_load
+        if options.ckpt_dir is not None:
+            return self.cfg
+        more = override("Engine.save_load.ckpt_dir", options.output_dir)
+        return load_config(self._file, [*self._overrides, more], world_size=self.cfg.plan.world_size)
+
+
+def _is_whole(plan: ParallelPlan) -> bool:
+    """Whether each process has a whole model."""
+    return plan.mp == plan.pp == plan.sep == 1 and not (plan.sharding > 1 and plan.sharding_stage == 3)
+
+
+def _tokenizer_dir(tokenizer: Tokenizer | str | Path, home: Path) -> str:
+    """A directory of the tokenizer's files; one that exists in memory is written beside the data."""
+    if not isinstance(tokenizer, Tokenizer):
+        return str(tokenizer)
+    place = home / f"tokenizer-{tokenizer.fingerprint[:16]}"
+    if not place.is_dir():
+        tokenizer.save(place)
+    return str(place)
+
+
+def _data_overrides(raw: Any, train_data: Any, eval_data: Any, home: Path) -> list[str]:
+    """Overrides that let the run read the data that were given."""
+    if train_data is None and eval_data is None:
+        return []
+    tokenizer = load_tokenizer(raw)
+    longest = raw.Model.max_position_embeddings
+    found: list[str] = []
+    for mode, data, whole in (("Train", train_data, [1, 0, 0]), ("Eval", eval_data, [0, 1, 0])):
+        section = getattr(raw.Data, mode)
+        if data is None:
+            continue
+        key = f"Data.{mode}.dataset"
+        found.append(override(f"{key}.input_dir", corpus_prefix(data, tokenizer, home)))
+        if eval_data is not None or section is None:
+            found.append(override(f"{key}.split", whole))
+        if section is None or "max_seq_len" not in section.dataset.model_fields_set:
+            found.append(override(f"{key}.max_seq_len", min(longest, 1024)))
+    if eval_data is None and raw.Data.Eval is not None:
+        if raw.Data.Train is None:
+            raise ConfigError(
+                "give eval_data too: Data.Train of the configuration says no shares", key="Data.Eval"
+            )
+        [prefix] = [text for text in found if text.startswith("Data.Train.dataset.input_dir=")]
+        found.append(prefix.replace("Data.Train", "Data.Eval", 1))
+    return found

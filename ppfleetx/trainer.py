@@ -1,0 +1,5 @@
+"""``from ppfleetx.trainer import Trainer``: MindFormers' spelling; ``ppfleetx.Trainer`` is our own."""
+
+from ppfleetx.api.text_generation import Trainer
+
+__all__ = ["Trainer"]

@@ -1,0 +1,225 @@
+"""The Python API: what it gives, and what it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+import ppfleetx
+from ppfleetx.api.corpus import corpus_prefix
+from ppfleetx.api.gpt2 import _is_text
+from ppfleetx.api.streaming import stream_of
+from ppfleetx.config.errors import CheckpointError, ConfigError, DataError
+from ppfleetx.data.indexed import IndexedDataset
+from ppfleetx.pipeline import pipeline
+from ppfleetx.trainer import Trainer
+from tests.checkpoint.foreign.test_fleetx import theirs
+
+ROOT = Path(__file__).resolve().parents[2]
+GREEDY = {"decode_strategy": "greedy_search", "max_dec_len": 6}
+
+
+@pytest.fixture(scope="module")
+def model(place: Path) -> ppfleetx.GPT:
+    return ppfleetx.load(place / "output", overrides={"Global.device": "cpu"})
+
+
+def test_the_import_is_quick_and_lists_its_names() -> None:
+    program = (
+        "import sys, ppfleetx; assert set(ppfleetx.__all__) <= set(dir(ppfleetx))\n"
+        "slow = {'paddle', 'numpy', 'pydantic'} & set(sys.modules); assert not slow, slow\n"
+        "for name in ppfleetx.__all__: getattr(ppfleetx, name)\n"
+        "assert 'paddle' not in sys.modules\n"
+        "try: ppfleetx.nothing\nexcept AttributeError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and "has no attribute 'nothing'" in done.stdout
+
+
+def test_generation_takes_texts_ids_and_batches(model: ppfleetx.GPT) -> None:
+    one = model.generate("The quick", **GREEDY)
+    assert len(one.ids) == 6 and one.finish_reason == "length"
+    ids = model.tokenizer.encode_prompt("The quick")
+    assert model.generate(ids, **GREEDY) == model.generate(np.array(ids), **GREEDY) == one
+    both = model.generate(["The quick", "def"], **GREEDY)
+    assert both[0].text == one.text and len(both) == 2
+    several = model.generate(["The", "def"], num_return_sequences=3, seed=1)
+    assert [len(each) for each in several] == [3, 3]
+    assert several == model.generate(["The", "def"], num_return_sequences=3, seed=1)
+    assert len(model.generate("The").ids) <= 6  # what the checkpoint says
+
+
+def test_streams_hold_the_same_text(model: ppfleetx.GPT) -> None:
+    one = model.generate("The quick", **GREEDY)
+    assert "".join(model.generate("The quick", stream=True, **GREEDY)) == one.text
+    texts = {0: "", 1: ""}
+    for prompt, copy, piece in model.generate(["The quick", "def"], stream=True, **GREEDY):
+        assert copy == 0
+        texts[prompt] += piece
+    assert texts[0] == one.text
+    with pytest.raises(ConfigError, match="max_dec_len"):
+        next(model.generate("The", stream=True, max_dec_len=1000))
+
+
+def test_a_stream_that_is_dropped_ends_its_generation() -> None:
+    told: list[int] = []
+
+    def generate(on_text: Any) -> None:
+        for number in range(1_000_000):
+            told.append(number)
+            on_text(0, 0, "x")
+
+    stream = stream_of(generate)
+    assert next(stream) == (0, 0, "x")
+    stream.close()
+    assert len(told) < 1_000_000
+
+
+def test_logits_and_loss_are_those_of_the_network(model: ppfleetx.GPT) -> None:
+    ids = np.array([[1, 2, 3, 4], [5, 6, 7, 8]])
+    logits = model(ids)
+    assert logits.shape == [2, 4, 512] and logits.dtype == paddle.float32
+    np.testing.assert_allclose(model([1, 2, 3, 4]).numpy()[0], logits.numpy()[0], atol=1e-5)
+    scores = logits.numpy().astype(np.float64)[:, :-1]
+    log_probs = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+    by_hand = -np.take_along_axis(log_probs, ids[:, 1:, None], axis=-1).mean()
+    assert model.loss(paddle.to_tensor(ids)).item() == pytest.approx(by_hand, rel=1e-5)
+    model.train().loss(ids).backward()
+    assert all(parameter.grad is not None for _, parameter in model.eval().named_parameters())
+    model.network.clear_gradients()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rule"),
+    [
+        ([[1, 512]], "token id 512 is none of the model's"),
+        ([[-1, 2]], "token id -1"),
+        ([list(range(65))], "65 tokens are more than the model's 64 positions"),
+        ([[1.5, 2.0]], r"ids \[b, s\]"),
+        ([], r"ids \[b, s\]"),
+    ],
+)
+def test_wrong_tokens_are_refused(model: ppfleetx.GPT, tokens: Any, rule: str) -> None:
+    with pytest.raises(DataError, match=rule):
+        model(tokens)
+
+
+def test_what_is_refused(model: ppfleetx.GPT, here: Path) -> None:
+    for call, error, rule in (
+        (lambda: ppfleetx.load("nowhere"), CheckpointError, "there is no checkpoint directory nowhere"),
+        (lambda: ppfleetx.load("tokenizer"), CheckpointError, "no complete checkpoint"),
+        (lambda: ppfleetx.GPT2LMHeadModel.from_pretrained("gpt2"), CheckpointError, "directory gpt2"),
+        (lambda: ppfleetx.GPT2Tokenizer.from_pretrained("gpt2"), DataError, "no tokenizer at gpt2"),
+        (lambda: model.generate("x", max_length=3), ConfigError, "max_length"),
+        (lambda: model.generate("x", prompt="y"), ConfigError, "first argument"),
+        (lambda: model.loss([[1]]), DataError, "nothing to predict"),
+        (lambda: model.save("output"), CheckpointError, "is there already"),
+        (lambda: model.to_huggingface("output"), CheckpointError, "not empty|empty directory"),
+        (lambda: pipeline("translation", "output"), ConfigError, "the only task here"),
+        (lambda: pipeline("text_generation", "output", beams=3), ConfigError, "no such option"),
+        (lambda: pipeline("text_generation", model)("x", max_length=1), DataError, "nothing is left"),
+        (lambda: Trainer(model="gpt2"), ConfigError, "there is no directory gpt2"),
+        (lambda: Trainer(model="output").train(), ConfigError, "training needs train_dataset"),
+        (lambda: Trainer(model="output").predict(), ConfigError, "give input_data"),
+        (lambda: ppfleetx.Trainer("debug/gpt_nano", {"Engine.max_step": 3}), ConfigError, "max_steps"),
+        (lambda: ppfleetx.Trainer("debug/gpt_nano", train_data=["a"]), DataError, "texts need a tokenizer"),
+        (lambda: ppfleetx.Trainer("debug/gpt_nano", [3]), ConfigError, "an override is a text"),
+    ):
+        with pytest.raises(error, match=rule):
+            call()
+
+
+def test_a_module_takes_fleetx_weights_and_nothing_less(model: ppfleetx.GPT, here: Path) -> None:
+    module = ppfleetx.build_module(ppfleetx.load_config("output", ["Global.device=cpu"]))
+    module.model.eval()
+    with pytest.raises(ConfigError, match="has no weights yet"):
+        module.generate("The quick")
+    weights = {theirs(name): parameter.numpy() for name, parameter in model.named_parameters()}
+    table = "gpt.embeddings.word_embeddings.weight"
+    padded = np.concatenate([weights[table], np.ones((128, 64), np.float32)])
+    for wrong, rule in (
+        ({k: v for k, v in weights.items() if k != table}, "word_embeddings.weight is missing"),
+        ({**weights, "extra": padded}, "extra is unknown"),
+        ({**weights, table: padded[:, :3]}, r"has the shape \[640, 3\]"),
+    ):
+        with pytest.raises(CheckpointError, match=rule):
+            module.model.set_state_dict(wrong)
+    module.model.set_state_dict({**weights, table: padded})
+    [text] = module.generate("The quick", **GREEDY)
+    assert text == "The quick" + model.generate("The quick", **GREEDY).text
+
+
+def test_corpora_of_all_kinds_are_the_same(here: Path, tmp_path: Path) -> None:
+    tokenizer = ppfleetx.Tokenizer.load("tokenizer")
+    texts = ["one text", "", "another"]
+    (tmp_path / "lines.jsonl").write_text('{"text": "one text"}\n{"text": "another"}\n')
+
+    class Records(list):
+        """What ``datasets.Dataset`` gives one after the other."""
+
+    records = Records({"text": text} for text in texts)
+    found = {corpus_prefix(data, tokenizer, tmp_path)
+             for data in (texts, iter(texts), tmp_path / "lines.jsonl", records)}  # fmt: skip
+    [prefix] = found
+    corpus = IndexedDataset(prefix)
+    end = tokenizer.eod_token
+    assert tokenizer.decode(corpus.flat(0, corpus.num_tokens)) == f"one text{end}another{end}"
+    assert corpus_prefix(prefix, None, tmp_path) == prefix
+    for wrong, rule in (
+        ([], "hold no text"),
+        ([3], "entry 0"),
+        (3, "training data are"),
+        ("no.txt", "no such"),
+    ):
+        with pytest.raises(DataError, match=rule):
+            corpus_prefix(wrong, tokenizer, tmp_path)
+
+
+def test_the_tokenizer_pads_cuts_and_refuses(here: Path) -> None:
+    tokenizer = ppfleetx.GPT2Tokenizer.from_pretrained("output")
+    ids, pad = tokenizer.tokenizer.encode("hello world"), tokenizer.pad_token_id
+    assert tokenizer("hello world")["input_ids"] == ids
+    assert tokenizer("hello world", add_special_tokens=True)["input_ids"] == [pad, *ids, pad]
+    padded = tokenizer(["hello world", "a"], padding="max_length", max_length=12, return_tensors="np")
+    assert padded["input_ids"].shape == (2, 12) and padded["attention_mask"][0].sum() == len(ids)
+    assert list(padded["input_ids"][0]) == ids + [pad] * (12 - len(ids))
+    cut = tokenizer("hello world", max_length=3, truncation=True)
+    assert cut["input_ids"] == ids[:3] and tokenizer.decode([ids, ids]) == ["hello world"] * 2
+    for options, rule in (
+        ({"max_length": 2}, "truncation=True cuts it"),
+        ({"padding": "max_length"}, "needs max_length"),
+        ({"padding": "longest"}, "padding is"),
+        ({"return_tensors": "tf"}, "return_tensors one of"),
+    ):
+        with pytest.raises(DataError, match=rule):
+            tokenizer("hello world", **options)
+    with pytest.raises(DataError, match="several lengths"):
+        tokenizer(["hello world", "a"])
+
+
+def test_padding_does_not_count_in_the_loss(here: Path) -> None:
+    model = ppfleetx.GPT2LMHeadModel.from_pretrained("output")
+    tokenizer = ppfleetx.GPT2Tokenizer.from_pretrained("output")
+    short = tokenizer(["hello world"], return_tensors="np")["input_ids"]
+    long = tokenizer(["hello world"], padding="max_length", max_length=20, return_tensors="np")["input_ids"]
+    model.set_train(True).model.network.eval()  # without dropout
+    assert model(long).item() == pytest.approx(model(short).item(), rel=1e-5)
+    assert _is_text(np.array([[9, 1, 9, 2, 9, 9]]), 9).tolist() == [[True] * 4 + [False] * 2]
+
+
+def test_max_length_counts_the_prompt(here: Path) -> None:
+    task = pipeline("text_generation", model="output", max_length=12, do_sample=False)
+    prompt = "The quick"
+    [first] = task(prompt)
+    [text] = first["text_generation_text"]
+    tokenizer = ppfleetx.Tokenizer.load("tokenizer")
+    model = ppfleetx.load("output")
+    left = 12 - len(tokenizer.encode(prompt))
+    assert text == prompt + model.generate(prompt, decode_strategy="greedy_search", max_dec_len=left).text
+    assert [first, first] == task([prompt, prompt])
