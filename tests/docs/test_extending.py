@@ -143,6 +143,10 @@ def test_an_architecture_runs_under_every_plan(folder: Path, pools: Pools) -> No
     one = losses(pools, Plan(), folder, "parallel_gpt", "one", **changes)
     for name, plan in {"mp2": Plan(mp=2), "pp2": Plan(pp=2)}.items():
         assert losses(pools, plan, folder, "parallel_gpt", name, **changes) == pytest.approx(one, rel=2e-5)
+    again = {**changes, "Model.use_recompute": True, "Model.recompute_granularity": "full_attn"}
+    assert losses(pools, Plan(), folder, "parallel_gpt", "recomputed", **again) == pytest.approx(
+        one, rel=1e-6
+    )
     plain = losses(pools, Plan(), folder, "parallel_gpt", "gpt", **{"Model.name": "GPT"})
     assert plain != pytest.approx(one, rel=1e-3), "it is another function"
 

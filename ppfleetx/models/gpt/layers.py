@@ -194,15 +194,28 @@ class Block(nn.Layer):
         recompute_attention: bool = False,
     ) -> paddle.Tensor:
         """``hidden [s, b, h]`` through attention and feed-forward."""
+        hidden = hidden + self.attention_branch(
+            hidden, position_ids, document_start, cache, recompute_attention
+        )
+        return hidden + self.mlp_branch(hidden)
+
+    def attention_branch(
+        self,
+        hidden: paddle.Tensor,
+        position_ids: paddle.Tensor | None,
+        document_start: paddle.Tensor | None,
+        cache: KeyValueCache | None = None,
+        recompute_attention: bool = False,
+    ) -> paddle.Tensor:
+        """What attention adds to ``hidden``; computed again in the backward pass where that is asked for."""
         if recompute_attention:
-            branch = recompute(self.attend, hidden, position_ids, document_start)
-        else:
-            branch = self.attend(hidden, position_ids, document_start, cache)
-        hidden = hidden + branch
+            return recompute(self.attend, hidden, position_ids, document_start)
+        return self.attend(hidden, position_ids, document_start, cache)
+
+    def mlp_branch(self, hidden: paddle.Tensor) -> paddle.Tensor:
+        """What the feed-forward block adds to ``hidden``."""
         branch = self.dropout(self.mlp(self.mlp_norm(hidden)))
-        if self.mlp_post_norm is not None:
-            branch = self.mlp_post_norm(branch)
-        return hidden + branch
+        return branch if self.mlp_post_norm is None else self.mlp_post_norm(branch)
 
     def attend(
         self,
