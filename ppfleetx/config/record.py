@@ -4,6 +4,7 @@ again where they differ."""
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -18,8 +19,25 @@ _HEAD = f"""\
 # Engine.save_load.resume is auto, so that the file goes on with the run:
 #   python tools/train.py -c THIS_FILE
 """
-_PLACEHOLDER = "derived-{}"
-_PLACEHOLDER_LINE = re.compile(r"^( *)(\w+): derived-(\d+)$", re.MULTILINE)
+_PLACEHOLDER_LINE = re.compile(r"^( *)(\w+): !derived '(\d+)'$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class _Placeholder:
+    """Stands for a derived value; no text of a user's is written as it is."""
+
+    number: int
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes placeholders too."""
+
+
+def _represent(dumper: yaml.SafeDumper, one: _Placeholder) -> yaml.Node:
+    return dumper.represent_scalar("!derived", str(one.number))
+
+
+_Dumper.add_representer(_Placeholder, _represent)
 
 
 def run_record(cfg: RunConfig) -> str:
@@ -36,7 +54,7 @@ def dump_config(cfg: RunConfig) -> str:
     """
     derived: list[Any] = []
     tree = _tree(cfg, "", cfg, derived)
-    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=110)
+    text = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
     return _PLACEHOLDER_LINE.sub(lambda line: _comment(line, derived), text)
 
 
@@ -49,7 +67,7 @@ def _tree(section: Section, prefix: str, cfg: RunConfig, derived: list[Any]) -> 
             plain[name] = _tree(value, f"{key}.", cfg, derived)
         elif key in cfg.derived:
             derived.append(plain[name])
-            plain[name] = _PLACEHOLDER.format(len(derived) - 1)
+            plain[name] = _Placeholder(len(derived) - 1)
     return plain
 
 

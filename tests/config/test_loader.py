@@ -1,5 +1,6 @@
 """Bases, overrides, values, dumps and old spellings."""
 
+import json
 import re
 import subprocess
 import sys
@@ -167,6 +168,16 @@ def test_what_followed_from_other_keys_follows_anew_from_a_dump(small, write):
     assert (other.batch.global_batch_size, other.batch.accumulate_steps) == (16, 4)
     assert other.Optimizer.lr.decay_steps == 50
     assert load_config(again, ["Optimizer.lr.name=null"]).Optimizer.lr.decay_style == "cosine"
+
+
+@pytest.mark.parametrize(
+    "text", ["derived-0", "derived-999", "!derived '0'", "a\n  seed: !derived '0'", "x  # derived", "'"]
+)
+def test_a_dump_takes_no_text_of_the_users_for_a_derived_value(small, write, text):
+    cfg = load_config(small, [f"Data.Train.dataset.input_dir={json.dumps(text)}", "Global.seed=7"])
+    again = load_config(write("dump.yaml", dump_config(cfg)))
+    assert again.Data.Train.dataset.input_dir == text
+    assert again == cfg
 
 
 def test_every_key_is_in_a_dump(small):
