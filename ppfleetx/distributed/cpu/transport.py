@@ -2,9 +2,9 @@
 
 One connection per pair of ranks, made once and shared by every process group. A reader thread per
 connection drains it for as long as the process lives, so a send never waits for the receiver's program and
-no order of sends and receives can deadlock. ``cpu_handshake.py`` makes the connections, ``cpu_wire.py``
-knows the frames on them, ``cpu_inbox.py`` brings messages and receives together, ``cpu_watch.py`` and
-``cpu_ends.py`` know who is gone.
+no order of sends and receives can deadlock. ``handshake.py`` makes the connections, ``wire.py``
+knows the frames on them, ``inbox.py`` brings messages and receives together, ``inquiry.py`` asks ranks that
+do not come what they are doing, ``watch.py`` and ``ends.py`` know who is gone.
 
 Nothing in these files knows Paddle: memory is ``memoryview`` and NumPy.
 """
@@ -22,7 +22,8 @@ from collections.abc import Callable
 
 from ppfleetx.distributed.cpu.ends import Ends
 from ppfleetx.distributed.cpu.handshake import connect_ranks
-from ppfleetx.distributed.cpu.inbox import BufferPool, Inbox, mismatch
+from ppfleetx.distributed.cpu.inbox import BufferPool, Inbox
+from ppfleetx.distributed.cpu.inquiry import Inquiry
 from ppfleetx.distributed.cpu.operation import Operation
 from ppfleetx.distributed.cpu.watch import Watch
 from ppfleetx.distributed.cpu.wire import (
@@ -35,7 +36,6 @@ from ppfleetx.distributed.cpu.wire import (
     STATE,
     CommError,
     CommTimeoutError,
-    OutOfStepError,
     Peer,
     PeerLostError,
     Signature,
@@ -65,9 +65,7 @@ class Mesh:
         self.pending: list[Operation] = []
         self.inbox = Inbox(rank, self.state, self.pool)
         self._ends = Ends(rank, {other: peer.name for other, peer in peers.items()})
-        self._issued: dict[int, dict[int, Signature]] = {}  # group -> number -> what this rank ran
-        self._answers: dict[int, tuple[Signature | None, bool, str]] = {}
-        self._blocked: Operation | None = None
+        self._inquiry = Inquiry(rank, peers, self.state, self.pending)
         self._closed = False
 
     # -- connections --------------------------------------------------------------------------
@@ -205,16 +203,13 @@ class Mesh:
         text = bytearray(length)
         peer.receive(memoryview(text))
         if kind == QUERY:
-            self._answer(peer, group, number, phase)
+            self._inquiry.answer(peer, group, number, phase)
             return False
         with self.state:
             if kind == ACK:
                 peer.direct_acknowledged += 1
             elif kind == STATE:
-                # Nothing is on its way when each side has received what the other one sent.
-                quiet = (number, extra) == (peer.frames_received, peer.frames_sent)
-                differs = signature if phase & 1 else None
-                self._answers[peer.rank] = (differs, bool(phase & 2) and quiet, text.decode())
+                self._inquiry.take_answer(peer, signature, phase, number, extra, text.decode())
             self.state.notify_all()
         if kind == BYE:
             self._end(lambda: self._ends.add_goodbye(peer.rank, text.decode(errors="replace"), root))
@@ -243,7 +238,7 @@ class Mesh:
         """Start an operation, and complete it if ``sync``."""
         with self.engine:
             if operation.number >= 0:
-                self._remember(operation)
+                self._inquiry.remember(operation)
             self.pending.append(operation)
             try:
                 operation.advance()
@@ -255,12 +250,6 @@ class Mesh:
         if sync:
             self.complete(operation)
         return operation
-
-    def _remember(self, operation: Operation) -> None:
-        with self.state:
-            issued = self._issued.setdefault(operation.group, {})
-            issued[operation.number] = operation.signature
-            issued.pop(operation.number - 256, None)
 
     def complete(self, operation: Operation) -> None:
         """Wait for ``operation``, advancing every other one under way meanwhile.
@@ -301,9 +290,7 @@ class Mesh:
     def _wait(self, operation: Operation, deadline: float) -> None:
         """Until some pending operation can advance."""
         suspicion = 0
-        with self.state:
-            self._blocked = operation
-            self._answers.clear()
+        self._inquiry.begin(operation)
         try:
             while True:
                 with self.state:
@@ -314,18 +301,19 @@ class Mesh:
                             return
                         self._check_lost(operation)
                     if time.monotonic() >= deadline:
-                        raise note_raised(CommTimeoutError(self._timed_out(operation)))
-                    suspicion = self._judge(operation, suspicion)
-                self._query(operation)
+                        told = self._inquiry.told(operation)
+                        text = f"rank {self.rank}: waited {self.timeout:g} s for {told}"
+                        raise note_raised(CommTimeoutError(f"{text}; {TIMEOUT_VARIABLE} sets the limit"))
+                    suspicion = self._inquiry.judge(operation, suspicion)
+                self._inquiry.ask(operation, self._ends)
                 self._sleep_unless_ready()
         finally:
-            with self.state:
-                self._blocked = None
+            self._inquiry.end()
 
     def _woken(self) -> bool:
         if any(other.ready() for other in self.pending):
             return True
-        return self._ends.is_broken or any(rank in self._ends for rank in self._blocked.missing())
+        return self._ends.is_broken or any(rank in self._ends for rank in self._inquiry.blocked.missing())
 
     def _sleep_unless_ready(self) -> None:
         """Let the answers come in; a failure found meanwhile is judged by the caller."""
@@ -337,61 +325,6 @@ class Mesh:
         gone = [rank for rank in missing if rank in self._ends]
         if gone or self._ends.is_broken:
             raise self._lost(operation.text, gone[0] if gone else missing[0])
-
-    def _judge(self, operation: Operation, suspicion: int) -> int:
-        """Read the answers of the ranks waited for: another operation, or waiting for us as we for them?"""
-        waiting = False
-        for rank in operation.missing():
-            differs, waits_for_us, text = self._answers.get(rank, (None, False, ""))
-            if differs is not None:
-                raise OutOfStepError(mismatch(self.rank, rank, operation.text, differs))
-            if waits_for_us and len(self.pending) == 1:
-                waiting = True
-                # Twice, so that an answer that crossed a message on its way is not believed.
-                if suspicion >= 2:
-                    raise OutOfStepError(
-                        f"rank {self.rank}: waiting for rank {rank} in {operation.text}, while rank {rank} "
-                        f"waits for this rank in {text}; the ranks do not run the same operations "
-                        "in the same order"
-                    )
-        return suspicion + 1 if waiting else 0
-
-    def _query(self, operation: Operation) -> None:
-        """Ask the ranks waited for what they are doing."""
-        with self.state:
-            self._answers.clear()
-            missing = [rank for rank in operation.missing() if rank not in self._ends]
-        point_to_point = int(operation.number < 0)
-        for rank in missing:
-            with contextlib.suppress(OSError):
-                self.peers[rank].send(
-                    make_header(
-                        QUERY, operation.signature, point_to_point, operation.group, max(operation.number, 0)
-                    )
-                )
-
-    def _answer(self, peer: Peer, group: int, number: int, point_to_point: int) -> None:
-        with self.state:
-            issued = None if point_to_point else self._issued.get(group, {}).get(number)
-            blocked = self._blocked
-            text = "no communication (computing, or reading data)" if blocked is None else blocked.text
-            waits = blocked is not None and len(self.pending) == 1 and peer.rank in blocked.missing()
-            flags = (1 if issued is not None else 0) | (2 if waits else 0)
-            payload = text.encode()
-            frame = make_header(
-                STATE, issued, flags, group, peer.frames_sent, len(payload), peer.frames_received
-            )
-        peer.send_control(frame + payload)
-
-    def _timed_out(self, operation: Operation) -> str:
-        missing = operation.missing()
-        known = [f"rank {r} was in {self._answers[r][2]}" for r in missing if r in self._answers]
-        return (
-            f"rank {self.rank}: waited {self.timeout:g} s for "
-            f"{', '.join(self.peers[rank].name for rank in missing)} in {operation.text}"
-            + (f" ({'; '.join(known)})" if known else "")
-            + f"; {TIMEOUT_VARIABLE} sets the limit"
-        )
 
 
 def time_limit() -> float:
