@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,25 +75,19 @@ def _my_text(directory: Path) -> None:
 
 
 def _tokenizer(directory: Path) -> None:
+    if (directory / "tokenizer").exists():
+        return
     _corpus(directory)
-    _run(
-        directory,
-        "tools/train_tokenizer.py",
-        "--input",
-        "corpus.jsonl",
-        "--vocab-size",
-        "400",
-        "--output",
-        "tokenizer",
-    )
+    words = ("--input", "corpus.jsonl", "--vocab-size", "400", "--output", "tokenizer")
+    _run(directory, "tools/train_tokenizer.py", *words)
 
 
 def _data(directory: Path) -> None:
+    if (directory / "data").exists():
+        return
     _tokenizer(directory)
-    prefix = ("--output-prefix", "data/corpus", "--append-eod")
-    _run(
-        directory, "tools/preprocess_data.py", "--input", "corpus.jsonl", "--tokenizer", "tokenizer", *prefix
-    )
+    words = ("--input", "corpus.jsonl", "--tokenizer", "tokenizer", "--output-prefix", "data/corpus")
+    _run(directory, "tools/preprocess_data.py", *words, "--append-eod")
 
 
 def _output(directory: Path) -> None:
@@ -113,41 +108,22 @@ def _quickstart(directory: Path) -> None:
 
 def _gpt2(directory: Path) -> None:
     """A small model in Hugging Face's files, with random weights."""
-    _output(directory)
-    _run(
-        directory,
-        "tools/convert_checkpoint.py",
-        "--from",
-        "ppfleetx",
-        "--to",
-        "hf",
-        "--input",
-        "output",
-        "--output",
-        "gpt2",
-    )
-    for file in (directory / "tokenizer").iterdir():
-        shutil.copy(file, directory / "gpt2")
-    for name in ("output", "tokenizer", "data", "corpus.jsonl"):
-        path = directory / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with tempfile.TemporaryDirectory() as elsewhere:
+        work = Path(elsewhere) / "work"
+        make(work)
+        _output(work)
+        words = ("--from", "ppfleetx", "--to", "hf", "--input", "output", "--output", "gpt2")
+        _run(work, "tools/convert_checkpoint.py", *words)
+        for file in (work / "tokenizer").iterdir():
+            shutil.copy(file, work / "gpt2")
+        shutil.move(work / "gpt2", directory / "gpt2")
 
 
 def _pretrained(directory: Path) -> None:
     """A converted model of GPT-2's form in `pretrained`, with its tokenizer."""
     _gpt2(directory)
-    _run(
-        directory,
-        "tools/convert_checkpoint.py",
-        "--from",
-        "hf",
-        "--to",
-        "ppfleetx",
-        "--input",
-        "gpt2",
-        "--output",
-        "pretrained",
-    )
+    words = ("--from", "hf", "--to", "ppfleetx", "--input", "gpt2", "--output", "pretrained")
+    _run(directory, "tools/convert_checkpoint.py", *words)
 
 
 def _sst2(directory: Path) -> None:
