@@ -167,6 +167,7 @@ CALLBACKS.register("progress", f"{_CALLBACKS}.progress:TrainProgress.of")
 CALLBACKS.register("train_log", f"{_CALLBACKS}.train_log:TrainLog.of", traits=CallbackTraits(ranks="loss"))
 CALLBACKS.register("metrics", f"{_CALLBACKS}.metrics:MetricsFile.of")
 CALLBACKS.register("memory", f"{_CALLBACKS}.memory:MemoryLog.of")
+CALLBACKS.register("forecast", f"{_CALLBACKS}.forecast:Forecast.of")
 CALLBACKS.register("visual_dl", f"{_CALLBACKS}.visual_dl:VisualDL.of")
 CALLBACKS.register("profiler", f"{_CALLBACKS}.profiler:ProfilerCallback.of")
 CALLBACKS.register("predictions", f"{_CALLBACKS}.predictions:Predictions.of")
@@ -179,7 +180,8 @@ CALLBACKS.register(
 )
 # A tuple of names stands for those callbacks.
 CALLBACKS.register(
-    "default", ("progress", "train_log", "metrics", "memory", "visual_dl", "profiler", "predictions")
+    "default",
+    ("progress", "train_log", "metrics", "memory", "forecast", "visual_dl", "profiler", "predictions"),
 )
 
 _MODULES = "ppfleetx.core.module"

@@ -36,7 +36,10 @@ class _Sizes:
         heads = model.num_attention_heads / (plan.mp * plan.sep)
         self.scores = case.micro_batch * heads * case.seq_len**2
         self.on_cpu, self.fused = case.kernels == "cpu", case.kernels == "fused"
-        self.g = case.precision.parameter_bytes
+        precision = case.precision
+        self.g = precision.gradient_bytes
+        same = precision.gradient_bytes == precision.parameter_bytes
+        self.low_share = 0.0 if same else precision.parameter_bytes / precision.gradient_bytes
         self.local_bias = self.on_cpu and plan.mp == 1
 
     def matrix(self, width_in: float, width_out: float) -> float:
@@ -239,13 +242,13 @@ def _layer_tape(case: Case, recompute: Recompute) -> Tape:
     attention = _attention(s, recompute)
     if recompute == "full_attn":
         branch = attention[-1].writes
-        attention = [Step(branch, s.part, ("x",), inner=Tape(x, tuple(attention)))]
+        attention = [Step(branch, s.part, ("x",), inner=Tape(x, tuple(attention), s.low_share))]
     sum_attention = Step("y", s.part, ("x", attention[-1].writes))
     mlp = _mlp(s)
     steps = (*attention, sum_attention, *mlp, Step("out", s.part, ("y", mlp[-1].writes)))
     if recompute != "full":
-        return Tape(x, steps)
-    return Tape(x, (Step("out", s.part, ("x",), inner=Tape(x, steps)),))
+        return Tape(x, steps, s.low_share)
+    return Tape(x, (Step("out", s.part, ("x",), inner=Tape(x, steps, s.low_share)),))
 
 
 def _alike(case: Case) -> Case:
@@ -282,7 +285,7 @@ def _embedding_tape(case: Case) -> Tape:
     if s.split > 1:
         steps.append(Step("part", s.part, (steps[-1].writes,)))
     steps += _dropout(s, "out", steps[-1].writes, s.part, model.embedding_dropout)
-    return Tape({"ids": 0.0}, tuple(steps))
+    return Tape({"ids": 0.0}, tuple(steps), s.low_share)
 
 
 def head_tape(case: Case) -> Tape:
@@ -294,8 +297,9 @@ def head_tape(case: Case) -> Tape:
 def _head_tape(case: Case) -> Tape:
     s = _Sizes(case)
     model, t = s.model, case.plan.mp
-    elements = s.tokens * model.padded_vocab_size / t
-    weights = s.matrix(model.padded_vocab_size / t, model.hidden_size)
+    columns = (model.num_classes or 1) if model.task.classifies else model.padded_vocab_size / t
+    elements = s.tokens * columns
+    weights = s.matrix(columns, model.hidden_size)
     steps = [*_norm(s, "normed", "x")]
     source = "normed"
     if s.split > 1:
@@ -306,7 +310,7 @@ def _head_tape(case: Case) -> Tape:
     if s.e != 4:
         steps.append(Step("wide logits", elements * 4, (source,), back=0.0))
         source = "wide logits"
-    if model.padded_vocab_size != model.vocab_size:
+    if model.padded_vocab_size != model.vocab_size and not model.task.classifies:
         steps.append(Step("hidden padding", elements * 4, (source,), reuses=True))
         source = "hidden padding"
     softmax, named = elements * 4, elements * s.e if s.e != 4 else 0.0  # the caller has the logits by name
@@ -314,4 +318,4 @@ def _head_tape(case: Case) -> Tape:
         steps.append(Step("loss", 0.0, (source,), extra=softmax, scratch=2 * softmax, back=softmax))
     else:  # the gradient of the logits is written over the softmax
         steps.append(Step("loss", 0.0, (source,), extra=softmax, scratch=named, back=-softmax))
-    return Tape({"x": s.part}, tuple(steps))
+    return Tape({"x": s.part}, tuple(steps), s.low_share)

@@ -189,8 +189,8 @@ def _worst_moment(case: Case, stage: int, held: Held) -> dict[str, float]:
         passes.append((others if rhythm else others - chunk, False))
     for beside, first in passes:
         there = 0.0 if first else gradients
-        peak, grown = _pass_peak(runs, first=first, forward=not first or case.accumulate == 1)
-        grown = min(grown, gradients)
+        forward = not first or case.accumulate == 1
+        peak, grown = _pass_peak(runs, first=first, forward=forward, most_gradients=gradients)
         logits_here = logits if last else 0.0
         kept_here = max(0.0, beside) + kept
         temporary = peak - kept - (grown if first else 0.0)
@@ -206,7 +206,7 @@ def _worst_moment(case: Case, stage: int, held: Held) -> dict[str, float]:
     return max(moments, key=lambda parts: sum(parts.values()))
 
 
-def _pass_peak(runs: list[_Run], *, first: bool, forward: bool) -> tuple[float, float]:
+def _pass_peak(runs: list[_Run], *, first: bool, forward: bool, most_gradients: float) -> tuple[float, float]:
     """(most bytes at once in the passes of one micro batch, of them gradients that have grown with it)."""
     before, peak, grown_at_peak = 0.0, 0.0, 0.0
     starts = []
@@ -221,7 +221,7 @@ def _pass_peak(runs: list[_Run], *, first: bool, forward: bool) -> tuple[float, 
         need = run.tape.backward_peak(first=first)
         # Within a run activations go as gradients come: the worst is its last layer or its first.
         for below, later in ((end, 0), (start, run.count - 1)):
-            here = grown + (later * run.tape.weights if first else 0.0)
+            here = min(most_gradients, grown + (later * run.tape.weights if first else 0.0))
             if below + need + here > peak:
                 peak, grown_at_peak = below + need + here, here
         grown += run.count * run.tape.weights if first else 0.0

@@ -137,6 +137,8 @@ def embedding_operations(case: Case) -> list[Operation]:
 def head_operations(case: Case) -> list[Operation]:
     """Final norm, logits and loss on the last stage."""
     e, vocabulary = case.precision.activation_bytes, case.model.padded_vocab_size / case.plan.mp
+    if case.model.task.classifies:
+        vocabulary = case.model.num_classes or 1
     tokens = _tokens(case)
     logits = tokens * vocabulary
     return [

@@ -7,7 +7,7 @@ is kept between the passes and the most that exists at once in each.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 
@@ -49,12 +49,14 @@ class Tape:
     Attributes:
         inputs: sizes of what comes from outside, by name; they are alive before and after.
         steps: the operations; the last one's result is the tape's.
-        used_once: the inputs belong to this tape alone: kept ones are counted as kept here.
+        low_share: gradients of parameters come in a smaller type before they are added to those that stay:
+        its
+            size as a share of the latter's.
     """
 
     inputs: dict[str, float]
     steps: tuple[Step, ...]
-    owns_inputs: bool = field(default=False)
+    low_share: float = 0.0
 
     @cached_property
     def _sizes(self) -> dict[str, float]:
@@ -81,7 +83,7 @@ class Tape:
     def _held(self) -> set[str]:
         """Memory that outlives the forward pass, inputs aside."""
         kept = {name for step in self.steps for name in self._kept_by(step)} | {self.output}
-        return kept if self.owns_inputs else kept - self.inputs.keys()
+        return kept - self.inputs.keys()
 
     @cached_property
     def kept(self) -> float:
@@ -121,7 +123,7 @@ class Tape:
         for number, step in reversed(list(enumerate(self.steps))):
             for name in self._kept_by(step):
                 keepers[name] = number
-        held = set(keepers) if self.owns_inputs else keepers.keys() - self.inputs.keys()
+        held = keepers.keys() - self.inputs.keys()
         alive = sum(self._sizes[name] for name in held) + sum(step.extra for step in self.steps)
         gradients = {self.steps[-1].writes: self._sizes[self.steps[-1].writes]}
         alive += self._sizes[self.steps[-1].writes]
@@ -135,7 +137,9 @@ class Tape:
                 # The result is computed again too, and nobody reads it.
                 backward = inner.backward_peak(first=first) + step.size - upstream
                 inside = max(inner.forward_peak, backward)
-            peak = max(peak, alive + max(sum(new.values()) + step.back + step.weights, inside))
+            peak = max(
+                peak, alive + max(sum(new.values()) + step.back + step.weights * (1 + self.low_share), inside)
+            )
             if not new:  # the same memory under another name
                 new = {step.reads[0]: upstream} if step.reads else {}
             for name, size in new.items():

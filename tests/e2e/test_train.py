@@ -37,6 +37,8 @@ def test_a_run_writes_what_is_promised(uninterrupted: Path) -> None:
     said = (uninterrupted / "stdout").read_text()
     steps = [int(step) for step in LOG_LINE.findall(said)]
     assert steps == list(range(1, 9))
+    predicted, measured = re.search(r"memory of tensors (\S+) and (\S+) MiB, step", said).groups()
+    assert float(predicted) == pytest.approx(float(measured), rel=0.08)
     assert said.count("checksums of the data: the index of 1 corpus compared\n") == 1
     train = records(uninterrupted, "train")
     assert [record["step"] for record in train] == steps

@@ -46,6 +46,10 @@ class GlobalConfig(Section):
     """On NVIDIA GPUs from Ampere on (compute capability 8.0), let float32 matrix products round what they
     multiply to TF32: several times faster, with relative errors of about 1e-3 instead of 1e-7. Products in
     16 bits stay as they are."""
+    card: Text | None = None
+    """The card that the run is meant for: a name that `ppfleetx plan` knows (`V100-32GB`, `A100-80GB`, ...)
+    or a YAML file that describes one. `--check` says whether the run fits its memory; the run itself does
+    not depend on it."""
     flags: dict[str, Bool | Int | Float | Text] = Field(default_factory=dict)
     """Paddle flags set before the first operation, e.g. `FLAGS_cudnn_deterministic: true`."""
     plugins: tuple[Text, ...] = ()
@@ -197,7 +201,7 @@ class EngineConfig(Section):
     callbacks: tuple[CallbackConfig, ...] = (CallbackConfig(name="default"),)
     """Who is told of steps and evaluations, in this order; each item is a name or
     `{name: ..., options: {...}}`. The list replaces the default one. `default` stands for progress,
-    train_log, metrics, memory, visual_dl, profiler and predictions, so
+    train_log, metrics, memory, forecast, visual_dl, profiler and predictions, so
     `[default, {name: my_csv, options: {file: loss.csv}}]` adds one to them. docs/extending.md says how
     to write one."""
 

@@ -12,6 +12,7 @@ from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.unsupported import missing, not_supported_reasons, without_effect
 from ppfleetx.core.programs.sources import refuse_foreign
 from ppfleetx.models.gpt.shape import flops_per_step, parameter_count, trained_count
+from ppfleetx.planner.summary import memory_lines
 
 _MAX_GROUPS_SHOWN = 2
 _MAX_RANKS_SHOWN = 8
@@ -19,13 +20,18 @@ _MAX_STAGES_SHOWN = 64
 _RANKS_PER_NODE = 8
 
 
-def check_report(cfg: RunConfig) -> str:
-    """Plan, parameters, batches, FLOPs, precision, recompute and schedules of ``cfg``, as lines of text.
+def check_report(cfg: RunConfig, device: str | None = None) -> str:
+    """Plan, parameters, batches, FLOPs, precision, recompute, memory, schedules of ``cfg``, line by line.
+
+    Args:
+        cfg: the configuration.
+        device: where it runs; None: where ``Global.device`` says, a GPU where it leaves that open.
 
     Raises:
         ConfigError: weights are to come from a checkpoint of another program.
     """
     refuse_foreign(cfg)
+    device = device or ("gpu" if cfg.Global.device == "auto" else cfg.Global.device)
     lines = [
         *_plan_lines(cfg),
         *_model_lines(cfg),
@@ -33,14 +39,18 @@ def check_report(cfg: RunConfig) -> str:
         _line("precision", _precision(cfg)),
         *_offload_lines(cfg),
         _line("recompute", _recompute(cfg.Model)),
+        *_memory_lines(cfg, device),
         _line("learning rate", _schedule(cfg)),
         _line("run", _run(cfg)),
     ]
     lines += [_line("note", note) for note in (*cfg.warnings, *without_effect(cfg))]
-    device = "gpu" if cfg.Global.device == "auto" else cfg.Global.device
     lines += [_line("missing", reason) for reason in missing(cfg)]
     lines += [_line("not yet", reason) for reason in not_supported_reasons(cfg, device)]
     return "\n".join([*lines, "The configuration is valid."])
+
+
+def _memory_lines(cfg: RunConfig, device: str) -> list[str]:
+    return [_line("" if number else "memory", text) for number, text in enumerate(memory_lines(cfg, device))]
 
 
 def human_count(number: int) -> str:

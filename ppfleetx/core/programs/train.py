@@ -57,7 +57,7 @@ def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = 
     if cfg.Data.Train is None:
         raise _without_data("training", "Data.Train.dataset.input_dir")
     log = get_logger()
-    for line in check_report(cfg).splitlines():
+    for line in check_report(cfg, ctx.device).splitlines():
         log.info(line)
     with contextlib.ExitStack() as stack:
         with joint_errors(ctx, name_ranks=False):

@@ -1,0 +1,74 @@
+"""What a configuration's own run will take, in a line: for ``--check``, the start and the end of a run."""
+
+from __future__ import annotations
+
+from ppfleetx.config.counts import counted
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.planner.cards import GIB, Card, load_card
+from ppfleetx.planner.case import case_of
+from ppfleetx.planner.network import Cluster
+from ppfleetx.planner.prediction import Prediction
+
+ANY_GPU, ANY_CPU = "A100-80GB", "CPU"
+"""Whose kernels are counted where no card is named."""
+
+
+def run_prediction(cfg: RunConfig, device: str, card: Card | None = None) -> Prediction | None:
+    """The prediction for the run of ``cfg`` under its own plan.
+
+    Args:
+        cfg: the configuration.
+        device: ``cpu`` or anything else.
+        card: what the run's devices are; None: ``Global.card``, or one of their kind.
+
+    Returns:
+        None where the run is not a training of our own GPT, which is what is known.
+
+    Raises:
+        ConfigError: ``Global.card`` is no card.
+    """
+    if cfg.Data.Train is None or cfg.Model.name != "GPT":
+        return None
+    if card is None:
+        card = load_card(cfg.Global.card or (ANY_CPU if device.startswith("cpu") else ANY_GPU))
+    return Prediction(case_of(cfg, card), Cluster(card))
+
+
+def memory_lines(cfg: RunConfig, device: str) -> list[str]:
+    """Memory of the fullest device, and whether it fits the card that ``Global.card`` names."""
+    prediction = run_prediction(cfg, device)
+    if prediction is None:
+        return []
+    stages, card = prediction.memory, prediction.cluster.card
+    fullest = max(range(len(stages)), key=lambda number: stages[number].total)
+    worst = stages[fullest]
+    where = f" on the fullest of {counted(len(stages), 'stage')} (stage {fullest})" if len(stages) > 1 else ""
+    states = worst.parameters + worst.gradients + worst.masters + worst.optimizer
+    passing = worst.activations + worst.logits + worst.temporary + worst.buffers
+    lines = [
+        f"about {_gib(worst.total)} a device{where}: parameters, gradients and states {_gib(states)}, "
+        f"activations and temporaries {_gib(passing)}, driver and fragments "
+        f"{_gib(worst.context + worst.fragments)}"
+    ]
+    if worst.host:
+        lines.append(f"and {_gib(worst.host)} of host memory a process (states, or a copy while saving)")
+    if cfg.Global.card is not None:
+        lines.append(verdict(worst.total, card.memory_gib * GIB, card.name))
+    elif card.kernels == "gpu":
+        attention = "flash" if prediction.case.flash else "the reference"
+        lines.append(f"counted with {attention} attention; Global.card says what it has to fit into")
+    return lines
+
+
+def verdict(needed: float, there: float, card: str) -> str:
+    """Whether ``needed`` bytes fit into those that are ``there``."""
+    if needed <= there:
+        return f"it fits {card}, of which {_gib(there)} can be used"
+    return (
+        f"it does NOT fit {card}, of which {_gib(there)} can be used: a smaller Global.micro_batch_size, "
+        "Model.use_recompute or more devices make it smaller (ppfleetx plan ranks what fits)"
+    )
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
