@@ -71,7 +71,7 @@ FOREIGN = [
         "MindFormers",
         "seed: 0\nrunner_config: {epochs: 2, batch_size: 4}\nparallel_config: {data_parallel: 2, "
         "model_parallel: 4, pipeline_stage: 2}\nmodel: {model_config: {num_layers: 12}}\n",
-        ["MindFormers", "(parallel_config, runner_config, model)", "model_parallel is Distributed.mp_degree"],
+        ["MindFormers", "(parallel_config, runner_config, model)", "ppfleetx translate FILE"],
     ),
     (
         "MindSpeed",

@@ -11,6 +11,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config, load_tree
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.dialects.command import translation_of
+from ppfleetx.dialects.mindformers import plan
 from ppfleetx.dialects.mindformers.dialect import MindFormersRun, run_of
 from ppfleetx.models.gpt.shape import parameter_count
 
@@ -140,6 +141,20 @@ def test_run_modes(tmp_path: Path) -> None:
     assert cfg.Generation.prompt_file == str(text)
     cfg = loaded("run_gpt2_13b.yaml", "--run_mode=predict", *weights)
     assert (cfg.plan.dp, cfg.plan.mp, cfg.plan.pp, cfg.plan.sharding) == (16, 2, 1, 1)
+
+
+def test_sixteen_bits_and_memory_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "expected_device", lambda wanted: "gpu")
+    cfg = loaded("run_gpt2_13b.yaml")
+    precision = cfg.Engine.mix_precision
+    assert (precision.enable, precision.dtype, precision.level) == (True, "float16", "O2")
+    assert (precision.scale_loss, precision.incr_every_n_steps, precision.hysteresis) == (2.0**32, 1000, 1)
+    assert (cfg.Model.softmax_in_fp32, cfg.Global.flags) == (False, {"FLAGS_gpu_memory_limit_mb": 31744})
+    cfg = loaded("run_gpt2_13b.yaml", "--device_target", "CPU")
+    assert (cfg.Engine.mix_precision.enable, cfg.Global.flags, cfg.Global.device) == (False, {}, "cpu")
+    assert any("this CPU computes in float32" in note for note in cfg.warnings)
+    with pytest.raises(ConfigError, match="weights in 16 bits need a compute_dtype of 16 bits"):
+        loaded("run_gpt2_13b.yaml", options="model.model_config.compute_dtype=float32")
 
 
 def test_options_are_read_as_yaml_reads_them() -> None:

@@ -171,6 +171,14 @@ def test_the_tools_make_and_merge_tables(tmp_path: Path) -> None:
     assert done.returncode == 2 and "nothing is overwritten" in done.stderr
 
 
+def test_mistakes_are_said_before_anything_starts(tmp_path: Path) -> None:
+    script, table = PROJECT / "scripts/run_distribute.py", table_file(tmp_path, 1)
+    command = [sys.executable, script, table, CONFIG, "[0,8]", "train"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "8 processes were started" in done.stderr, done.stderr
+    assert done.stderr.count("\n") == 1 and not list(tmp_path.glob("mf_parallel*"))
+
+
 def test_this_host_has_an_address() -> None:
     try:
         assert not this_host().startswith("127.")

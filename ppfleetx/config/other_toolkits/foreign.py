@@ -50,6 +50,8 @@ _TOOLKITS = (
         "only_save_strategy micro_batch_interleave_num",
         "use_parallel processor train_dataset eval_dataset lr_schedule callbacks context trainer model "
         "moe_config base_config run_mode",
+        "GPT-2 runs as it is: python projects/mindformers/run_mindformer.py --config FILE. To have it as one "
+        "of this program: ppfleetx translate FILE --to OURS.yaml (docs/dialects/mindformers.md).",
     ),
     _toolkit(
         "a MindSpeed configuration",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -27,11 +28,13 @@ class Launch:
     Attributes:
         launcher: arguments of ``paddle.distributed.launch``.
         program: arguments of ``run_mindformer.py``.
+        world_size: ranks of the job, on all hosts.
         says: a line for the user.
     """
 
     launcher: tuple[str, ...]
     program: tuple[str, ...]
+    world_size: int
     says: str
 
 
@@ -44,7 +47,7 @@ def launch_of(argv: Sequence[str], environ: Mapping[str, str]) -> Launch:
     """
     if len(argv) not in (4, 5):
         raise ConfigError(f"takes four or five arguments, not {len(argv)}. {USAGE}", key="run_distribute.sh")
-    path, config, mode = Path(argv[0]), Path(argv[1]).absolute(), argv[3]
+    path, config, mode = Path(argv[0]), _absolute(argv[1]), argv[3]
     table = read_rank_table(path)
     if not config.is_file():
         raise ConfigError("there is no such file", key="CONFIG_PATH", value=str(argv[1]))
@@ -59,12 +62,20 @@ def launch_of(argv: Sequence[str], environ: Mapping[str, str]) -> Launch:
         master = f"{table.servers[0].address}:{_port(environ)}"
         arguments += ["--nnodes", str(len(table.servers)), "--rank", str(node), "--master", master]
         arguments += ["--host", server.address]
-    job = counted(table.num_ranks if len(table.servers) > 1 else end - first, "rank")
+    world_size = table.num_ranks if len(table.servers) > 1 else end - first
     return Launch(
         tuple(arguments),
         (f"--config={config}", "--use_parallel=True", f"--run_mode={mode}"),
-        f"ranks {first} to {end - 1} of {job}, logs in {log_dir}",
+        world_size,
+        f"ranks {first} to {end - 1} of {counted(world_size, 'rank')}, logs in {log_dir}",
     )
+
+
+def _absolute(text: str) -> Path:
+    try:
+        return Path(os.path.abspath(text))  # noqa: PTH100 - `..` is taken out, links are left
+    except ValueError as error:  # NUL in the name
+        raise ConfigError(f"is not the name of a file: {error}", key="CONFIG_PATH", value=text) from None
 
 
 def device_range(text: str) -> tuple[int, int]:

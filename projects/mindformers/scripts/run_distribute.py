@@ -12,9 +12,13 @@ from ppfleetx.utils.cli import run_tool
 
 
 def main() -> None:
+    from ppfleetx.config.loader import load_tree
+    from ppfleetx.dialects.mindformers.dialect import run_of
     from ppfleetx.dialects.mindformers.launch import launch_of
 
     launch = launch_of(sys.argv[1:], os.environ)
+    translation = run_of(launch.program).translation
+    load_tree(translation.tree(), world_size=launch.world_size)  # mistakes are said before anything starts
     print(launch.says, flush=True)
     launcher = [sys.executable, "-m", "paddle.distributed.launch", *launch.launcher]
     program = str(_HERE.parents[1] / "run_mindformer.py")
