@@ -20,6 +20,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.programs.launch import start_with, world_size
+from ppfleetx.core.programs.sources import named_checkpoint
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.data.vocabulary import check_tokenizer
 from ppfleetx.distributed.together import gather, joint_errors
@@ -139,13 +140,7 @@ def check_checkpoint(cfg: RunConfig) -> None:
             value=cfg.Model.module,
             place=cfg.origins.get("Model.module"),
         )
-    if cfg.Engine.save_load.ckpt_dir is None:
-        raise ConfigError(
-            "names no checkpoint; give -o Engine.save_load.ckpt_dir=DIR (a step directory or an output "
-            "directory of a training run)",
-            key="Engine.save_load.ckpt_dir",
-        )
-    resolve_checkpoint(cfg.Engine.save_load.ckpt_dir)
+    resolve_checkpoint(named_checkpoint(cfg))
 
 
 def check_output(path: Path, *, mark: bytes = b'"generations": [') -> None:

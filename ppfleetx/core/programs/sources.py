@@ -21,6 +21,21 @@ def sources(cfg: RunConfig) -> Iterator[tuple[str, str]]:
             yield key, place
 
 
+def named_checkpoint(cfg: RunConfig) -> str:
+    """``Engine.save_load.ckpt_dir``, for programs that need one.
+
+    Raises:
+        ConfigError: it is not given.
+    """
+    if cfg.Engine.save_load.ckpt_dir is None:
+        raise ConfigError(
+            "names no checkpoint; give -o Engine.save_load.ckpt_dir=DIR (a step directory or an output "
+            "directory of a training run)",
+            key="Engine.save_load.ckpt_dir",
+        )
+    return cfg.Engine.save_load.ckpt_dir
+
+
 def refuse_foreign(cfg: RunConfig) -> None:
     """Say how to convert a source that another program wrote. One that is not there yet is passed over.
 

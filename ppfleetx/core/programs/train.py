@@ -26,6 +26,7 @@ from ppfleetx.core.engine.saving import Saver
 from ppfleetx.core.engine.start import Start, find_start
 from ppfleetx.core.module.build import build_module
 from ppfleetx.core.programs.check import check_report
+from ppfleetx.core.programs.sources import named_checkpoint
 from ppfleetx.core.programs.token_ids import token_id_lines
 from ppfleetx.data.build import build_dataloader, load_tokenizer
 from ppfleetx.data.loader import DataLoader
@@ -164,12 +165,7 @@ def find_weights(cfg: RunConfig, ctx: ParallelContext) -> Start:
         ConfigError: ``ckpt_dir`` is not given.
         CheckpointError: there is no sound checkpoint.
     """
-    if cfg.Engine.save_load.ckpt_dir is None:
-        raise ConfigError(
-            "names no checkpoint; give -o Engine.save_load.ckpt_dir=DIR (a step directory or an output "
-            "directory of a training run)",
-            key="Engine.save_load.ckpt_dir",
-        )
+    named_checkpoint(cfg)
     return find_start(cfg.Engine.save_load, None, ctx)
 
 
