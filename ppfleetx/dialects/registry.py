@@ -12,7 +12,12 @@ from ppfleetx.dialects.given import normal_name
 from ppfleetx.dialects.keys import KeyTable
 from ppfleetx.dialects.translation import Translation
 
-_MODULES: tuple[str, ...] = ("mindformers.dialect", "megatron.dialect", "mindspeed.dialect")
+_MODULES: tuple[str, ...] = (
+    "mindformers.dialect",
+    "megatron.dialect",
+    "mindspeed.dialect",
+    "paddleformers.dialect",
+)
 """Modules of this package that hold a ``DIALECT``, in the order in which they are asked."""
 
 

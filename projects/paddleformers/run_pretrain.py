@@ -1,0 +1,19 @@
+#!/usr/bin/env python3
+"""Pretrain as a configuration of PaddleNLP or PaddleFormers says (docs/dialects/paddleformers.md)."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from ppfleetx.utils.cli import run_tool
+
+
+def main() -> None:
+    from ppfleetx.core.programs.paddleformers import run
+
+    run(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    run_tool(main)
