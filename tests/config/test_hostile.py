@@ -239,6 +239,21 @@ def test_a_file_with_a_byte_order_mark_is_read(write):
     assert load_config(write("bom.yaml", "\ufeff" + SMALL)).Model.num_layers == 4
 
 
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("*a", "in the value, the alias *a refers to nothing before it"),
+        ("{a: [*b]}", "in the value (at a.0), the alias *b refers to nothing before it"),
+        ("!!set {a}", "in the value, the tag 'tag:yaml.org,2002:set' is not allowed"),
+        ("[1", "the value is not valid YAML"),
+    ],
+)
+def test_what_is_wrong_with_a_value_is_a_sentence(small, value, words):
+    with pytest.raises(ConfigError) as caught:
+        load_config(small, [f"Model.num_layers={value}"])
+    assert f"(-o override 1): {words}" in str(caught.value)
+
+
 def test_aliases_are_read(write):
     text = SMALL + "  Eval: &split {dataset: {max_seq_len: &length 64}}\n  Test: *split\n"
     text = text.replace("Optimizer:\n  lr: {max_lr: 2e-5}\n", "") + "Offline_Eval: {max_seq_len: *length}\n"

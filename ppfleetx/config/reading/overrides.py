@@ -123,8 +123,9 @@ def _read_value(text: str, annotation: Any, key: str, place: str, budget: Budget
         if text_field:
             budget.take(1, len(text), place)
             return Node(text, place)
-        inner = "" if error.key is None else f"(at {error.key}) "
-        raise ConfigError(f"the value {inner}{error.rule}", key=key, value=text, place=place) from None
+        inner = "" if error.key is None else f" (at {error.key})"
+        about = f"in the value{inner}," if error.rule.startswith("the ") else f"the value{inner}"
+        raise ConfigError(f"{about} {error.rule}", key=key, value=text, place=place) from None
     if node is None:  # nothing, or only a YAML comment: to a text field that is a text like any other
         return Node(text, place) if text_field and text.strip() else Node(None, place, "")
     if text_field and node.text is not None:
