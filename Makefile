@@ -11,7 +11,8 @@ ARGS    ?=# further -o Section.key=value of the quickstart
 .PHONY: help quickstart test parity planner-accuracy lint docs site docs-test clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { name[n] = $$1; text[n++] = $$2; if (length($$1) > w) w = length($$1) } \
+		END { for (i = 0; i < n; i++) printf "%-" w + 2 "s%s\n", name[i], text[i] }' $(MAKEFILE_LIST)
 
 # One stamp per set of requirements: a second run finds it and installs nothing.
 $(VENV)/.run: requirements.txt pyproject.toml ppfleetx/nn/cpu_ops/kernels.cc ppfleetx/nn/cpu_ops/ops.py
