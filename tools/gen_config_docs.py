@@ -1,17 +1,208 @@
-"""Write docs/config.md and ppfleetx/configs/schema.json from the configuration's section models."""
+"""Write docs/config.md and ppfleetx/configs/schema.json from the configuration's section models.
+
+Descriptions are the strings below each field; they are read from the source here and nowhere else, so that
+loading a configuration does not pay for them.
+"""
 
 from __future__ import annotations
 
 import argparse
+import ast
+import inspect
 import json
 import sys
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from ppfleetx.utils.cli import run_tool
+from pydantic_core import PydanticUndefined
 
 _ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(_ROOT))
+
+from ppfleetx.config.effects import Effect, keys_of
+from ppfleetx.config.fields import Section
+from ppfleetx.config.plan import LEGAL
+from ppfleetx.config.reading.bases import MAX_CHAIN, MAX_FILES
+from ppfleetx.config.reading.files import MAX_FILE_BYTES
+from ppfleetx.config.reading.parse import MAX_DEPTH, MAX_VALUES
+from ppfleetx.config.sections.engine import CallbackConfig
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.config.words import describe, field_types, item_type, section_in
+from ppfleetx.utils.cli import run_tool
+
+_HEAD = """\
+# Configuration
+
+Made by `tools/gen_config_docs.py` from `ppfleetx/config`; do not edit.
+
+A configuration is one YAML file with the sections below. `_base_: other.yaml` (or a list of files, the last
+one strongest) names files it builds on, relative to itself: mappings merge key by key, everything else
+replaces. `_inherited_: False` inside a mapping drops what the bases have there. On the command line
+`-o Section.key=value` replaces one value; the value is YAML, list items are named by index
+(`Data.Train.dataset.split.0=90`), and `null` or `None` is nothing. One key may be given several times with
+equal values; unequal ones are an error. Unknown keys, wrong types and values that do not fit together are
+errors that name the place.
+
+Files are plain YAML: no tags, no merge keys (`<<`), no second document. Aliases (`&name`, `*name`) are read.
+A file has at most {max_file} bytes, {max_depth} levels and, with its bases and all that aliases repeat,
+{max_values} values; at most {max_files} files name each other, {max_chain} deep. What is larger is refused.
+
+Editors complete and check these files with the schema in `ppfleetx/configs/schema.json`: put
+`# yaml-language-server: $schema=<path to schema.json>` into the first line.
+"""
+
+_EFFECTS_HEAD = """\
+## What a resumed run may change
+
+A run that resumes a checkpoint compares its configuration with the one in the checkpoint. What becomes of a
+change depends on what the key decides. A section stands for all keys in it that are not listed themselves.
+
+| what the keys decide, and what becomes of a change | keys |
+|---|---|"""
+
+
+@cache
+def _class_bodies(module_file: str) -> dict[str, list[ast.stmt]]:
+    tree = ast.parse(Path(module_file).read_text(encoding="utf-8"))
+    return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def field_docs(section: type[Section]) -> dict[str, str]:
+    """Field -> the string below its declaration, on one line."""
+    module_file = sys.modules[section.__module__].__file__
+    assert module_file is not None
+    body = _class_bodies(module_file)[section.__name__]
+    docs = {}
+    for field, below in pairwise(body):
+        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+            continue
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            docs[field.target.id] = " ".join(str(below.value.value).split())
+    return docs
+
+
+def config_markdown() -> str:
+    """The text of ``docs/config.md``."""
+    sections = "\n".join(_section_markdown(name, kind) for name, kind in _walk(RunConfig))
+    rules = "\n".join(f"- {_without_numbers(rule.sentence)}" for rule in LEGAL)
+    head = _HEAD.format(
+        max_file=f"{MAX_FILE_BYTES:,}",
+        max_depth=MAX_DEPTH,
+        max_values=f"{MAX_VALUES:,}",
+        max_files=MAX_FILES,
+        max_chain=MAX_CHAIN,
+    )
+    return f"{head}\n{sections}\n## Legal parallel plans\n\n{rules}\n\n{_EFFECTS_HEAD}\n{_effect_rows()}\n"
+
+
+def _effect_rows() -> str:
+    """One row of a table for each effect."""
+    rows = []
+    for effect in Effect:
+        keys = ", ".join(f"`{key}`" for key in keys_of(effect))
+        rows.append(f"| {effect.value} | {keys} |")
+    return "\n".join(rows)
+
+
+def _without_numbers(sentence: str) -> str:
+    """A rule's sentence with ``{name}`` shown as code."""
+    return sentence.replace("{", "`").replace("}", "`")
+
+
+def _walk(section: type[Section], prefix: str = "") -> Iterator[tuple[str, type[Section]]]:
+    seen: set[type[Section]] = set()
+    for name, annotation in field_types(section).items():
+        kind = _section_of(annotation)
+        if kind is not None and kind not in seen:
+            seen.add(kind)
+            alike = [other for other, hint in field_types(section).items() if _section_of(hint) is kind]
+            full = f"{prefix}{name}" if len(alike) == 1 else f"{prefix}{{{','.join(alike)}}}"
+            yield full, kind
+            yield from _walk(kind, f"{full}.")
+
+
+def _section_of(annotation: Any) -> type[Section] | None:
+    """The section that a key holds, or that each item of its list is."""
+    return section_in(annotation) or section_in(item_type(annotation))
+
+
+def _section_markdown(name: str, section: type[Section]) -> str:
+    rows = []
+    docs = field_docs(section)
+    for key, annotation in field_types(section).items():
+        inner = section_in(annotation)
+        if inner is not None and key not in docs:
+            docs[key] = f"Section: {_summary(inner)}"
+        accepts = describe(annotation).replace("|", "\\|")
+        rows.append(f"| `{key}` | {accepts} | {_default(section, key)} | {docs[key]} |")
+    level = "##" if "." not in name else "###"
+    table = "\n".join(rows)
+    doc = inspect.cleandoc(section.__doc__ or "")
+    return f"{level} {name}\n\n{doc}\n\n| key | accepts | default | meaning |\n|---|---|---|---|\n{table}\n"
+
+
+def _summary(section: type[Section]) -> str:
+    return inspect.cleandoc(section.__doc__ or "").partition("\n")[0]
+
+
+def _default(section: type[Section], key: str) -> str:
+    field = section.model_fields[key]
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if isinstance(value, Section):
+        return ""
+    return f"`{_as_yaml(value)}`"
+
+
+def _as_yaml(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value)
+    if isinstance(value, CallbackConfig):
+        return value.name
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_as_yaml, value)) + "]"
+    return str(value)
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of a configuration file, with ``_base_`` and ``_inherited_``, for completion in editors.
+
+    No key is required here, because a base file may give it.
+    """
+    schema = RunConfig.model_json_schema()
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    kinds = {kind.__name__: kind for _, kind in _walk(RunConfig)}
+    for name, definition in schema["$defs"].items():
+        _describe_properties(definition, kinds[name])
+        definition["properties"]["_inherited_"] = {
+            "type": "boolean",
+            "description": "False drops what the bases have in this section.",
+        }
+    _describe_properties(schema, RunConfig)
+    callbacks = schema["$defs"]["EngineConfig"]["properties"]["callbacks"]
+    name = schema["$defs"]["CallbackConfig"]["properties"]["name"]
+    callbacks["items"] = {"anyOf": [callbacks["items"], {"anyOf": name["anyOf"]}]}
+    names = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+    schema["properties"]["_base_"] = {**names, "description": "Files this one builds on."}
+    return schema
+
+
+def _describe_properties(definition: dict[str, Any], section: type[Section]) -> None:
+    definition.pop("required", None)
+    definition.pop("title", None)
+    docs = field_docs(section)
+    for key, prop in definition["properties"].items():
+        prop.pop("title", None)
+        if key in docs:
+            prop["description"] = docs[key]
+        if prop.get("default", PydanticUndefined) is PydanticUndefined:
+            prop.pop("default", None)
 
 
 def main() -> int:
@@ -19,8 +210,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file is stale")
     args = parser.parse_args()
-    from ppfleetx.config.docs import config_markdown, json_schema
-
     texts = {
         _ROOT / "docs" / "config.md": config_markdown(),
         _ROOT / "ppfleetx" / "configs" / "schema.json": json.dumps(json_schema(), indent=1) + "\n",

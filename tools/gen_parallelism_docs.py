@@ -1,16 +1,185 @@
 #!/usr/bin/env python3
-"""Write the computed parts of docs/parallelism.md: legal plans, conditions, schedules."""
+"""Write the computed parts of docs/parallelism.md: legal plans, conditions, schedules as pictures."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))
 
+from ppfleetx.config.plan import ParallelPlan, enumerate_plans, violations
 from ppfleetx.utils.cli import run_tool
+
+BEGIN, END = "<!-- {name}: made by tools/gen_parallelism_docs.py -->", "<!-- end of {name} -->"
+
+# Each kind of parallelism as the change it makes to a plan.
+_KINDS = {
+    "dp": {"dp": 2},
+    "mp": {"mp": 2},
+    "sequence parallel": {"mp": 2, "sequence_parallel": True},
+    "pp": {"pp": 2},
+    "virtual stages": {"pp": 2, "virtual_pp_degree": 2},
+    "sharding 1": {"sharding": 2, "sharding_stage": 1},
+    "sharding 2": {"sharding": 2, "sharding_stage": 2},
+    "sharding 3": {"sharding": 2, "sharding_stage": 3},
+    "sep": {"sep": 2},
+}
+
+
+def blocks() -> dict[str, str]:
+    """Text of each generated block by name."""
+    return {
+        "legal combinations": legal_combinations(),
+        "schedules": "\n\n".join(
+            [
+                _picture("1F1B, 4 stages, 8 micro batches", 4, 1, 8),
+                _picture("Interleaved, 4 stages of 2 chunks, 8 micro batches", 4, 2, 8),
+            ]
+        ),
+    }
+
+
+def filled(page: str) -> str:
+    """``page`` with its generated blocks written anew.
+
+    Raises:
+        ValueError: a block's marks are missing.
+    """
+    for name, text in blocks().items():
+        begin, end = BEGIN.format(name=name), END.format(name=name)
+        before, found, rest = page.partition(begin)
+        _, closed, after = rest.partition(end)
+        if not (found and closed):
+            raise ValueError(f"the page has no block {begin} ... {end}")
+        page = f"{before}{begin}\n\n{text}\n\n{end}{after}"
+    return page
+
+
+def legal_combinations() -> str:
+    """Which two kinds go together, as a table, and how many plans there are."""
+    lines = [_row(["", *_KINDS]), _row(["---"] * (len(_KINDS) + 1))]
+    refused = []
+    for one, change in _KINDS.items():
+        cells = []
+        for other, further in _KINDS.items():
+            plan = _combined(change, further)
+            if plan is None:
+                cells.append("")
+            elif found := violations(plan):
+                refused.append(f"{one} with {other}: {found[0].sentence}.")
+                cells.append("no")
+            else:
+                cells.append("yes")
+        lines.append(_row([f"**{one}**", *cells]))
+    counts = {n: sum(not plan.sharding_offload for plan in enumerate_plans(n)) for n in (2, 4, 8)}
+    numbers = ", ".join(f"{count} of {size}" for size, count in counts.items())
+    lines += [
+        "",
+        f"Of all plans, whatever the model, {numbers} processes are legal, with three and more axes too; "
+        "those with sharding 2 or 3 also with offload.",
+    ]
+    return "\n".join([*lines, *(f"- {text}" for text in dict.fromkeys(refused))])
+
+
+def _combined(change: dict, further: dict) -> ParallelPlan | None:
+    """Both changes to one plan; None where they set the same field differently."""
+    if any(further.get(key, value) != value for key, value in change.items()):
+        return None
+    return replace(ParallelPlan(), **change, **{k: v for k, v in further.items() if k not in change})
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+# -- schedules --------------------------------------------------------------------------------
+
+Pass = tuple[str, int, int]
+"""(``F`` or ``B``, chunk of the model, micro batch)."""
+
+
+def order_of_passes(stages: int, chunks: int, micro_batches: int, rank: int) -> list[Pass]:
+    """Passes of one pipeline rank in the order it runs them: 1F1B, interleaved with ``chunks`` > 1
+    (Narayanan et al., 2021, sections 2.2 and 2.3)."""
+    total = chunks * micro_batches
+    later = stages - rank - 1
+    warm_up = later if chunks == 1 else 2 * later + (chunks - 1) * stages
+    forward = list(_interleaved(stages, chunks, micro_batches, rank))
+    backward = [(chunks - 1 - part, micro) for part, micro in _parts(stages, chunks, micro_batches)]
+    backward = [(part * stages + rank, micro) for part, micro in backward]
+    passes: list[Pass] = [("F", *work) for work in forward[: min(warm_up, total)]]
+    for number in range(warm_up, total):
+        passes += [("F", *forward[number]), ("B", *backward[number - warm_up])]
+    return passes + [("B", *work) for work in backward[max(0, total - warm_up) :]]
+
+
+def _parts(stages: int, chunks: int, micro_batches: int) -> Iterator[tuple[int, int]]:
+    """(chunk of the rank, micro batch) in the forward order: groups of ``stages`` micro batches."""
+    group = stages if chunks > 1 else micro_batches
+    for first in range(0, micro_batches, group):
+        for part in range(chunks):
+            for micro in range(first, min(first + group, micro_batches)):
+                yield part, micro
+
+
+def _interleaved(stages: int, chunks: int, micro_batches: int, rank: int) -> Iterator[tuple[int, int]]:
+    for part, micro in _parts(stages, chunks, micro_batches):
+        yield part * stages + rank, micro
+
+
+def timetable(stages: int, chunks: int, micro_batches: int) -> list[list[tuple[int, Pass]]]:
+    """(start, pass) of each rank when a forward pass of a chunk takes 1 and a backward pass 2."""
+    last = stages * chunks - 1
+    orders = [order_of_passes(stages, chunks, micro_batches, rank) for rank in range(stages)]
+    ends: dict[Pass, int] = {}
+    free, done = [0] * stages, [0] * stages
+    table: list[list[tuple[int, Pass]]] = [[] for _ in range(stages)]
+    while any(done[rank] < len(orders[rank]) for rank in range(stages)):
+        moved = False
+        for rank in range(stages):
+            if done[rank] == len(orders[rank]):
+                continue
+            kind, chunk, micro = work = orders[rank][done[rank]]
+            needs = _needed(kind, chunk, micro, last)
+            if any(need not in ends for need in needs):
+                continue
+            start = max([free[rank], *(ends[need] for need in needs)])
+            free[rank] = ends[work] = start + (1 if kind == "F" else 2)
+            table[rank].append((start, work))
+            done[rank] += 1
+            moved = True
+        assert moved, "the schedule waits for itself"
+    return table
+
+
+def _needed(kind: str, chunk: int, micro: int, last: int) -> list[Pass]:
+    if kind == "F":
+        return [("F", chunk - 1, micro)] if chunk else []
+    return [("F", chunk, micro), *([("B", chunk + 1, micro)] if chunk < last else [])]
+
+
+def _picture(title: str, stages: int, chunks: int, micro_batches: int) -> str:
+    """One line a rank, one column a unit of time; the page explains the symbols."""
+    table = timetable(stages, chunks, micro_batches)
+    length = max(start + (1 if work[0] == "F" else 2) for row in table for start, work in row)
+    lines = []
+    for rank, row in enumerate(table):
+        cells = ["."] * length
+        for start, (kind, chunk, micro) in row:
+            first = "1" if chunk < stages else "A"
+            symbol = chr(ord(first) + micro)
+            if kind == "F":
+                cells[start] = symbol
+            else:
+                cells[start : start + 2] = symbol.lower(), "-"
+        lines.append(f"rank {rank}  {''.join(cells)}")
+    idle = 1 - 3 * chunks * micro_batches / length
+    return f"{title}: {idle:.0%} idle\n\n```text\n" + "\n".join(lines) + "\n```"
 
 
 def main() -> int:
@@ -20,8 +189,6 @@ def main() -> int:
         "--check", action="store_true", help="write nothing; exit with 1 if the page is stale"
     )
     args = parser.parse_args()
-    from ppfleetx.config.plan_docs import filled
-
     page = _ROOT / "docs" / "parallelism.md"
     text = page.read_text("utf-8")
     if (fresh := filled(text)) == text:

@@ -6,10 +6,10 @@ from copy import deepcopy
 
 import pytest
 
-from ppfleetx.config.docs import config_markdown
 from ppfleetx.config.effects import Effect, changes, effect_of, leaf_keys, network
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.model import ModelConfig
+from tools.gen_config_docs import config_markdown
 
 SMALL = {"vocab_size": 512, "hidden_size": 64, "num_layers": 2, "num_attention_heads": 4}
 OTHER = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.config.plan_docs import filled, order_of_passes, timetable
+from tools.gen_parallelism_docs import filled, order_of_passes, timetable
 
 ROOT = Path(__file__).resolve().parents[2]
 

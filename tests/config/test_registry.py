@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.config import plugins, registries
-from ppfleetx.config.docs import json_schema
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.registry import Registry, load_target
+from tools.gen_config_docs import json_schema
 
 NANO = Path(__file__).resolve().parents[2] / "ppfleetx/configs/debug/gpt_nano.yaml"
 ALL = [value for value in vars(registries).values() if isinstance(value, Registry)]

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.config.docs import field_docs, json_schema
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.record import dump_config
 from ppfleetx.config.sections.root import RunConfig
@@ -16,6 +15,7 @@ from ppfleetx.config.unsupported import not_supported_reasons, without_effect
 from ppfleetx.config.words import field_types, section_in
 from ppfleetx.core.programs.check import bubble_share, check_report
 from ppfleetx.models.gpt.shape import parameter_count
+from tools.gen_config_docs import field_docs, json_schema
 
 ROOT = Path(__file__).parents[2]
 GPT = ROOT / "ppfleetx" / "configs" / "nlp" / "gpt"
