@@ -157,6 +157,26 @@ def test_sixteen_bits_and_memory_on_an_accelerator(monkeypatch: pytest.MonkeyPat
         loaded("run_gpt2_13b.yaml", options="model.model_config.compute_dtype=float32")
 
 
+def test_names_of_later_versions() -> None:
+    options = (
+        "model.model_config.hidden_dropout_rate=0.1 model.model_config.attention_dropout_rate=0.1 "
+        "model.model_config.max_position_embeddings=2048 model.model_config.softmax_compute_type=float16 "
+        "model.model_config.use_flash_attention=True train_dataset.input_columns=[input_ids,attention_mask] "
+        "eval_dataset.drop_remainder=False parallel_config.use_seq_parallel=True resume_training=True"
+    )
+    cfg = loaded("run_gpt2_13b.yaml", options=options)
+    assert (cfg.Model.max_position_embeddings, cfg.Data.Train.dataset.max_seq_len) == (2048, 1024)
+    assert (cfg.Model.use_flash_attn, cfg.Model.softmax_in_fp32, cfg.Model.sequence_parallel) == (
+        True,
+        False,
+        True,
+    )
+    cfg = loaded(
+        "run_gpt2.yaml", "--run_mode=eval", "--load_checkpoint=C", "--dataset_dir=D", options=options
+    )
+    assert any("drop_remainder" in note for note in cfg.warnings)
+
+
 def test_options_are_read_as_yaml_reads_them() -> None:
     options = "recompute_config.recompute=True optimizer.betas=(0.8,0.9) callbacks.1.save_checkpoint_steps=7"
     cfg = loaded(

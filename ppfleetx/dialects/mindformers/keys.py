@@ -13,6 +13,7 @@ BATCH = "Global.micro_batch_size Global.local_batch_size"
 _OPTIMIZERS = dict.fromkeys(
     ("FusedAdamWeightDecay", "FP32StateAdamWeightDecay", "AdamWeightDecay", "AdamW"), "AdamW"
 )
+_COLUMNS = (["input_ids"], ["input_ids", "input_mask"], ["input_ids", "attention_mask"])
 _COMPILER = "MindSpore's compiler and its data engine are not here"
 _CLOUD = "there is no ModelArts here"
 _ASCEND = "it is about Ascend devices"
@@ -44,6 +45,8 @@ def _run() -> list[Key]:
             "no evaluation runs during training in v0.3; evaluate with run_mode eval",
             only=(False,),
         ),
+        unused("eval_step_interval", "no evaluation runs during training"),
+        unused("eval_epoch_interval", "no evaluation runs during training"),
         unused("auto_tune", _COMPILER),
         unused("autotune_per_step", _COMPILER),
         unused("filepath_prefix", _COMPILER),
@@ -268,7 +271,9 @@ def _data() -> list[Key]:
                 only=(True,) if split == "Train" else None,
             ),
             limit,
-            fixed(f"{block}.input_columns", "a corpus has token ids alone", only=(["input_ids"],)),
+            fixed(
+                f"{block}.input_columns", "a corpus has token ids alone; masks are all ones", only=_COLUMNS
+            ),
             unused(f"{block}.output_columns", "a corpus has token ids alone"),
             unused(f"{block}.column_order", "a corpus has token ids alone"),
             joint(
@@ -277,9 +282,15 @@ def _data() -> list[Key]:
                 "threads that prepare batches",
             ),
             unused(f"{block}.python_multiprocessing", "workers are threads"),
-            fixed(f"{block}.drop_remainder", "the last incomplete batch is left out", only=(True,)),
+            fixed(
+                f"{block}.drop_remainder",
+                "of a corpus, the last incomplete batch is left out (a note says so); a text is read whole",
+                only=(True,) if split == "Train" else (True, False),
+            ),
             fixed(f"{block}.batch_size", "runner_config.batch_size says it, there as here"),
             fixed(f"{block}.repeat", "runner_config.epochs says it", only=(1,)),
+            fixed(f"{block}.tokenizer.type", "a corpus has token ids alone", only=("GPT2Tokenizer",)),
+            unused(f"{block}.tokenizer.max_length", "model.model_config.seq_length says it"),
             unused(f"{block}.numa_enable", _COMPILER),
             unused(f"{block}.prefetch_size", _COMPILER),
             unused(f"{block}.auto_tune", _COMPILER),
@@ -316,6 +327,8 @@ def _callbacks() -> list[Key]:
         joint("callbacks.*.keep_checkpoint_max", "Engine.save_load.keep_max", "5 where it says nothing"),
         fixed("callbacks.*.integrated_save", "each rank writes its part, and any plan reads all of them"),
         joint("callbacks.*.async_save", "Engine.save_load.async_save", "in the background"),
+        unused("callbacks.*.save_network_params", "a checkpoint has parts that can be loaded alone"),
+        fixed("callbacks.*.save_trainable_params", "checkpoints are whole", only=(False,)),
         joint("callbacks.*.directory", "Engine.save_load.output_dir", "where checkpoints go"),
     ]
 
@@ -346,6 +359,22 @@ def _model() -> list[Key]:
         mapped(f"{model}.dropout_prob", "Model.embedding_dropout_prob"),
         mapped(f"{model}.hidden_dropout_prob", "Model.hidden_dropout_prob"),
         mapped(f"{model}.attention_probs_dropout_prob", "Model.attention_probs_dropout_prob"),
+        mapped(f"{model}.hidden_dropout_rate", "Model.hidden_dropout_prob", says="later versions' name"),
+        mapped(
+            f"{model}.attention_dropout_rate",
+            "Model.attention_probs_dropout_prob",
+            says="later versions' name",
+        ),
+        mapped(f"{model}.use_flash_attention", "Model.use_flash_attn", flag),
+        joint(
+            f"{model}.max_position_embeddings",
+            "Model.max_position_embeddings",
+            "seq_length where it says nothing",
+        ),
+        refused(
+            f"{model}.pet_config.**", "translate the rest with ppfleetx translate, and give Model.lora there"
+        ),
+        fixed(f"{model}.batch_size", "runner_config.batch_size says it"),
         mapped(
             f"{model}.initializer_range",
             "Model.embedding_initializer_range",
@@ -354,6 +383,10 @@ def _model() -> list[Key]:
         joint(f"{model}.compute_dtype", PRECISION, "float32: no 16 bits; on a CPU always float32"),
         joint(f"{model}.param_init_type", PRECISION, "16 bits: weights in 16 bits with float32 masters (O2)"),
         joint(f"{model}.softmax_dtype", "Model.softmax_in_fp32", "float32: true"),
+        joint(
+            f"{model}.softmax_compute_type", "Model.softmax_in_fp32", "later versions' name of softmax_dtype"
+        ),
+        fixed(f"{model}.layernorm_compute_type", "norms compute in float32", only=("float32", "float16")),
         fixed(f"{model}.layernorm_dtype", "norms compute in float32", only=("float32", "float16")),
         joint(
             f"{model}.checkpoint_name_or_path",

@@ -49,7 +49,11 @@ def _memory_limit(reading: Reading, result: Translation, on_cpu: bool) -> None:
 
 
 def _precision(reading: Reading, result: Translation, on_cpu: bool) -> None:
-    names = [f"model.model_config.{name}_dtype" for name in ("compute", "softmax")]
+    softmax_names = [f"model.model_config.softmax_{word}" for word in ("compute_type", "dtype")]
+    names = [
+        "model.model_config.compute_dtype",
+        next(filter(reading.__contains__, softmax_names), softmax_names[1]),
+    ]
     compute, softmax = (reading.choice(name, _TYPES, "float32") for name in names)
     if names[0] not in reading:
         compute = "float16"  # the default of GPT2Config

@@ -50,13 +50,14 @@ def network(reading: Reading, result: Translation) -> None:
             *reading.origins(width_key, ratio_key),
             why="width x expand_ratio",
         )
-    length_key = f"{_MODEL}.seq_length"
+    length_key, positions_key = f"{_MODEL}.seq_length", f"{_MODEL}.max_position_embeddings"
     length = reading.integer(length_key, 1024, least=1)
+    origins = reading.origins(positions_key) or reading.origins(length_key)
     result.put(
         "Model.max_position_embeddings",
-        length,
-        *reading.origins(length_key),
-        why="" if length_key in reading else "the default of GPT2Config",
+        reading.integer(positions_key, length, least=1),
+        *origins,
+        why="" if origins else "the default of GPT2Config",
     )
 
 
@@ -96,6 +97,8 @@ def _evaluation(reading: Reading, result: Translation) -> None:
     samples = reading.integer(samples_key, -1, least=-1)
     if not (isinstance(file, str) and file.endswith(_TEXT_FILES)):
         _corpus(reading, result, "eval_dataset", "Eval")
+        if reading.value("eval_dataset.drop_remainder") is False:
+            result.notes.append("drop_remainder: of a corpus, the last incomplete global batch is left out")
         if samples > 0:
             batches = math.ceil(samples / reading.integer("runner_config.batch_size", 1, least=1))
             result.put("Engine.eval_iters", batches, *reading.origins(samples_key), why="whole batches")
