@@ -11,7 +11,7 @@ ARGS    ?=# further -o Section.key=value of the quickstart
 .PHONY: help quickstart test parity planner-accuracy lint docs site docs-test clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { name[n] = $$1; text[n++] = $$2; if (length($$1) > w) w = length($$1) } \
+	@awk -F ':.*## ' 'BEGIN { n = 0 } /^[a-z-]+:.*## / { name[n] = $$1; text[n++] = $$2; if (length($$1) > w) w = length($$1) } \
 		END { for (i = 0; i < n; i++) printf "%-" w + 2 "s%s\n", name[i], text[i] }' $(MAKEFILE_LIST)
 
 # One stamp per set of requirements: a second run finds it and installs nothing.
