@@ -76,7 +76,7 @@ FOREIGN = [
     (
         "MindSpeed",
         "train_config: {seed: 1}\naccelerate_config: {tensor_model_parallel_size: 2}\nmodel_config: {}\n",
-        ["MindSpeed", "tensor_model_parallel_size is Distributed.mp_degree"],
+        ["MindSpeed", "docs/dialects/mindspeed.md", "tensor_model_parallel_size is Distributed.mp_degree"],
     ),
     (
         "DeepSpeed",
@@ -86,7 +86,7 @@ FOREIGN = [
     (
         "Megatron",
         "tensor_model_parallel_size: 2\npipeline_model_parallel_size: 1\ntrain_iters: 10\nseq_length: 64\n",
-        ["Megatron-LM's arguments", "train_iters is Engine.max_steps"],
+        ["Megatron-LM's arguments", "ppfleetx translate FILE", "train_iters is Engine.max_steps"],
     ),
     (
         "Megatron",
@@ -102,7 +102,11 @@ FOREIGN = [
         "PaddleNLP",
         '{"model_name_or_path": "x", "tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, '
         '"per_device_train_batch_size": 1, "sharding": "stage1"}',
-        ["PaddleNLP or PaddleFormers", "tensor_parallel_degree is Distributed.mp_degree"],
+        [
+            "PaddleNLP or PaddleFormers",
+            "run_pretrain.py FILE",
+            "tensor_parallel_degree is Distributed.mp_degree",
+        ],
     ),
     (
         "Trainer",
@@ -117,7 +121,11 @@ FOREIGN = [
     (
         "arguments",
         MEGATRON_SCRIPT,
-        ["arguments of Megatron-LM", "tensor_model_parallel_size is Distributed.mp_degree"],
+        [
+            "arguments of Megatron-LM",
+            "translate --to OURS.yaml -- ",
+            "tensor_model_parallel_size is Distributed.mp_degree",
+        ],
     ),
     ("arguments", "--num-layers 2 --hidden-size 8 --seq-length 16", ["arguments of Megatron-LM"]),
     (

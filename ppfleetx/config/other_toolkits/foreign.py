@@ -34,6 +34,13 @@ def _toolkit(name: str, telling: str, usual: str, advice: str = _KEYS_HERE) -> _
     return _Toolkit(name, frozenset(telling.split()), frozenset(usual.split()), advice)
 
 
+def _runs(program: str, page: str) -> str:
+    return (
+        f"It runs as it is: python projects/{program}. To have it as one of this program: ppfleetx "
+        f"translate FILE --to OURS.yaml (docs/dialects/{page}.md)."
+    )
+
+
 # The first that fits is named: those with keys of their own stand before those whose keys others took over.
 _TOOLKITS = (
     _toolkit(
@@ -57,6 +64,7 @@ _TOOLKITS = (
         "a MindSpeed configuration",
         "accelerate_config ms_training_config mm_model gpt_args",
         "train_config model_config dataset_param dataloader_param mindspeed",
+        _runs("mindspeed/pretrain_gpt.py --yaml-cfg FILE", "mindspeed"),
     ),
     _toolkit("a NeMo configuration", "exp_manager megatron_amp_o2", "trainer model restore_from_path name"),
     _toolkit(
@@ -72,6 +80,7 @@ _TOOLKITS = (
         "fuse_attention_ffn amp_master_grad",
         "model_name_or_path sharding sequence_parallel virtual_pp_degree fp16_opt_level do_train "
         "per_device_train_batch_size gradient_accumulation_steps output_dir max_steps",
+        _runs("paddleformers/run_pretrain.py FILE", "paddleformers"),
     ),
     _toolkit(
         "a DeepSpeed configuration",
@@ -79,6 +88,8 @@ _TOOLKITS = (
         "zero_force_ds_cpu_optimizer wall_clock_breakdown flops_profiler",
         "train_batch_size gradient_clipping steps_per_print prescale_gradients activation_checkpointing fp16 "
         "bf16 optimizer scheduler gradient_accumulation_steps",
+        "It goes with Megatron's arguments: python projects/megatron/pretrain_gpt.py --deepspeed "
+        "--deepspeed_config FILE ... (docs/dialects/megatron.md).",
     ),
     _toolkit(
         "a file of Megatron-LM's arguments",
@@ -87,6 +98,8 @@ _TOOLKITS = (
         "model_parallel context_parallel_size lr_decay_style eval_iters eval_interval seq_length data_path "
         "micro_batch_size global_batch_size num_layers hidden_size num_attention_heads ffn_hidden_size "
         "max_position_embeddings transformer_impl clip_grad",
+        "To have it as one of this program: ppfleetx translate FILE --to OURS.yaml "
+        "(docs/dialects/megatron.md).",
     ),
     _toolkit(
         "a configuration of Hugging Face's Trainer or a program built on it",
@@ -155,7 +168,9 @@ def refuse_foreign_text(text: str, place: str) -> None:
     raise ConfigError(
         f"this holds command-line arguments of {name}, and is not a configuration of this program.",
         place=place,
-        hint=_KEYS_HERE + _translated(given),
+        hint="It runs as it is: python projects/megatron/pretrain_gpt.py ARGUMENTS. To have it as a "
+        "configuration: ppfleetx translate --to OURS.yaml -- ARGUMENTS (docs/dialects/megatron.md)."
+        + _translated(given),
     )
 
 

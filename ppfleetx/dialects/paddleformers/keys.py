@@ -318,7 +318,7 @@ NETWORK = (
     mapped(f"{CONFIG}.rms_norm_eps", "Model.norm_epsilon"),
     mapped(f"{CONFIG}.initializer_range", "Model.initializer_range"),
     joint(f"{CONFIG}.resid_pdrop", "Model.hidden_dropout_prob", ""),
-    joint(f"{CONFIG}.embd_pdrop", "Model.hidden_dropout_prob", "one dropout holds for both"),
+    joint(f"{CONFIG}.embd_pdrop", "Model.embedding_dropout_prob", ""),
     joint(f"{CONFIG}.attn_pdrop", "Model.attention_probs_dropout_prob", ""),
     joint(f"{CONFIG}.attention_dropout", "Model.attention_probs_dropout_prob", ""),
     mapped(f"{CONFIG}.rope_theta", "Model.rotary_base"),

@@ -51,14 +51,12 @@ def network(reading: Reading, result: Translation) -> None:
     result.put(
         "Model.tie_word_embeddings", reading.flag(tied, kind == "gpt2"), *reading.origins(tied, kind_key)
     )
-    dropouts = (f"{CONFIG}.resid_pdrop", f"{CONFIG}.embd_pdrop")
-    found = {reading.number(name) for name in dropouts if name in reading}
-    if len(found) > 1:
-        raise reading.conflict(dropouts, "one dropout holds for embeddings and branches")
     default = 0.1 if kind == "gpt2" else 0.0
-    _unless(
-        result, "Model.hidden_dropout_prob", found.pop() if found else default, reading.origins(*dropouts)
-    )
+    hidden, embedded = f"{CONFIG}.resid_pdrop", f"{CONFIG}.embd_pdrop"
+    _unless(result, "Model.hidden_dropout_prob", reading.number(hidden, default), reading.origins(hidden))
+    if embedded in reading:
+        dropout = reading.number(embedded)
+        _unless(result, "Model.embedding_dropout_prob", dropout, reading.origins(embedded))
     names = (f"{CONFIG}.attn_pdrop", f"{CONFIG}.attention_dropout")
     attention = next((reading.number(name) for name in names if name in reading), default)
     _unless(result, "Model.attention_probs_dropout_prob", attention, reading.origins(*names))
