@@ -32,6 +32,15 @@ def test_every_command_can_be_pasted(page):
                 )
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "zh").rglob("*.md")), ids=lambda page: page.stem)
+def test_a_translated_page_has_the_same_commands(page):
+    original = ROOT / "docs" / page.relative_to(ROOT / "docs" / "zh")
+    here, there = (
+        [(piece.language, piece.title, piece.text) for piece in blocks(path)] for path in (page, original)
+    )
+    assert here == there, "change both"
+
+
 def test_commands_are_cut_at_their_ends():
     text = "# a remark\npython a.py \\\n    --b c   # why\n\ncat <<'EOF' > x\n# no remark\nEOF\nls"
     assert told(text) == [

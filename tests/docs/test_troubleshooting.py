@@ -34,6 +34,16 @@ def test_the_page_explains_enough():
     assert len(QUOTED) >= 12
 
 
+def test_the_translated_page_explains_the_same_messages():
+    translated = ROOT / "docs" / "zh" / "troubleshooting.md"
+    quoted = [
+        re.findall(r"^\*\*(.*)\*\*$", page.read_text(encoding="utf-8"), re.MULTILINE)
+        for page in (PAGE, translated)
+    ]
+    messages, translated_messages = ([re.findall(r"`[^`]*`", heading) for heading in page] for page in quoted)
+    assert messages == translated_messages
+
+
 @pytest.mark.parametrize("heading", QUOTED)
 def test_a_quoted_message_is_one_of_the_code(heading):
     for quoted in re.findall(r"`([^`]*)`", heading):
