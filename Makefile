@@ -80,6 +80,7 @@ site: $(VENV)/.docs  ## Build the documentation site into ./site; dead links and
 
 docs-test: $(VENV)/.test  ## Run every shell command of README and docs/ in scratch directories, shrunk where a page says so
 	$(PY) -m tests.docs.run_pages
+	$(PY) -m tests.docs.wheel
 
 clean:  ## Remove what the quickstart made (not the virtual environment)
 	rm -rf $(OUT)

@@ -26,7 +26,7 @@ def not_installed(error: ModuleNotFoundError) -> NotInstalledError | None:
     missing = (error.name or "").partition(".")[0]
     if missing == "paddle":
         return NotInstalledError(
-            "Paddle is not installed in this Python: on a CPU run `pip install -r requirements.txt` (or `pip "
+            "Paddle is not installed in this Python: on a CPU run `pip install 'ppfleetx[cpu]'` (or `pip "
             "install paddlepaddle==3.3.1`), on a GPU install paddlepaddle-gpu 3.3.x for your CUDA as "
             "PaddlePaddle's installation page says"
         )

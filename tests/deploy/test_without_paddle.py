@@ -28,7 +28,7 @@ NEEDS_PADDLE = [
     "tools/train.py",
     "ppfleetx.nn.cpu_ops",
 ]
-SENTENCE = "error: Paddle is not installed in this Python: on a CPU run `pip install -r requirements.txt`"
+SENTENCE = "error: Paddle is not installed in this Python: on a CPU run `pip install 'ppfleetx[cpu]'`"
 
 # Runs each program in a fork of one process in which Paddle cannot be found.
 DRIVER = """

@@ -19,6 +19,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,8 +102,13 @@ def run_page(page: Path, keep: Path | None = None) -> list[Result]:
     return results
 
 
-def run_command(command: Command, directory: Path, servers: list[subprocess.Popen]) -> Result:
-    """Run one command, or start it when it serves."""
+def run_command(
+    command: Command,
+    directory: Path,
+    servers: list[subprocess.Popen],
+    environment: Mapping[str, str] | None = None,
+) -> Result:
+    """Run one command, or start it when it serves; ``environment`` is the scene's unless given."""
     text = to_run(command)
     if text is None:
         return Result(command, None, 0.0, "")
@@ -110,7 +116,7 @@ def run_command(command: Command, directory: Path, servers: list[subprocess.Pope
     process = subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", text],
         cwd=directory,
-        env=scene.environment(directory),
+        env=scene.environment(directory) if environment is None else environment,
         stdin=subprocess.DEVNULL,
         stdout=(directory / "output.txt").open("w") if command.block.mark == "serve" else subprocess.PIPE,
         stderr=subprocess.STDOUT,
