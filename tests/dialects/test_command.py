@@ -1,0 +1,62 @@
+"""`ppfleetx translate`: which toolkit it is, what is printed, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ppfleetx.cli.main import call
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_config
+from ppfleetx.dialects.command import translation_of
+
+GPT2 = Path(__file__).resolve().parents[2] / "projects/mindformers/configs/gpt2"
+
+
+def test_a_file_is_written_and_never_over_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "ours.yaml"
+    call("translate", [str(GPT2 / "run_gpt2.yaml"), "--to", str(out)])
+    assert f"written: {out}" in capsys.readouterr().out
+    call("translate", [str(GPT2 / "run_gpt2.yaml")])
+    assert capsys.readouterr().out == out.read_text()
+    assert load_config(out).Model.num_layers == 12
+    with pytest.raises(ConfigError, match="nothing is overwritten"):
+        call("translate", [str(GPT2 / "run_gpt2.yaml"), "--to", str(out)])
+
+
+def test_arguments_behind_the_dashes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, out = str(GPT2 / "run_gpt2.yaml"), tmp_path / "ours.yaml"
+    call("translate", [file, "--", "--epochs", "7"])
+    assert "num_train_epochs: 7  # argument 3, --epochs, runner_config.epochs" in capsys.readouterr().out
+    call("translate", ["--", "python", "run_mindformer.py", "--config", file, "--to", str(out)])
+    assert load_config(out).Engine.num_train_epochs == 3
+    call("translate", ["--dialect", "mindformers", "--", "--config", file])
+    assert "Translated from MindFormers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "name a file, or give a command line"),
+        (["none.yaml"], "there is no such file"),
+        (["train.py"], "is no command line of"),
+        (["--what", "1"], "is no command line of"),
+    ],
+)
+def test_what_cannot_be_told(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        translation_of(words)
+
+
+def test_files_of_nobody(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("something: 1\n")
+    with pytest.raises(ConfigError, match="say with --dialect whose it is"):
+        translation_of([str(tmp_path / "a.yaml")])
+    with pytest.raises(ConfigError, match="--dialect = 'what'"):
+        translation_of([str(tmp_path / "a.yaml")], "what")
+    with pytest.raises(ConfigError, match=r"something = 1|something \("):
+        translation_of([str(tmp_path / "a.yaml")], "mindformers")
+    with pytest.raises(ConfigError, match=r"Model\.hidden_size"):  # a translation has to be a configuration
+        (tmp_path / "b.yaml").write_text("base_config: []\nseed: 1\n")
+        call("translate", [str(tmp_path / "b.yaml")])
