@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -63,6 +63,7 @@ def _with_data_parallel(cfg: RunConfig, world_size: int | None, origins: dict[st
     if plan.world_size == world_size:
         return cfg
     near = nearest_plan(plan, world_size, workload_of(cfg))
+    given = [axis for axis in AXES if axis != "dp" or cfg.Distributed.dp_degree is not None]
     needed = f"{'a multiple of ' if cfg.Distributed.dp_degree is None else ''}{plan.world_size}"
     dp = "open" if cfg.Distributed.dp_degree is None else plan.dp
     raise ConfigError(
@@ -70,10 +71,16 @@ def _with_data_parallel(cfg: RunConfig, world_size: int | None, origins: dict[st
         f"mp {plan.mp} x pp {plan.pp} x sharding {plan.sharding} x sep {plan.sep} needs {needed}.",
         key="Distributed",
         place=origins.get("Distributed"),
-        hint=f"The nearest plan for {world_size}: {near}."
+        hint=f"The nearest plan for {world_size}: {near} ({_overrides(plan, near, given)})."
         if near
         else f"No plan fits {counted(world_size, 'process')}.",
     )
+
+
+def _overrides(plan: ParallelPlan, near: ParallelPlan, axes: Iterable[str]) -> str:
+    """What turns ``plan`` into ``near`` on the command line."""
+    changed = [axis for axis in axes if getattr(plan, axis) != getattr(near, axis)]
+    return " ".join(f"-o {CONFIG_KEYS[axis]}={getattr(near, axis)}" for axis in changed)
 
 
 def _refuse_too_many(plan: ParallelPlan, world_size: int | None) -> None:

@@ -247,9 +247,17 @@ def test_place_is_the_file_that_wrote_the_value(small, write):
 
 
 WORLDS = [
-    (8, ["Distributed.mp_degree=3"], ["8 processes", "needs a multiple of 3", "nearest plan for 8"]),
+    (
+        8,
+        ["Distributed.mp_degree=3"],
+        ["8 processes", "needs a multiple of 3", "nearest plan for 8", "(-o Distributed.mp_degree="],
+    ),
     (8, ["Distributed.dp_degree=2", "Distributed.mp_degree=2"], ["8 processes", "needs 4", "dp 4, mp 2"]),
-    (1, ["Distributed.dp_degree=8"], ["1 process was started", "needs 8", "nearest plan for 1: dp 1"]),
+    (
+        1,
+        ["Distributed.dp_degree=8"],
+        ["1 process was started", "needs 8", "nearest plan for 1: dp 1", "(-o Distributed.dp_degree=1)."],
+    ),
     (3072, ["Distributed.dp_degree=8"], ["3072 processes", "needs 8", "nearest plan for 3072: dp 3072"]),
 ]
 
