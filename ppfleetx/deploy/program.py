@@ -16,20 +16,19 @@ from pathlib import Path
 
 import paddle
 import paddle.nn.functional as F
-from paddle import _C_ops, nn
+from paddle import nn
 from paddle.static import InputSpec
 
 from ppfleetx.deploy.export_dir import cpu_ops_file
+from ppfleetx.deploy.program_cache import LoopCache, RoomCache, with_room
 from ppfleetx.deploy.program_linear import Matrix, matrices_of, use_panels
 from ppfleetx.deploy.program_lookup import FEWEST_ALIKE, accept, follow, last_occurrence, next_width
 from ppfleetx.deploy.program_top_p import nucleus_by_buckets
 from ppfleetx.deploy.tracing import quick_conversion
-from ppfleetx.generation.cache import ROOM
 from ppfleetx.generation.draws import draw
 from ppfleetx.generation.processors import by_id, forbid, is_any_of, keep_top_p, penalize_repetition
 from ppfleetx.generation.session import NextTokenModel
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
-from ppfleetx.nn.masks import penalty_of
 
 INPUTS: tuple[tuple[str, str, tuple[int | None, ...]], ...] = (
     ("tokens", "int64", (None, None)),  # [b, n] prompts, padded on the left with a token of their own
@@ -142,7 +141,7 @@ class GenerationProgram(nn.Layer):
         padding = padding.unsqueeze(-1)
         start = padding.astype("int32")
         positions = paddle.maximum(paddle.arange(length).unsqueeze(0) - padding, paddle.zeros_like(padding))
-        logits, past = self._run_model((tokens, positions, start.expand_as(positions)), _LoopCache([]))
+        logits, past = self._run_model((tokens, positions, start.expand_as(positions)), LoopCache([]))
         logits = self._process(logits, tokens, step, end_ids, min_new_tokens, repetition_penalty)
         token = self._choose(logits, step, exponentials, temperature, top_k, top_p)
         rules = (end_ids, min_new_tokens, repetition_penalty)
@@ -188,7 +187,7 @@ class GenerationProgram(nn.Layer):
         history = paddle.concat([tokens, token.unsqueeze(-1)], axis=1)
         finished = paddle.logical_or(is_any_of(token, end_ids), limits <= 1)
         while paddle.logical_not(finished.all()):
-            past = _with_room(past)
+            past = with_room(past)
             end = past[0].shape[2]
             while paddle.logical_and(paddle.logical_not(finished.all()), length + step < end):
                 logits, past = self._append(token, past, length + step, padding)
@@ -209,7 +208,7 @@ class GenerationProgram(nn.Layer):
         position = paddle.minimum(column - padding, last_position)
         columns = paddle.arange(past[0].shape[2])
         visible = paddle.logical_and(columns >= padding, columns <= column)
-        return self._run_model((token.unsqueeze(-1), position), _RoomCache(past, column, visible))
+        return self._run_model((token.unsqueeze(-1), position), RoomCache(past, column, visible))
 
     def _decode_one(
         self,
@@ -274,7 +273,7 @@ class GenerationProgram(nn.Layer):
         tokens = paddle.concat([history[-1:], guesses])
         positions = history.shape[0] - 1 + paddle.arange(tokens.shape[0])
         state = (tokens.unsqueeze(0), positions.unsqueeze(0))
-        logits, past = self._run_model(state, _LoopCache(past), last_only=False)
+        logits, past = self._run_model(state, LoopCache(past), last_only=False)
         return logits.argmax(-1), past
 
     def _one_more(
@@ -289,12 +288,12 @@ class GenerationProgram(nn.Layer):
         use_panels(self.matrices, [])
         step = paddle.full([1], step, "int64")
         position = paddle.full([1, 1], history.shape[0] - 1, "int64")
-        logits, past = self._run_model((history[-1:].unsqueeze(0), position), _LoopCache(past))
+        logits, past = self._run_model((history[-1:].unsqueeze(0), position), LoopCache(past))
         logits = self._process(logits, history.unsqueeze(0), step, *rules)
         return self._choose(logits, step, *sampling), past
 
     def _run_model(
-        self, state: tuple[paddle.Tensor, ...], cache: _LoopCache | _RoomCache, last_only: bool = True
+        self, state: tuple[paddle.Tensor, ...], cache: LoopCache | RoomCache, last_only: bool = True
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
         """Logits ``[b, V]`` after the last tokens, and keys and values with those of the tokens.
 
@@ -359,57 +358,6 @@ class GenerationProgram(nn.Layer):
             elif top_p < 1.0:
                 weights = nucleus_by_buckets(weights, top_p)
         return draw(weights, exponentials)
-
-
-class _LoopCache:
-    """The key/value cache of one turn of the loop: past tensors in, extended ones out."""
-
-    def __init__(self, past: Sequence[paddle.Tensor]) -> None:
-        self.past, self.extended = past, []
-
-    def update(
-        self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor
-    ) -> tuple[paddle.Tensor, paddle.Tensor, None]:
-        """Append ``key, value [b, g, s, d]``; the layers ask in their order."""
-        if self.past:
-            key = paddle.concat([self.past[2 * layer_index], key], axis=2)
-            value = paddle.concat([self.past[2 * layer_index + 1], value], axis=2)
-        self.extended += [key, value]
-        return key, value, None
-
-
-class _RoomCache:
-    """The cache of one turn of a loop that has made memory ahead: the new column is put into its place.
-
-    Copying all keys and values in every turn would cost a batch of 8 a tenth of its time.
-
-    Args:
-        past: keys and values ``[b, g, k, d]``, zero from ``column`` on. Their memory is written to.
-        column: ``[1]`` the place.
-        visible: ``[b, k]``, the columns a row may attend to.
-    """
-
-    def __init__(self, past: Sequence[paddle.Tensor], column: paddle.Tensor, visible: paddle.Tensor) -> None:
-        self.past, self.column, self.extended = past, column, []
-        self.penalty = penalty_of(visible.unsqueeze([1, 2]))
-
-    def update(
-        self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor
-    ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
-        """Take ``key, value [b, g, 1, d]``; the layers ask in their order."""
-        # paddle.index_add_ is the copying operation in a program, and Paddle's passes never replace an
-        # operation on what a loop carries by the one in place.
-        key = _C_ops.index_add_(self.past[2 * layer_index], self.column, key, 2)
-        value = _C_ops.index_add_(self.past[2 * layer_index + 1], self.column, value, 2)
-        self.extended += [key, value]
-        return key, value, self.penalty
-
-
-def _with_room(past: Sequence[paddle.Tensor]) -> list[paddle.Tensor]:
-    """``past`` and more columns of zeros."""
-    rows, groups, _, size = past[0].shape
-    room = paddle.zeros([rows, groups, ROOM, size], past[0].dtype)
-    return [paddle.concat([tensor, room], axis=2) for tensor in past]
 
 
 def _of_step(exponentials: paddle.Tensor, step: paddle.Tensor) -> paddle.Tensor:

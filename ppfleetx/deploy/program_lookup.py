@@ -48,5 +48,5 @@ def accept(likeliest: paddle.Tensor, guesses: paddle.Tensor) -> paddle.Tensor:
 
 
 def next_width(width: paddle.Tensor, right: paddle.Tensor, most: paddle.Tensor) -> paddle.Tensor:
-    """``[1]`` tokens to guess next, when of ``width`` so many were ``right``: more, the more were."""
+    """:func:`ppfleetx.generation.lookup.next_width` of tensors ``[1]``; of ``width`` guesses."""
     return paddle.where(right >= width, paddle.minimum(2 * width, most), right.clip(min=1))

@@ -121,8 +121,15 @@ class _GuessedRow:
 
     def _learn(self, right: int) -> None:
         if self._guesses:
-            wider = 2 * self._width if right == len(self._guesses) else max(1, right)
-            self._width = min(self._most, wider)
+            self._width = next_width(self._width, right, self._most, right == len(self._guesses))
+
+
+def next_width(width: int, right: int, most: int, all_right: bool) -> int:
+    """Tokens to guess next when ``width`` was allowed and ``right`` were right: more, the more were.
+
+    :func:`ppfleetx.deploy.program_lookup.next_width` is the same of tensors.
+    """
+    return min(most, 2 * width if all_right else max(1, right))
 
 
 def worthwhile(counts: Sequence[int]) -> int:

@@ -55,8 +55,9 @@ def test_guesses_are_right_up_to_the_first_wrong_one(
 
 @pytest.mark.parametrize(("width", "right", "expected"), [(2, 2, 4), (8, 8, 12), (4, 3, 3), (4, 0, 1)])
 def test_more_is_guessed_after_success(width: int, right: int, expected: int) -> None:
-    width, right, most = (paddle.to_tensor([number]) for number in (width, right, 12))
-    assert next_width(width, right, most).tolist() == [expected]
+    assert lookup.next_width(width, right, 12, right == width) == expected
+    tensors = [paddle.to_tensor([number]) for number in (width, right, 12)]
+    assert next_width(*tensors).tolist() == [expected]
 
 
 @pytest.mark.parametrize("most", [1, 3, 16])
