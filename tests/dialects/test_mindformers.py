@@ -157,6 +157,13 @@ def test_sixteen_bits_and_memory_on_an_accelerator(monkeypatch: pytest.MonkeyPat
         loaded("run_gpt2_13b.yaml", options="model.model_config.compute_dtype=float32")
 
 
+def test_a_warm_up_as_a_share_counts_before_one_in_steps() -> None:
+    lr = loaded("run_gpt2_13b.yaml", options="lr_schedule.warmup_ratio=0.1").Optimizer.lr
+    assert (lr.warmup_rate, lr.warmup_steps) == (0.1, None)
+    lr = loaded("run_gpt2_13b.yaml", options="lr_schedule.total_steps=5000").Optimizer.lr
+    assert (lr.warmup_steps, lr.decay_steps, lr.decay_style) == (2000, 5000, "linear")
+
+
 def test_names_of_later_versions() -> None:
     options = (
         "model.model_config.hidden_dropout_rate=0.1 model.model_config.attention_dropout_rate=0.1 "

@@ -215,8 +215,10 @@ def _runner() -> list[Key]:
         ),
         joint("lr_schedule.learning_rate", "Optimizer.lr.max_lr", "the rate after the warm-up"),
         joint("lr_schedule.lr_end", "Optimizer.lr.min_lr", "the last rate, which is never passed; linear: 0"),
-        mapped("lr_schedule.warmup_steps", "Optimizer.lr.warmup_steps"),
-        mapped("lr_schedule.warmup_ratio", "Optimizer.lr.warmup_rate"),
+        joint("lr_schedule.warmup_steps", "Optimizer.lr.warmup_steps", "where there is no warmup_ratio"),
+        joint(
+            "lr_schedule.warmup_ratio", "Optimizer.lr.warmup_rate", "a share of all steps; above warmup_steps"
+        ),
         refused(
             "lr_schedule.warmup_epochs",
             "give the warm-up in steps (warmup_steps) or as a share (warmup_ratio)",

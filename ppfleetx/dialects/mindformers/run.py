@@ -170,6 +170,11 @@ def length(reading: Reading, result: Translation) -> None:
         "lr_schedule.learning_rate" if "lr_schedule.learning_rate" in reading else "optimizer.learning_rate"
     )
     result.put("Optimizer.lr.max_lr", reading.number(rate_key), *reading.origins(rate_key))
+    ratio_key, steps_key = "lr_schedule.warmup_ratio", "lr_schedule.warmup_steps"
+    if ratio_key in reading:
+        result.put("Optimizer.lr.warmup_rate", reading.value(ratio_key), *reading.origins(ratio_key))
+    else:
+        result.put("Optimizer.lr.warmup_steps", reading.value(steps_key), *reading.origins(steps_key))
     if kind in ("polynomial", "cosine"):
         default = 1e-7 if kind == "polynomial" else 0.0
         result.put(
