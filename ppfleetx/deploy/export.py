@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.checkpoint.housekeeping import publish
-from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.errors import ConfigError, shown
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.programs.generate import check_checkpoint, load_generator
@@ -25,6 +25,7 @@ from ppfleetx.deploy.export_dir import (
     TOKENIZER_DIRECTORY,
     ExportManifest,
     describe_files,
+    files_of_others,
     is_export,
 )
 from ppfleetx.deploy.replicas import as_replicas
@@ -120,6 +121,11 @@ def check_target(cfg: RunConfig) -> None:
     if is_used and not is_export(target):
         raise _target_error(
             cfg, f"{target} is there and is no export of this program; remove it or name another directory"
+        )
+    if is_used and (others := files_of_others(target)):
+        raise _target_error(
+            cfg,
+            f"{target} would be replaced, and holds {shown(others[0])}, which is no part of the export in it",
         )
 
 

@@ -117,6 +117,17 @@ def is_export(directory: Path) -> bool:
     return (directory / MANIFEST_FILE).is_file()
 
 
+def files_of_others(directory: Path) -> list[str]:
+    """What lies in the directory of an export and is not of it, as paths in it. Nothing can be said of one
+    whose manifest is damaged."""
+    try:
+        own = {*_read(directory / MANIFEST_FILE).files, MANIFEST_FILE}
+    except ConfigError:
+        return []
+    found = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted({path.relative_to(directory).as_posix() for path in found} - own)
+
+
 def _find(model_dir: Path) -> Path:
     for directory in (model_dir, model_dir / RANK_DIRECTORY):
         if is_export(directory):

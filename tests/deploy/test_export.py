@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import GenerationConfig
 from ppfleetx.deploy import capabilities
 from ppfleetx.deploy.capabilities import check_inference, check_onednn, has_bfloat16
+from ppfleetx.deploy.export import check_target
 from ppfleetx.deploy.export import run as run_export
 from ppfleetx.deploy.inference import merge_settings
 from ppfleetx.deploy.inference import run as run_inference
@@ -189,6 +191,18 @@ def test_what_is_in_the_way_stays(small: list[str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"precious is a file; name a directory"):
         run_export(path, [checkpoint, f"Engine.save_load.output_dir={tmp_path / 'rank_0/precious/a/b'}"])
     assert (tmp_path / "rank_0" / "precious").exists()
+
+
+def test_an_export_that_holds_other_files_is_not_replaced(
+    small: list[str], exported: Exported, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(exported.directory, tmp_path / "rank_0")
+    path, checkpoint = small
+    cfg = load_config(path, [checkpoint, f"Engine.save_load.output_dir={tmp_path}"])
+    check_target(cfg)
+    (copy / "tokenizer" / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"would be replaced, and holds 'tokenizer/notes\.txt'"):
+        check_target(cfg)
 
 
 def test_a_place_that_cannot_be_written_is_told_at_once(
