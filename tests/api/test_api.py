@@ -223,3 +223,19 @@ def test_max_length_counts_the_prompt(here: Path) -> None:
     left = 12 - len(tokenizer.encode(prompt))
     assert text == prompt + model.generate(prompt, decode_strategy="greedy_search", max_dec_len=left).text
     assert [first, first] == task([prompt, prompt])
+
+
+def test_a_model_with_adapters_is_kept_and_converted(here: Path, tmp_path: Path) -> None:
+    changes = {
+        "Engine.max_steps": 2,
+        "Model.lora": {"rank": 4},
+        "Optimizer.lr": {"max_lr": 0.05, "warmup_steps": 0},
+    }
+    trainer = ppfleetx.Trainer("output", changes, train_data="text.txt", output_dir=tmp_path / "run").fit()
+    ids = [1, 2, 3, 4]
+    logits = trainer.model(ids)
+    assert abs(logits - ppfleetx.load("output")(ids)).max().item() > 1e-3
+    ppfleetx.load(tmp_path / "run").save(tmp_path / "saved")
+    trainer.model.to_huggingface(tmp_path / "hf")
+    for place in ("saved", "hf"):
+        assert abs(logits - ppfleetx.load(tmp_path / place)(ids)).max().item() < 1e-5, place
