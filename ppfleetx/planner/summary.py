@@ -22,11 +22,20 @@ def run_prediction(cfg: RunConfig, device: str, card: Card | None = None) -> Pre
         card: what the run's devices are; None: ``Global.card``, or one of their kind.
 
     Returns:
-        None where the run is not a training of our own GPT, which is what is known.
+        None where the run is not a training of our own GPT, which is what is known, and where the card does
+        not compute in its type, so that no time can be said.
 
     Raises:
         ConfigError: ``Global.card`` is no card.
     """
+    prediction = _prediction(cfg, device, card)
+    if prediction is None or prediction.case.precision.compute not in prediction.cluster.card.peak_tflops:
+        return None
+    return prediction
+
+
+def _prediction(cfg: RunConfig, device: str, card: Card | None = None) -> Prediction | None:
+    """:func:`run_prediction`, where memory alone is wanted: that needs no speed."""
     if cfg.Data.Train is None or cfg.Model.name != "GPT":
         return None
     if card is None:
@@ -36,7 +45,7 @@ def run_prediction(cfg: RunConfig, device: str, card: Card | None = None) -> Pre
 
 def memory_lines(cfg: RunConfig, device: str) -> list[str]:
     """Memory of the fullest device, and whether it fits the card that ``Global.card`` names."""
-    prediction = run_prediction(cfg, device)
+    prediction = _prediction(cfg, device)
     if prediction is None:
         return []
     stages, card = prediction.memory, prediction.cluster.card

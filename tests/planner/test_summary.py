@@ -56,6 +56,14 @@ def test_what_does_not_train_has_no_memory_line():
     assert "a device" not in check_report(cfg)
 
 
+def test_a_card_that_does_not_compute_in_the_type_has_memory_and_no_time():
+    """A run must not end with an error because nobody knows how fast it should have been."""
+    cfg = load_config(NANO, ["Engine.mix_precision.enable=True", "Engine.mix_precision.dtype=float16"])
+    assert run_prediction(cfg, "cpu") is None
+    assert "a device" in check_report(cfg, "cpu")
+    assert run_prediction(cfg, "gpu") is not None
+
+
 def test_a_verdict_says_what_to_do():
     assert "it fits A" in verdict(GIB, 2 * GIB, "A")
     assert "Model.use_recompute" in verdict(3 * GIB, 2 * GIB, "A")
