@@ -62,16 +62,21 @@ def main() -> int:
     parser.add_argument("pages", nargs="*", type=Path, metavar="PAGE", help="all pages, if none is named")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="work in this directory and leave it there")
     args = parser.parse_args()
-    results = []
+    results, unset = [], []
     for page in [path.resolve() for path in args.pages] or pages():
-        results += run_page(page, args.keep)
+        try:
+            results += run_page(page, args.keep)
+        except scene.SceneError as error:
+            unset.append(page)
+            print(f"FAIL {page.name}: what the page is given could not be made: {error}", flush=True)
     failed = [result for result in results if result.failed]
     for result in failed:
         print(f"\n--- {result.command.place}: exit code {result.code}\n{result.command.text}")
         print(result.output[-3000:])
     ran = [result for result in results if result.code is not None]
-    print(f"{len(ran)} commands run, {len(results) - len(ran)} skipped, {len(failed)} failed")
-    return 1 if failed else 0
+    count = len(failed) + len(unset)
+    print(f"{len(ran)} commands run, {len(results) - len(ran)} skipped, {count} failed")
+    return 1 if count else 0
 
 
 def run_page(page: Path, keep: Path | None = None) -> list[Result]:

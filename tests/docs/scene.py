@@ -28,6 +28,13 @@ _LINKED = (
 )
 
 
+_SECONDS = 600
+
+
+class SceneError(RuntimeError):
+    """What a page is given could not be made."""
+
+
 def make(directory: Path) -> None:
     """Lay out an empty scene."""
     directory.mkdir(parents=True)
@@ -187,17 +194,15 @@ def _train(directory: Path, output: str, data: str, tokenizer: str) -> None:
 
 def _run(directory: Path, *command: str) -> None:
     done = subprocess.run(
-        [sys.executable, *command],
+        ["timeout", str(_SECONDS), sys.executable, *command],
         cwd=directory,
         env=environment(directory),
         capture_output=True,
         text=True,
-        timeout=300,
     )
     if done.returncode:
-        raise RuntimeError(
-            f"{' '.join(command)} ended with {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
-        )
+        said = f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
+        raise SceneError(f"{' '.join(command)} ended with {done.returncode}\n{said}")
 
 
 MAKERS: dict[str, Callable[[Path], None]] = {
