@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
 
-from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.distributed import DistributedConfig
 from ppfleetx.dialects.megatron.network_rules import PIPELINE, TENSOR
 from ppfleetx.dialects.reading import Reading
@@ -185,15 +185,14 @@ def _offload(reading: Reading) -> str | None:
 
 
 def _replicas(reading: Reading, world_size: int | None) -> int | None:
-    model = 1
-    for name in (TENSOR, "model_parallel_size", PIPELINE, "context_parallel_size"):
-        model *= reading.integer(name, 1, least=1)
+    names = (TENSOR, "model_parallel_size", PIPELINE, "context_parallel_size")
+    model = math.prod(reading.integer(name, 1, least=1) for name in names)
     if world_size is None:
         return None
     if world_size % model:
-        raise ConfigError(
-            f"the job has {world_size} processes, which {model} (tensor x pipeline x context) do not divide",
-            key=f"--{TENSOR.replace('_', '-')}",
+        raise reading.conflict(
+            [name for name in names if reading.integer(name, 1) > 1],
+            f"tensor x pipeline x context = {model} processes do not divide the {world_size} of the job",
         )
     return world_size // model
 
