@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ppfleetx.planner.case import Case, Recompute
+from ppfleetx.planner.case import Case, Recompute, alike
 from ppfleetx.planner.tape import Step, Tape
 
 
@@ -232,7 +232,7 @@ def _mlp(s: _Sizes) -> list[Step]:
 
 def layer_tape(case: Case, recompute: Recompute) -> Tape:
     """One transformer layer."""
-    return _layer_tape(_alike(case), recompute)
+    return _layer_tape(alike(case), recompute)
 
 
 @lru_cache(maxsize=2048)
@@ -251,25 +251,9 @@ def _layer_tape(case: Case, recompute: Recompute) -> Tape:
     return Tape(x, (Step("out", s.part, ("x",), inner=Tape(x, steps, s.low_share)),))
 
 
-def _alike(case: Case) -> Case:
-    from dataclasses import replace
-
-    plan = replace(
-        case.plan,
-        dp=1,
-        pp=1,
-        sharding=1,
-        sharding_stage=1,
-        virtual_pp_degree=1,
-        pp_layers=None,
-        sharding_offload=False,
-    )
-    return replace(case, plan=plan, accumulate=1, recomputed=())
-
-
 def embedding_tape(case: Case) -> Tape:
     """Ids to the trunk."""
-    return _embedding_tape(_alike(case))
+    return _embedding_tape(alike(case))
 
 
 @lru_cache(maxsize=1024)
@@ -290,7 +274,7 @@ def _embedding_tape(case: Case) -> Tape:
 
 def head_tape(case: Case) -> Tape:
     """Final norm, logits and the loss of a micro batch."""
-    return _head_tape(_alike(case))
+    return _head_tape(alike(case))
 
 
 @lru_cache(maxsize=1024)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from ppfleetx.config.batch import BatchPlan
@@ -83,6 +84,16 @@ class Case:
     async_save: bool = False
     kernels: Kernels = "gpu"
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Made once: a search looks the same cases up many times."""
+        plan = self.plan
+        degrees = (plan.dp, plan.mp, plan.pp, plan.sharding, plan.sep, plan.sequence_parallel)
+        return hash((id(self.model), degrees, self.micro_batch, self.accumulate, self.seq_len))
+
     @property
     def global_batch(self) -> int:
         """Sequences of a step over the whole job."""
@@ -143,6 +154,42 @@ class Case:
                 f"micro batches of {micro_batch}"
             )
         return replace(self, plan=plan, micro_batch=micro_batch, accumulate=self.global_batch // per_step)
+
+
+class SameModel:
+    """A model by its identity: to hash all its fields takes longer than what is looked up with them."""
+
+    __slots__ = ("model",)
+
+    def __init__(self, model: ModelConfig) -> None:
+        self.model = model
+
+    def __hash__(self) -> int:
+        return id(self.model)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SameModel) and self.model is other.model
+
+
+def alike(case: Case) -> Case:
+    """The same case but for what the passes of a layer do not depend on, so that they are worked out once;
+    the same object for all cases that are alike in this."""
+    plan = case.plan
+    fetched = plan.sharding if plan.sharding_stage == 3 else 1
+    sizes = (plan.mp, plan.sep, plan.sequence_parallel, fetched, case.micro_batch, case.seq_len)
+    return _alike(SameModel(case.model), sizes, case.precision, case.flash, case.kernels)
+
+
+@lru_cache(maxsize=8192)
+def _alike(
+    same: SameModel, sizes: tuple[int, ...], precision: Precision, flash: bool, kernels: Kernels
+) -> Case:
+    mp, sep, sequence_parallel, sharding, micro_batch, seq_len = sizes
+    stage = 3 if sharding > 1 else 1
+    plan = ParallelPlan(
+        mp=mp, sep=sep, sequence_parallel=bool(sequence_parallel), sharding=sharding, sharding_stage=stage
+    )
+    return Case(same.model, plan, micro_batch, 1, seq_len, precision, (), flash=flash, kernels=kernels)
 
 
 def case_of(cfg: RunConfig, card: Card) -> Case:

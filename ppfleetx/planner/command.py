@@ -1,53 +1,75 @@
-"""``tools/plan.py``: arguments to predictions, predictions to text or JSON."""
+"""``ppfleetx plan``: arguments to predictions, predictions to text, JSON, files."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from dataclasses import replace
+from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.loader import load_config
 from ppfleetx.config.plan import ParallelPlan, violations
-from ppfleetx.planner.cards import card_names, load_card
-from ppfleetx.planner.case import Case, Recompute, case_of
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.planner.alternatives import why_not
+from ppfleetx.planner.calibration import calibrate
+from ppfleetx.planner.cards import Card, card_names, load_card
+from ppfleetx.planner.case import Case, case_of
+from ppfleetx.planner.configured import Written, read_written, write_config
 from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.prediction import Prediction
-from ppfleetx.planner.report import account, ranking
-from ppfleetx.planner.search import search
+from ppfleetx.planner.report import account, constants, ranking
+from ppfleetx.planner.search import Found, search
+from ppfleetx.planner.what_if import Questions, add_question_arguments, answers, questions_of
+from ppfleetx.planner.words import WORDS, read_words
 
-_DEGREES = {
-    **{axis: axis for axis in ("dp", "mp", "pp", "sharding", "sep")},
-    "stage": "sharding_stage",
-    "vpp": "virtual_pp_degree",
-}
-_GRANULARITIES: tuple[Recompute, ...] = ("none", "core_attn", "full_attn", "full")
+_ANY_CARD = "A100-80GB"
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes beside ``-c`` and ``-o``."""
     parser.add_argument("--devices", type=int, metavar="N", help="cards; without --plan, all plans of them")
     parser.add_argument(
-        "--card", default="A100-80GB", metavar="NAME", help=f"{', '.join(card_names())}, or a YAML file"
+        "--card",
+        metavar="NAME",
+        help=f"{', '.join(card_names())}, or a YAML file (default: Global.card, else {_ANY_CARD})",
     )
     parser.add_argument("--per-node", type=int, default=8, metavar="N", help="cards of a node (default 8)")
     parser.add_argument(
         "--network-gbps",
         type=float,
         metavar="X",
-        help="network of a node in all, in Gbit/s",
+        help="network of a node in all, in Gbit/s (else the card's)",
     )
     parser.add_argument("--batch", type=int, metavar="N", help="sequences a step (else the YAML's)")
     parser.add_argument(
         "--goal", choices=("time", "memory"), default="time", help="what the best has least of"
     )
     parser.add_argument(
-        "--plan",
-        metavar="dp=4,mp=8,...",
-        help="one plan instead of all: dp, mp, pp, sharding, stage, sep, vpp, micro, sp, offload, recompute",
+        "--plan", metavar="dp=4,mp=8,...", help=f"one plan instead of all: {', '.join(WORDS)}"
     )
-    parser.add_argument("--explain", action="store_true", help="the whole account of the plan or the best")
+    parser.add_argument(
+        "--explain",
+        nargs="?",
+        const="",
+        metavar="PLAN",
+        help="the whole account of PLAN, of --plan, or of the best",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument(
+        "--write", metavar="FILE", help="the configuration under the plan, or the best, to FILE"
+    )
+    parser.add_argument(
+        "--report", metavar="DIR", help="pictures and one HTML page of the plan, or of the best"
+    )
+    parser.add_argument(
+        "--calibrate",
+        metavar="RUN_DIR",
+        action="append",
+        default=[],
+        help="fit the card to the step times of a run of yours; several times for several runs",
+    )
+    parser.add_argument("--write-card", metavar="FILE", help="the calibrated card to FILE, for --card")
+    add_question_arguments(parser)
 
 
 def run_plan(args: argparse.Namespace) -> str:
@@ -56,96 +78,141 @@ def run_plan(args: argparse.Namespace) -> str:
     Raises:
         ConfigError: an argument or a plan that cannot be.
     """
-    card = load_card(args.card)
-    network = 0.0 if args.network_gbps is None else _positive(args.network_gbps, "--network-gbps") * 1e9 / 8
-    cluster = Cluster(card, int(_positive(args.per_node, "--per-node")), network)
-    case = case_of(load_config(args.config, args.override), card)
-    batch = args.batch or case.global_batch
-    if args.plan is not None or args.devices is None:
-        planned = _with_words(case, args.plan or "", batch, args.devices)
-        prediction = Prediction(planned, cluster)
-        return json.dumps(prediction.as_json()) if args.json else account(prediction)
-    whole = replace(case, plan=ParallelPlan(), micro_batch=1, accumulate=batch)
-    found = search(whole, cluster, int(_positive(args.devices, "--devices")), goal=args.goal)
+    written = read_written(args.config, args.override)
+    card = load_card(args.card or written.cfg.Global.card or _ANY_CARD)
+    lines = []
+    cluster = _cluster(args, card)
+    if args.calibrate:
+        card, told = calibrate(args.calibrate, cluster, args.write_card)
+        cluster = replace(cluster, card=card)
+        lines.append(told)
+    elif args.write_card:
+        raise ConfigError("is written by --calibrate RUN_DIR", key="--write-card", value=args.write_card)
+    words = _words(args)
+    questions = questions_of(args)
+    if words is not None or args.devices is None:
+        cfg, prediction = _one(written, words or "", args, cluster)
+        found = None
+    else:
+        found = _all(written, args, cluster)
+        prediction = found.best[0] if found.best else None
+        cfg = _config_of(written, prediction) if prediction and args.write else None
+    if prediction is not None:
+        _files(args, cfg, prediction, found)
     if args.json:
-        plans = [prediction.as_json() for prediction in found.best]
-        return json.dumps({"plans": plans, "legal": found.legal, "fit": found.fit})
-    text = ranking(found, cluster, args.devices)
-    return f"{text}\n\n{account(found.best[0])}" if args.explain and found.best else text
+        return json.dumps(_json(written, prediction, found, questions, args))
+    lines.append(_text(args, prediction, found, cluster))
+    if prediction is not None:
+        lines += answers(prediction, _tokens(written, prediction, args), questions)
+        if found is not None:
+            lines += ["", "Why not", *(f"- {sentence}" for sentence in why_not(prediction))]
+        lines += ["", constants(cluster)]
+    return "\n".join(lines)
 
 
-def _positive(value: float, key: str) -> float:
-    if value <= 0:
-        raise ConfigError("must be greater than 0", key=key, value=value)
-    return value
+def _words(args: argparse.Namespace) -> str | None:
+    """The plan that ``--plan`` or ``--explain`` name."""
+    if args.plan is not None and args.explain:
+        raise ConfigError("names a plan, and --plan does too; give one", key="--explain", value=args.explain)
+    return args.plan if args.plan is not None else (args.explain or None)
 
 
-def _with_words(case: Case, words: str, batch: int, devices: int | None) -> Case:
-    """``case`` under the plan that ``words`` name; what they leave out stays."""
-    given = _parse(words)
-    plan, values = case.plan, {}
-    for word, name in _DEGREES.items():
-        if word in given:
-            values[name] = _whole(given, word)
-    for word, name in (("sp", "sequence_parallel"), ("offload", "sharding_offload")):
-        if word in given:
-            values[name] = _truth(given, word)
-    if "pp" in values or "virtual_pp_degree" in values:
-        values["pp_layers"] = None
-    if "mp" in values and "sp" not in given and values["mp"] == 1:
-        values["sequence_parallel"] = False
-    plan = replace(plan, **values)
-    micro = _whole(given, "micro") if "micro" in given else case.micro_batch
-    if devices is not None and plan.world_size != devices:
+def _cluster(args: argparse.Namespace, card: Card) -> Cluster:
+    network = 0.0 if args.network_gbps is None else _positive(args.network_gbps, "--network-gbps") * 1e9 / 8
+    return Cluster(card, int(_positive(args.per_node, "--per-node")), network)
+
+
+def _one(
+    written: Written, words: str, args: argparse.Namespace, cluster: Cluster
+) -> tuple[RunConfig, Prediction]:
+    """The configuration under the plan that ``words`` name; what they leave out stays."""
+    named = read_words(words, written.plan)
+    plan, batch = named.plan, _batch(written, args)
+    if args.devices is not None and plan.world_size != args.devices:
         raise ConfigError(
-            f"the plan is of {plan.world_size} cards, not of {devices}", key="--plan", value=words
+            f"the plan is of {plan.world_size} cards, not of {args.devices}", key="--plan", value=words
         )
+    micro = named.micro or written.micro_batch()
     if batch % (plan.data_size * micro):
         raise ConfigError(
             f"{batch} sequences a step cannot be dealt out to {plan.data_size} data ranks (dp x sharding) in "
             f"micro batches of {micro}",
-            key="--plan",
-            value=words,
+            key="--plan" if words else "--batch",
+            value=words or batch,
         )
-    recomputed = case.recomputed
-    if "recompute" in given:
-        if given["recompute"] not in _GRANULARITIES:
-            raise ConfigError(f"recompute is one of {', '.join(_GRANULARITIES)}", key="--plan", value=words)
-        recomputed = (given["recompute"],) * case.model.num_layers
-    planned = replace(
-        case,
-        plan=plan,
-        micro_batch=micro,
-        accumulate=batch // (plan.data_size * micro),
-        recomputed=recomputed,
-    )
-    broken = violations(plan, planned.workload)
+    whole = case_of(written.under(ParallelPlan(), 1, batch, named.recompute), cluster.card)
+    work = replace(whole.workload, accumulate_steps=batch // (plan.data_size * micro))
+    broken = violations(plan, work)
     if broken:
-        raise ConfigError("; ".join(v.sentence for v in broken), key="--plan", value=words)
-    return planned
+        raise ConfigError(broken[0].sentence, key="--plan", value=words)
+    cfg = written.under(plan, micro, batch, named.recompute)
+    return cfg, Prediction(case_of(cfg, cluster.card), cluster)
 
 
-def _parse(words: str) -> dict[str, str]:
-    known = (*_DEGREES, "micro", "sp", "offload", "recompute")
-    given: dict[str, str] = {}
-    for part in filter(None, words.split(",")):
-        word, equals, value = part.strip().partition("=")
-        if not equals or word not in known:
-            raise ConfigError(f"must be {', '.join(known)} as word=value", key="--plan", value=part)
-        if word in given:
-            raise ConfigError(f"names {word} twice", key="--plan", value=words)
-        given[word] = value.strip()
-    return given
+def _all(written: Written, args: argparse.Namespace, cluster: Cluster) -> Found:
+    devices = int(_positive(args.devices, "--devices"))
+    whole = case_of(written.under(ParallelPlan(), 1, _batch(written, args), None), cluster.card)
+    return search(whole, cluster, devices, goal=args.goal)
 
 
-def _whole(given: dict[str, str], word: str) -> int:
-    text = given[word]
-    if not (text.isascii() and text.isdigit() and int(text[:9]) > 0 and len(text) < 9):
-        raise ConfigError("must be an integer of at least 1", key=f"--plan {word}", value=text)
-    return int(text)
+def _batch(written: Written, args: argparse.Namespace) -> int:
+    return written.batch() if args.batch is None else int(_positive(args.batch, "--batch"))
 
 
-def _truth(given: dict[str, str], word: str) -> bool:
-    if given[word] not in ("0", "1"):
-        raise ConfigError("must be 0 or 1", key=f"--plan {word}", value=given[word])
-    return given[word] == "1"
+def _config_of(written: Written, prediction: Prediction) -> RunConfig:
+    case = prediction.case
+    return written.under(case.plan, case.micro_batch, case.global_batch, case.recomputed[0])
+
+
+def _files(
+    args: argparse.Namespace, cfg: RunConfig | None, prediction: Prediction, found: Found | None
+) -> None:
+    if args.write:
+        write_config(cfg, prediction.case, Path(args.write))
+    if args.report:
+        from ppfleetx.planner.pictures import write_report
+
+        write_report(Path(args.report), prediction, found)
+
+
+def _tokens(written: Written, prediction: Prediction, args: argparse.Namespace) -> float:
+    """Of the whole run: ``--tokens``, or the configuration's steps."""
+    return _run_tokens(written.cfg.Engine.max_steps, prediction.case, args.tokens)
+
+
+def _run_tokens(steps: int, case: Case, tokens: float | None) -> float:
+    return float(steps * case.tokens) if tokens is None else _positive(tokens, "--tokens")
+
+
+def _json(
+    written: Written,
+    prediction: Prediction | None,
+    found: Found | None,
+    questions: Questions,
+    args: argparse.Namespace,
+) -> dict[str, object]:
+    if found is None:
+        return {
+            **prediction.as_json(_tokens(written, prediction, args)),
+            "what_if": questions.as_json(prediction),
+            "constants": prediction.cluster.card.model_dump(),
+        }
+    plans = [one.as_json(_tokens(written, one, args)) for one in found.best]
+    counts = {"legal": found.legal, "too_large": found.too_large, "slower": found.slower, "fit": found.fit}
+    reasons = why_not(found.best[0]) if found.best else []
+    return {"plans": plans, **counts, "why_not": reasons}
+
+
+def _text(
+    args: argparse.Namespace, prediction: Prediction | None, found: Found | None, cluster: Cluster
+) -> str:
+    if found is None:
+        return account(prediction)
+    text = ranking(found, cluster, args.devices)
+    return f"{text}\n\n{account(prediction)}" if args.explain is not None and prediction else text
+
+
+def _positive(value: float, key: str) -> float:
+    if not 0 < value < float("inf"):
+        raise ConfigError("must be greater than 0", key=key, value=value)
+    return value

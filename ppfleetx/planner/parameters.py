@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.shape import parameter_shapes
-from ppfleetx.planner.case import Case
+from ppfleetx.planner.case import Case, SameModel
 
 _WORD_EMBEDDING = "embedding.word_embeddings.weight"
 _LAYER = "decoder.layers."
@@ -47,13 +47,16 @@ def held_parameters(case: Case, stage: int) -> Held:
     plan = case.plan
     layers = sum(case.layer_kinds(stage).values())
     fetches = plan.sharding_stage == 3 and plan.sharding > 1
-    return _held(case.model, plan.mp, layers, stage == 0, stage == plan.pp - 1, plan.sharding, fetches)
+    return _held(
+        SameModel(case.model), plan.mp, layers, stage == 0, stage == plan.pp - 1, plan.sharding, fetches
+    )
 
 
 @lru_cache(maxsize=4096)
 def _held(
-    model: ModelConfig, mp: int, num_layers: int, first: bool, last: bool, sharding: int, fetches: bool
+    same: SameModel, mp: int, num_layers: int, first: bool, last: bool, sharding: int, fetches: bool
 ) -> Held:
+    model = same.model
     edges, layer = _local_sizes(model, mp)
     groups = [layer] * num_layers
     if first:

@@ -60,8 +60,8 @@ class Prediction:
         """Model FLOPs utilisation, full attention."""
         return model_flops_utilization(self.case, self.time.seconds, self.cluster.card)
 
-    def as_json(self) -> dict[str, Any]:
-        """The documented object of ``plan --json``."""
+    def as_json(self, tokens: float | None = None) -> dict[str, Any]:
+        """The documented object of ``plan --json``; ``tokens`` of the whole run give days and card-hours."""
         flops, seconds = step_flops(self.case), self.time.seconds
         return {
             "plan": plan_words(self.case),
@@ -82,6 +82,16 @@ class Prediction:
             "parameters": parameter_count(self.case.model),
             "devices": self.case.plan.world_size,
             "global_batch_size": self.case.global_batch,
+            **({} if tokens is None else self._run(tokens)),
+        }
+
+    def _run(self, tokens: float) -> dict[str, float]:
+        seconds = tokens / self.tokens_per_second
+        cards = self.case.plan.world_size
+        return {
+            "tokens": tokens,
+            "days": round(seconds / 86_400, 4),
+            "card_hours": round(seconds / 3_600 * cards, 2),
         }
 
 

@@ -14,11 +14,19 @@ def ranking(found: Found, cluster: Cluster, devices: int) -> str:
     """A table of the best plans, the best first."""
     card = cluster.card
     lines = [
-        f"{found.legal:,} legal candidates for {devices:,} x {card.name} ({cluster.per_node} a node); "
-        f"{found.fit:,} fit into {card.memory_gib:g} GiB"
+        f"{found.legal:,} legal candidates for {devices:,} x {card.name} ({cluster.per_node} a node): "
+        f"{found.fit:,} fit into {card.memory_gib:g} GiB and are among the best, {found.slower:,} are "
+        f"slower, "
+        f"{found.too_large:,} plans do not fit with any micro batch"
     ]
     if not found.best:
-        return f"{lines[0]}\nNo plan fits: take more cards, or larger ones."
+        why = (
+            "No plan fits: take more cards, or larger ones."
+            if found.legal + found.too_large
+            else f"No plan divides the model and the batch among {devices:,} cards: take another number "
+            f"of them."
+        )
+        return f"{lines[0]}\n{why}"
     lines.append(f"{'step s':>9} {'GiB':>6} {'tokens/s':>11} {'MFU':>6} {'bubble':>7} {'waits s':>8}  plan")
     for prediction in found.best:
         time = prediction.time
@@ -54,3 +62,24 @@ def account(prediction: Prediction) -> str:
         f"fullest rank {prediction.fullest / GIB:.1f} GiB: {verdict} into {cluster.card.memory_gib:g} GiB"
     )
     return "\n".join(lines)
+
+
+def constants(cluster: Cluster) -> str:
+    """What the prediction rests on."""
+    card = cluster.card
+    peaks = ", ".join(f"{name} {value:g}" for name, value in card.peak_tflops.items())
+    links = ", ".join(f"{size} cards {speed:g}" for size, speed in card.link_gb_s.items())
+    network = cluster.network * 8e-9 if cluster.network else card.network_gbps
+    return "\n".join(
+        [
+            f"Constants of {card.name} (planner/cards.yaml says what they mean; --card FILE changes them):",
+            f"  peak TFLOP/s {peaks}; products reach {card.matmul_efficiency:.0%}, flash attention "
+            f"{card.flash_efficiency:.0%}; {card.matmul_latency_us:g} us each",
+            f"  memory {card.memory_gib:g} GiB, {card.memory_gb_s:g} GB/s, of which "
+            f"{card.memory_efficiency:.0%}; "
+            f"{card.kernel_latency_us:g} us an operation",
+            f"  links GB/s: {links}; {card.link_latency_us:g} us; {cluster.per_node} cards a node",
+            f"  network {network:g} Gbit/s a node, of which {card.network_efficiency:.0%}; "
+            f"{card.network_latency_us:g} us; {card.collective_loss:.0%} a doubling of nodes",
+        ]
+    )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 
 from ppfleetx.config.plan import ParallelPlan, violations
@@ -20,11 +22,40 @@ _PLAYED = 40  # of the quickly ranked plans, those whose schedule is played befo
 
 @dataclass(frozen=True)
 class Found:
-    """Attributes: ``best`` first, and how many candidates were ``legal`` and how many of those ``fit``."""
+    """What a search gives.
+
+    Attributes:
+        best: the best plans, the best first.
+        legal: plans with their micro batches and recompute that could be run.
+        too_large: plans that are too large whatever their micro batch and recompute are.
+        slower: those whose memory was not worked out, because they are slower than many that fit.
+        fit: those of the others that fit.
+    """
 
     best: tuple[Prediction, ...]
     legal: int
+    too_large: int
+    slower: int
     fit: int
+
+
+class _Shortest:
+    """The ``size`` candidates of the lowest scores."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._heap, self._count = size, [], 0
+
+    def has_no_room_for(self, score: float) -> bool:
+        return len(self._heap) == self._size and score >= -self._heap[0][0]
+
+    def add(self, score: float, prediction: Prediction) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (-score, -self._count, prediction))
+        if len(self._heap) > self._size:
+            heapq.heappop(self._heap)
+
+    def in_order(self) -> list[Prediction]:
+        return [prediction for *_, prediction in sorted(self._heap, reverse=True)]
 
 
 def search(case: Case, cluster: Cluster, devices: int, *, goal: str = "time", keep: int = 10) -> Found:
@@ -37,40 +68,41 @@ def search(case: Case, cluster: Cluster, devices: int, *, goal: str = "time", ke
         goal: ``time`` (fastest first) or ``memory`` (least memory on the fullest card first).
         keep: how many to give.
     """
-    legal = fit = 0
-    best: list[tuple[float, int, Prediction]] = []
-    for family in _families(case, devices, cluster):
-        for candidate in family:
-            legal += 1
-            prediction = Prediction(candidate, cluster)
-            if not prediction.fits:
-                continue
-            fit += 1
-            score = prediction.quick_seconds if goal == "time" else prediction.fullest
-            best.append((score, legal, prediction))
-            if goal == "time":
-                break  # the rest of the family recomputes more: slower
-    best.sort(key=lambda entry: entry[:2])
-    short = [prediction for _, _, prediction in best[: max(_PLAYED, keep)]]
-    if goal == "time":
-        short.sort(key=lambda prediction: prediction.time.seconds)
-    return Found(tuple(short[:keep]), legal, fit)
-
-
-def _families(case: Case, devices: int, cluster: Cluster) -> Iterator[Iterator[Case]]:
-    """Candidates that differ in recompute alone, the least recompute first."""
+    legal = too_large = slower = fit = 0
+    short = _Shortest(max(_PLAYED, keep))
     room = cluster.card.memory_gib * GIB
     for plan in _plans(case, devices, cluster.per_node):
-        batch = case.global_batch
-        if batch % plan.data_size or least_memory(replace(case, plan=plan), cluster) > room:
+        if least_memory(replace(case, plan=plan), cluster) > room:
+            too_large += 1
             continue
-        local = batch // plan.data_size
-        for micro in _divisors(local):
-            if micro > _MAX_MICRO_BATCH:
-                break
-            fitted = case.with_plan(plan, micro)
-            if not violations(plan, fitted.workload):
-                yield _recomputing(fitted)
+        for fitted in _batches(case, plan):
+            for candidate in _recomputing(fitted):  # the least recompute first: the fastest of its kind
+                legal += 1
+                prediction = Prediction(candidate, cluster)
+                if goal == "time" and short.has_no_room_for(prediction.quick_seconds):
+                    slower += 1
+                    break
+                if not prediction.fits:
+                    continue
+                fit += 1
+                short.add(prediction.quick_seconds if goal == "time" else prediction.fullest, prediction)
+                if goal == "time":
+                    break
+    best = short.in_order()
+    if goal == "time":
+        best.sort(key=lambda prediction: prediction.time.seconds)
+    return Found(tuple(best[:keep]), legal, too_large, slower, fit)
+
+
+def _batches(case: Case, plan: ParallelPlan) -> Iterator[Case]:
+    """The step of ``case`` under ``plan``, in micro batches of every size that divides it."""
+    local = case.global_batch // plan.data_size
+    for micro in _divisors(local):
+        accumulate = local // micro
+        if micro > _MAX_MICRO_BATCH:
+            return
+        if plan.virtual_pp_degree == 1 or accumulate % plan.pp == 0:
+            yield replace(case, plan=plan, micro_batch=micro, accumulate=accumulate)
 
 
 def _recomputing(case: Case) -> Iterator[Case]:
@@ -81,36 +113,35 @@ def _recomputing(case: Case) -> Iterator[Case]:
 
 
 def _plans(case: Case, devices: int, per_node: int) -> Iterator[ParallelPlan]:
-    model, sizes = case.model, _divisors(devices)
-    for mp, pp, sep in product(sizes, repeat=3):
+    """Legal plans that can deal out the batch. Tensor parallelism over more than two nodes is left out."""
+    work = replace(case.workload, accumulate_steps=None)
+    for mp, pp, sep in product(_divisors(devices), repeat=3):
         cut = mp * pp * sep
-        if devices % cut or model.num_attention_heads % (mp * sep) or model.kv_heads % (mp * sep):
-            continue
-        if pp > model.num_layers or mp > 2 * per_node:
+        if devices % cut or pp > case.model.num_layers or mp > 2 * per_node:
             continue
         data = devices // cut
+        split = mp > 1 and case.seq_len % (mp * sep) == 0
+        shape = ParallelPlan(mp=mp, pp=pp, sep=sep, sequence_parallel=split)
+        if case.global_batch % data or violations(replace(shape, pp=1), work):
+            continue
         for sharding, chunks in product(_divisors(data), _virtual_stages(case, pp)):
             for stage in (1, 2, 3) if sharding > 1 else (1,):
-                yield ParallelPlan(
+                yield replace(
+                    shape,
                     dp=data // sharding,
-                    mp=mp,
-                    pp=pp,
                     sharding=sharding,
-                    sep=sep,
                     sharding_stage=stage,
-                    sequence_parallel=mp > 1 and case.seq_len % (mp * sep) == 0,
                     virtual_pp_degree=chunks,
                 )
 
 
-def _virtual_stages(case: Case, pp: int) -> list[int]:
+def _virtual_stages(case: Case, pp: int) -> tuple[int, ...]:
     layers = case.model.num_layers
     if layers % pp:
-        return []  # uneven stages are asked for by Distributed.pp_layers
-    if pp == 1:
-        return [1]
-    return _divisors(layers // pp)
+        return ()  # uneven stages are asked for by Distributed.pp_layers
+    return (1,) if pp == 1 else _divisors(layers // pp)
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+@cache
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(n for n in range(1, number + 1) if number % n == 0)

@@ -7,11 +7,11 @@ for where they stand.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from ppfleetx.config.plan import ParallelPlan
-from ppfleetx.planner.case import Case
+from ppfleetx.planner.case import Case, alike
 from ppfleetx.planner.network import (
     Cluster,
     all_reduce_seconds,
@@ -127,17 +127,17 @@ def quick_seconds(case: Case, cluster: Cluster) -> float:
 
     The fullest stage sets the rhythm, the others' passes fill and drain the pipeline once.
     """
-    plan, alike = case.plan, _alike(case)
-    layer = {kind: _seconds(_layer_passes(alike, cluster, kind)) for kind in set(case.recomputed)}
+    plan, same = case.plan, alike(case)
+    layer = {kind: _seconds(_layer_passes(same, cluster, kind)) for kind in set(case.recomputed)}
     stages = []
     for stage in (0, plan.pp - 1) if plan.pp > 1 else (0,):
         seconds = sum(layer[kind] * count for kind, count in case.layer_kinds(stage).items())
-        seconds += _seconds(_edge_passes(alike, cluster, "first")) if stage == 0 else 0.0
-        seconds += _seconds(_edge_passes(alike, cluster, "last")) if stage == plan.pp - 1 else 0.0
+        seconds += _seconds(_edge_passes(same, cluster, "first")) if stage == 0 else 0.0
+        seconds += _seconds(_edge_passes(same, cluster, "last")) if stage == plan.pp - 1 else 0.0
         stages.append(seconds)
     total = case.accumulate * max(stages)
     if plan.pp > 1:
-        message = _message(alike, case.plan, cluster)
+        message = _message(same, case.plan, cluster)
         total += 2 * message * (plan.virtual_pp_degree * case.accumulate + plan.pp - 1)
         total += (plan.pp - 1) * min(stages) / plan.virtual_pp_degree
     held = [held_parameters(case, stage) for stage in {0, plan.pp - 1}]
@@ -160,8 +160,8 @@ def _after_passes(case: Case, cluster: Cluster, held: list[Held]) -> tuple[float
 
 def _stage_passes(case: Case, cluster: Cluster) -> tuple[list[list[Passes]], ...]:
     """Forward passes, backward passes and the recomputed share of the latter, ``[stage][virtual stage]``."""
-    kinds, alike = sorted(set(case.recomputed)), _alike(case)
-    once = {kind: _layer_passes(alike, cluster, kind) for kind in kinds}
+    kinds, same = sorted(set(case.recomputed)), alike(case)
+    once = {kind: _layer_passes(same, cluster, kind) for kind in kinds}
     forward, backward, again = [], [], []
     last = case.plan.pp - 1
     for stage in range(case.plan.pp):
@@ -173,23 +173,15 @@ def _stage_passes(case: Case, cluster: Cluster) -> tuple[list[list[Passes]], ...
                 count = sum(case.recomputed[layer] == kind for layer in layers)
                 sums = [s + p.times(count) for s, p in zip(sums, once[kind], strict=True)]
             if stage == 0 and number == 0:
-                sums = [s + p for s, p in zip(sums, _edge_passes(alike, cluster, "first"), strict=True)]
+                sums = [s + p for s, p in zip(sums, _edge_passes(same, cluster, "first"), strict=True)]
             if stage == last and number == len(chunks) - 1:
-                sums = [s + p for s, p in zip(sums, _edge_passes(alike, cluster, "last"), strict=True)]
+                sums = [s + p for s, p in zip(sums, _edge_passes(same, cluster, "last"), strict=True)]
             for row, value in zip(rows, sums, strict=True):
                 row.append(value)
         forward.append(rows[0])
         backward.append(rows[1])
         again.append(rows[2])
     return forward, backward, again
-
-
-def _alike(case: Case) -> Case:
-    """The same case but for what the passes of a layer do not depend on, so that they are priced once."""
-    plan = replace(case.plan, dp=1, pp=1, virtual_pp_degree=1, pp_layers=None, sharding_offload=False)
-    if plan.sharding_stage < 3:
-        plan = replace(plan, sharding=1, sharding_stage=1)
-    return replace(case, plan=plan, accumulate=1, recomputed=())
 
 
 @lru_cache(maxsize=4096)

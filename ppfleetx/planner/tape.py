@@ -119,6 +119,17 @@ class Tape:
     def backward_peak(self, *, first: bool) -> float:
         """Most bytes at once in the backward pass: the rest of what was kept, gradients, what is needed for a
         moment. ``first``: the gradients of parameters stay; later they are added to those that are there."""
+        return self._first_backward_peak if first else self._later_backward_peak
+
+    @cached_property
+    def _first_backward_peak(self) -> float:
+        return self._backward(first=True)
+
+    @cached_property
+    def _later_backward_peak(self) -> float:
+        return self._backward(first=False)
+
+    def _backward(self, *, first: bool) -> float:
         keepers: dict[str, int] = {}  # memory -> the first step of the forward pass that keeps it
         for number, step in reversed(list(enumerate(self.steps))):
             for name in self._kept_by(step):

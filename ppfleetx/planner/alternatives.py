@@ -1,0 +1,102 @@
+"""Plans that people would think of first, and why each loses against the best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ppfleetx.config.plan import ParallelPlan, violations
+from ppfleetx.planner.cards import GIB
+from ppfleetx.planner.case import Case
+from ppfleetx.planner.prediction import Prediction
+
+_PARTS = {
+    "matmul": "smaller matrix products",
+    "memory": "element-wise operations",
+    "tensor_parallel": "sums over tensor-parallel ranks",
+    "context_parallel": "exchanges of sequence parts",
+    "parameters": "fetching parameters",
+    "pipeline": "pipeline messages",
+    "bubble": "an idle pipeline",
+    "gradients": "sums of gradients",
+    "optimizer": "updates",
+    "values": "sending new values",
+    "recompute": "recomputation",
+}
+
+
+def why_not(best: Prediction) -> list[str]:
+    """One sentence for each well-known alternative to ``best`` on the same cards."""
+    case, devices = best.case, best.case.plan.world_size
+    sentences = []
+    for name, plan in _well_known(case, devices, best.cluster.per_node):
+        if plan != case.plan:
+            sentences.append(f"{name}: {_verdict(best, plan)}")
+    return sentences
+
+
+def _well_known(case: Case, devices: int, per_node: int) -> Iterator[tuple[str, ParallelPlan]]:
+    node = min(per_node, devices)
+    split = case.seq_len % node == 0 and node > 1
+    yield f"Data parallelism alone (dp={devices})", ParallelPlan(dp=devices)
+    if devices > 1:
+        whole = ParallelPlan(sharding=devices, sharding_stage=3)
+        yield f"Sharding of everything (sharding={devices}, stage=3)", whole
+        tensor = ParallelPlan(mp=node, dp=devices // node, sequence_parallel=split)
+        if devices % node == 0:
+            yield f"Tensor parallelism over a node (mp={node}, dp={devices // node})", tensor
+    stages = max(
+        (n for n in range(1, devices + 1) if devices % n == case.model.num_layers % n == 0), default=1
+    )
+    if stages > 1:
+        yield f"A pipeline as long as can be (pp={stages})", ParallelPlan(pp=stages, dp=devices // stages)
+    wide = 2 * node
+    if devices % wide == 0:
+        split = case.seq_len % wide == 0
+        plan = ParallelPlan(mp=wide, dp=devices // wide, sequence_parallel=split)
+        yield f"Tensor parallelism over two nodes (mp={wide})", plan
+    if case.plan.virtual_pp_degree > 1:
+        yield "The same without virtual stages (vpp=1)", replace(case.plan, virtual_pp_degree=1)
+    elif case.plan.sharding > 1:
+        yield (
+            "The same with replicas instead of sharding",
+            replace(case.plan, dp=case.plan.data_size, sharding=1, sharding_stage=1),
+        )
+
+
+def _verdict(best: Prediction, plan: ParallelPlan) -> str:
+    case = best.case
+    if case.global_batch % plan.data_size:
+        return f"{case.global_batch} sequences a step cannot be dealt out to {plan.data_size} data ranks."
+    local = case.global_batch // plan.data_size
+    micro = max(m for m in range(1, min(local, case.micro_batch) + 1) if local % m == 0)
+    tried = replace(case, plan=plan, micro_batch=micro, accumulate=local // micro)
+    broken = violations(plan, tried.workload)
+    if broken:
+        return f"{broken[0].sentence}."
+    fitting = [
+        Prediction(replace(tried, recomputed=(kind,) * case.model.num_layers), best.cluster)
+        for kind in ("none", "core_attn", "full")
+    ]
+    room = best.cluster.card.memory_gib * GIB
+    there = next((one for one in fitting if one.fits), None)
+    if there is None:
+        least = fitting[-1].fullest / GIB
+        return f"does not fit, {least:,.0f} GiB are needed of {room / GIB:g} even with full recompute."
+    return _slower(best, there)
+
+
+def _slower(best: Prediction, other: Prediction) -> str:
+    slower = other.time.seconds / best.time.seconds - 1
+    if slower <= 0:
+        return f"as fast as the best ({other.time.seconds:.3f} s)."
+    more = {
+        name: other.time.parts[name] - best.time.parts[name] for name in _PARTS if name in other.time.parts
+    }
+    name = max(more, key=lambda part: more[part])
+    kind = next(iter(set(other.case.recomputed)))
+    with_what = "" if kind == "none" else f", recomputing {kind}"
+    return (
+        f"{slower:.0%} slower ({other.time.seconds:.3f} s{with_what}), most of all through {_PARTS[name]} "
+        f"(+{more[name]:.3f} s)."
+    )

@@ -1,0 +1,157 @@
+"""A card's constants from the user's own runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_config
+from ppfleetx.planner.cards import Card
+from ppfleetx.planner.case import Case, case_of
+from ppfleetx.planner.network import Cluster
+from ppfleetx.planner.step_time import step_time
+from ppfleetx.utils.files import atomic_write
+
+_WARM_UP = 2
+# Found one after the other, several times: speeds first, then what small operations and messages cost.
+_COMPUTE = ("matmul_efficiency", "memory_efficiency")
+_LATENCY = ("kernel_latency_us", "matmul_latency_us")
+_LINKS = ("link_gb_s", "network_efficiency")
+_LINK_LATENCY = ("link_latency_us", "network_latency_us")
+_SWEEPS = 6
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A run's plan and the median seconds of its steps."""
+
+    name: str
+    case: Case
+    seconds: float
+
+
+def calibrate(directories: Sequence[str], cluster: Cluster, target: str | None) -> tuple[Card, str]:
+    """The card of ``cluster`` fitted to runs, and in words how far off it was and is.
+
+    Compute constants are scaled together, and with two plans or more those of links and of latencies too, so
+    that the logarithms of predicted and measured step times differ least.
+
+    Args:
+        directories: ``output_dir`` of runs, with ``config.yaml`` and ``metrics.jsonl``.
+        target: where to write the card; None: nowhere.
+
+    Raises:
+        ConfigError: a directory is none of a run, or has too few steps.
+    """
+    runs = [_observed(Path(name), cluster.card) for name in directories]
+    fitted = _fitted(cluster, runs)
+    lines = [
+        f"calibrated to {len(runs)} run{'s' if len(runs) > 1 else ''}; predicted step, before and after:"
+    ]
+    for run in runs:
+        before = step_time(run.case, cluster).seconds
+        after = step_time(run.case, replace(cluster, card=fitted)).seconds
+        lines.append(
+            f"  {run.name}: measured {run.seconds:.4g} s, before {before:.4g} s "
+            f"({before / run.seconds - 1:+.0%}), "
+            f"after {after:.4g} s ({after / run.seconds - 1:+.0%})"
+        )
+    if target is not None:
+        _write(fitted, Path(target))
+        lines.append(f"  written to {target}")
+    return fitted, "\n".join(lines) + "\n"
+
+
+def _observed(directory: Path, card: Card) -> Observed:
+    config, metrics = directory / "config.yaml", directory / "metrics.jsonl"
+    if not config.is_file() or not metrics.is_file():
+        raise ConfigError(
+            "must be the output directory of a run, with config.yaml and metrics.jsonl",
+            key="--calibrate",
+            value=directory,
+        )
+    seconds = list(_step_seconds(metrics))
+    if len(seconds) <= _WARM_UP:
+        raise ConfigError(
+            f"has {len(seconds)} steps in metrics.jsonl; more than {_WARM_UP} are needed, which do not count",
+            key="--calibrate",
+            value=directory,
+        )
+    case = case_of(load_config(config), card)
+    return Observed(str(directory), case, statistics.median(seconds[_WARM_UP:]))
+
+
+def _step_seconds(path: Path) -> list[float]:
+    """Seconds of each step, without the wait for data. A last line that is being written is left out."""
+    found = []
+    for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
+        try:
+            record = json.loads(line)
+            if record.get("kind") == "train":
+                found.append(float(record["batch_cost"]) - float(record.get("reader_cost", 0.0)))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ConfigError(
+                "holds a line that is no record of a step", key="--calibrate", value=path
+            ) from None
+    return [seconds for seconds in found if math.isfinite(seconds) and seconds > 0]
+
+
+def _fitted(cluster: Cluster, runs: Sequence[Observed]) -> Card:
+    groups = [_COMPUTE] if len(runs) == 1 else [_COMPUTE, _LINKS, _LATENCY, _LINK_LATENCY]
+    card = cluster.card
+    for _ in range(_SWEEPS):
+        for names in groups:
+            card = _best_scale(card, names, cluster, runs)
+    return card
+
+
+def _best_scale(card: Card, names: Sequence[str], cluster: Cluster, runs: Sequence[Observed]) -> Card:
+    """``card`` with ``names`` scaled by the factor that is best: coarse steps, then fine ones."""
+    best, least = card, _distance(card, cluster, runs)
+    for steps in (
+        (0.25, 0.5, 2.0, 4.0),
+        (0.7, 0.85, 1.18, 1.43),
+        (0.9, 0.95, 1.05, 1.1),
+        (0.98, 0.99, 1.01, 1.02),
+    ):
+        start = best
+        for factor in steps:
+            tried = _scaled(start, names, factor)
+            distance = _distance(tried, cluster, runs)
+            if distance < least - 1e-12:
+                best, least = tried, distance
+    return best
+
+
+def _distance(card: Card, cluster: Cluster, runs: Sequence[Observed]) -> float:
+    there = replace(cluster, card=card)
+    return sum(math.log(step_time(run.case, there).seconds / run.seconds) ** 2 for run in runs)
+
+
+def _scaled(card: Card, names: Sequence[str], factor: float) -> Card:
+    changed = {}
+    for name in names:
+        value = getattr(card, name)
+        if isinstance(value, dict):
+            changed[name] = {size: speed * factor for size, speed in value.items()}
+        else:
+            changed[name] = min(1.0, value * factor) if name.endswith("efficiency") else value * factor
+    name = card.name if card.name.endswith(" calibrated") else f"{card.name} calibrated"
+    return card.model_copy(update={**changed, "name": name})
+
+
+def _write(card: Card, path: Path) -> None:
+    if path.exists():
+        raise ConfigError("there is a file of that name already", key="--write-card", value=path)
+    values = {
+        key: value for key, value in card.model_dump(mode="json").items() if key not in ("name", "sources")
+    }
+    with atomic_write(path, "w") as file:
+        file.write(yaml.safe_dump({card.name: values}, sort_keys=False))

@@ -1,0 +1,128 @@
+"""Configurations under other plans than their own: read, planned, written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import read_config
+from ppfleetx.config.plan import CONFIG_KEYS, ParallelPlan
+from ppfleetx.config.record import dump_config
+from ppfleetx.config.resolve import resolve
+from ppfleetx.config.sections.root import RunConfig, plan_of
+from ppfleetx.planner.case import Case, Recompute
+from ppfleetx.utils.files import atomic_write
+
+
+@dataclass(frozen=True)
+class Written:
+    """A configuration as it is written, before its plan is checked against its sizes.
+
+    Attributes:
+        cfg: the values.
+        origins: the place of each.
+        warnings: of reading.
+    """
+
+    cfg: RunConfig
+    origins: dict[str, str]
+    warnings: tuple[str, ...]
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """Its own plan; an open ``dp_degree`` is 1."""
+        return plan_of(self.cfg)
+
+    def batch(self) -> int:
+        """Sequences of a step under its own plan.
+
+        Raises:
+            ConfigError: the sizes leave it open, or cannot be.
+        """
+        sizes, plan = self.cfg.Global, self.plan
+        if sizes.global_batch_size is not None:
+            return sizes.global_batch_size
+        if sizes.local_batch_size is not None:
+            return sizes.local_batch_size * plan.data_size
+        return resolve(self.cfg, dict(self.origins), self.warnings, None).batch.global_batch_size
+
+    def micro_batch(self) -> int:
+        """Sequences of a forward pass."""
+        sizes = self.cfg.Global
+        if sizes.micro_batch_size is not None:
+            return sizes.micro_batch_size
+        return resolve(self.cfg, dict(self.origins), self.warnings, None).batch.micro_batch_size
+
+    def under(self, plan: ParallelPlan, micro: int, batch: int, recompute: Recompute | None) -> RunConfig:
+        """The same run under ``plan``; ``recompute`` None leaves what layers recompute.
+
+        Raises:
+            ConfigError: what a run of it would be refused for.
+        """
+        cfg = self.cfg
+        sharding = {
+            "sharding_degree": plan.sharding,
+            "sharding_stage": plan.sharding_stage,
+            "sharding_offload": plan.sharding_offload,
+        }
+        degrees = {f"{axis}_degree": getattr(plan, axis) for axis in ("dp", "mp", "pp", "sep")}
+        layers = {} if plan.pp_layers is not None else {"pp_layers": None, "noop_layers": None}
+        distributed = {
+            **degrees,
+            **layers,
+            "sharding": cfg.Distributed.sharding.model_copy(update=sharding),
+        }
+        model = {
+            "sequence_parallel": plan.sequence_parallel,
+            "virtual_pp_degree": plan.virtual_pp_degree,
+            **_recompute_keys(recompute),
+        }
+        sizes = {"global_batch_size": batch, "local_batch_size": None, "micro_batch_size": micro}
+        changed = {
+            "Distributed": cfg.Distributed.model_copy(update=distributed),
+            "Model": cfg.Model.model_copy(update=model),
+            "Global": cfg.Global.model_copy(update=sizes),
+            "Engine": cfg.Engine.model_copy(update={"accumulate_steps": None}),
+        }
+        said = dict.fromkeys((*CONFIG_KEYS.values(), *(f"Global.{size}" for size in sizes)), "--plan")
+        return resolve(cfg.model_copy(update=changed), {**self.origins, **said}, self.warnings, None)
+
+
+def _recompute_keys(recompute: Recompute | None) -> dict[str, object]:
+    if recompute is None:
+        return {}
+    every = {"recompute_layers": None, "no_recompute_layers": None, "recompute_interval": 1}
+    granularity = None if recompute == "none" else recompute
+    return {"use_recompute": recompute != "none", "recompute_granularity": granularity, **every}
+
+
+def read_written(path: str | Path, overrides: Sequence[str]) -> Written:
+    """Read a configuration without checking its plan.
+
+    Raises:
+        ConfigError: anything else that is wrong with it.
+    """
+    return Written(*read_config(path, overrides))
+
+
+def write_config(cfg: RunConfig, case: Case, path: Path) -> None:
+    """Write ``cfg``, which is ``case``, as a file to train from.
+
+    Raises:
+        ConfigError: there is something at ``path``.
+    """
+    if path.exists():
+        raise ConfigError(
+            "there is a file of that name already; nothing is overwritten", key="--write", value=path
+        )
+    if not path.parent.is_dir():
+        raise ConfigError("its directory does not exist", key="--write", value=path)
+    head = (
+        f"# Written by ppfleetx plan: {case.plan} on {case.plan.world_size} devices. Every key is here; "
+        f"derived\n"
+        f"# ones are comments.\n"
+    )
+    with atomic_write(path, "w") as file:
+        file.write(head + dump_config(cfg))

@@ -1,0 +1,196 @@
+"""The command's contract: one plan, a ranking, a file that trains, questions about the whole run."""
+
+import json
+import math
+
+import pytest
+import yaml
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_config
+from ppfleetx.planner.calibration import calibrate
+from ppfleetx.planner.cards import load_card
+from ppfleetx.planner.case import case_of
+from ppfleetx.planner.long_run import failures, run_length
+from ppfleetx.planner.network import Cluster
+from ppfleetx.planner.prediction import Prediction
+from ppfleetx.planner.step_time import step_time
+from ppfleetx.planner.summary import run_prediction
+from tests.planner.test_parts import planned
+
+BIG = "ppfleetx/configs/nlp/gpt/pretrain_gpt_175B_mp8_pp16.yaml"
+NANO = "ppfleetx/configs/debug/gpt_nano.yaml"
+WORDS = "dp=4,mp=8,pp=12,sharding=1,stage=1,vpp=1,micro=2"
+
+
+def test_the_object_of_one_plan(capsys):
+    common = ("--card", "A100-80GB", "--per-node", "8", "--plan", WORDS, "--json")
+    found = json.loads(planned(capsys, "--network-gbps", "800", *common, config=BIG))
+    assert found["step_time_s"] == sorted(found["step_time_s"])
+    assert len(found["memory_gib"]) == 12
+    assert found["parameters"] == 174_603_264_000
+    assert found["fits"] is (max(found["memory_gib"]) <= 79.2)
+    flops = found["tflops_per_device"]
+    assert flops["causal_attention"] < flops["full_attention"] <= flops["with_recompute"]
+    assert found["mfu"] == pytest.approx(flops["full_attention"] / 312, rel=1e-4)
+    assert 0 < found["bubble"] < 1
+    assert 0 < found["exposed_comm_s"] < found["step_time_s"][1]
+    slower = json.loads(planned(capsys, "--network-gbps", "100", *common, config=BIG))
+    assert slower["step_time_s"][1] > found["step_time_s"][1]
+    assert slower["constants"]["name"] == "A100-80GB"
+
+
+def test_a_plan_counts_where_the_files_own_does_not_divide(capsys):
+    """40 layers do not divide by the file's 16 stages; the plan has 8."""
+    sizes = ("-o", "Model.num_layers=40", "-o", "Model.hidden_size=6144")
+    words = "dp=2,mp=8,pp=8,micro=1,vpp=1"
+    found = json.loads(planned(capsys, *sizes, "--plan", words, "--json", config=BIG))
+    assert found["devices"] == 128
+    with pytest.raises(ConfigError, match="40 layers do not divide into pp_degree 16"):
+        planned(capsys, *sizes, "--json", config=BIG)
+
+
+def test_what_is_written_trains_under_the_plan(capsys, tmp_path):
+    path = tmp_path / "out.yaml"
+    words = "dp=2,mp=2,pp=2,sharding=2,stage=2,micro=2,recompute=full,sp=1"
+    planned(capsys, "--plan", words, "--batch", "64", "--write", str(path))
+    cfg = load_config(path)
+    assert str(cfg.plan) == "dp 2, mp 2, pp 2, sharding 2 (stage 2), sequence parallel"
+    assert (cfg.batch.global_batch_size, cfg.batch.micro_batch_size) == (64, 2)
+    assert cfg.Model.use_recompute and cfg.Model.recompute_granularity == "full"
+    with pytest.raises(ConfigError, match="nothing is overwritten"):
+        planned(capsys, "--plan", words, "--write", str(path))
+
+
+def test_the_best_is_written_and_its_rivals_are_explained(capsys, tmp_path):
+    path = tmp_path / "best.yaml"
+    text = planned(capsys, "--devices", "8", "--write", str(path), "--card", "A100-80GB")
+    assert load_config(path).plan.world_size == 8
+    reasons = text.split("Why not\n", 1)[1].split("\n\n", 1)[0].splitlines()
+    assert len(reasons) >= 4
+    assert any("Data parallelism alone" in reason for reason in reasons)
+    assert all(reason.endswith(".") for reason in reasons)
+    assert "days and" in text
+    assert "Constants of A100-80GB" in text
+
+
+def test_least_memory_comes_first_where_it_is_the_goal(capsys):
+    found = json.loads(planned(capsys, "--devices", "8", "--goal", "memory", "--json"))
+    memory = [max(plan["memory_gib"]) for plan in found["plans"]]
+    assert memory == sorted(memory)
+    fast = json.loads(planned(capsys, "--devices", "8", "--json"))
+    assert memory[0] < max(fast["plans"][0]["memory_gib"])
+
+
+def test_no_number_of_cards_is_too_odd_to_be_answered(capsys):
+    assert json.loads(planned(capsys, "--devices", "7", "--json"))["plans"] == []
+    assert "take another number" in planned(capsys, "--devices", "7")
+
+
+def test_an_explained_plan_is_the_one_named(capsys):
+    text = planned(capsys, "--explain", "dp=4,micro=4")
+    assert "dp=4,mp=1" in text and "memory by part" in text
+    with pytest.raises(ConfigError, match="--plan does too"):
+        planned(capsys, "--explain", "dp=4", "--plan", "dp=4")
+
+
+def test_the_best_interval_is_where_least_is_lost():
+    """Young's formula is the first order of Daly's; nearby intervals lose more."""
+    prediction = run_prediction(load_config(BIG), "gpu", load_card("A100-80GB"))
+    save, mtbf = 60.0, 50 * 3600 * 16
+    found = failures(prediction, node_mtbf=mtbf, save=save, restart=300.0)
+    assert found.mtbf == mtbf / 16
+    assert found.interval == pytest.approx(math.sqrt(2 * save * found.mtbf), rel=0.05)
+    cost = {f: save / (f * found.interval) + f * found.interval / (2 * found.mtbf) for f in (0.8, 1.0, 1.25)}
+    assert min(cost, key=lambda factor: cost[factor]) == 1.0
+
+
+def test_days_and_cost_follow_from_the_step(capsys):
+    prediction = run_prediction(load_config(BIG), "gpu", load_card("A100-80GB"))
+    run = run_length(prediction, 3e11)
+    assert run.days == pytest.approx(3e11 / prediction.tokens_per_second / 86_400)
+    assert run.card_hours == pytest.approx(run.days * 24 * 128)
+    assert run.cost(2.0)[0] == pytest.approx(2 * run.card_hours)
+    text = planned(
+        capsys,
+        "--plan",
+        "dp=8,micro=1",
+        "--price",
+        "2",
+        "--mtbf",
+        "1000",
+        "--scale",
+        "8,16,24",
+        "--ramp",
+        "32,8,800",
+    )
+    for words in ("a million tokens", "The job fails every", "The ramp's 800 sequences", "not a multiple"):
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--ramp", "32,8"), "takes three numbers"),
+        (("--ramp", "33,8,100"), "not 33"),
+        (("--scale", "8,x"), "integers of at least 1"),
+        (("--price", "-1"), "greater than 0"),
+        (("--tokens", "nan"), "greater than 0"),
+        (("--calibrate", "nowhere"), "output directory of a run"),
+        (("--write-card", "x.yaml"), "is written by --calibrate"),
+        (("--plan", "stage=4"), "must be 1, 2 or 3"),
+    ],
+)
+def test_questions_that_cannot_be_answered(capsys, arguments, words):
+    plan = () if arguments[0] == "--plan" else ("--plan", "dp=8")
+    with pytest.raises(ConfigError, match=words):
+        planned(capsys, *arguments, *plan)
+
+
+def test_calibration_finds_the_card_that_made_the_times(tmp_path):
+    """Runs of two plans on a card that is half as fast, with slow links."""
+    card = load_card("CPU")
+    slow = card.model_copy(
+        update={"matmul_efficiency": 0.3, "memory_efficiency": 0.25, "link_gb_s": {2: 0.1}, "name": "slow"}
+    )
+    directories = []
+    for number, plan in enumerate(([], ["Distributed.mp_degree=2"])):
+        directory = tmp_path / f"run{number}"
+        directory.mkdir()
+        cfg = load_config(NANO, plan)
+        seconds = step_time(case_of(cfg, slow), Cluster(slow)).seconds
+        settings = {"_base_": str(_nano()), "Distributed": {"mp_degree": 1 + number}}
+        (directory / "config.yaml").write_text(yaml.safe_dump(settings))
+        record = {"kind": "train", "batch_cost": seconds + 0.5, "reader_cost": 0.5}
+        (directory / "metrics.jsonl").write_text((json.dumps(record) + "\n") * 5)
+        directories.append(str(directory))
+    fitted, told = calibrate(directories, Cluster(card), str(tmp_path / "mine.yaml"))
+    assert "before" in told
+    again = load_card(str(tmp_path / "mine.yaml"))
+    assert again.link_gb_s == fitted.link_gb_s
+    for plan in ([], ["Distributed.mp_degree=2"]):
+        case = case_of(load_config(NANO, plan), slow)
+        true = step_time(case, Cluster(slow)).seconds
+        assert Prediction(case, Cluster(fitted)).time.seconds == pytest.approx(true, rel=0.05)
+
+
+def _nano():
+    from pathlib import Path
+
+    return Path(NANO).resolve()
+
+
+def test_the_report_is_whole_and_opens_without_a_network(capsys, tmp_path):
+    directory = tmp_path / "report"
+    words = "dp=1,mp=2,pp=2,sharding=2,vpp=2,micro=2,recompute=full"
+    planned(capsys, "--plan", words, "--report", str(directory))
+    names = {path.name for path in directory.iterdir()}
+    drawn = {f"{name}.{ending}" for name in ("timeline", "memory", "step") for ending in ("png", "svg")}
+    assert names == {*drawn, "index.html"}
+    page = (directory / "index.html").read_text(encoding="utf-8")
+    assert page.count("data:image/svg+xml;base64,") == 3
+    assert 'src="http' not in page and "href=" not in page
+    svg = (directory / "timeline.svg").read_text(encoding="utf-8")
+    assert "recomputed" in svg and "idle" in svg
+    with pytest.raises(ConfigError, match="report already"):
+        planned(capsys, "--plan", words, "--report", str(directory))
