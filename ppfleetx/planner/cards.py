@@ -95,8 +95,13 @@ class Card(Section):
         return self.link_gb_s[at_least] * 1e9
 
 
-def load_card(name: str) -> Card:
+def load_card(name: str, *, key: str = "--card", asked_in: str | None = None) -> Card:
     """The shipped card called ``name``, or the only card of the YAML file ``name``.
+
+    Args:
+        name: as it was asked for.
+        key: by which option or key of a configuration, for messages.
+        asked_in: where that stands: ``file:line`` or ``-o override 2``.
 
     Raises:
         ConfigError: no such card or file, or a description that is not one.
@@ -107,10 +112,12 @@ def load_card(name: str) -> Card:
     if not name.endswith((".yaml", ".yml")):
         near = difflib.get_close_matches(name, shipped, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(shipped)}, or give a YAML file"
-        raise ConfigError("there is no such card;", key="--card", value=name, hint=hint)
-    own = _plain(read_yaml(Path(name), Budget(), key="--card", value=name))
+        raise ConfigError("there is no such card;", key=key, value=name, place=asked_in, hint=hint)
+    own = _plain(read_yaml(Path(name), Budget(), key=key, value=name, place=asked_in))
     if len(own) != 1:
-        raise ConfigError(f"the file describes {len(own)} cards; give one", key="--card", value=name)
+        raise ConfigError(
+            f"the file describes {len(own)} cards; give one", key=key, value=name, place=asked_in
+        )
     return _card(next(iter(own)), {**shipped, **own}, name)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -129,9 +130,13 @@ class Case:
     def layers_of_stage(self, stage: int) -> list[list[int]]:
         """Layers on pipeline stage ``stage``, one list per virtual stage, numbered over the whole model."""
         chunks = self.plan.layers_of_chunks(self.model.num_layers)
-        starts = [sum(chunks[:c]) for c in range(len(chunks))]
+        ends = self._ends_of_chunks
         mine = range(stage, self.plan.num_chunks, self.plan.pp)
-        return [list(range(starts[c], starts[c] + chunks[c])) for c in mine]
+        return [list(range(ends[c] - chunks[c], ends[c])) for c in mine]
+
+    @cached_property
+    def _ends_of_chunks(self) -> list[int]:
+        return list(itertools.accumulate(self.plan.layers_of_chunks(self.model.num_layers)))
 
     def layer_kinds(self, stage: int) -> dict[Recompute, int]:
         """How many of the layers on pipeline stage ``stage`` recompute what."""

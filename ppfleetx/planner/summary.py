@@ -39,7 +39,8 @@ def _prediction(cfg: RunConfig, device: str, card: Card | None = None) -> Predic
     if cfg.Data.Train is None or cfg.Model.name != "GPT":
         return None
     if card is None:
-        card = load_card(cfg.Global.card or (ANY_CPU if device.startswith("cpu") else ANY_GPU))
+        name = cfg.Global.card or (ANY_CPU if device.startswith("cpu") else ANY_GPU)
+        card = load_card(name, key="Global.card", asked_in=cfg.origins.get("Global.card"))
     return Prediction(case_of(cfg, card), Cluster(card))
 
 

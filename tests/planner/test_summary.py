@@ -47,7 +47,9 @@ def test_no_verdict_without_a_card():
 
 
 def test_no_such_card():
-    with pytest.raises(ConfigError, match="did you mean V100-32GB"):
+    with pytest.raises(
+        ConfigError, match=r"^Global\.card = 'V100-32' \(.*override 1.*did you mean V100-32GB"
+    ):
         check_report(load_config(NANO, ["Global.card=V100-32"]))
 
 
