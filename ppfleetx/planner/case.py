@@ -71,6 +71,8 @@ class Case:
         async_save: a copy of what is saved stays in host memory while it is written.
         kernels: whose operations are counted: ours on a CPU, ours on a GPU, or the ``fused`` ones of
             Megatron-LM and PaddleFleetX, for published runs.
+        flat_states: sharding cuts states into equal parts wherever that is (DeepSpeed's ZeRO), instead of
+            dealing out whole parameters as this engine does; for published runs.
     """
 
     model: ModelConfig
@@ -84,6 +86,7 @@ class Case:
     flash: bool = False
     async_save: bool = False
     kernels: Kernels = "gpu"
+    flat_states: bool = False
 
     def __hash__(self) -> int:
         return self._hash

@@ -19,6 +19,9 @@ from ppfleetx.planner.tape import Tape
 _BUCKET_BYTES = 64 << 20  # parallel sums are packed into pieces of this size (distributed/collectives.py)
 _FRAGMENTS = 0.02
 """What the allocator loses to fragments, as a share of what it hands out."""
+_FRAGMENTS_DEEPSPEED = 0.30
+"""The same of PyTorch's caching allocator under Megatron-DeepSpeed: the median of BLOOM's trials of
+2022-02-21 (``tests/goldens/planner/bloom_memory.csv``); later rows are predicted with it."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,15 @@ def stage_memory(case: Case, cluster: Cluster, stage: int) -> StageMemory:
         **_worst_moment(case, stage, held),
     }
     gradients = _kept_gradients(case, held) * precision.gradient_bytes
-    fragments = 0.0 if case.kernels == "cpu" else _FRAGMENTS * sum(parts.values())
+    fragments = _fragments(case) * sum(parts.values())
     context = cluster.card.context_gib * GIB
     return StageMemory(**parts, context=context, fragments=fragments, host=host, whole_gradients=gradients)
+
+
+def _fragments(case: Case) -> float:
+    if case.kernels == "cpu":
+        return 0.0  # what is asked for is what is counted
+    return _FRAGMENTS_DEEPSPEED if case.flat_states else _FRAGMENTS
 
 
 def least_memory(case: Case, cluster: Cluster) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ppfleetx.config.sections.model import ModelConfig
@@ -47,6 +47,9 @@ def held_parameters(case: Case, stage: int) -> Held:
     plan = case.plan
     layers = sum(case.layer_kinds(stage).values())
     fetches = plan.sharding_stage == 3 and plan.sharding > 1
+    if case.flat_states:
+        whole = _held(SameModel(case.model), plan.mp, layers, stage == 0, stage == plan.pp - 1, 1, False)
+        return replace(whole, owned=-(-whole.trained // plan.sharding))
     return _held(
         SameModel(case.model), plan.mp, layers, stage == 0, stage == plan.pp - 1, plan.sharding, fetches
     )

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.planner.cards import load_card
+from ppfleetx.planner.cards import GIB, load_card
 from ppfleetx.planner.case import Case, Precision
+from ppfleetx.planner.memory import stage_memory
 from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.step_time import step_time
 
@@ -82,4 +83,81 @@ def case_of_row(row: dict[str, str], vocab_size: int) -> Case:
         precision=Precision("float16", lowers_parameters=True, main_grads=False),
         recomputed=(row["recompute"],) * number["layers"],
         kernels="fused",
+    )
+
+
+@dataclass(frozen=True)
+class PublishedMemory:
+    """A run with stated memory: GiB predicted and measured (None: out of memory), and whether it was fitted
+    to."""
+
+    name: str
+    predicted: float
+    measured: float | None
+    fitted: bool = False
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, minus 1."""
+        assert self.measured is not None
+        return self.predicted / self.measured - 1
+
+
+def bloom_memory() -> list[PublishedMemory]:
+    """BLOOM's trials on A100s: ZeRO-1 with flat partitions, full recompute."""
+    cluster, found = Cluster(load_card("A100-80GB")), []
+    for row in rows_of("bloom_memory.csv"):
+        number = {key: int(value) for key, value in row.items() if key != "memory"}
+        hidden, layers, pp = number["hidden"], number["layers"], number["pp"]
+        share, rest = divmod(layers, pp)
+        uneven = tuple(share + (stage < rest) for stage in range(pp)) if rest else None
+        case = Case(
+            model=_model(hidden, layers, 64, 250_880, SEQ_LEN),
+            plan=ParallelPlan(sharding=number["dp"], mp=number["mp"], pp=pp, pp_layers=uneven),
+            micro_batch=number["micro"],
+            accumulate=2048 // (number["dp"] * number["micro"]),
+            seq_len=SEQ_LEN,
+            precision=Precision("bfloat16", True, main_grads=number["gradient_bytes"] == 4),
+            recomputed=("full",) * layers,
+            kernels="fused",
+            flat_states=True,
+        )
+        most = max(stage_memory(case, cluster, stage).total for stage in (0, pp - 1)) / GIB
+        measured = None if row["memory"] == "OOM" else float(row["memory"])
+        name = f"dp {row['dp']}, mp {row['mp']}, pp {row['pp']}, micro {row['micro']}"
+        found.append(PublishedMemory(name, most, measured, fitted=bool(number["fitted"])))
+    return found
+
+
+def fleetx_memory() -> list[PublishedMemory]:
+    """PaddleFleetX's 345M and 1.3B (with recompute) on a V100, micro batch 8.
+
+    The stated "G" are taken as what nvidia-smi shows, GiB with the driver's context. Its gradients are set to
+    zero and never freed, which is as in a step of several micro batches.
+    """
+    cluster, found = Cluster(load_card("V100-32GB")), []
+    for name, hidden, recompute, measured in (("345M", 1024, "none", 30.9), ("1.3B", 2048, "full", 26.0)):
+        case = Case(
+            model=_model(hidden, 24, 16, 50_304, 1024),
+            plan=ParallelPlan(),
+            micro_batch=8,
+            accumulate=2,
+            seq_len=1024,
+            precision=Precision("float16", True, main_grads=False),
+            recomputed=(recompute,) * 24,
+            kernels="fused",
+        )
+        found.append(PublishedMemory(name, stage_memory(case, cluster, 0).total / GIB, measured))
+    return found
+
+
+def _model(hidden: int, layers: int, heads: int, vocab_size: int, seq_len: int) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_attention_heads=heads,
+        head_dim=hidden // heads,
+        max_position_embeddings=seq_len,
+        attention_kernel="reference",
     )

@@ -4,8 +4,16 @@ import statistics
 
 import pytest
 
+from ppfleetx.planner.cards import load_card
 from ppfleetx.planner.flops import step_flops, tflops_per_device
-from tests.planner.published import TIMES, case_of_row, rows_of, time_errors
+from tests.planner.published import (
+    TIMES,
+    bloom_memory,
+    case_of_row,
+    fleetx_memory,
+    rows_of,
+    time_errors,
+)
 
 BOUNDS = {"korthikanti.csv": 0.07, "sc21.csv": 0.12, "megascale.csv": 0.10}
 
@@ -25,3 +33,21 @@ def test_bloom_counted_the_same_operations():
         case = case_of_row(row, 250_880)
         counted = tflops_per_device(step_flops(case).hardware, float(row["seconds"]), case)
         assert counted == pytest.approx(float(row["tflops"]), rel=0.005)
+
+
+def test_bloom_memory_of_rows_that_were_not_fitted():
+    judged = [row for row in bloom_memory() if row.measured is not None and not row.fitted]
+    near = [row for row in judged if abs(row.error) <= 0.10]
+    assert len(judged) == 18
+    assert len(near) / len(judged) >= 0.8, [(row.name, row.error) for row in judged]
+
+
+def test_what_ran_out_of_memory_does_not_fit_and_the_rest_does():
+    room = load_card("A100-80GB").memory_gib
+    for row in bloom_memory():
+        assert (row.predicted > room) is (row.measured is None), row
+
+
+def test_fleetx_recipes_need_what_it_says():
+    for row in fleetx_memory():
+        assert abs(row.error) <= 0.05, row
