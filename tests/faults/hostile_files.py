@@ -23,13 +23,13 @@ import numpy as np
 from tests.checkpoint.checkpoints import RANK, save
 from tests.checkpoint.foreign import hf_dirs
 from tests.checkpoint.foreign.test_odd_hf import ODD_VALUES
+from tests.checkpoint.foreign.test_pickle_bombs import BOMBS, doubled, entries
 from tests.checkpoint.foreign.test_safetensors_file import LIES as HEADERS
 from tests.checkpoint.foreign.test_safetensors_file import file_of
+from tests.checkpoint.foreign.test_unpickle import attacks
 from tests.checkpoint.test_lying_manifests import LIES as MANIFESTS
 from tests.checkpoint.test_lying_manifests import reseal, saved
-from tests.checkpoint.test_pickle_bombs import BOMBS, doubled, entries
-from tests.checkpoint.test_unpickle import attacks
-from tests.data.test_odd_tokenizers import ODD as TOKENIZERS
+from tests.data.tokenizer.test_odd_tokenizers import ODD as TOKENIZERS
 from tests.faults.hostile_builders import (
     GOLDENS,
     SPECIAL,

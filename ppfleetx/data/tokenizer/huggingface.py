@@ -3,7 +3,7 @@
 ``tokenizer.json`` is not all: transformers adds the tokens that ``tokenizer_config.json``,
 ``special_tokens_map.json`` and ``added_tokens.json`` name, and some of its classes replace parts of the file.
 `as_transformers` does what ``AutoTokenizer`` of version 5 does for GPT-2 and Llama; token ids are compared in
-``tests/data/test_tokenizer_hf.py``.
+``tests/data/tokenizer/test_tokenizer_hf.py``.
 """
 
 from __future__ import annotations

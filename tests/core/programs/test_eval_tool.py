@@ -24,7 +24,7 @@ from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import LocalFactory
 from tests.helpers import programs
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SHIPPED = ROOT / "ppfleetx/configs/nlp/gpt/eval_gpt_345M_single_card.yaml"
 TEXT = " = The cat = \n \n The cat and the hat , and the other @-@ cat 's hat . \n The hat ( a cat ) ran . \n"
 PLAIN = " = The cat =\n\nThe cat and the hat, and the other-cat's hat.\nThe hat (a cat) ran.\n"

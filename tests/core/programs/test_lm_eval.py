@@ -22,7 +22,7 @@ from ppfleetx.data.tokenizer.training import train_tokenizer
 from ppfleetx.distributed.context import ParallelContext
 from tests.e2e.program import NANO
 
-GOLDENS = Path(__file__).parents[1] / "goldens"
+GOLDENS = Path(__file__).parents[2] / "goldens"
 WORDS = "the cat sat on a mat and then it ran to a house of dogs where cats are not liked"
 TASK = """
 task: tiny_last_word

@@ -19,7 +19,7 @@ from ppfleetx.config.plan import ParallelPlan as Plan
 from ppfleetx.core.programs.evaluate import Accuracy, Perplexity, result_of, table, write
 from ppfleetx.data.indexed import IndexedDatasetWriter
 from tests.checkpoint.foreign import hf_dirs
-from tests.core.eval_program import CLOZE, HF, MODELS, last_words, score, sliding
+from tests.core.programs.eval_program import CLOZE, HF, MODELS, last_words, score, sliding
 from tests.e2e.program import plan_overrides
 from tests.helpers.ranks import Pools
 
@@ -89,7 +89,7 @@ def test_last_words_are_hugging_faces(configs: dict[str, str], name: str, batch_
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_plans_agree_with_hugging_face(configs: dict[str, str], pools: Pools, plan: Plan) -> None:
     """28 windows and 37 examples: with most batch sizes the last batch is not full, or not on all ranks."""
-    name, called = "hf_llama", "tests.core.eval_program:score"
+    name, called = "hf_llama", "tests.core.programs.eval_program:score"
     num_tokens, length, stride, loss = HF["models"][name]["losses"][0]
     assert len(sliding(num_tokens, length, stride)) == 28
     right = sum(each["right"] for each in HF["models"][name]["cloze"])
@@ -137,11 +137,15 @@ def test_weights_that_are_not_finite_show(
     }
     mp = {"Distributed.mp_degree": 2}
     for found in pools(2).run(
-        "tests.core.eval_program:score", config=config, overrides=spoilt | mp, case=[150, 16, 5], world=2
+        "tests.core.programs.eval_program:score",
+        config=config,
+        overrides=spoilt | mp,
+        case=[150, 16, 5],
+        world=2,
     ):
         assert (found["loss"], found["ppl"]) == ("nan", "nan")
     for found in pools(2).run(
-        "tests.core.eval_program:loss_on_corpus", config=config, overrides=on_corpus | mp, world=2
+        "tests.core.programs.eval_program:loss_on_corpus", config=config, overrides=on_corpus | mp, world=2
     ):
         assert found == "nan nan"
     found = score(config, spoilt | CLOZE, "hf_llama")

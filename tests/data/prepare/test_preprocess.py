@@ -27,7 +27,7 @@ from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from tests.helpers.leftovers import children, leftovers
 from tests.helpers.texts import random_text, small_tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TOOL = ROOT / "tools" / "preprocess_data.py"
 
 

@@ -18,7 +18,7 @@ from ppfleetx.data.indexed import IndexedDatasetWriter
 from ppfleetx.data.tokenizer.training import train_tokenizer
 from ppfleetx.data.vocabulary import check_corpus
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def write_corpus(prefix: Path, tokens: np.ndarray, dtype: type = np.uint16) -> None:

@@ -16,7 +16,7 @@ from ppfleetx.data.tasks.records import GlueDataset, PromptResponseDataset, long
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from tests.helpers.texts import small_tokenizer
 
-GOLDEN_TOKENIZERS = Path(__file__).parents[1] / "goldens" / "tokenizers"
+GOLDEN_TOKENIZERS = Path(__file__).parents[2] / "goldens" / "tokenizers"
 
 
 @pytest.fixture(scope="module")

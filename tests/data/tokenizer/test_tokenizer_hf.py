@@ -12,7 +12,7 @@ import pytest
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
-GOLDENS = Path(__file__).parents[1] / "goldens"
+GOLDENS = Path(__file__).parents[2] / "goldens"
 DIRECTORIES = GOLDENS / "tokenizers"
 GOLDEN = json.loads((GOLDENS / "hf_tokenizers.json").read_text(encoding="utf-8"))
 ENGINES = {"gpt2": "tiktoken", "gpt2_pair": "tiktoken", "llama3": "tiktoken"}

@@ -13,7 +13,7 @@ from ppfleetx.config.errors import DataError
 from ppfleetx.data.prepare.stdlib_corpus import stdlib_files, write_stdlib_corpus
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
+TOOLS = Path(__file__).resolve().parents[3] / "tools"
 
 
 def test_the_files_are_the_librarys_own():

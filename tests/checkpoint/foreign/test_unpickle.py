@@ -23,7 +23,7 @@ from ppfleetx.checkpoint.foreign.unpickle import Unpickler
 from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE
 from ppfleetx.config.errors import CheckpointError
 
-GOLDENS = Path(__file__).parents[1] / "goldens" / "torch"
+GOLDENS = Path(__file__).parents[2] / "goldens" / "torch"
 
 
 def load(content, **options):

@@ -22,7 +22,7 @@ from ppfleetx.core.engine.start import Start, find_start
 from ppfleetx.distributed.context import ParallelContext
 from tests.checkpoint.checkpoints import save
 
-NANO = Path(__file__).resolve().parents[2] / "ppfleetx/configs/debug/gpt_nano.yaml"
+NANO = Path(__file__).resolve().parents[3] / "ppfleetx/configs/debug/gpt_nano.yaml"
 EARLIER, OTHER = "1" * 32, "2" * 32
 PROGRESS = {"train": {"step": 0, "consumed_samples": 0, "epoch": 0}}
 

@@ -16,7 +16,7 @@ from ppfleetx.checkpoint.foreign.torch_file import read_torch_file
 from ppfleetx.checkpoint.foreign.unpickle import Unpickler
 from ppfleetx.config.errors import CheckpointError, shown
 
-GOLDENS = Path(__file__).parents[1] / "goldens" / "torch"
+GOLDENS = Path(__file__).parents[2] / "goldens" / "torch"
 PROTOCOL_4 = b"\x80\x04"
 
 
