@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from ppfleetx.checkpoint.documents import documents_of
 from ppfleetx.checkpoint.foreign.convert import Conversion, convert
@@ -25,6 +26,7 @@ from ppfleetx.data.indexed import IndexedDatasetWriter
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import LocalFactory
+from tests.checkpoint.checkpoints import save
 from tests.checkpoint.foreign.test_fleetx import save as save_fleetx
 from tests.checkpoint.foreign.test_fleetx import theirs
 from tests.helpers import programs
@@ -100,6 +102,32 @@ def test_every_directory_writes_the_same(place: Path, text: str, model: str) -> 
     assert printed.endswith(text)
     assert ("is Hugging Face's; it is converted into" in printed) == (model == "hf")
     assert ("was saved by an earlier version" in printed) == (model == "older")
+
+
+@pytest.mark.parametrize(
+    ("key", "more"),
+    [
+        ("Engine", "Engine: {save_load: {output_dir: mine, overwrite: True}}"),
+        ("Serve", "Serve: {host: 0.0.0.0}"),
+        ("_base_", "_base_: ../../mine.yaml"),
+        ("Global.flags", "Global: {local_batch_size: 1, flags: {FLAGS_x: 1}}"),
+        ("Generation.prompt_file", "Generation: {prompt_file: ../../mine.txt}"),
+    ],
+)
+def test_a_checkpoint_describes_its_model_and_no_more(tmp_path: Path, key: str, more: str) -> None:
+    """The first configuration is what a run writes; the second one also acts on its user's behalf."""
+    (tmp_path / "run.yaml").write_text(json.dumps({"Global": {"local_batch_size": 1}, "Model": MODEL}))
+    documents = documents_of(load_config(tmp_path / "run.yaml"), None)
+    with ExitStack() as stack:
+        assert find_model(save(tmp_path / "sound", documents=documents), stack).config is not None
+    [name] = documents
+    said = yaml.safe_load(documents[name]) | yaml.safe_load(more)
+    foreign = save(tmp_path / "foreign", documents={name: yaml.safe_dump(said).encode()})
+    with ExitStack() as stack, pytest.raises(ConfigError, match="may describe the model") as caught:
+        find_model(foreign, stack)
+    assert caught.value.key == key
+    with ExitStack() as stack:  # who names a configuration decides
+        assert find_model(foreign, stack, with_config=False).checkpoint == foreign
 
 
 def test_fleetx_has_the_network_of_a_shipped_configuration(place: Path, text: str) -> None:

@@ -18,20 +18,24 @@ from typing import Any
 import yaml
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.checkpoint.documents import PORTABLE_SECTIONS, portable_model
+from ppfleetx.checkpoint.documents import OF_ONE_CALL, PORTABLE_SECTIONS, portable_model
 from ppfleetx.checkpoint.foreign.convert import Conversion, convert
 from ppfleetx.checkpoint.foreign.detect import is_hugging_face
 from ppfleetx.checkpoint.foreign.fleetx import is_fleetx, read_fleetx
 from ppfleetx.checkpoint.foreign.ours import find_tokenizer_dir
 from ppfleetx.checkpoint.reader import Checkpoint
-from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import CONFIG_FILE, load_config
+from ppfleetx.config.reading.parse import Budget, read_yaml
 from ppfleetx.config.shipped import shipped_configs
 from ppfleetx.core.programs.launch import world_size
 from ppfleetx.utils.log import configure_logging, get_logger
 
 ONE_SEQUENCE = {"Global": {"local_batch_size": 1}}
 """Batch sizes of a configuration that says none: those of a program that has no batches."""
+# What the configuration in a checkpoint may hold: what `portable_config` writes.
+_OWN_SECTIONS = ("Global", "Model", "Data", "Compress", *PORTABLE_SECTIONS)
+_OWN_GLOBAL = ("seed", "local_batch_size", "micro_batch_size")
 # Keys that the shapes of FleetX's tensors tell -> what says the same of our section.
 _SAID_BY_FLEETX = {
     "hidden_size": "hidden_size",
@@ -85,6 +89,7 @@ def find_model(place: str | Path, stack: ExitStack, *, with_config: bool = True)
 
     Raises:
         CheckpointError: there is none, it is damaged, or it does not say what network it is.
+        ConfigError: its configuration sets more than a model and its data.
     """
     path = Path(place)
     if is_hugging_face(path):
@@ -102,9 +107,31 @@ def find_model(place: str | Path, stack: ExitStack, *, with_config: bool = True)
         config = write_config(_sections_of_fleetx(checkpoint.path), stack)
     elif CONFIG_FILE in checkpoint.manifest.documents:
         config = checkpoint.path / CONFIG_FILE
+        _refuse_more_than_a_model(config)
     else:
         config = write_config(_sections_of_manifest(checkpoint, tokenizer), stack)
     return ModelPlace(config, checkpoint.path, tokenizer)
+
+
+def _refuse_more_than_a_model(config: Path) -> None:
+    """Whoever made a checkpoint must not choose what is overwritten here, or where a server listens."""
+    tree = read_yaml(config, Budget())
+    nodes = {key: node for key, node in tree.value.items() if key not in _OWN_SECTIONS}
+    for section, allowed in (("Global", lambda key: key in _OWN_GLOBAL), ("Generation", _is_lasting)):
+        keys = tree.value[section].value if section in tree.value else None
+        if isinstance(keys, dict):
+            nodes |= {f"{section}.{key}": node for key, node in keys.items() if not allowed(key)}
+    for key, node in nodes.items():
+        raise ConfigError(
+            "the configuration in a checkpoint may describe the model and its data, and no more. If you "
+            "trust this one, name it yourself with -c FILE",
+            key=key,
+            place=node.place,
+        )
+
+
+def _is_lasting(key: str) -> bool:
+    return key not in OF_ONE_CALL
 
 
 def _converted(path: Path, stack: ExitStack) -> ModelPlace:
