@@ -81,7 +81,7 @@ class GPT2LMHeadModel:
         Padding at the end of a sequence (the tokenizer's end-of-document token) does not count in the loss.
 
         Raises:
-            DataError: ids that the model has not, or more than ``seq_length`` of them.
+            DataError: ids outside the model's vocabulary, or more than ``seq_length`` of them.
         """
         if not self._trains:
             return self.model(input_ids)

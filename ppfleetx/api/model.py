@@ -130,7 +130,7 @@ class GPT:
         return self
 
     def eval(self) -> Self:
-        """Switch dropout off; so a loaded model is."""
+        """Switch dropout off, as it is in a model that was just loaded."""
         return self.train(False)
 
     # ---- what it does
@@ -142,7 +142,7 @@ class GPT:
             tokens: ids ``[b, s]``, or ``[s]`` for one sequence.
 
         Raises:
-            DataError: ids that the model has not, or more tokens than it has positions.
+            DataError: ids outside the model's vocabulary, or more tokens than it has positions.
         """
         logits_sbv = self.network(self._ids(tokens))
         return logits_sbv[..., : self.cfg.Model.vocab_size].astype("float32").transpose([1, 0, 2])
@@ -177,7 +177,7 @@ class GPT:
         lowest, highest = int(given.min()), int(given.max())
         if lowest < 0 or highest >= vocab:
             wrong = lowest if lowest < 0 else highest
-            raise DataError(f"token id {wrong} is none of the model's, which are 0 to {vocab - 1}")
+            raise DataError(f"token id {wrong} is outside the model's vocabulary, 0 to {vocab - 1}")
         if given.shape[1] > positions:
             raise DataError(f"{given.shape[1]} tokens are more than the model's {positions} positions")
         return paddle.to_tensor(given.astype(np.int64))
@@ -207,8 +207,8 @@ class GPT:
             these.
 
         Raises:
-            ConfigError: an option that there is not, or that does not fit.
-            DataError: token ids that the tokenizer has not.
+            ConfigError: an unknown option, or a value that does not fit.
+            DataError: token ids outside the tokenizer's vocabulary.
         """
         cfg = self._options(options)
         single = isinstance(prompts, str) or (

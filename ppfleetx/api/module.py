@@ -57,8 +57,14 @@ class GenerationModule:
             for generation in generations
         ]
 
-    def _set_state_dict(self, weights: Mapping[str, Any], *_: Any, **__: Any) -> tuple[list[str], list[str]]:
+    def _set_state_dict(
+        self, weights: Mapping[str, Any], use_structured_name: bool = True
+    ) -> tuple[list[str], list[str]]:
         """Take all parameters from ``weights``.
+
+        Args:
+            weights: arrays or tensors by FleetX's names or by our own.
+            use_structured_name: as of Paddle's method; only True can be had.
 
         Returns:
             Two empty lists, as Paddle's method names what is missing and what is left over: here both are
@@ -66,7 +72,12 @@ class GenerationModule:
 
         Raises:
             CheckpointError: a parameter is missing, unknown or of another shape.
+            ConfigError: ``use_structured_name`` is False.
         """
+        if not use_structured_name:
+            raise ConfigError(
+                "weights go by the names of their layers here", key="use_structured_name", value=False
+            )
         import paddle
 
         from ppfleetx.checkpoint.foreign.fleetx import place_of

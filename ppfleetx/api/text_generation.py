@@ -47,7 +47,7 @@ class TextGenerationPipeline:
                 ``eos_token_id``, ``seed``.
 
         Raises:
-            ConfigError: an option that there is not.
+            ConfigError: an unknown option.
             DataError: a prompt that has ``max_length`` tokens already.
         """
         prompts = [inputs] if isinstance(inputs, str) else list(inputs)
@@ -94,7 +94,7 @@ def pipeline(
         options: as of calling what this gives.
 
     Raises:
-        ConfigError: another task, or an option that there is not.
+        ConfigError: another task, or an unknown option.
         UserError: there is no model in the directory.
     """
     check_task(task)

@@ -98,7 +98,7 @@ def test_logits_and_loss_are_those_of_the_network(model: ppfleetx.GPT) -> None:
 @pytest.mark.parametrize(
     ("tokens", "rule"),
     [
-        ([[1, 512]], "token id 512 is none of the model's"),
+        ([[1, 512]], "token id 512 is outside the model's vocabulary"),
         ([[-1, 2]], "token id -1"),
         ([list(range(65))], "65 tokens are more than the model's 64 positions"),
         ([[1.5, 2.0]], r"ids \[b, s\]"),
@@ -150,6 +150,8 @@ def test_a_module_takes_fleetx_weights_and_nothing_less(model: ppfleetx.GPT, her
     ):
         with pytest.raises(CheckpointError, match=rule):
             module.model.set_state_dict(wrong)
+    with pytest.raises(ConfigError, match="use_structured_name"):
+        module.model.set_state_dict(weights, use_structured_name=False)
     module.model.set_state_dict({**weights, table: padded})
     [text] = module.generate("The quick", **GREEDY)
     assert text == "The quick" + model.generate("The quick", **GREEDY).text

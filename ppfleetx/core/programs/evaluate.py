@@ -144,7 +144,7 @@ def read_windows(cfg: RunConfig) -> SlidingWindows | LastWords:
     """The evaluation set of ``cfg``, encoded with the tokenizer of the configuration or the checkpoint.
 
     Raises:
-        UserError: a file is missing or wrong, or the tokenizer has ids that the model has not.
+        UserError: a file is missing or wrong, or the tokenizer has ids outside the model's vocabulary.
     """
     checkpoint = open_resolved(resolve_checkpoint(cfg.Engine.save_load.ckpt_dir))
     tokenizer = find_tokenizer(cfg, checkpoint)
@@ -265,7 +265,7 @@ def _cell(value: Any) -> str:
 
 
 def write(path: Path, result: Result, about: dict[str, Any]) -> None:
-    """Write ``result`` as one JSON object; what is not finite, which JSON has not, becomes null.
+    """Write ``result`` as one JSON object; numbers that are not finite become null, as JSON has no others.
 
     Raises:
         ConfigError: it cannot be written.

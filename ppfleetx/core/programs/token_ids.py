@@ -20,7 +20,7 @@ def token_id_lines(cfg: RunConfig) -> list[str]:
     machine need not be the one that trains.
 
     Raises:
-        DataError: a tokenizer or a corpus has an id that the model has not, or is damaged.
+        DataError: a tokenizer or a corpus has an id outside the model's vocabulary, or is damaged.
     """
     return [*_tokenizer_lines(cfg), *_corpus_lines(cfg)]
 
