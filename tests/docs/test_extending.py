@@ -27,7 +27,7 @@ from tests.helpers.ranks import Pools
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = list(blocks(ROOT / "docs/extending.md"))
 COMMANDS = [to_run(command) for block in BLOCKS if block.is_shell for command in commands(block)]
-EXAMPLES = ["scale_norm", "parallel_gpt", "csv_log", "lion", "counting", "small_parts"]
+EXAMPLES = ["scale_norm", "parallel_gpt", "csv_log", "lion", "counting", "small_parts", "geglu"]
 
 
 @pytest.fixture(scope="module")
@@ -228,3 +228,11 @@ def test_a_schedule_and_an_activation(folder: Path) -> None:
     assert found[-1]["loss"] < found[0]["loss"]
     typo = run(folder, command_of("small_parts"), "-o", "Model.hidden_act=softplsu")
     assert typo.returncode == 2 and "did you mean softplus?" in typo.stderr
+
+
+def test_an_activation_with_a_gate(folder: Path, pools: Pools) -> None:
+    found = train(folder, "geglu")
+    assert found[-1]["loss"] < found[0]["loss"]
+    changes = {"Model.hidden_act": "geglu"}
+    one = losses(pools, Plan(), folder, "geglu", "one", **changes)
+    assert losses(pools, Plan(mp=2), folder, "geglu", "mp2", **changes) == pytest.approx(one, rel=2e-5)
