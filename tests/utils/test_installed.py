@@ -12,7 +12,7 @@ def fail_to_import(name: str) -> None:
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        ("paddle", "Paddle is not installed in this Python: on a CPU run `pip install -r requirements.txt`"),
+        ("paddle", "Paddle is not installed in this Python: on a CPU run `pip install 'ppfleetx[cpu]'`"),
         ("paddle.distributed", "on a GPU install paddlepaddle-gpu 3.3.x"),
         ("yaml", "pyyaml is not installed in this Python: run `pip install -e .`"),
         ("pydantic", "pydantic is not installed"),
