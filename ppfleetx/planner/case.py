@@ -109,6 +109,12 @@ class Case:
         return self.global_batch * self.seq_len
 
     @property
+    def trunk_bytes(self) -> float:
+        """Bytes of one micro batch's trunk on a context rank, before sequence parallelism cuts it."""
+        tokens = self.micro_batch * self.seq_len / self.plan.sep
+        return tokens * self.model.hidden_size * self.precision.activation_bytes
+
+    @property
     def forwards_first(self) -> bool:
         """Whether an interleaved schedule runs all forward passes first: Paddle with fewer than two rounds of
         micro batches, Megatron-LM with one."""

@@ -231,14 +231,9 @@ def _price(o: Operation, flops: float, moved: float, kernels: int, case: Case, c
     return Passes(matmul=seconds + (0.8 * moved / (card.memory_gb_s * 0.9e9) if o.kind == "scores" else 0.0))
 
 
-def _activation_bytes(case: Case) -> float:
-    tokens = case.micro_batch * case.seq_len / case.plan.sep
-    return tokens * case.model.hidden_size * case.precision.activation_bytes
-
-
 def _activation_sum(case: Case, cluster: Cluster) -> float:
     """One tensor-parallel sum of the trunk; with sequence parallelism as scatter and gather."""
-    return all_reduce_seconds(_activation_bytes(case), group_of(case.plan, "mp", cluster.per_node), cluster)
+    return all_reduce_seconds(case.trunk_bytes, group_of(case.plan, "mp", cluster.per_node), cluster)
 
 
 def _layer_communication(case: Case, cluster: Cluster, *, backward: bool = False) -> Passes:
@@ -247,7 +242,7 @@ def _layer_communication(case: Case, cluster: Cluster, *, backward: bool = False
     sums = 2 * _activation_sum(case, cluster)
     if backward and case.plan.sequence_parallel:
         mp = group_of(case.plan, "mp", cluster.per_node)
-        sums += 2 * gather_seconds(_activation_bytes(case), mp, cluster)
+        sums += 2 * gather_seconds(case.trunk_bytes, mp, cluster)
     exchanges = 0.0
     if case.plan.sep > 1:
         group = group_of(case.plan, "sep", cluster.per_node)
@@ -261,11 +256,9 @@ def _layer_communication(case: Case, cluster: Cluster, *, backward: bool = False
 
 def _message(case: Case, plan: ParallelPlan, cluster: Cluster) -> float:
     """Each tensor rank sends its part of an activation; without sequence parallelism the receivers gather."""
-    seconds = message_seconds(_activation_bytes(case) / plan.mp, plan, cluster)
+    seconds = message_seconds(case.trunk_bytes / plan.mp, plan, cluster)
     if plan.mp > 1 and not plan.sequence_parallel:
-        seconds += gather_seconds(
-            _activation_bytes(case), group_of(case.plan, "mp", cluster.per_node), cluster
-        )
+        seconds += gather_seconds(case.trunk_bytes, group_of(case.plan, "mp", cluster.per_node), cluster)
     return seconds
 
 

@@ -58,11 +58,6 @@ def _word_table(case: Case) -> float:
     return case.model.padded_vocab_size * case.model.hidden_size / case.plan.mp
 
 
-def _activation(case: Case) -> float:
-    tokens = case.micro_batch * case.seq_len / case.plan.sep
-    return tokens * case.model.hidden_size * case.precision.activation_bytes
-
-
 def _tensor_parallel(case: Case, stage: int) -> float:
     """Per layer two sums of the activation forward and two backward, one for the vocabulary-parallel
     embedding, one for the head's input gradient; what is recomputed sums again. With sequence parallelism
@@ -73,12 +68,12 @@ def _tensor_parallel(case: Case, stage: int) -> float:
     kinds = case.layer_kinds(stage)
     again = {"none": 0, "core_attn": 0, "full_attn": 1, "full": 2}
     sums = sum((4 + again[kind]) * count for kind, count in kinds.items())
-    volume = sums * _all_reduce(n, _activation(case))
+    volume = sums * _all_reduce(n, case.trunk_bytes)
     tokens = case.micro_batch * case.seq_len / plan.sep
     if stage == 0:
-        volume += _all_reduce(n, _activation(case)) + _half(n, _activation(case)) * plan.sequence_parallel
+        volume += _all_reduce(n, case.trunk_bytes) + _half(n, case.trunk_bytes) * plan.sequence_parallel
     if stage == plan.pp - 1:
-        volume += _all_reduce(n, _activation(case)) + _TOKEN_SUMS * _all_reduce(n, 4 * tokens)
+        volume += _all_reduce(n, case.trunk_bytes) + _TOKEN_SUMS * _all_reduce(n, 4 * tokens)
     volume *= case.accumulate
     if plan.pp > 1 and not plan.sequence_parallel:
         volume += _gathers(case, stage)
@@ -95,7 +90,7 @@ def _gathers(case: Case, stage: int) -> float:
     n = case.plan.mp
     forward, backward = _neighbours(case, stage)
     # As many come as go: activations from where gradients go to.
-    size = (forward + backward) * _activation(case) + backward * _passenger(case)
+    size = (forward + backward) * case.trunk_bytes + backward * _passenger(case)
     return case.accumulate * _half(n, size)
 
 
@@ -127,7 +122,7 @@ def _messages(case: Case, stage: int) -> float:
     """Activations to the next chunk, their gradients to the previous one."""
     plan = case.plan
     forward, backward = _neighbours(case, stage)
-    size = (forward + backward) * _activation(case) / plan.mp
+    size = (forward + backward) * case.trunk_bytes / plan.mp
     ids = forward * _passenger(case) / (1 if plan.sequence_parallel else plan.mp)
     return case.accumulate * (size + ids)
 

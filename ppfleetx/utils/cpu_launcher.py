@@ -17,9 +17,9 @@ import os
 import sys
 import sysconfig
 from collections.abc import MutableMapping, Sequence
-from importlib import metadata
 from pathlib import Path
 
+from ppfleetx.utils.devices import expected_device
 from ppfleetx.utils.launcher_watch import watch_launcher
 from ppfleetx.utils.orphans import LAUNCHER_VARIABLE
 
@@ -48,7 +48,7 @@ def prepare(options: Sequence[str]) -> None:
     if os.getpid() in _prepared:
         return
     _prepared.add(os.getpid())
-    if not _is_gpu_build():
+    if expected_device("auto") == "cpu":
         name_devices([LAUNCHER, *options], os.environ)
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     watch_launcher(options)
@@ -87,14 +87,6 @@ def install(site_packages: Path | None = None) -> Path:
     path = (site_packages or Path(sysconfig.get_path("purelib"))) / HOOK
     path.write_text(_LINE, encoding="utf-8")
     return path
-
-
-def _is_gpu_build() -> bool:
-    try:
-        metadata.distribution("paddlepaddle-gpu")
-    except metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable
-from importlib import metadata
 from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError, UserError
 from ppfleetx.config.plugins import VARIABLE, imported_plugins, note_plugin
+from ppfleetx.utils.devices import expected_device
 from ppfleetx.utils.process_env import loading_paddle, prepare_process
 
 
@@ -42,7 +42,7 @@ def _import(name: str, named_by: str) -> None:
     if here not in sys.path:
         sys.path.append(here)  # as `python -m` does; last, so that nothing of Python's is hidden
     if "paddle" not in sys.modules:
-        prepare_process(device="gpu" if _has_gpu_build() else "cpu")
+        prepare_process(device=expected_device("auto"))
     try:
         with loading_paddle():
             importlib.import_module(name)
@@ -73,11 +73,3 @@ def _failed(error: Exception, name: str, named_by: str) -> ConfigError:
     return ConfigError(
         f"the plugin cannot be imported: {type(error).__name__}: {said}{where}", key=named_by, value=name
     )
-
-
-def _has_gpu_build() -> bool:
-    try:
-        metadata.distribution("paddlepaddle-gpu")
-    except metadata.PackageNotFoundError:
-        return False
-    return True
