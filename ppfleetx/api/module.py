@@ -64,7 +64,7 @@ class GenerationModule:
 
         Args:
             weights: arrays or tensors by FleetX's names or by our own.
-            use_structured_name: as of Paddle's method; only True can be had.
+            use_structured_name: as in Paddle's method; must be True.
 
         Returns:
             Two empty lists, as Paddle's method names what is missing and what is left over: here both are

@@ -1,4 +1,4 @@
-"""Training from Python: a configuration, data as they are at hand, and the trained model."""
+"""Training from Python: a configuration, data in whatever form you have them, and the trained model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Print a configuration or a command line of another toolkit as a configuration of this one.
 
-Each key of the result says in a comment which file, line and key of the other toolkit it came from. Whose it
-is, is told from the keys or options. docs/dialects/ has a page for each toolkit.
+Each key of the result says in a comment which file, line and key of the other toolkit it came from. The
+toolkit is recognised by its keys or options. docs/dialects/ has a page for each.
 """
 
 from __future__ import annotations

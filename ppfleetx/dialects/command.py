@@ -24,7 +24,7 @@ def add_translate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE | -- ARGUMENTS",
         help="a configuration, further arguments of its program behind --; or a whole command line behind --",
     )
-    parser.add_argument("--dialect", metavar="NAME", help="whose it is, where it cannot be told")
+    parser.add_argument("--dialect", metavar="NAME", help="the toolkit, if it is not recognised")
     parser.add_argument("--to", metavar="OUT.yaml", help="write there, and not to standard output")
 
 
@@ -59,7 +59,7 @@ def translation_of(words: Sequence[str], dialect: str | None = None) -> Translat
 
     Args:
         words: the file's name comes first if it is one; else they are a command line.
-        dialect: name of the toolkit; None: it is told from the keys or options.
+        dialect: name of the toolkit; None: recognised by the keys or options.
 
     Raises:
         ConfigError: no toolkit knows the file, or its arguments are wrong.

@@ -106,7 +106,7 @@ def _rope_scaling(reading: Reading, result: Translation) -> None:
     names = ("rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor")
     if reading.flag("use_rope_scaling", False):
         if interpolation != 1:
-            raise reading.conflict(names, "one way to stretch positions can be had at a time")
+            raise reading.conflict(names, "positions are stretched in one way at a time; give one of these")
         scaling: dict[str, Any] = {
             "type": "llama3",
             "factor": reading.number("rope_scaling_factor", 8.0),
@@ -127,7 +127,7 @@ def _activation(reading: Reading, result: Translation) -> None:
     if "hidden_act" in reading:
         chosen["hidden_act"] = _ACTS[reading.choice("hidden_act", _ACTS)]
     if len(set(chosen.values())) > 1:
-        raise reading.conflict(tuple(chosen), "one activation can be had")
+        raise reading.conflict(tuple(chosen), "there is one activation; give one of these")
     for name, act in chosen.items():
         result.put("Model.hidden_act", act, *reading.origins(name))
     if not chosen and reading.flag("no_bias_gelu_fusion", False):

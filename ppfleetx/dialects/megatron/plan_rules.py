@@ -252,7 +252,9 @@ def _listed(reading: Reading, result: Translation) -> None:
         if any(counts):
             found[name] = _first_of_chunks(result, counts)
     if len(found) > 1:
-        raise reading.conflict(tuple(found), "some layers in full and others in part cannot be had")
+        raise reading.conflict(
+            tuple(found), "layers are recomputed either all in full or all in part; give one of these"
+        )
     for name, layers in found.items():
         result.put("Model.use_recompute", True, *reading.origins(name))
         ours = "full" if name == "recompute" else "core_attn"

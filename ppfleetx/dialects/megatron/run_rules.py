@@ -106,7 +106,7 @@ def precision(reading: Reading, result: Translation) -> None:
                 on[name] = dtype
     kinds = set(on.values())
     if len(kinds) > 1:
-        raise reading.conflict(tuple(on), "one precision can be had")
+        raise reading.conflict(tuple(on), "a run computes in one precision; give one of these")
     dtype = kinds.pop() if kinds else None
     if dtype is not None:
         _put_type(reading, result, dtype, tuple(on))

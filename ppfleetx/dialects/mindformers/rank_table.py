@@ -180,7 +180,7 @@ def this_host() -> str:
         address = find()
         if address is not None and _is_own(address):
             return address
-    raise ConfigError("this host's address cannot be told; give --server_ip", key="--server_ip")
+    raise ConfigError("the address of this host was not found; give --server_ip", key="--server_ip")
 
 
 def _by_name() -> str | None:

@@ -186,7 +186,7 @@ def precision(reading: Reading, result: Translation) -> None:
         if reading.flag(name, False)
     }
     if len(on) > 1:
-        raise reading.conflict(tuple(on), "one precision can be had")
+        raise reading.conflict(tuple(on), "a run computes in one precision; give one of these")
     level = reading.choice("fp16_opt_level", ("O0", "O1", "O2"), "O1")
     if not on or level == "O0":
         return

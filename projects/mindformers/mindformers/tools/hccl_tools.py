@@ -14,7 +14,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device_num", default="[0,8)", help="devices of this host, e.g. [0,8)")
     parser.add_argument("--visible_devices", default=None, help="numbers of these devices, e.g. 4,5,6,7")
-    parser.add_argument("--server_ip", default="", help="address of this host, where it cannot be told")
+    parser.add_argument("--server_ip", default="", help="address of this host, if it is not found")
     args = parser.parse_args()
     from ppfleetx.config.errors import ConfigError
     from ppfleetx.dialects.mindformers.launch import device_range
