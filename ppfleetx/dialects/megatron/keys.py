@@ -317,7 +317,7 @@ PARALLEL: tuple[Key, ...] = (
     joint("virtual_pipeline_model_parallel_size", "Model.virtual_pp_degree", ""),
     joint("num_virtual_stages_per_pipeline_rank", "Model.virtual_pp_degree", ""),
     joint("num_layers_per_virtual_pipeline_stage", "Model.virtual_pp_degree", "layers / stages / it"),
-    joint("num_layer_list", "Distributed.pp_layers", "[stages], or [virtual stages][stages]"),
+    joint("num_layer_list", "Distributed.pp_layers", "`[a, b]`, or `[[a, b], [c, d]]` by virtual stage"),
     joint("noop_layers", "Distributed.noop_layers", "empty places; num_layers counts them there, not here"),
     joint("decoder_first_pipeline_num_layers", "Distributed.pp_layers", "layers of the first stage"),
     joint("decoder_last_pipeline_num_layers", "Distributed.pp_layers", "layers of the last stage"),
