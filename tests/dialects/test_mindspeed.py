@@ -188,7 +188,7 @@ def test_a_section_may_stand_in_train_config(tmp_path):
         ("tensor_model_parallel_size: 2", "context_parallel_size: 2\n  context_parallel_algo: hybrid_cp_algo",
          "rings and hybrids are not built"),
         ("tensor_model_parallel_size: 2", "select_recompute: '[[1]]'\n  recompute: '[[1]]'",
-         "some layers in full and others in part"),
+         "recomputed either all in full or all in part"),
         ("load_checkpoint: \"\"", "loss_scale_factor: 4", "the loss scale doubles and halves"),
         ("qkv_has_bias: False", "moe_config:\n    expert_num: 8", "mixtures of experts are not built"),
     ],
