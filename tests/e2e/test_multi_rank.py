@@ -148,7 +148,7 @@ def test_the_supervisor_completes_a_run_whose_rank_was_killed(
     code, output = job.wait()
     assert code == 0, output
     assert "Container rank 2" in output
-    assert is_gone(2, output)
+    assert is_gone(2, job.log(0))
     assert "(global step 4)" in output
     assert_same_losses(tmp_path / "run", one_process)
 
@@ -189,7 +189,7 @@ def test_a_rank_killed_in_a_save_leaves_no_checkpoint_and_the_run_goes_on(
     )
     code, output = job.wait()
     assert code == 0, output
-    assert is_gone(1, output)
+    assert is_gone(1, job.log(0))  # the launcher may end rank 0 before it has shown its last lines
     assert "(global step 3)" in output  # the checkpoint of step 6 was not taken for one
     assert_same_losses(tmp_path / "run", one_process)
     assert {path.name for path in (tmp_path / "run").glob("epoch_*")} >= {"epoch_0_step_6", "epoch_0_step_8"}
