@@ -3,7 +3,7 @@
 One *nursery* process per test process imports Paddle and all of ppfleetx, runs no operator, and forks ranks
 on request, so that ranks start in milliseconds and no thread pool is cut in half by the fork. It forks whole
 programs too (``tests/helpers/programs.py``). A pool of ranks stays alive and
-takes one call after another: ``pool.run("tests.distributed.cases:all_reduce", dtype="float32")`` imports
+takes one call after another: ``pool.run("tests.distributed.cpu.cases:all_reduce", dtype="float32")`` imports
 the module in every rank and calls the function with the given JSON values; what it returns must be JSON.
 
 Nothing outlives the session: the nursery leads a process group that is killed as a whole, and it and every

@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers.ranks import Outcome
 
-CASES = "tests.distributed.cases:"
+CASES = "tests.distributed.cpu.cases:"
 
 
 def told(outcomes: list[Outcome]) -> list[tuple[float, str]]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-CASES = "tests.distributed.cases:"
+CASES = "tests.distributed.cpu.cases:"
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 2e-6), ("float64", 1e-12)])

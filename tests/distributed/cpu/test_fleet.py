@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-TRAIN = "tests.distributed.plans:train"
+TRAIN = "tests.distributed.cpu.plans:train"
 TOLERANCE = 1e-6  # relative, float32; measured 1.1e-7 at most: one unit in the last place of the loss
 
 PLANS = {

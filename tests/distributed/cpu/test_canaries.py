@@ -2,7 +2,7 @@
 
 import pytest
 
-CANARIES = "tests.distributed.canaries:"
+CANARIES = "tests.distributed.cpu.canaries:"
 
 
 @pytest.fixture(scope="module")

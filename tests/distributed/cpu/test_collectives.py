@@ -2,7 +2,7 @@
 
 import pytest
 
-CASES = "tests.distributed.cases:"
+CASES = "tests.distributed.cpu.cases:"
 DTYPES = ["float32", "float64", "int32", "int64", "uint8", "bool", "float16", "bfloat16"]
 
 
