@@ -83,7 +83,8 @@ def scales_of(
         raise ValueError("one scale for all, or one per group: not both")
     grouped = _grouped(np.asarray(weight, np.float32), num_groups(weight.shape[0], group_size))
     axes = (1, 2) if per_tensor else (1,)
-    whole = _floor(np.abs(grouped).max(axis=axes, keepdims=True) / np.float32(largest_level(bits)))
+    largest = np.abs(grouped).max(axis=axes, keepdims=True)
+    whole = np.clip(largest / np.float32(largest_level(bits)), SMALLEST_SCALE, _largest_scale(bits))
     best = whole if method == "absmax" else _least_error(grouped, whole, bits, axes)
     return best.reshape(best.shape[0], best.shape[2])
 
@@ -117,7 +118,7 @@ def tensor_scales(
     groups = num_groups(rows, group_size)
     magnitude = weight.detach().abs().reshape([groups, rows // groups, columns])
     largest = magnitude.max(axis=[1, 2] if per_tensor else [1], keepdim=True)
-    scales = (largest / largest_level(bits)).clip(min=SMALLEST_SCALE)
+    scales = (largest / largest_level(bits)).clip(min=SMALLEST_SCALE, max=_largest_scale(bits))
     return scales.reshape([groups, 1 if per_tensor else columns])
 
 
@@ -155,8 +156,9 @@ def _groups_in(shape: tuple[int, ...], scales: tuple[int, ...]) -> int:
     return scales[0]
 
 
-def _floor(scales: np.ndarray) -> np.ndarray:
-    return np.maximum(scales, np.float32(SMALLEST_SCALE))
+def _largest_scale(bits: int) -> float:
+    """The largest whose grid ends within float32."""
+    return float(np.nextafter(np.finfo(np.float32).max / np.float32(largest_level(bits)), np.float32(0)))
 
 
 def _rounded(grouped: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
@@ -174,7 +176,7 @@ def _least_error(grouped: np.ndarray, whole: np.ndarray, bits: int, axes: tuple[
 
 
 def _shrunk(whole: np.ndarray) -> Iterator[np.ndarray]:
-    return (_floor(whole * share) for share in _SHRINK)
+    return (np.maximum(whole * share, np.float32(SMALLEST_SCALE)) for share in _SHRINK)
 
 
 def _squared_error(grouped: np.ndarray, scales: np.ndarray, bits: int, axes: tuple[int, ...]) -> np.ndarray:
