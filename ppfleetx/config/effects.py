@@ -114,8 +114,8 @@ _EFFECTS: dict[str, Effect] = {
     **_table(
         Effect.NOTHING,
         "Engine",
-        "max_steps num_train_epochs run_mode accumulate_steps logging_freq eval_freq test_iters save_load "
-        "checks progress_bar callbacks",
+        "max_steps num_train_epochs run_mode accumulate_steps logging_freq log_source_loss eval_freq "
+        "test_iters save_load checks progress_bar callbacks",
     ),
     **dict.fromkeys(
         ("Distributed", "Generation", "Inference", "Serve", "Offline_Eval", "Profiler"),

@@ -218,12 +218,15 @@ class BlendedDataset:
     Args:
         datasets: each with as many samples as the order takes of it.
         order: where samples come from.
+
+    Attributes:
+        tells_sources: samples carry ``source_ids``, which number the corpora.
     """
 
     def __init__(self, datasets: Sequence[GPTDataset], order: BlendOrder) -> None:
         assert len(datasets) == len(order.shares) <= MAX_CORPORA
         assert all(len(dataset) >= n for dataset, n in zip(datasets, order.counts, strict=True))
-        self.datasets, self.order = list(datasets), order
+        self.datasets, self.order, self.tells_sources = list(datasets), order, False
         decisive = [BLEND_VERSION, *order.decisive, [d.fingerprint for d in datasets]]
         self.fingerprint = _fingerprint(decisive)
 
@@ -238,11 +241,22 @@ class BlendedDataset:
     def __getitem__(self, index: int) -> Sample:
         """As `GPTDataset.__getitem__`; ``sample_ids`` counts in the order of the blend."""
         if index == PADDING:
-            return self.datasets[0][PADDING]
+            return self._from(0, self.datasets[0][PADDING])
         order = self.order
-        sample = self.datasets[order.dataset_index[index]][int(order.dataset_sample_index[index])]
+        source = int(order.dataset_index[index])
+        sample = self.datasets[source][int(order.dataset_sample_index[index])]
         sample["sample_ids"] = np.array(index, np.int64)
-        return sample
+        return self._from(source, sample)
+
+    def _from(self, source: int, sample: Sample) -> Sample:
+        return {**sample, "source_ids": np.array(source, np.int64)} if self.tells_sources else sample
+
+    @property
+    def sources(self) -> list[str]:
+        """What ``source_ids`` number: the corpora, as the last part of their prefixes where these differ."""
+        prefixes = [dataset.corpus.prefix for dataset in self.datasets]
+        names = [Path(prefix).name for prefix in prefixes]
+        return names if len({*names}) == len(names) else prefixes
 
     def describe(self) -> str:
         """One line a corpus, then the blend."""

@@ -157,7 +157,10 @@ def gpt_dataset(cfg: RunConfig, mode: Mode) -> GPTDataset | BlendedDataset:
         num_samples = min(num_samples, one_epoch)
     if mode == "Train" and cfg.Engine.run_mode == "epoch":
         num_samples = min(num_samples, one_epoch * cfg.Engine.num_train_epochs)
-    return _order(parts, options, max(1, num_samples), _seed(cfg, mode), mode, dataset_cfg)
+    ordered = _order(parts, options, max(1, num_samples), _seed(cfg, mode), mode, dataset_cfg)
+    if isinstance(ordered, BlendedDataset):
+        ordered.tells_sources = mode == "Train" and cfg.Engine.log_source_loss
+    return ordered
 
 
 def prompt_response(cfg: RunConfig, mode: Mode) -> PromptResponseDataset:

@@ -41,7 +41,10 @@ class Dataset(Protocol):
 
     def __getitem__(self, index: int) -> Sample:
         """Arrays of one sample: ``tokens``, ``labels``, ``position_ids`` int64 [s], ``loss_mask`` float32 [s]
-        (all 0 for `PADDING`), ``sample_ids`` int64 [] (the index). Several threads call this at once."""
+        (all 0 for `PADDING`), ``sample_ids`` int64 [] (the index). Several threads call this at once.
+
+        Where samples come from several sources, an attribute ``sources`` names them, and each sample has
+        ``source_ids`` int64 [], its place in that list: `Engine.log_source_loss` tells their losses apart."""
 
 
 def collate(samples: Sequence[Sample]) -> MicroBatch:
@@ -88,6 +91,11 @@ class DataLoader:
     def samples_per_epoch(self) -> float:
         """Samples in one pass over the text of the split."""
         return self.dataset.samples_per_epoch
+
+    @property
+    def sources(self) -> list[str]:
+        """What ``source_ids`` number; empty where samples do not say where they come from."""
+        return list(getattr(self.dataset, "sources", ()))
 
     def describe(self) -> str:
         """What is read, in how many epochs, for people."""

@@ -20,7 +20,7 @@ from ppfleetx.distributed.random import sliced_stream
 from ppfleetx.nn.init import Constant, Init, Normal
 from ppfleetx.nn.linear import Linear
 from ppfleetx.nn.lora import LoraBranch
-from ppfleetx.nn.loss import parallel_token_loss, token_loss
+from ppfleetx.nn.loss import TellRows, parallel_token_loss, token_loss
 from ppfleetx.nn.panels import InferenceLinear
 from ppfleetx.nn.scores import parallel_token_scores, token_scores
 from ppfleetx.nn.stage import ParamInfo
@@ -85,9 +85,13 @@ class LocalFactory:
 
     Args:
         sequence_split: how positions are shared between ranks; None: each rank holds whole sequences.
+
+    Attributes:
+        tell_rows: is told the loss of each row that ``token_loss`` computes; None: nobody is.
     """
 
     linear_cls: type[Linear] = Linear
+    tell_rows: TellRows | None = None
 
     def __init__(self, sequence_split: SequenceSplit | None = None) -> None:
         self.sequence_split = sequence_split
@@ -181,7 +185,7 @@ class LocalFactory:
         self, logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
         labels, loss_mask = self.local_positions(labels), self.local_positions(loss_mask)
-        return token_loss(logits, labels, loss_mask, true_vocab)
+        return token_loss(logits, labels, loss_mask, true_vocab, self.tell_rows)
 
     def token_scores(
         self, logits: paddle.Tensor, labels: paddle.Tensor, mask: paddle.Tensor, true_vocab: int
@@ -369,7 +373,7 @@ class TensorParallelFactory(LocalFactory):
         self, logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
         labels, loss_mask = self.local_positions(labels), self.local_positions(loss_mask)
-        return parallel_token_loss(logits, labels, loss_mask, true_vocab, self.group)
+        return parallel_token_loss(logits, labels, loss_mask, true_vocab, self.group, self.tell_rows)
 
     def token_scores(
         self, logits: paddle.Tensor, labels: paddle.Tensor, mask: paddle.Tensor, true_vocab: int

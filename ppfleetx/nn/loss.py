@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import paddle
 import paddle.nn.functional as F
 from paddle.autograd import PyLayer
 
+TellRows = Callable[[paddle.Tensor], None]
+"""Is told the loss sum of each row of a micro batch, ``[b]``, without a gradient."""
+
 
 def token_loss(
-    logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int
+    logits: paddle.Tensor,
+    labels: paddle.Tensor,
+    loss_mask: paddle.Tensor,
+    true_vocab: int,
+    tell_rows: TellRows | None = None,
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
     """Sum of the cross entropy over the tokens that count, and how many count.
 
@@ -21,6 +29,7 @@ def token_loss(
         labels: ``[b, s]`` int64, below ``true_vocab`` wherever the mask is not 0.
         loss_mask: ``[b, s]`` float32 weights, usually 0 or 1.
         true_vocab: size of the vocabulary without padding.
+        tell_rows: is told the loss of each row.
 
     Returns:
         (loss sum, token count), float32 scalars; the count carries no gradient.
@@ -32,12 +41,16 @@ def token_loss(
     per_token = F.cross_entropy(logits, labels.transpose([1, 0]).unsqueeze(-1), reduction="none").squeeze(-1)
     if not paddle.is_grad_enabled():
         per_token = per_token + _nothing_if_finite(logits)
-    weights = loss_mask.astype("float32").transpose([1, 0])
-    return (per_token * weights).sum(), weights.sum().detach()
+    return _weighted_sum(per_token, loss_mask, tell_rows)
 
 
 def parallel_token_loss(
-    logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int, group: Any
+    logits: paddle.Tensor,
+    labels: paddle.Tensor,
+    loss_mask: paddle.Tensor,
+    true_vocab: int,
+    group: Any,
+    tell_rows: TellRows | None = None,
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
     """:func:`token_loss` of logits whose columns are shared out over the ranks of ``group``.
 
@@ -58,8 +71,18 @@ def parallel_token_loss(
         nothing = _nothing_if_finite(logits)
         distributed.all_reduce(nothing, group=group)  # what is not finite may be another rank's column
         per_token = per_token + nothing
+    return _weighted_sum(per_token, loss_mask, tell_rows)
+
+
+def _weighted_sum(
+    per_token: paddle.Tensor, loss_mask: paddle.Tensor, tell_rows: TellRows | None
+) -> tuple[paddle.Tensor, paddle.Tensor]:
+    """(loss sum, token count) of ``per_token [s, b]``."""
     weights = loss_mask.astype("float32").transpose([1, 0])
-    return (per_token * weights).sum(), weights.sum().detach()
+    weighted = per_token * weights
+    if tell_rows is not None:
+        tell_rows(weighted.detach().sum(axis=0))
+    return weighted.sum(), weights.sum().detach()
 
 
 def _nothing_if_finite(logits: paddle.Tensor) -> paddle.Tensor:

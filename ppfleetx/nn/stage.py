@@ -92,7 +92,12 @@ class LayerFactory(Protocol):
 
     Every parameter made here carries ``info`` (a :class:`ParamInfo` without its name). Blocks never ask
     for a degree: they ask :meth:`local_count` how many of a number of equal parts live here.
+
+    Attributes:
+        tell_rows: is told the loss of each row that :meth:`token_loss` computes; None: nobody is.
     """
+
+    tell_rows: Callable[[paddle.Tensor], None] | None
 
     def local_count(self, count: int, what: str) -> int:
         """How many of ``count`` equal parts (``what``: "key/value heads") one rank holds."""

@@ -11,6 +11,7 @@ import paddle
 from ppfleetx.data.loader import MicroBatch
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.parallel.grad_sync import GradientSync
+from ppfleetx.parallel.sources import SourceLosses
 from ppfleetx.parallel.step import StepOptions, StepRunner, to_tensors
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ class LocalRunner(StepRunner):
     ) -> None:
         sync = sync or GradientSync(model.parameters(), ctx)
         stages = list(enumerate(model.stages))
-        super().__init__(model, stages, optimizer, ctx, sync, options or StepOptions())
+        sources = SourceLosses(factory)
+        super().__init__(model, stages, optimizer, ctx, sync, options or StepOptions(), sources)
         self._module, self._factory = module, factory
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> float:
@@ -61,7 +63,8 @@ class LocalRunner(StepRunner):
     def _loss_sum(self, micro_batch: MicroBatch) -> paddle.Tensor:
         batch = to_tensors(micro_batch)
         outputs = self._module.forward(self.model, batch)
-        return self._module.loss(outputs, batch, self._factory)[0]
+        with self._sources.listening(batch):
+            return self._module.loss(outputs, batch, self._factory)[0]
 
     @paddle.no_grad()
     def compute(

@@ -20,6 +20,7 @@ from ppfleetx.data.loader import MicroBatch
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.stage import Stage, build_stage
 from ppfleetx.parallel.grad_sync import GradientSync
+from ppfleetx.parallel.sources import SourceLosses
 from ppfleetx.parallel.step import StepOptions, StepRunner, to_tensors
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ class PipelineRunner(StepRunner):
         options: StepOptions,
     ) -> None:
         stages = pipeline._layers.held_stages()
-        super().__init__(pipeline._layers, stages, optimizer, ctx, sync, options)
+        super().__init__(pipeline._layers, stages, optimizer, ctx, sync, options, loss.sources)
         self._pipeline, self._loss = pipeline, loss
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> float:
@@ -163,10 +164,13 @@ class PipelineLoss:
     Args:
         module: the task.
         factory: made the layers; knows how the logits are sliced.
+
+    Attributes:
+        sources: hears the losses of rows.
     """
 
     def __init__(self, module: BasicModule, factory: LayerFactory) -> None:
-        self._module, self._factory = module, factory
+        self._module, self._factory, self.sources = module, factory, SourceLosses(factory)
         self._scale, self._sums = 1.0, []
 
     def begin(self, scale: float) -> None:
@@ -178,7 +182,8 @@ class PipelineLoss:
         return float(sum(loss.item() for loss in self._sums))
 
     def __call__(self, logits: paddle.Tensor, batch: dict[str, paddle.Tensor]) -> paddle.Tensor:
-        loss, _ = self._module.loss(logits, batch, self._factory)
+        with self.sources.listening(batch):
+            loss, _ = self._module.loss(logits, batch, self._factory)
         self._sums.append(loss.detach())
         # Paddle sends 16 or 32 bits of it to the other stages; an evaluation's is float64.
         return loss.astype("float32") * self._scale

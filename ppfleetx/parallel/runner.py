@@ -25,6 +25,7 @@ class StepOutput:
         grad_norm: global L2 norm of the gradients before clipping.
         loss_scale: what the loss was multiplied by (float16); None without loss scaling.
         skipped: the gradients overflowed; neither parameters nor optimizer states changed.
+        sources: {source: (loss sum, valid tokens)}; None where sources are not told apart.
     """
 
     loss: float
@@ -32,6 +33,7 @@ class StepOutput:
     grad_norm: float
     loss_scale: float | None = None
     skipped: bool = False
+    sources: Mapping[int, tuple[float, float]] | None = None
 
 
 class NonFiniteError(RuntimeError):
@@ -49,10 +51,12 @@ class Runner(Protocol):
         checks: ``Engine.checks``: what to look at beside computing.
         before_update: called in each step before parameters and optimizer states change; until then they
             are only read.
+        num_sources: sources whose losses a step tells apart, by the ``source_ids`` of its batch; 0: none.
     """
 
     checks: str
     before_update: Callable[[], None]
+    num_sources: int
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float, weight_decay: float

@@ -20,12 +20,10 @@ from ppfleetx.distributed.together import any_rank, gather
 from ppfleetx.parallel.grad_sync import GradientSync
 from ppfleetx.parallel.precision import Precision
 from ppfleetx.parallel.runner import NonFiniteError, StepOutput
+from ppfleetx.parallel.sources import LOSS_AXES, SourceLosses
 
 if TYPE_CHECKING:
     from ppfleetx.optims.adamw import Optimizer
-
-# Ranks of these axes see different tokens (or, along pp, none), so their loss sums add up to the job's.
-_LOSS_AXES = ("dp", "sharding", "sep", "pp")
 
 
 @dataclass(frozen=True)
@@ -53,11 +51,13 @@ class StepRunner(ABC):
         ctx: this process's place.
         sync: sums and clips gradients.
         options: seed, clipping and precision.
+        sources: hears the losses of rows.
 
     Attributes:
         checks: ``Engine.checks``. Unless ``off``, a loss or gradient norm that is not finite is an error;
             ``full`` looks at every output and gradient.
         before_update: called in each step before parameters and optimizer states change.
+        num_sources: sources whose losses are told apart; 0: they are not.
     """
 
     def __init__(
@@ -68,7 +68,9 @@ class StepRunner(ABC):
         ctx: ParallelContext,
         sync: GradientSync,
         options: StepOptions,
+        sources: SourceLosses,
     ) -> None:
+        self._sources = sources
         self._precision = options.precision
         self.model, self._optimizer, self._ctx, self._sync = model, optimizer, ctx, sync
         self._clip_norm, self._streams = options.clip_norm, DropoutStreams(options.seed, ctx)
@@ -76,6 +78,14 @@ class StepRunner(ABC):
         self._search = NonFiniteSearch(stages)
         self.checks = "cheap"
         self.before_update: Callable[[], None] = lambda: None
+
+    @property
+    def num_sources(self) -> int:
+        return self._sources.count
+
+    @num_sources.setter
+    def num_sources(self, count: int) -> None:
+        self._sources.count = count
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float, weight_decay: float
@@ -85,20 +95,24 @@ class StepRunner(ABC):
         self._streams.begin_step(step)
         # The divisor is known before the first backward, so every token weighs the same in any plan.
         num_valid = self._count_valid(micro_batches, at_least=1.0)
+        self._sources.begin()
         with self._search if self.checks == "full" else nullcontext():
             loss_sum = self._passes(micro_batches, num_valid)
-        loss = self._ctx.sum_over(_LOSS_AXES, loss_sum)[0] / num_valid
+        loss = self._ctx.sum_over(LOSS_AXES, loss_sum)[0] / num_valid
+        sources = self._sources.totals(self._ctx, micro_batches)
         self._sync.reduce()
         self._precision.unscale(self._sync.parameters)
         grad_norm, scale = self._sync.clip(self._clip_norm), self._precision.loss_scale
-        scaled = {} if self._precision.scaler is None else {"loss_scale": scale}
+        told: dict[str, Any] = {} if sources is None else {"sources": sources}
+        if self._precision.scaler is not None:
+            told["loss_scale"] = scale
         if not self._accepts(loss, grad_norm, micro_batches):
             self._optimizer.clear_grad()
-            return StepOutput(loss, num_valid, grad_norm, skipped=True, **scaled)
+            return StepOutput(loss, num_valid, grad_norm, skipped=True, **told)
         self.before_update()
         self._optimizer.step(lr=lr, weight_decay=weight_decay)
         self._optimizer.clear_grad()
-        return StepOutput(loss, num_valid, grad_norm, **scaled)
+        return StepOutput(loss, num_valid, grad_norm, **told)
 
     def locate_non_finite(self, micro_batches: Sequence[MicroBatch], *, step: int) -> NonFinitePlace | None:
         if self.checks != "full":
@@ -115,7 +129,7 @@ class StepRunner(ABC):
         self.model.eval()
         with paddle.no_grad(), self._precision.autocast():
             loss_sum = self._forward(micro_batches)
-        return self._ctx.sum_over(_LOSS_AXES, loss_sum)[0], self._count_valid(micro_batches, at_least=0.0)
+        return self._ctx.sum_over(LOSS_AXES, loss_sum)[0], self._count_valid(micro_batches, at_least=0.0)
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
         for parameter in self.model.parameters():

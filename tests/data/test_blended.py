@@ -161,3 +161,17 @@ def test_every_blend_has_enough_samples(monkeypatch: pytest.MonkeyPatch) -> None
             refused_by_megatron += megatrons.num_samples < count
             assert plan == megatrons or megatrons.num_samples < count, "what suffices stays as it is"
     assert refused_by_megatron >= len(SHORT)
+
+
+def test_samples_say_their_corpus_when_asked(write_corpus, tmp_path: Path) -> None:
+    total, sizes = blend_sizes([0.5, 0.3, 0.2], 12)
+    order = weighted_order([0.5, 0.3, 0.2], total, tmp_path / "cache")
+    blend = BlendedDataset(datasets(write_corpus, tmp_path, [size + 2 for size in sizes]), order)
+    assert "source_ids" not in blend[0]
+    fingerprint, blend.tells_sources = blend.fingerprint, True
+    assert [int(blend[i]["source_ids"]) for i in range(12)] == [0, 1, 2, 0, 1, 0, 2, 0, 1, 0, 0, 1]
+    assert blend[PADDING].keys() == blend[0].keys()
+    assert blend.sources == ["c0", "c1", "c2"] and blend.fingerprint == fingerprint
+    for dataset, place in zip(blend.datasets, "xyz", strict=True):
+        dataset.corpus.prefix = f"{place}/text_document"
+    assert blend.sources == ["x/text_document", "y/text_document", "z/text_document"]

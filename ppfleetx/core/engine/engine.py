@@ -13,7 +13,7 @@ from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.callbacks.build import CallbackList
 from ppfleetx.core.engine.measure import Measure, TokenLoss
 from ppfleetx.core.engine.pace import Pace
-from ppfleetx.core.engine.run import EvalRecord, StepRecord
+from ppfleetx.core.engine.run import EvalRecord, SourceLoss, StepRecord
 from ppfleetx.core.engine.saving import Saver
 from ppfleetx.core.engine.signals import StopRequest
 from ppfleetx.core.engine.state import TrainState
@@ -23,7 +23,7 @@ from ppfleetx.data.tasks.glue_metrics import main_metric
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import settle
 from ppfleetx.optims.schedules import Schedule
-from ppfleetx.parallel.runner import NonFiniteError, Runner
+from ppfleetx.parallel.runner import NonFiniteError, Runner, StepOutput
 from ppfleetx.utils.log import get_logger
 
 Loader = Iterable[Sequence[MicroBatch]]
@@ -47,6 +47,7 @@ class Engine:
         samples_per_epoch: samples in one pass over the training split.
         pace: length of the run, and when it evaluates and saves.
         new_measure: makes what an evaluation computes.
+        sources: names of what the training data is made of, where its losses are told apart.
     """
 
     def __init__(
@@ -61,11 +62,12 @@ class Engine:
         samples_per_epoch: float = math.inf,
         pace: Pace = NO_TRAINING,
         new_measure: Callable[[], Measure] = TokenLoss,
+        sources: Sequence[str] = (),
     ) -> None:
         self.cfg, self.ctx, self.runner = cfg, ctx, runner
         self.schedule = schedule
         self.state = TrainState()
-        self.pace, self._new_measure = pace, new_measure
+        self.pace, self._new_measure, self._sources = pace, new_measure, sources
         self._saver = saver
         self._callbacks = callbacks or CallbackList()
         self._callback_error: UserError | None = None
@@ -225,8 +227,13 @@ class Engine:
             batch_cost=done - started,
             loss_scale=output.loss_scale,
             skipped=output.skipped,
+            sources=self._losses_of_sources(output),
         )
         self._tell("on_step_end", record)
+
+    def _losses_of_sources(self, output: StepOutput) -> dict[str, SourceLoss]:
+        told = output.sources or {}
+        return {self._sources[i]: SourceLoss(loss / tokens, tokens) for i, (loss, tokens) in told.items()}
 
     def _position(self) -> tuple[int, int]:
         """(pass over the split, step within that pass) of the next step."""

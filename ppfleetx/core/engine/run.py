@@ -45,6 +45,19 @@ class Run(Protocol):
 
 
 @dataclass(frozen=True)
+class SourceLoss:
+    """What a source of the data had of a step.
+
+    Attributes:
+        loss: token mean.
+        num_valid_tokens: tokens that counted.
+    """
+
+    loss: float
+    num_valid_tokens: float
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """What is known after an optimizer step.
 
@@ -63,6 +76,8 @@ class StepRecord:
         batch_cost: seconds of the whole step, waiting included.
         loss_scale: what the loss was multiplied by (float16); None without loss scaling.
         skipped: the gradients overflowed, and nothing was updated.
+        sources: where the data is a blend and ``Engine.log_source_loss`` is set, each source's part of the
+            step.
     """
 
     step: int
@@ -79,6 +94,7 @@ class StepRecord:
     batch_cost: float
     loss_scale: float | None = None
     skipped: bool = False
+    sources: Mapping[str, SourceLoss] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

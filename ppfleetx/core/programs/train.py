@@ -75,6 +75,8 @@ def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext, given: Seq
     callbacks.named += [(f"given {number}", one) for number, one in enumerate(given)]
     tokenizer, train_loader, eval_loader = first_on_each_node(ctx, lambda: _data(cfg, ctx, start))
     runner = build_runner(cfg, ctx, train=True)
+    sources = _sources(cfg, train_loader)
+    runner.num_sources = len(sources)
     for line in (*rank_table(ctx, runner), *offload_notes(ctx)):
         log.info(line)
     pace = Pace.of(cfg, train_loader.samples_per_epoch)
@@ -98,6 +100,7 @@ def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext, given: Seq
         samples_per_epoch=train_loader.samples_per_epoch,
         pace=pace,
         new_measure=measure_of(cfg, ctx),
+        sources=sources,
     )
     engine.state = start.state
     if start.resumes:
@@ -105,6 +108,15 @@ def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext, given: Seq
             callbacks.load_state(start.checkpoint.state.get("callbacks", {}))
     engine.fit(train_loader, eval_loader)
     return engine
+
+
+def _sources(cfg: RunConfig, loader: DataLoader) -> list[str]:
+    """Names of the sources whose losses are to be told apart."""
+    if not cfg.Engine.log_source_loss:
+        return []
+    if not loader.sources:
+        get_logger().info("Engine.log_source_loss: Data.Train is no blend; its loss is that of one source")
+    return loader.sources
 
 
 def evaluate(cfg: RunConfig, ctx: ParallelContext) -> EvalRecord:

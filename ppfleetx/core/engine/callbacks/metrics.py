@@ -61,6 +61,7 @@ class MetricsFile(Callback):
                 "ips_total": self._window.ips_total,
                 "ips": self._window.ips,
                 **_scaling(record, run.state.skipped_steps),
+                **_sources(record),
             }
         )
         self._window = Window()
@@ -104,6 +105,13 @@ def _scaling(record: StepRecord, skipped_steps: int) -> dict[str, Any]:
         "found_inf": int(record.skipped),
         "skipped_steps": skipped_steps,
     }
+
+
+def _sources(record: StepRecord) -> dict[str, Any]:
+    if not record.sources:
+        return {}
+    told = record.sources.items()
+    return {"sources": {k: {"loss": _number(s.loss), "tokens": s.num_valid_tokens} for k, s in told}}
 
 
 def keep_until(path: Path, step: int) -> None:

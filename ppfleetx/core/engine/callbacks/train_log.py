@@ -24,6 +24,8 @@ class TrainLog(Callback):
         self._window.add(record)
         if record.step % self._logging_freq == 0 or record.step == run.max_steps:
             get_logger().info(train_line(record, self._window))
+            if record.sources:
+                get_logger().info(sources_line(record))
             self._window = Window()
 
     def on_eval_end(self, run: Run, record: EvalRecord) -> None:
@@ -39,6 +41,12 @@ def eval_line(record: EvalRecord) -> str:
         f"eval at global step {record.step}, loss: {record.loss:.9f}, {listed}"
         f"{what}: {record.num_valid_tokens:.0f}, cost: {record.seconds:.2f} sec"
     )
+
+
+def sources_line(record: StepRecord) -> str:
+    """The losses of a blend's sources."""
+    listed = ", ".join(f"{name}: {source.loss:.9f}" for name, source in record.sources.items())
+    return f"loss per source at global step {record.step}, {listed}"
 
 
 def train_line(record: StepRecord, window: Window) -> str:
