@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
@@ -20,7 +21,7 @@ from typing import Any, Generic, TypeVar, overload
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.errors import ConfigError, shown
 
 TargetT = TypeVar("TargetT")
 TraitsT = TypeVar("TraitsT")
@@ -65,12 +66,18 @@ class Registry(Generic[TargetT, TraitsT]):
             traits: what the configuration has to know of it.
 
         Raises:
-            ConfigError: the name is another part's, or no text without spaces.
+            ConfigError: the name is another part's, or no text without spaces; or the traits are of another
+                kind of part.
         """
         if target is None:
             return lambda part: self.register(name, part, traits=traits) and part
         if not isinstance(name, str) or not name or name != "".join(name.split()):
             raise ConfigError(f"{self.what} needs a name without spaces, not {name!r}")
+        if traits is not None and not isinstance(traits, type(self._default)):
+            raise ConfigError(
+                f"{self.what} has traits of the type {type(self._default).__name__}; "
+                f"{name} was given {type(traits).__name__}"
+            )
         entry = Entry(target, self._default if traits is None else traits)
         if self._entries.setdefault(name, entry) != entry:
             raise ConfigError(f"{self.what} named {name} is registered already; give yours another name")
@@ -88,6 +95,14 @@ class Registry(Generic[TargetT, TraitsT]):
         """
         return self._entry(name).traits
 
+    def target(self, name: str) -> Any:
+        """What was registered, without importing it: the part itself, or text that says where it is.
+
+        Raises:
+            ConfigError: there is no such part.
+        """
+        return self._entry(name).target
+
     def load(self, name: str) -> TargetT:
         """The part itself; imported now if it was given as text.
 
@@ -96,6 +111,44 @@ class Registry(Generic[TargetT, TraitsT]):
         """
         target = self._entry(name).target
         return load_target(target) if isinstance(target, str) else target
+
+    def make(self, name: str, *arguments: Any, gives: type | None = None) -> Any:
+        """What the part gives when it is called.
+
+        Args:
+            name: of the part.
+            arguments: what it is called with.
+            gives: the type that the result must have; None: any.
+
+        Raises:
+            ConfigError: there is no such part, it cannot be called like this, or it gives something else.
+        """
+        part = self.load(name)
+        self._check_call(name, part, *arguments)
+        if inspect.isabstract(part):
+            lacks = ", ".join(sorted(part.__abstractmethods__))
+            raise self._unfit(name, f"lacks {lacks}")
+        result = part(*arguments)
+        if gives is not None and not isinstance(result, gives):
+            raise self._unfit(
+                name,
+                f"must return an object of the type {gives.__name__}. It returned {shown(result)}, of type "
+                f"{type(result).__name__}",
+            )
+        return result
+
+    def _check_call(self, name: str, part: Any, *arguments: Any) -> None:
+        try:
+            inspect.signature(part).bind(*arguments)
+        except ValueError:  # a function written in C may not tell its arguments
+            return
+        except TypeError as error:
+            given = ", ".join(type(value).__name__ for value in arguments)
+            raise self._unfit(name, f"is called with ({given}) and does not take that: {error}") from None
+
+    def _unfit(self, name: str, which: str) -> ConfigError:
+        what = _described(self.load(name))
+        return ConfigError(f"was registered as {what}, which {which}", key=self.key, value=name)
 
     def in_words(self) -> str:
         """``one of A, B``, for messages."""
@@ -140,17 +193,28 @@ class Registered:
         return name
 
 
+def _described(part: Any) -> str:
+    """``package.module.Part``, or the value itself where it is neither a function nor a class."""
+    if not hasattr(part, "__qualname__"):
+        return shown(part)
+    return f"{part.__module__}.{part.__qualname__}"
+
+
 def load_target(target: str) -> Any:
     """What ``package.module:attribute`` names (``attribute`` may have dots).
 
     Raises:
-        ConfigError: the module has no such attribute, or the text is of another form.
-        ModuleNotFoundError: there is no such module, or a library that it needs is not installed.
+        ConfigError: there is no such module or attribute, or the text is of another form.
+        ModuleNotFoundError: a library that the module needs is not installed.
     """
     module, colon, path = target.partition(":")
     if not module or not colon or not path:
         raise ConfigError(f"{target!r} is not of the form package.module:attribute")
     try:
         return reduce(getattr, path.split("."), importlib.import_module(module))
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise ConfigError(f"there is no module {error.name}, which was registered as {target!r}") from None
     except AttributeError:
         raise ConfigError(f"the module {module} has no {path}, which was registered as {target!r}") from None

@@ -31,13 +31,13 @@ from ppfleetx.data.tasks.glue_metrics import require_libraries
 from ppfleetx.data.tasks.records import GlueDataset, PromptResponseDataset
 from ppfleetx.data.token_store import TokenStore
 from ppfleetx.data.tokenizer.files import GPT2_FILES
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.data.vocabulary import check_tokenizer
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.data import DatasetConfig
     from ppfleetx.config.sections.root import RunConfig
-    from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 Mode = Literal["Train", "Eval", "Test"]
 
@@ -122,13 +122,13 @@ def build_dataset(cfg: RunConfig, mode: Mode) -> Dataset:
     """Make what ``Data.<mode>.dataset`` names.
 
     Raises:
-        ConfigError: there is no such section.
+        ConfigError: there is no such section, or what it names makes no data set.
         DataError: a corpus or file is missing, damaged or too small.
     """
     section = getattr(cfg.Data, mode)
     if section is None:
         raise ConfigError("this run needs the section, which is not given", key=f"Data.{mode}")
-    return DATASETS.load(section.dataset.name)(cfg, mode)
+    return DATASETS.make(section.dataset.name, cfg, mode, gives=Dataset)
 
 
 def gpt_dataset(cfg: RunConfig, mode: Mode) -> GPTDataset | BlendedDataset:
@@ -206,7 +206,7 @@ def load_tokenizer(cfg: RunConfig) -> Tokenizer | None:
         return None
     key = f"Data.tokenizer.{key or 'name'}"
     try:
-        return TOKENIZERS.load(files.name)(files)
+        return TOKENIZERS.make(files.name, files, gives=Tokenizer)
     except DataError as error:
         raise type(error)(f"{key}{_place(cfg, key)}: {error}") from error
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -20,6 +20,7 @@ MicroBatch = dict[str, np.ndarray]
 _PREFETCH_PER_WORKER = 2  # steps prepared ahead by each thread
 
 
+@runtime_checkable
 class Dataset(Protocol):
     """Samples by number, 0 to ``len - 1``; `PADDING` (-1) gives one that counts nowhere.
 

@@ -142,7 +142,7 @@ class LocalFactory:
         Raises:
             ConfigError: ``kind`` is no norm, or has other parameters than it was registered with.
         """
-        layer = NORMS.load(kind)(size, epsilon)
+        layer = NORMS.make(kind, size, epsilon, gives=nn.Layer)
         parameters = dict(layer.named_parameters())
         declared = NORMS.traits(kind).parameters
         if {*parameters} != {*declared} or not {*declared} <= {"weight", "bias"}:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
+from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registries import ACTIVATIONS
 from ppfleetx.nn.init import Init
 from ppfleetx.nn.stage import LayerFactory
+
+_PROBE_WIDTH = 8  # of the tensor that an activation is tried on
 
 
 def gelu_tanh(x: paddle.Tensor) -> paddle.Tensor:
@@ -46,6 +51,9 @@ class MLP(nn.Layer):
         bias: whether both linears have biases.
         init: initial values of fc1.
         output_init: initial values of fc2.
+
+    Raises:
+        ConfigError: the activation's output does not have the width that it was registered for.
     """
 
     def __init__(
@@ -62,10 +70,33 @@ class MLP(nn.Layer):
         super().__init__()
         factory.local_count(ffn_hidden_size, "feed-forward units")
         width = ffn_hidden_size * (2 if ACTIVATIONS.traits(activation).gated else 1)
-        self.activation = ACTIVATIONS.load(activation)
+        self.activation = _checked_activation(activation)
         self.fc1 = factory.column_linear(hidden_size, width, init=init, bias=bias)
         self.fc2 = factory.row_linear(ffn_hidden_size, hidden_size, init=output_init, bias=bias)
 
     def forward(self, hidden: paddle.Tensor) -> paddle.Tensor:
         """``hidden [s, b, h]`` to the same shape."""
         return self.fc2(self.activation(self.fc1(hidden)))
+
+
+def _checked_activation(name: str) -> Callable[[paddle.Tensor], paddle.Tensor]:
+    """The activation, once it has shown on a small tensor that its trait ``gated`` is true to it.
+
+    A wrong one would fail later, in a product of matrices that says nothing of activations.
+    """
+    with paddle.no_grad():
+        given = ACTIVATIONS.make(name, paddle.zeros([1, 1, _PROBE_WIDTH]), gives=paddle.Tensor)
+    gated, width = ACTIVATIONS.traits(name).gated, given.shape[-1]
+    if list(given.shape[:-1]) == [1, 1] and width == (_PROBE_WIDTH // 2 if gated else _PROBE_WIDTH):
+        return ACTIVATIONS.load(name)
+    rule = (
+        "was registered with ActivationTraits(gated=True), and must return half the width that it is given"
+        if gated
+        else "must return the shape that it is given; one with a gate, which returns half the width, "
+        "is registered with traits=ActivationTraits(gated=True)"
+    )
+    raise ConfigError(
+        f"{rule}. It was given [1, 1, {_PROBE_WIDTH}] and returned {list(given.shape)}",
+        key="Model.hidden_act",
+        value=name,
+    )

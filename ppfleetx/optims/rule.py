@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import paddle
@@ -56,7 +56,7 @@ class UpdateRule(ABC):
 
 
 def optimizer_of_rule(
-    rule: Callable[[OptimizerConfig], UpdateRule],
+    rule: UpdateRule,
     named_params: NamedParams,
     cfg: OptimizerConfig,
     place: UpdatePlace,
@@ -64,21 +64,21 @@ def optimizer_of_rule(
     """An optimizer that moves each parameter by a rule.
 
     Args:
-        rule: an :class:`UpdateRule` class.
+        rule: how each parameter moves.
         named_params: (canonical name, parameter) pairs; frozen ones are left out.
         cfg: section ``Optimizer``.
         place: what decays, and where the states are.
     """
-    named_params, made = trainable(named_params), rule(cfg)
+    named_params = trainable(named_params)
     decay_by_paddle_name = {param.name: place.decayed(name) for name, param in named_params}
     inner = (_HostRuleOptimizer if place.on_host else _RuleOptimizer)(
-        made,
+        rule,
         [param for _, param in named_params],
         decay_by_paddle_name,
         cfg.weight_decay,
         place.multi_precision and not place.on_host,
     )
-    return Optimizer(inner, named_params, {name: name for name in made.states})
+    return Optimizer(inner, named_params, {name: name for name in rule.states})
 
 
 class _RuleOptimizer(paddle.optimizer.Optimizer):

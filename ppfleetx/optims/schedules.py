@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from numbers import Real
 from typing import Any
 
 from ppfleetx.config.counts import counted
-from ppfleetx.config.errors import CheckpointError, ConfigError
+from ppfleetx.config.errors import CheckpointError, ConfigError, shown
 from ppfleetx.config.registries import SCHEDULES
+from ppfleetx.config.sections.optimizer import LRConfig, OptimizerConfig
 from ppfleetx.optims.courses import WSD_COEFFICIENT
 from ppfleetx.utils.log import get_logger
 
@@ -72,6 +74,7 @@ class Schedule:
 
         Raises:
             ValueError: ``step`` is less than 1.
+            ConfigError: the schedule gives no learning rate for this step.
         """
         if step < 1:
             raise ValueError(f"steps count from 1, got {step}")
@@ -79,7 +82,14 @@ class Schedule:
             return warmup(step, max_lr=self.max_lr, warmup_steps=self.warmup_steps)
         if step > self.decay_steps and SCHEDULES.traits(self.decay_style).decays:
             return self.min_lr
-        return SCHEDULES.load(self.decay_style)(step, self)
+        return self._own_rate(step)
+
+    def _own_rate(self, step: int) -> float:
+        rate = SCHEDULES.make(self.decay_style, step, self)
+        if isinstance(rate, Real) and math.isfinite(rate) and rate >= 0:
+            return rate
+        rule = f"must give a finite number, 0 or more, as the learning rate of step {step}"
+        raise ConfigError(f"{rule}; it gives {shown(rate)}", key=SCHEDULES.key, value=self.decay_style)
 
     def weight_decay(self, step: int) -> float:
         """Weight decay used in step `step` (1 is the first).
@@ -165,6 +175,55 @@ def resume_schedule(policy: str, configured: Schedule, saved: Mapping[str, Any])
     return configured
 
 
+def build_schedule(cfg_optimizer: OptimizerConfig, max_steps: int) -> Schedule:
+    """Schedule of section `Optimizer`, in optimizer steps.
+
+    `max_steps` stands in for a decay length that is null, and ends the ramp of the weight decay.
+    Raises ConfigError when the lengths do not fit together, or the schedule gives no learning rate for the
+    first or the last step that it is asked for.
+    """
+    lr = cfg_optimizer.lr
+    decay_steps = lr.decay_steps or max_steps
+    schedule = Schedule(
+        max_lr=lr.max_lr,
+        min_lr=lr.min_lr,
+        warmup_steps=_warmup_steps(lr, decay_steps),
+        decay_steps=decay_steps,
+        decay_style=lr.decay_style,
+        wsd_decay_steps=_wsd_decay_steps(lr, decay_steps),
+        wsd_decay_style=lr.wsd_decay_style,
+        **_weight_decay(cfg_optimizer, max_steps),
+    )
+    for step in (math.floor(schedule.warmup_steps) + 1, max(schedule.decay_steps, 1)):
+        schedule.lr(step)
+    return schedule
+
+
+def _warmup_steps(lr: LRConfig, decay_steps: int) -> int:
+    if lr.warmup_steps is not None:
+        return lr.warmup_steps
+    return round((lr.warmup_rate or 0.0) * decay_steps)
+
+
+def _wsd_decay_steps(lr: LRConfig, decay_steps: int) -> int | None:
+    if lr.decay_style != "wsd":
+        return None
+    return lr.wsd_decay_steps or max(1, decay_steps // 10)
+
+
+def _weight_decay(cfg_optimizer: OptimizerConfig, max_steps: int) -> dict[str, Any]:
+    ramp = cfg_optimizer.weight_decay_schedule
+    if ramp is None:
+        constant = cfg_optimizer.weight_decay
+        return {"start_weight_decay": constant, "end_weight_decay": constant}
+    return {
+        "start_weight_decay": ramp.start,
+        "end_weight_decay": ramp.end,
+        "weight_decay_style": ramp.style,
+        "weight_decay_steps": max_steps,
+    }
+
+
 def _check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"must be one of {', '.join(allowed)}", key=key, value=value)
@@ -212,5 +271,5 @@ def _check_weight_decay(schedule: Schedule) -> None:
             value="constant",
         )
     if schedule.weight_decay_style != "constant" and schedule.weight_decay_steps < 1:
-        key = "Optimizer.weight_decay_schedule.steps"
-        raise ConfigError("must be 1 or more", key=key, value=schedule.weight_decay_steps)
+        rule = f"needs a run of 1 or more steps to reach its end; this one has {schedule.weight_decay_steps}"
+        raise ConfigError(rule, key="Optimizer.weight_decay_schedule")

@@ -57,12 +57,12 @@ def _import(name: str, named_by: str) -> None:
                 value=name,
             ) from error
         raise _failed(error, name, named_by) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that was meant to be run may call sys.exit
         raise _failed(error, name, named_by) from error
     note_plugin(name)
 
 
-def _failed(error: Exception, name: str, named_by: str) -> ConfigError:
+def _failed(error: BaseException, name: str, named_by: str) -> ConfigError:
     """A sentence in the place of a traceback: what was raised, and where."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]

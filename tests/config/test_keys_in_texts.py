@@ -18,7 +18,6 @@ KEY = re.compile(rf"\b(?:{'|'.join(RunConfig.model_fields)})(?:\.[A-Za-z_*][A-Za
 OTHERS = ("config/other_toolkits/", "dialects/")
 NO_KEYS = {
     "Generation.KEY": "stands for any",
-    "Optimizer.weight_decay_schedule.steps": "a field of the schedule in a checkpoint",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import sys
 from pathlib import Path
 
@@ -51,6 +52,37 @@ def test_what_cannot_be_registered_or_found_is_said_in_words(colours: Registry) 
             load_target(wrong)
     with pytest.raises(ConfigError, match="the module os has no nothing"):
         load_target("os:nothing")
+    with pytest.raises(
+        ConfigError, match=r"there is no module os\.way, which was registered as 'os\.way:out'"
+    ):
+        load_target("os.way:out")
+    with pytest.raises(ConfigError, match="a colour has traits of the type int; blue was given str"):
+        colours.register("blue", "os:sep", traits="deep")
+
+
+class Abstract(abc.ABC):
+    @abc.abstractmethod
+    def mix(self) -> None:
+        """Nothing ships that does this."""
+
+
+def test_a_part_that_is_not_what_its_place_needs_is_refused(colours: Registry) -> None:
+    for name, part in {"none": lambda base: None, "three": 3, "abstract": Abstract}.items():
+        colours.register(name, part)
+    assert colours.make("green", gives=str) == "green"
+    assert colours.make("none", 1) is None
+    where = r"Paint\.colour = "
+    with pytest.raises(
+        ConfigError,
+        match=where + r"'none'.*must return an object of the type str\. It returned None, of type NoneType",
+    ):
+        colours.make("none", 1, gives=str)
+    with pytest.raises(ConfigError, match=where + r"'green'.*green, which is called with \(int\).*too many"):
+        colours.make("green", 1)
+    with pytest.raises(ConfigError, match=where + r"'three': was registered as 3.*not a callable"):
+        colours.make("three")
+    with pytest.raises(ConfigError, match=where + r"'abstract'.*Abstract, which lacks mix"):
+        colours.make("abstract")
 
 
 @pytest.mark.parametrize("registry", ALL, ids=lambda registry: registry.key)

@@ -48,6 +48,7 @@ def folder(tmp_path: Path) -> Path:
     """A directory with plugins and a configuration that needs one."""
     (tmp_path / "mean_loss_plugin.py").write_text(PLUGIN)
     (tmp_path / "broken_plugin.py").write_text("x = 1\ny = x / 0\n")
+    (tmp_path / "ending_plugin.py").write_text("import sys\n\nsys.exit(3)\n")
     text = NANO.read_text().replace("Global:\n", "Global:\n  plugins: [mean_loss_plugin]\n")
     assert text.count("\nEngine:\n") == 1
     (tmp_path / "config.yaml").write_text(
@@ -94,6 +95,11 @@ def test_a_plugin_is_named_by_the_command_line_or_the_environment(tool: Tool, fo
             ["mean_loss_plugin", "-o", "Engine.callbacks=[{name: mean_loss, options: {fil: b}}]"],
             "it takes file",
         ),
+        (
+            ["mean_loss_plugin", "--check", "-o", "Engine.callbacks=[{name: mean_loss, options: {fil: b}}]"],
+            "it takes file",
+        ),
+        (["ending_plugin"], "SystemExit: 3 ("),
     ],
 )
 def test_what_is_wrong_with_a_plugin_is_a_sentence(

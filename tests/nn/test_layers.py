@@ -7,7 +7,7 @@ import paddle
 import pytest
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.registries import ACTIVATIONS
+from ppfleetx.config.registries import ACTIVATIONS, ActivationTraits
 from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.init import Constant, Normal
 from ppfleetx.nn.kernels import KernelOptions, attend, reference_attention
@@ -112,6 +112,27 @@ def test_unknown_activation_is_refused():
     sizes = {"hidden_size": 4, "ffn_hidden_size": 8, "bias": True}
     with pytest.raises(ConfigError, match=r"Model\.hidden_act = 'mish'"):
         MLP(LocalFactory(), activation="mish", init=Normal(1.0), output_init=Normal(1.0), **sizes)
+
+
+@pytest.mark.parametrize(
+    ("part", "gated", "said"),
+    [
+        (
+            lambda x: x[..., ::2],
+            False,
+            r"one with a gate.*gated=True.*given \[1, 1, 8\] and returned \[1, 1, 4\]",
+        ),
+        (lambda x: x, True, r"with ActivationTraits\(gated=True\), and must return half the width"),
+        (lambda x, slope: x, False, "does not take that: missing a required argument: 'slope'"),
+        (lambda x: None, False, "must return an object of the type Tensor. It returned None"),
+    ],
+)
+def test_an_activation_is_what_its_traits_say(monkeypatch, part, gated, said):
+    monkeypatch.setattr(ACTIVATIONS, "_entries", {**ACTIVATIONS._entries})
+    ACTIVATIONS.register("own", part, traits=ActivationTraits(gated=gated))
+    sizes = {"hidden_size": 4, "ffn_hidden_size": 8, "bias": True}
+    with pytest.raises(ConfigError, match=r"Model\.hidden_act = 'own': .*" + said):
+        MLP(LocalFactory(), activation="own", init=Normal(1.0), output_init=Normal(1.0), **sizes)
 
 
 def test_rope_turns_pairs_of_halves_by_the_position():

@@ -1,17 +1,20 @@
 """AdamW against a NumPy AdamW, decay groups, state by canonical name, clipping."""
 
 import math
+import re
 
 import numpy as np
 import paddle
 import pytest
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.registries import SCHEDULES
+from ppfleetx.config.registries import OPTIMIZERS, SCHEDULES
 from ppfleetx.config.sections.optimizer import LRConfig, OptimizerConfig, WeightDecayScheduleConfig
-from ppfleetx.optims.build import build_optimizer, build_schedule
+from ppfleetx.optims.build import build_optimizer
 from ppfleetx.optims.grad_clip import clip_by_global_norm, global_norm
 from ppfleetx.optims.groups import decays
+from ppfleetx.optims.rule import UpdateRule
+from ppfleetx.optims.schedules import build_schedule
 
 SHAPES = {
     "embedding.word_embeddings.weight": [7, 4],
@@ -224,3 +227,29 @@ def test_every_style_of_the_configuration_makes_its_schedule():
         assert [schedule.lr(1), schedule.lr(2)] == pytest.approx([highest / 2, highest])
         assert schedule.lr(14) == pytest.approx(early[style]), style
         assert schedule.lr(50) == pytest.approx(last[style]), style
+
+
+class Still(UpdateRule):
+    """Moves nothing, and keeps two states."""
+
+    states = ("one", "two")
+
+    def update(self, parameter, gradient, states, *, lr, weight_decay):
+        """Leave it where it is."""
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        (Still, "keeps 2 states for each parameter, and was registered with OptimizerTraits(states=1)"),
+        (dict, "must return an object of the type UpdateRule"),
+        (UpdateRule, "which lacks update"),
+        (lambda params, cfg: None, "does not take that: too many positional arguments"),
+        (lambda params, cfg, place: None, "must return an object of the type Optimizer. It returned None"),
+    ],
+)
+def test_an_optimizer_of_ones_own_is_what_it_was_registered_as(monkeypatch, part, said):
+    monkeypatch.setattr(OPTIMIZERS, "_entries", {**OPTIMIZERS._entries})
+    OPTIMIZERS.register("Own", part)
+    with pytest.raises(ConfigError, match=r"Optimizer\.name = 'Own': .*" + re.escape(said)):
+        build_optimizer(section(name="Own"), make_params())

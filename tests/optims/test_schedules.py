@@ -1,9 +1,13 @@
 """Schedules against the values Megatron's scheduler prints (max 1.5e-4, min 1e-5, W 3200, D 320000)."""
 
+import re
+
 import pytest
 
 from ppfleetx.config.errors import CheckpointError, ConfigError
-from ppfleetx.optims.schedules import Schedule, resume_schedule
+from ppfleetx.config.registries import SCHEDULES
+from ppfleetx.config.sections.optimizer import LRConfig, OptimizerConfig
+from ppfleetx.optims.schedules import Schedule, build_schedule, resume_schedule
 
 MEGATRON = {"max_lr": 1.5e-4, "min_lr": 1e-5, "warmup_steps": 3200, "decay_steps": 320000}
 
@@ -80,6 +84,34 @@ def test_weight_decay_ramps():
 def test_impossible_schedules_are_refused(change, word):
     with pytest.raises(ConfigError, match=word):
         Schedule(**{**MEGATRON, **change})
+
+
+@pytest.mark.parametrize(
+    ("course", "said"),
+    [
+        (lambda n, schedule: None, "learning rate of step 5; it gives None"),
+        (lambda n, schedule: float("nan") if n == 10 else 1.0, "learning rate of step 10; it gives nan"),
+        (lambda n, schedule: "1e-4", "it gives '1e-4'"),
+        (lambda n, schedule: -1.0, "finite number, 0 or more"),
+        (lambda n: 1.0, "does not take that: too many positional arguments"),
+        (0.5, "was registered as 0.5"),
+    ],
+)
+def test_a_schedule_of_ones_own_that_gives_no_rate_is_refused_with_its_name(monkeypatch, course, said):
+    monkeypatch.setattr(SCHEDULES, "_entries", {**SCHEDULES._entries})
+    SCHEDULES.register("own", course)
+    section = OptimizerConfig(lr=LRConfig(decay_style="own", warmup_steps=4, decay_steps=10))
+    with pytest.raises(ConfigError, match=r"Optimizer\.lr\.decay_style = 'own': .*" + re.escape(said)):
+        build_schedule(section, max_steps=20)
+
+
+def test_a_schedule_of_ones_own_may_fail_later(monkeypatch):
+    monkeypatch.setattr(SCHEDULES, "_entries", {**SCHEDULES._entries})
+    SCHEDULES.register("own", lambda n, schedule: None if n == 7 else 1)
+    schedule = build_schedule(OptimizerConfig(lr=LRConfig(decay_style="own", decay_steps=10)), max_steps=20)
+    assert schedule.lr(6) == 1
+    with pytest.raises(ConfigError, match="learning rate of step 7; it gives None"):
+        schedule.lr(7)
 
 
 def test_state_round_trip_and_resume_policies():

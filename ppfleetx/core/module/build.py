@@ -11,6 +11,6 @@ def build_module(cfg: RunConfig) -> BasicModule:
     """The task named by ``Model.module``.
 
     Raises:
-        ConfigError: a module this version does not have.
+        ConfigError: there is no such module, or it is not a BasicModule.
     """
-    return MODULES.load(cfg.Model.module)(cfg)
+    return MODULES.make(cfg.Model.module, cfg, gives=BasicModule)

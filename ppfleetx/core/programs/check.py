@@ -10,8 +10,10 @@ from ppfleetx.config.registries import OPTIMIZERS, SCHEDULES
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.unsupported import missing, not_supported_reasons, without_effect
+from ppfleetx.core.engine.callbacks.build import check_callbacks
 from ppfleetx.core.programs.sources import refuse_foreign
 from ppfleetx.models.gpt.shape import flops_per_step, parameter_count, trained_count
+from ppfleetx.optims.schedules import build_schedule
 from ppfleetx.planner.summary import memory_lines
 
 _MAX_GROUPS_SHOWN = 2
@@ -28,9 +30,13 @@ def check_report(cfg: RunConfig, device: str | None = None) -> str:
         device: where it runs; None: where ``Global.device`` says, a GPU where it leaves that open.
 
     Raises:
-        ConfigError: weights are to come from a checkpoint of another program.
+        ConfigError: weights are to come from a checkpoint of another program; a callback or a schedule
+            cannot be made as configured.
     """
     refuse_foreign(cfg)
+    check_callbacks(cfg.Engine.callbacks)
+    if cfg.Optimizer.lr.decay_steps is not None:  # else its length is known with the data
+        build_schedule(cfg.Optimizer, cfg.Engine.max_steps)
     device = device or ("gpu" if cfg.Global.device == "auto" else cfg.Global.device)
     lines = [
         *_plan_lines(cfg),

@@ -35,7 +35,7 @@ from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.data.verify import verify_corpora
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import first_on_each_node, joint_errors, local_rank
-from ppfleetx.optims.build import build_schedule
+from ppfleetx.optims.schedules import build_schedule
 from ppfleetx.parallel.apply import parallelize
 from ppfleetx.parallel.runner import Runner
 from ppfleetx.utils.log import get_logger

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import paddle
 
+from ppfleetx.config.errors import ConfigError, shown
 from ppfleetx.config.registries import ARCHITECTURES, POSITIONS
 from ppfleetx.models.gpt.layers import (
     Block,
@@ -34,9 +35,16 @@ def model_stages(cfg: ModelConfig, factory: LayerFactory) -> list[Stage]:
     """The stages of the architecture that ``Model.name`` names, first to last.
 
     Raises:
-        ConfigError: there is no such architecture.
+        ConfigError: there is no such architecture, or it is not a list of stages.
     """
-    return ARCHITECTURES.load(cfg.name)(cfg, factory)
+    stages = ARCHITECTURES.make(cfg.name, cfg, factory, gives=list)
+    other = next((stage for stage in stages if not isinstance(stage, Stage)), None)
+    if not stages or other is not None:
+        found = "none" if not stages else shown(other)
+        raise ConfigError(
+            f"must be made of one or more Stages; found {found}", key="Model.name", value=cfg.name
+        )
+    return stages
 
 
 def gpt_stages(cfg: ModelConfig, factory: LayerFactory, block: type[Block] = Block) -> list[Stage]:
@@ -48,7 +56,7 @@ def gpt_stages(cfg: ModelConfig, factory: LayerFactory, block: type[Block] = Blo
         block: the class of the blocks: GPT's, or one of another architecture that is made alike.
     """
     shape = block_shape(cfg)
-    positions = POSITIONS.load(cfg.position_embedding_type)(cfg)
+    positions = POSITIONS.make(cfg.position_embedding_type, cfg, gives=Positions)
     kernel, granularity = kernel_options(cfg), cfg.recompute_granularity or "full"
     blocks = [
         Stage(

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord
 from ppfleetx.distributed.context import ParallelContext
+
+if TYPE_CHECKING:  # `--check` reads this file, and would wait for all that a run needs
+    from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord
 
 
 @dataclass(frozen=True)

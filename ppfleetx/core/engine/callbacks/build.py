@@ -60,6 +60,19 @@ class CallbackList:
                 callback.load_state(states[name])
 
 
+def check_callbacks(items: Sequence[CallbackConfig]) -> None:
+    """Refuse callbacks that could not be made; none is made. Paddle is imported only for options of those
+    that ship.
+
+    Raises:
+        ConfigError: options that a callback does not take, or a callback that is named twice.
+    """
+    for _, item in _numbered(items):
+        target = CALLBACKS.target(item.name)
+        if item.options or not isinstance(target, str):
+            _check_options(CALLBACKS.load(item.name), item)
+
+
 def build_callbacks(setup: CallbackSetup) -> CallbackList:
     """The callbacks of ``Engine.callbacks`` that run on this rank; all ranks call this.
 
@@ -68,17 +81,28 @@ def build_callbacks(setup: CallbackSetup) -> CallbackList:
     """
     named: list[tuple[str, Callback]] = []
     with joint_errors(setup.ctx):
-        for name, item, make in _chosen(setup.cfg.Engine.callbacks):
+        for name, item in _numbered(setup.cfg.Engine.callbacks):
+            make = CALLBACKS.load(item.name)
             _check_options(make, item)
             if _is_here(item.name, setup.ctx):
                 callback = make(setup, **item.options)
                 if callback is not None:
-                    named.append((name, callback))
+                    named.append((name, _checked(callback, item.name)))
     return CallbackList(named)
 
 
-def _chosen(items: Sequence[CallbackConfig]) -> Iterator[tuple[str, CallbackConfig, Callable[..., Any]]]:
-    """Name of the state, item and maker of each callback; groups are replaced by what they stand for.
+def _checked(callback: Any, name: str) -> Callback:
+    if isinstance(callback, Callback):
+        return callback
+    raise ConfigError(
+        f"must be made as a Callback or as None; it is {shown(callback)}, of type {type(callback).__name__}",
+        key=_KEY,
+        value=name,
+    )
+
+
+def _numbered(items: Sequence[CallbackConfig]) -> Iterator[tuple[str, CallbackConfig]]:
+    """The name of its state and the item of each callback; groups are replaced by what they stand for.
 
     A name that comes again, with other options, has its number: ``csv``, ``csv#2``.
     """
@@ -89,12 +113,12 @@ def _chosen(items: Sequence[CallbackConfig]) -> Iterator[tuple[str, CallbackConf
             raise ConfigError("names a callback twice with the same options", key=_KEY, value=item.name)
         before.append(item)
         number = f"#{len(before)}" if len(before) > 1 else ""
-        yield item.name + number, item, CALLBACKS.load(item.name)
+        yield item.name + number, item
 
 
 def _without_groups(items: Sequence[CallbackConfig]) -> Iterator[CallbackConfig]:
     for item in items:
-        target = CALLBACKS.load(item.name)
+        target = CALLBACKS.target(item.name)
         if isinstance(target, tuple):
             if item.options:
                 raise ConfigError(
@@ -107,6 +131,10 @@ def _without_groups(items: Sequence[CallbackConfig]) -> Iterator[CallbackConfig]
 
 def _check_options(make: Callable[..., Any], item: CallbackConfig) -> None:
     """Refuse options that the callback is not made with, and miss none that it needs."""
+    if not callable(make):
+        raise ConfigError(
+            f"was registered as {shown(make)}, which cannot be called", key=_KEY, value=item.name
+        )
     signature = inspect.signature(make)
     try:
         signature.bind(None, **item.options)
