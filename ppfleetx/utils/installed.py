@@ -6,6 +6,7 @@ from ppfleetx.config.errors import UserError
 
 # Import name -> name of the distribution; those of requirements.txt but Paddle.
 _DISTRIBUTIONS = {
+    "jinja2": "jinja2",
     "numpy": "numpy",
     "pydantic": "pydantic",
     "yaml": "pyyaml",

@@ -27,6 +27,8 @@ from ppfleetx.checkpoint.foreign.weights import Weights, network_of
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.data.tokenizer.files import CHAT_TEMPLATE, NAMED_TEMPLATES, with_named_templates, write_files
+from ppfleetx.data.tokenizer.files import CONFIG as TOKENIZER_CONFIG
 from ppfleetx.models.gpt.hf import GPT2_PREFIX, Rule, rules
 from ppfleetx.models.gpt.hf_keys import model_keys, without_paddle
 from ppfleetx.models.gpt.shape import parameter_shapes
@@ -149,6 +151,18 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     for name in (*TOKENIZER_FILES, GENERATION_CONFIG):
         if (source / name).is_file() and source.resolve() != target.resolve():
             shutil.copyfile(source / name, target / name)
+    if source.resolve() != target.resolve() and (source / NAMED_TEMPLATES).is_dir():
+        _list_templates(source, target)
+
+
+def _list_templates(source: Path, target: Path) -> None:
+    """Put chat templates that are files of a directory of their own where a checkpoint has room for them."""
+    names = (TOKENIZER_CONFIG, CHAT_TEMPLATE)
+    texts = {name: (target / name).read_text("utf-8") for name in names if (target / name).is_file()}
+    listed = with_named_templates(texts, source)
+    write_files(listed, target)
+    if CHAT_TEMPLATE not in listed:
+        (target / CHAT_TEMPLATE).unlink(missing_ok=True)  # copied a moment ago
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Protocol
@@ -68,6 +68,11 @@ class Engine(Protocol):
             continues: it follows other text, so that no space is put before it.
         """
 
+    def encode_marked(
+        self, text: str, spans: Sequence[tuple[int, int]], *, special: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids of a text, and which of them have characters of ``spans``, ``[n]`` int64 and bool."""
+
     def decode(self, ids: list[int]) -> str:
         """Text of known ids; called only if not `is_byte_level`."""
 
@@ -125,6 +130,20 @@ class TokenizersEngine:
         library = self._library(special=special, continues=continues)
         with _library_errors(f"{self._place} cannot encode a text"):
             return np.array(library.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+
+    def encode_marked(
+        self, text: str, spans: Sequence[tuple[int, int]], *, special: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        text.encode("utf-8")
+        with _library_errors(f"{self._place} cannot encode a text"):
+            made = self._library(special=special, continues=False).encode(text, add_special_tokens=False)
+        marked = np.zeros(len(made.ids), dtype=bool)
+        for start, end in spans:
+            # Some characters have no token: spaces that a tokenizer takes away.
+            tokens = [one for place in range(start, end) if (one := made.char_to_token(place)) is not None]
+            if tokens:
+                marked[tokens[0] : tokens[-1] + 1] = True
+        return np.array(made.ids, dtype=np.int64), marked
 
     def decode(self, ids: list[int]) -> str:
         return self._library(special=False, continues=False).decode(ids, skip_special_tokens=False)
@@ -234,6 +253,11 @@ class TiktokenEngine:
             for part in self._special.split(text)
         ]
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
+
+    def encode_marked(
+        self, text: str, spans: Sequence[tuple[int, int]], *, special: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        return self._exact.encode_marked(text, spans, special=special)  # tiktoken does not say what is where
 
     def _encode_text(self, text: str, continues: bool) -> np.ndarray:
         if self._prefix_space and not continues and text and not text.startswith(" "):

@@ -13,7 +13,7 @@ from typing import Any
 
 from ppfleetx.config.errors import DataError, MissingDataError, shown
 from ppfleetx.utils.files import atomic_write
-from ppfleetx.utils.foreign_files import MAX_JSON_BYTES, read_bounded, read_json
+from ppfleetx.utils.foreign_files import MAX_JSON_BYTES, parse_json, read_bounded, read_json
 
 END_OF_DOCUMENT = "<|endoftext|>"
 TOKENIZER_FILE, VOCAB_FILE, MERGES_FILE = "tokenizer.json", "vocab.json", "merges.txt"
@@ -21,6 +21,10 @@ CONFIG, SPECIAL_TOKENS, ADDED_TOKENS = "tokenizer_config.json", "special_tokens_
 GENERATION_CONFIG, CHAT_TEMPLATE = "generation_config.json", "chat_template.jinja"
 SIDE_FILES = (CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, GENERATION_CONFIG, CHAT_TEMPLATE)
 """Files beside the definition that belong to the tokenizer."""
+NAMED_TEMPLATES = "additional_chat_templates"
+"""Directory of further chat templates, one a file, by their names."""
+MAX_TEMPLATE_BYTES = 1 << 20
+_MAX_TEMPLATES = 32
 _SENTENCEPIECE_FILE = "tokenizer.model"
 GPT2_FILES = "https://huggingface.co/openai-community/gpt2"
 """Where vocab.json and merges.txt of GPT-2 are, for people; nothing here opens it."""
@@ -111,7 +115,32 @@ def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
 
 def _side_texts(directory: Path) -> dict[str, str]:
     there = [name for name in SIDE_FILES if os.path.lexists(directory / name)]
-    return {name: _read_text(directory / name, MAX_JSON_BYTES) for name in there}
+    texts = {name: _read_text(directory / name, MAX_JSON_BYTES) for name in there}
+    return with_named_templates(texts, directory)
+
+
+def with_named_templates(texts: dict[str, str], directory: Path) -> dict[str, str]:
+    """``texts`` of side files with the templates of ``additional_chat_templates/``, if there are any.
+
+    All chat templates are then listed in ``tokenizer_config.json``, which transformers reads as well: what
+    belongs to a tokenizer stays in one directory.
+
+    Raises:
+        DataError: one cannot be read, or there are too many.
+    """
+    files = sorted((directory / NAMED_TEMPLATES).glob("*.jinja"))
+    if not files:
+        return texts
+    if len(files) > _MAX_TEMPLATES:
+        raise DataError(f"{directory / NAMED_TEMPLATES} holds more than {_MAX_TEMPLATES} templates")
+    named = {path.stem: _read_text(path, MAX_TEMPLATE_BYTES) for path in files}
+    if CHAT_TEMPLATE in texts:
+        named = {"default": texts[CHAT_TEMPLATE], **named}
+    listed = [{"name": name, "template": template} for name, template in named.items()]
+    config = texts.get(CONFIG, "{}")
+    content = parse_json(config.encode(), str(directory / CONFIG), DataError) | {"chat_template": listed}
+    others = {name: text for name, text in texts.items() if name != CHAT_TEMPLATE}
+    return others | {CONFIG: json.dumps(content, ensure_ascii=False, indent=2)}
 
 
 def _how_to_make(directory: Path) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from ppfleetx.config.errors import DataError, shown
 from ppfleetx.data.tokenizer.files import (
     ADDED_TOKENS,
+    CHAT_TEMPLATE,
     CONFIG,
     END_OF_DOCUMENT,
     GENERATION_CONFIG,
@@ -27,6 +28,7 @@ from ppfleetx.utils.foreign_files import parse_json
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _GPT2 = "GPT2Tokenizer"
+_GPT2_NAMED = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_DOCUMENT)
 _LLAMA, _LLAMA_NAMED = "LlamaTokenizer", {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 Token = dict[str, Any]
@@ -86,6 +88,24 @@ class SideFiles:
                 f"{self.place}/{GENERATION_CONFIG}: eos_token_id must be token ids, not {shown(given)}"
             )
         return tuple(dict.fromkeys(ids))
+
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """Chat templates by name, the usual one as ``default``; ``chat_template.jinja`` goes first.
+
+        Raises:
+            DataError: the entry in ``tokenizer_config.json`` is neither a text nor a list of named ones.
+        """
+        if CHAT_TEMPLATE in self.texts:
+            return {"default": self.texts[CHAT_TEMPLATE]}
+        given = self.read(CONFIG).get("chat_template")
+        listed = [{"name": "default", "template": given}] if isinstance(given, str) else given or []
+        if not isinstance(listed, list) or not all(_is_template(one) for one in listed):
+            raise DataError(
+                f"{self.place}/{CONFIG}: chat_template must be a text, or a list of name and template, not "
+                f"{shown(given)}"
+            )
+        return {one["name"]: one["template"] for one in listed}
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -164,6 +184,10 @@ class SideFiles:
         return _token(content, special=special) | {k: value[k] for k in _FLAGS if type(value.get(k)) is bool}
 
 
+def _is_template(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("name", "template"))
+
+
 def _token(content: str, *, special: bool) -> Token:
     flags = dict.fromkeys(_FLAGS, False) | {"normalized": not special, "special": special}
     return {"content": content} | flags
@@ -177,6 +201,7 @@ class TransformersTokenizer:
         definition: as a ``tokenizer.json`` holds it.
         bos_token, eos_token: texts of these tokens; None where no file names them.
         before, after: ids that are put around a text.
+        named: texts of all tokens that have a name, such as ``pad_token``.
     """
 
     definition: dict[str, Any]
@@ -184,6 +209,7 @@ class TransformersTokenizer:
     eos_token: str | None
     before: tuple[int, ...]
     after: tuple[int, ...]
+    named: dict[str, str]
 
 
 def as_transformers(definition: dict[str, Any], side: SideFiles, *, is_file: bool) -> TransformersTokenizer:
@@ -219,7 +245,9 @@ def as_transformers(definition: dict[str, Any], side: SideFiles, *, is_file: boo
         config, start, end = side.read(CONFIG), bos or END_OF_DOCUMENT, eos or END_OF_DOCUMENT
         before = (ids[start],) if config.get("add_bos_token") is True and start in ids else ()
         after = (ids[end],) if config.get("add_eos_token") is True and end in ids else ()
-    return TransformersTokenizer(definition, bos, eos, before, after)
+    unsaid = _GPT2_NAMED if side.class_name == _GPT2 else {}
+    texts = {**unsaid, **{name: token["content"] for name, token in named.items()}}
+    return TransformersTokenizer(definition, bos, eos, before, after, texts)
 
 
 def _add(table: dict[str, Token], vocab: Mapping[str, int], tokens: Iterable[Token]) -> None:

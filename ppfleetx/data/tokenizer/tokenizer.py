@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,8 @@ class Tokenizer:
         self._given_eod_token, self._bos_token = eod_token, made.bos_token
         self.eod_token = eod_token or made.eos_token or END_OF_DOCUMENT
         self.prefix_ids, self.suffix_ids = made.before, made.after
+        self.special_token_texts = made.named
+        """Texts of the tokens that have a name in transformers, such as ``bos_token``."""
         self._definition = made.definition
         self._engine: Engine = build_engine(made.definition, place)
         added = made.definition.get("added_tokens") or []
@@ -107,7 +110,7 @@ class Tokenizer:
 
     def files(self) -> dict[str, str]:
         """Name -> text of the files that :meth:`save` writes, chat template and special tokens included."""
-        eod = self.eod_token if self.eod_token in self._ids else None
+        eod = self.eod_token if self.has_eod else None
         return file_texts(self._side.with_eos(self._files, eod), eod)
 
     @property
@@ -141,6 +144,20 @@ class Tokenizer:
             )
         return token_id
 
+    @property
+    def has_eod(self) -> bool:
+        """Whether the vocabulary has the end-of-document token."""
+        return self.eod_token in self._ids
+
+    @cached_property
+    def chat_templates(self) -> dict[str, str]:
+        """Chat templates by name, as they lie with the tokenizer; the usual one is ``default``.
+
+        Raises:
+            DataError: what the files name is no template.
+        """
+        return self._side.chat_templates
+
     @cached_property
     def start_id(self) -> int:
         """Id of the token that a text begins with when there is nothing else: BOS, or the end-of-document
@@ -153,7 +170,7 @@ class Tokenizer:
         """Ids of the tokens that end a text which is being generated: the end-of-document token, and those
         that a ``generation_config.json`` in the directory names."""
         named = self._side.end_ids
-        own = () if named and self.eod_token not in self._ids else (self.eod_id,)
+        own = () if named and not self.has_eod else (self.eod_id,)
         return tuple(dict.fromkeys((*own, *named)))
 
     @cached_property
@@ -222,15 +239,28 @@ class Tokenizer:
         """
         return self._encode(text, special=parse_special_tokens, continues=True).tolist()
 
+    def encode_marked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids of a text with its special tokens, and which of them hold characters of ``spans``.
+
+        Nothing is put before or after the text. Slower than `encode_prompt`, which gives the same ids.
+
+        Args:
+            text: e.g. a conversation that a chat template has made.
+            spans: ``(first character, one behind the last)`` of each.
+
+        Returns:
+            ids ``[n]`` int64 and marks ``[n]`` bool.
+
+        Raises:
+            DataError: as of `encode`.
+        """
+        with _surrogate_errors(text):
+            return self._engine.encode_marked(text, spans, special=self._side.parses_special_tokens)
+
     def _encode(self, text: str, *, special: bool, continues: bool) -> np.ndarray:
-        try:
+        with _surrogate_errors(text):
             special = special and self._side.parses_special_tokens
             return self._engine.encode(text, special=special, continues=continues)
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"character {error.start} of the text is the lone surrogate U+{ord(text[error.start]):04X}, "
-                "which is not text"
-            ) from error
 
     # ---- ids to text
 
@@ -266,6 +296,17 @@ class Tokenizer:
         if self._engine.is_byte_level:
             return ByteStreamDecoder(self._bytes, skipped)
         return TextStreamDecoder(self.decode, self._tokens, skipped, after)
+
+
+@contextmanager
+def _surrogate_errors(text: str) -> Iterator[None]:
+    try:
+        yield
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"character {error.start} of the text is the lone surrogate U+{ord(text[error.start]):04X}, "
+            "which is not text"
+        ) from error
 
 
 def _rebuild(files: TokenizerFiles, eod_token: str | None, place: str) -> Tokenizer:

@@ -1,0 +1,189 @@
+"""Chat templates: a conversation as the text and the token ids that a model was trained on.
+
+A template is found where Hugging Face transformers finds it: ``chat_template.jinja`` beside the tokenizer's
+files, with further ones in ``additional_chat_templates/``, else ``chat_template`` in
+``tokenizer_config.json``, a text or a list of named ones. What is rendered is what
+``apply_chat_template`` renders; ``tests/goldens/make_hf_chats.py`` compares.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from ppfleetx.config.errors import ConfigError, DataError, UserError, shown
+from ppfleetx.data.chat.bounds import TemplateLimitError
+
+if TYPE_CHECKING:
+    from ppfleetx.data.chat.sandbox import CompiledTemplate, Span
+    from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+"""``role``, ``content`` (a text, or None) and what else a template reads."""
+DEFAULT = "default"
+MAX_TEMPLATE = 1 << 18
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+PLAIN_STOPS = ("\nUser:", "\nSystem:")
+"""Texts before which an answer under the plain template ends: the model is writing the next turn."""
+PLAIN = """\
+{%- for message in messages %}
+{{- message.role | capitalize }}:
+    {%- if message.role == 'assistant' %}
+        {%- generation %}{{ ' ' + message.content | trim + eos_token }}{% endgeneration %}
+    {%- else %}
+        {{- ' ' + message.content | trim }}
+    {%- endif %}
+{{- '\\n\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}
+"""
+"""The template of models that have none: ``User: ...``, ``Assistant: ...``, an empty line between."""
+
+
+class ChatError(UserError):
+    """A conversation that a template does not take, or a template that cannot be rendered."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A model's way of writing a conversation.
+
+    Attributes:
+        source: the template's text.
+        special_tokens: what it may call ``bos_token``, ``eos_token`` and so on.
+        place: where it is from, for messages.
+        stops: texts before which an answer ends, beside the end tokens.
+        is_plain: the model has none of its own.
+    """
+
+    source: str
+    special_tokens: Mapping[str, str]
+    place: str = "the chat template"
+    stops: tuple[str, ...] = ()
+    is_plain: bool = False
+
+    @cached_property
+    def marks_answers(self) -> bool:
+        """Whether ``generation`` blocks say what is the assistant's."""
+        return _GENERATION.search(self.source) is not None
+
+    @cached_property
+    def _compiled(self) -> CompiledTemplate:
+        if len(self.source) > MAX_TEMPLATE:
+            raise DataError(
+                f"{self.place}: has {len(self.source):,} characters; the most is {MAX_TEMPLATE:,}"
+            )
+        from jinja2 import TemplateError
+
+        from ppfleetx.data.chat.sandbox import CompiledTemplate
+
+        try:
+            return CompiledTemplate(self.source)
+        except (TemplateError, TemplateLimitError) as error:
+            raise DataError(f"{self.place} is no chat template: {_line_of(error)}{error}") from error
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The conversation as text.
+
+        Args:
+            messages: its turns.
+            add_generation_prompt: end with what an answer begins after.
+            tools, documents: as the template reads them.
+            variables: further ones; they go over the special tokens.
+
+        Raises:
+            ChatError: the template refuses the conversation, fails on it, or does more than it may.
+            DataError: it is no template.
+        """
+        given = {"tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
+        return self.render_spans(messages, **given, **variables)[0]
+
+    def render_spans(self, messages: Sequence[Message], **variables: Any) -> tuple[str, list[Span]]:
+        """The text, and those parts of it that `generation` blocks mark. Raises as :meth:`render`."""
+        from jinja2 import TemplateError
+
+        if not messages:
+            raise ChatError("a conversation has at least one message")
+        compiled = self._compiled
+        values = {
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": False,
+            **self.special_tokens,
+            **variables,
+            "messages": [_message(one) for one in messages],
+        }
+        try:
+            return compiled.render(values)
+        except TemplateLimitError as error:
+            raise ChatError(f"{self.place} is not rendered: {error}") from error
+        except TemplateError as error:
+            raise ChatError(self._said(error)) from error
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            # Of the template's own expressions, such as a text added to a number.
+            raise ChatError(f"{self.place} fails on this conversation: {error}") from error
+
+    def _said(self, error: Exception) -> str:
+        from jinja2.exceptions import SecurityError
+
+        from ppfleetx.data.chat.sandbox import AskedToStopError
+
+        if isinstance(error, AskedToStopError):
+            return f"{self.place} refuses the conversation: {error}"
+        if isinstance(error, SecurityError):
+            return f"{self.place} reaches for what a template may not have: {error}"
+        return f"{self.place} fails on this conversation: {error}"
+
+    def encode(self, tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
+        """Token ids of :meth:`render`; only the template decides about BOS. Raises as it does."""
+        return tokenizer.encode_prompt(self.render(messages, **options), add_special_tokens=False)
+
+
+def _message(message: Message) -> dict[str, Any]:
+    """A message as templates get it: without what is None, its reasoning under each usual name."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ChatError(f"a message is an object with role and content, not {shown(message)}")
+    kept = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((kept[key] for key in _REASONING if key in kept), None)
+    if reasoning is not None:
+        kept = {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+    return kept
+
+
+def _line_of(error: Exception) -> str:
+    line = getattr(error, "lineno", None)
+    return "" if line is None else f"line {line}: "
+
+
+def find_template(tokenizer: Tokenizer, name: str | None = None) -> ChatTemplate:
+    """The chat template that lies with the tokenizer; the plain one (:data:`PLAIN`) where there is none.
+
+    Args:
+        name: one of several; None: the one called ``default``.
+
+    Raises:
+        ConfigError: there is none of this name, or there are several and none is the default.
+        DataError: the files name something else than templates.
+    """
+    sources, tokens = tokenizer.chat_templates, tokenizer.special_token_texts
+    if not sources and name is None:
+        eos = {"eos_token": tokens.get("eos_token", tokenizer.eod_token if tokenizer.has_eod else "")}
+        return ChatTemplate(PLAIN, {**tokens, **eos}, "the plain chat template", PLAIN_STOPS, True)
+    chosen = DEFAULT if name is None else name
+    if chosen not in sources:
+        listed = ", ".join(sorted(sources)) or "none"
+        raise ConfigError(f"{tokenizer.place} has no chat template {chosen!r}; it has: {listed}")
+    place = "the chat template" if chosen == DEFAULT else f"the chat template {chosen!r}"
+    return ChatTemplate(sources[chosen], tokens, f"{place} of {tokenizer.place}")
