@@ -73,7 +73,7 @@ _EFFECTS: dict[str, Effect] = {
         "embedding_initializer_range "
         "scale_output_init attention_kernel use_flash_attn fused_linear fuse_attn_qkv use_recompute "
         "recompute_granularity recompute_layers no_recompute_layers recompute_interval sequence_parallel "
-        "virtual_pp_degree",
+        "virtual_pp_degree loss_chunks",
     ),
     **_table(Effect.OPTIMIZER, "Optimizer", "name"),
     **_table(Effect.TRAINING, "Optimizer", "beta1 beta2 epsilon options grad_clip"),

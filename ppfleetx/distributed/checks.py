@@ -228,6 +228,8 @@ class NonFiniteSearch:
         return self.forward or self.backward
 
     def _look_at_output(self, index: int, layer: nn.Layer, out: Any, passes: dict[Any, int]) -> None:
+        if not hasattr(out[0] if isinstance(out, tuple) else out, "detach"):
+            return  # a head that has computed nothing yet
         number = passes[index] = passes.get(index, -1) + 1
         if self.forward is None and not _is_finite(out[0] if isinstance(out, tuple) else out):
             bad = [p.info.name for p in layer.parameters() if p._is_initialized() and not _is_finite(p)]

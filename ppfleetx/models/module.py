@@ -24,6 +24,10 @@ class BasicModule(ABC):
         cfg: the run's configuration.
     """
 
+    loss_in_pieces = False
+    """Whether :meth:`loss` only hands ``outputs`` on to the factory's ``token_loss`` or ``token_scores``, as
+    ``Model.loss_chunks`` needs: they may then be a :class:`~ppfleetx.nn.pieces.LogitsInPieces`."""
+
     def __init__(self, cfg: RunConfig) -> None:
         self.cfg = cfg
 

@@ -165,8 +165,11 @@ class LocalFactory:
     def leave_trunk(self, hidden: paddle.Tensor) -> paddle.Tensor:
         return hidden
 
+    def enter_head(self, hidden: paddle.Tensor) -> paddle.Tensor:
+        return hidden
+
     def tied_logits(self, hidden: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
-        return paddle.matmul(hidden, weight, transpose_y=True)
+        return paddle.matmul(self.enter_head(hidden), weight, transpose_y=True)
 
     def local_positions(self, ids: paddle.Tensor) -> paddle.Tensor:
         return ids if self.sequence_split is None else self.sequence_split.take(ids)
@@ -361,13 +364,8 @@ class TensorParallelFactory(LocalFactory):
         # Every rank computes the same with the whole: each needs its own part of that one gradient.
         return GatherOp.apply(hidden) if self.sequence_parallel else hidden
 
-    def tied_logits(self, hidden: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
-        from paddle.distributed.fleet.layers.mpu.mp_ops import _c_identity
-        from paddle.distributed.fleet.utils.sequence_parallel_utils import AllGatherOp
-
-        # Either way the gradient of what comes from the trunk is summed over the ranks' columns.
-        whole = AllGatherOp.apply(hidden) if self.sequence_parallel else _c_identity(hidden, group=self.group)
-        return paddle.matmul(whole, weight, transpose_y=True)
+    def enter_head(self, hidden: paddle.Tensor) -> paddle.Tensor:
+        return self._for_sliced_output(hidden)
 
     def token_loss(
         self, logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int

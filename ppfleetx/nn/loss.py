@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import paddle
 import paddle.nn.functional as F
 from paddle.autograd import PyLayer
 
+from ppfleetx.nn.pieces import LogitsInPieces
+
 TellRows = Callable[[paddle.Tensor], None]
 """Is told the loss sum of each row of a micro batch, ``[b]``, without a gradient."""
 
 
 def token_loss(
-    logits: paddle.Tensor,
+    logits: paddle.Tensor | LogitsInPieces,
     labels: paddle.Tensor,
     loss_mask: paddle.Tensor,
     true_vocab: int,
@@ -25,7 +28,8 @@ def token_loss(
     The caller divides by the global count, so that neither micro batches nor data ranks change the loss.
 
     Args:
-        logits: ``[s, b, V]``; columns from ``true_vocab`` on are padding and take no probability.
+        logits: ``[s, b, V]``, or what gives them in pieces; columns from ``true_vocab`` on are padding and
+            take no probability.
         labels: ``[b, s]`` int64, below ``true_vocab`` wherever the mask is not 0.
         loss_mask: ``[b, s]`` float32 weights, usually 0 or 1.
         true_vocab: size of the vocabulary without padding.
@@ -34,6 +38,8 @@ def token_loss(
     Returns:
         (loss sum, token count), float32 scalars; the count carries no gradient.
     """
+    if isinstance(logits, LogitsInPieces):
+        return _in_pieces(logits, labels, loss_mask, partial(token_loss, true_vocab=true_vocab), tell_rows)
     vocab = logits.shape[-1]
     logits = logits.astype("float32")
     if true_vocab < vocab:
@@ -45,7 +51,7 @@ def token_loss(
 
 
 def parallel_token_loss(
-    logits: paddle.Tensor,
+    logits: paddle.Tensor | LogitsInPieces,
     labels: paddle.Tensor,
     loss_mask: paddle.Tensor,
     true_vocab: int,
@@ -60,6 +66,9 @@ def parallel_token_loss(
     from paddle import distributed
     from paddle.distributed.fleet.meta_parallel import ParallelCrossEntropy
 
+    if isinstance(logits, LogitsInPieces):
+        of_piece = partial(parallel_token_loss, true_vocab=true_vocab, group=group)
+        return _in_pieces(logits, labels, loss_mask, of_piece, tell_rows)
     width = logits.shape[-1]
     logits = logits.astype("float32")
     true_here = min(max(true_vocab - group.rank * width, 0), width)
@@ -72,6 +81,22 @@ def parallel_token_loss(
         distributed.all_reduce(nothing, group=group)  # what is not finite may be another rank's column
         per_token = per_token + nothing
     return _weighted_sum(per_token, loss_mask, tell_rows)
+
+
+def _in_pieces(
+    logits: LogitsInPieces,
+    labels: paddle.Tensor,
+    loss_mask: paddle.Tensor,
+    of_piece: Callable[..., tuple[paddle.Tensor, paddle.Tensor]],
+    tell_rows: TellRows | None,
+) -> tuple[paddle.Tensor, paddle.Tensor]:
+    """(loss sum, token count) of all pieces; each row's loss is told once."""
+    if tell_rows is None:
+        return logits.loss(labels, loss_mask, of_piece)
+    rows: list[paddle.Tensor] = []
+    result = logits.loss(labels, loss_mask, partial(of_piece, tell_rows=rows.append))
+    tell_rows(paddle.add_n(rows))
+    return result
 
 
 def _weighted_sum(

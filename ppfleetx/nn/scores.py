@@ -8,16 +8,19 @@ Shape letters: s positions, b rows, V columns of the logits, n scored positions.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import paddle
+
+from ppfleetx.nn.pieces import LogitsInPieces
 
 # Rows of logits looked at together: the temporaries of a whole batch would be as large as its logits.
 _BLOCK_ROWS = 128
 
 
 def token_scores(
-    logits: paddle.Tensor, labels: paddle.Tensor, mask: paddle.Tensor, true_vocab: int
+    logits: paddle.Tensor | LogitsInPieces, labels: paddle.Tensor, mask: paddle.Tensor, true_vocab: int
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
     """Log probability of each label, and whether no other token has a higher one.
 
@@ -31,19 +34,33 @@ def token_scores(
         Log probabilities ``[b, s]`` float64, 0 where the mask is; and ``[b, s]`` bool, True where the mask
         is 0. Of equal logits the first counts as the likeliest. Logits that are NaN or +inf give NaN.
     """
+    if isinstance(logits, LogitsInPieces):
+        return _joined(logits.each(labels, mask, partial(token_scores, true_vocab=true_vocab)))
     return _scores(logits, labels, mask, _Columns(0, true_vocab))
 
 
 def parallel_token_scores(
-    logits: paddle.Tensor, labels: paddle.Tensor, mask: paddle.Tensor, true_vocab: int, group: Any
+    logits: paddle.Tensor | LogitsInPieces,
+    labels: paddle.Tensor,
+    mask: paddle.Tensor,
+    true_vocab: int,
+    group: Any,
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
     """:func:`token_scores` of logits whose columns are shared out over the ranks of ``group``.
 
     ``logits`` is ``[s, b, V / n]``, rank r holding the columns from ``r V / n`` on. The results are the same
     on all ranks.
     """
+    if isinstance(logits, LogitsInPieces):
+        of_piece = partial(parallel_token_scores, true_vocab=true_vocab, group=group)
+        return _joined(logits.each(labels, mask, of_piece))
     first = group.rank * logits.shape[-1]
     return _scores(logits, labels, mask, _SharedColumns(first, true_vocab, group))
+
+
+def _joined(pieces: list[tuple[paddle.Tensor, paddle.Tensor]]) -> tuple[paddle.Tensor, paddle.Tensor]:
+    log_probs, is_greedy = zip(*pieces, strict=True)
+    return paddle.concat(list(log_probs), axis=1), paddle.concat(list(is_greedy), axis=1)
 
 
 class _Columns:
@@ -95,7 +112,7 @@ class _SharedColumns(_Columns):
 
 
 def _scores(
-    logits: paddle.Tensor, labels: paddle.Tensor, mask: paddle.Tensor, columns: _Columns
+    logits: paddle.Tensor | LogitsInPieces, labels: paddle.Tensor, mask: paddle.Tensor, columns: _Columns
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
     positions, rows, width = logits.shape
     scored = paddle.nonzero(mask.transpose([1, 0]).flatten()).flatten()

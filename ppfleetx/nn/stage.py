@@ -134,6 +134,9 @@ class LayerFactory(Protocol):
     def leave_trunk(self, hidden: paddle.Tensor) -> paddle.Tensor:
         """What the blocks work on back to ``[s, b, h]`` whole, for what every rank then computes alike."""
 
+    def enter_head(self, hidden: paddle.Tensor) -> paddle.Tensor:
+        """Trunk output ``[s, b, h]`` to what a head multiplies by its matrix: all positions of the rank."""
+
     def tied_logits(self, hidden: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
         """Trunk output times the word embedding ``[V, h]`` transposed; columns stay sliced."""
 

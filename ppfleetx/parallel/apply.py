@@ -7,6 +7,7 @@ from typing import Any
 
 import paddle
 
+from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.models.module import BasicModule
@@ -29,7 +30,17 @@ def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, tr
     or a pipeline rank's part) -> 16-bit parameters -> optimizer -> its sharding -> sums of gradients ->
     runner. Without ``train`` there are no initial weights and no optimizer: the weights have to be restored
     before anything is run.
+
+    Raises:
+        ConfigError: ``Model.loss_chunks`` is greater than 1, and the task's loss needs whole logits.
     """
+    if train and cfg.Model.loss_chunks > 1 and not module.loss_in_pieces:
+        raise ConfigError(
+            f"{cfg.Model.module} computes its loss from whole logits; set it to 1 (a task whose loss only "
+            "calls the factory's token_loss may say loss_in_pieces = True)",
+            key="Model.loss_chunks",
+            value=cfg.Model.loss_chunks,
+        )
     factory = layer_factory(ctx, train=train)
     build = _pipeline_runner if ctx.size_of("pp") > 1 else _local_runner
     return build(module, factory, cfg, ctx, train)

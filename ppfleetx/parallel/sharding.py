@@ -17,6 +17,7 @@ from paddle.autograd import PyLayer
 from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import DygraphShardingOptimizer
 
 from ppfleetx.distributed.collectives import BUCKET_BYTES, broadcast_packed, reduce_packed
+from ppfleetx.nn.pieces import LogitsInPieces, PieceHead
 from ppfleetx.optims.gradients import drop_gradient, gradient_of
 
 if TYPE_CHECKING:
@@ -156,6 +157,8 @@ class ParameterSharding:
             self._drop(layer)
 
     def _before_forward(self, layer: paddle.nn.Layer, inputs: tuple) -> tuple:
+        if isinstance(layer, PieceHead) and layer.defers(inputs):
+            return inputs
         self._fetch(layer)
         state, *rest = inputs
         if layer.training and paddle.is_grad_enabled() and not state[0].stop_gradient:
@@ -163,6 +166,8 @@ class ParameterSharding:
         return (state, *rest)
 
     def _after_forward(self, layer: paddle.nn.Layer, inputs: tuple, output: Any) -> Any:
+        if isinstance(output, LogitsInPieces):
+            return output
         self._drop(layer)
         if not (layer.training and paddle.is_grad_enabled()):
             return output

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from ppfleetx.distributed.checks import NonFinitePlace, NonFiniteSearch
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.random import DropoutStreams
 from ppfleetx.distributed.together import any_rank, gather
+from ppfleetx.nn.pieces import PieceHead
 from ppfleetx.parallel.grad_sync import GradientSync
 from ppfleetx.parallel.precision import Precision
 from ppfleetx.parallel.runner import NonFiniteError, StepOutput
@@ -76,6 +77,7 @@ class StepRunner(ABC):
         self._clip_norm, self._streams = options.clip_norm, DropoutStreams(options.seed, ctx)
         self._streams.attach(stages)
         self._search = NonFiniteSearch(stages)
+        self._heads = [layer for _, layer in stages if isinstance(layer, PieceHead)]
         self.checks = "cheap"
         self.before_update: Callable[[], None] = lambda: None
 
@@ -127,7 +129,7 @@ class StepRunner(ABC):
 
     def eval_step(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, float]:
         self.model.eval()
-        with paddle.no_grad(), self._precision.autocast():
+        with paddle.no_grad(), self._precision.autocast(), self._loss_follows():
             loss_sum = self._forward(micro_batches)
         return self._ctx.sum_over(LOSS_AXES, loss_sum)[0], self._count_valid(micro_batches, at_least=0.0)
 
@@ -155,8 +157,12 @@ class StepRunner(ABC):
 
     def _passes(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> float:
         """Forward and backward in the types of the precision, of the loss times its scale; the loss sum."""
-        with self._precision.autocast():
+        with self._precision.autocast(), self._loss_follows():
             return self._forward_backward(micro_batches, num_valid / self._precision.loss_scale)
+
+    def _loss_follows(self) -> AbstractContextManager[None]:
+        """Within, the head may leave the logits to the loss (``Model.loss_chunks``)."""
+        return self._heads[0].loss_follows() if self._heads else nullcontext()
 
     def _accepts(self, loss: float, grad_norm: float, micro_batches: Sequence[MicroBatch]) -> bool:
         """Whether the step is taken: float16 skips a step that overflowed, on all ranks, and tries the next

@@ -289,6 +289,9 @@ def _head_tape(case: Case) -> Tape:
     if s.split > 1:
         steps.append(Step("whole", s.u, ("normed",)))
         source = "whole"
+    if model.loss_chunks > 1 and not model.task.classifies:
+        steps.append(_loss_in_pieces(s, source, columns))
+        return Tape({"x": s.part}, tuple(steps), s.low_share)
     steps.append(Step("logits", elements * s.e, (source,), keeps=(source,), weights=weights))
     source = "logits"
     if s.e != 4:
@@ -303,3 +306,21 @@ def _head_tape(case: Case) -> Tape:
     else:  # the gradient of the logits is written over the softmax
         steps.append(Step("loss", 0.0, (source,), extra=softmax, scratch=named, back=-softmax))
     return Tape({"x": s.part}, tuple(steps), s.low_share)
+
+
+def _loss_in_pieces(s: _Sizes, source: str, columns: float) -> Step:
+    """Head and loss of ``Model.loss_chunks``: gradients are made in the forward pass (``nn/pieces.py``)."""
+    model, t = s.model, s.case.plan.mp
+    piece = s.tokens * columns / min(model.loss_chunks, s.case.seq_len / s.case.plan.sep)
+    wide = 4.0 * piece
+    copies = 1 + (s.e != 4) + (model.padded_vocab_size != model.vocab_size) + 2 * (t > 1 and s.on_cpu)
+    weights, sums = s.matrix(columns, model.hidden_size), columns * model.hidden_size * 4
+    return Step(
+        "loss",
+        0.0,
+        (source,),
+        extra=s.u + sums,
+        scratch=piece * s.e + copies * wide + columns * model.hidden_size * s.e,
+        back=-s.u - (weights if s.e == 4 else 0.0),
+        weights=weights,
+    )

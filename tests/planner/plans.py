@@ -16,6 +16,7 @@ KEYS = {
     "micro": "Global.micro_batch_size",
     "batch": "Global.global_batch_size",
     "recompute": "Model.recompute_granularity",
+    "chunks": "Model.loss_chunks",
 }
 MEMORY_PLANS: tuple[dict[str, Any], ...] = (
     {},
@@ -44,6 +45,8 @@ MEMORY_PLANS: tuple[dict[str, Any], ...] = (
     {"dp": 2, "mp": 2, "sp": 1},
     {"mp": 2, "pp": 2},
     {"pp": 2, "sharding": 2, "stage": 2},
+    {"chunks": 8, "recompute": "full"},
+    {"mp": 2, "chunks": 8, "recompute": "full"},
 )
 TRAFFIC_PLANS: tuple[dict[str, Any], ...] = (
     {"dp": 2},

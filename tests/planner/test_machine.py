@@ -15,6 +15,8 @@ from tests.planner.plans import MEMORY_PLANS, TRAFFIC_PLANS
         {"mp": 2, "sp": 1, "recompute": "full"},
         {"pp": 2, "vpp": 2},
         {"sharding": 2, "stage": 3},
+        {"chunks": 8, "recompute": "full"},
+        {"mp": 2, "chunks": 8, "recompute": "full"},
     ],
     ids=str,
 )

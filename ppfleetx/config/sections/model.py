@@ -128,6 +128,10 @@ class ModelConfig(Section):
     and has no such kernel on a CPU."""
     fuse_attn_qkv: Bool = True
     """Queries, keys and values are one weight, grouped per key/value head. Always so; false only warns."""
+    loss_chunks: PositiveInt = 1
+    """Compute output head and loss in so many pieces of the positions, so that the logits never exist whole:
+    saves most of `4 x positions x vocabulary` bytes three to four times over, and costs a gradient of the
+    head's weight more between the passes. 1: whole. 4 to 16 are useful. Losses differ by rounding only."""
     use_recompute: Bool = False
     """Recompute activations in the backward pass instead of keeping them."""
     recompute_granularity: Literal["full", "full_attn", "core_attn"] | None = None

@@ -16,6 +16,10 @@ class GPTEvalModule(GPTModule):
     rows in which every such token was the likeliest. NaN where logits are not finite.
     """
 
+    @property
+    def loss_in_pieces(self) -> bool:
+        return type(self).loss is GPTEvalModule.loss
+
     def loss(
         self, outputs: paddle.Tensor, batch: Tensors, factory: LayerFactory
     ) -> tuple[paddle.Tensor, paddle.Tensor]:

@@ -8,7 +8,7 @@ logits ``[s, b, V]``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import paddle
 from paddle import nn
@@ -18,6 +18,7 @@ from ppfleetx.nn.embedding import TokenEmbedding
 from ppfleetx.nn.init import Init
 from ppfleetx.nn.kernels import KernelOptions
 from ppfleetx.nn.mlp import MLP
+from ppfleetx.nn.pieces import LogitsInPieces, PieceHead, PieceTarget
 from ppfleetx.nn.positions import Rotary
 from ppfleetx.nn.recompute import may_recompute, recompute
 from ppfleetx.nn.stage import LayerFactory
@@ -242,21 +243,52 @@ class FinalNorm(nn.Layer):
         return (self.final_norm(state[0]), *state[1:])
 
 
-class Head(nn.Layer):
+class LanguageHead(PieceHead):
+    """What the two heads share: logits at once, or later and in pieces."""
+
+    def __init__(self, factory: LayerFactory, loss_chunks: int) -> None:
+        super().__init__(loss_chunks)
+        self.factory = factory
+
+    def forward(
+        self, state: State, cache: KeyValueCache | None = None, target: PieceTarget | None = None
+    ) -> Any:
+        """Logits ``[s, b, V]``, or this rank's columns of them; see :class:`PieceHead` for the rest."""
+        if target is not None:
+            return self.run_pieces(self.factory.enter_head(state[0]), target)
+        if self.defers((state, cache)):
+            return LogitsInPieces(self, state[0])
+        return self.logits(state[0])
+
+    def logits(self, hidden: paddle.Tensor) -> paddle.Tensor:
+        """Whole logits of ``hidden [s, b, h]``."""
+        raise NotImplementedError
+
+
+class Head(LanguageHead):
     """Logits from a matrix of its own."""
 
     def __init__(
-        self, factory: LayerFactory, *, hidden_size: int, padded_vocab_size: int, bias: bool, init: Init
+        self,
+        factory: LayerFactory,
+        *,
+        hidden_size: int,
+        padded_vocab_size: int,
+        bias: bool,
+        init: Init,
+        loss_chunks: int = 1,
     ) -> None:
-        super().__init__()
+        super().__init__(factory, loss_chunks)
         self.head = factory.column_linear(hidden_size, padded_vocab_size, init=init, bias=bias, kind="head")
 
-    def forward(self, state: State, cache: KeyValueCache | None = None) -> paddle.Tensor:
-        """Logits ``[s, b, V]``, or this rank's columns of them."""
-        return self.head(state[0])
+    def logits(self, hidden: paddle.Tensor) -> paddle.Tensor:
+        return self.head(hidden)
+
+    def matrix(self) -> tuple[paddle.Tensor, paddle.Tensor | None, bool]:
+        return self.head.weight, self.head.bias, False
 
 
-class TiedHead(nn.Layer):
+class TiedHead(LanguageHead):
     """Logits from the word embedding, which another stage shares (one card) or mirrors (pipeline)."""
 
     def __init__(
@@ -267,16 +299,18 @@ class TiedHead(nn.Layer):
         padded_vocab_size: int,
         word_init: Init,
         word_embeddings: nn.Layer | None = None,
+        loss_chunks: int = 1,
     ) -> None:
-        super().__init__()
-        self.factory = factory
+        super().__init__(factory, loss_chunks)
         self.word_embeddings = word_embeddings or factory.vocab_embedding(
             padded_vocab_size, hidden_size, init=word_init
         )
 
-    def forward(self, state: State, cache: KeyValueCache | None = None) -> paddle.Tensor:
-        """Logits ``[s, b, V]``, or this rank's columns of them."""
-        return self.factory.tied_logits(state[0], self.word_embeddings.weight)
+    def logits(self, hidden: paddle.Tensor) -> paddle.Tensor:
+        return self.factory.tied_logits(hidden, self.word_embeddings.weight)
+
+    def matrix(self) -> tuple[paddle.Tensor, paddle.Tensor | None, bool]:
+        return self.word_embeddings.weight, None, True
 
 
 class ClassificationHead(nn.Layer):

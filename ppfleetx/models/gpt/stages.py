@@ -118,6 +118,7 @@ def _head(cfg: ModelConfig, factory: LayerFactory) -> Stage:
         "factory": factory,
         "hidden_size": cfg.hidden_size,
         "padded_vocab_size": cfg.padded_vocab_size,
+        "loss_chunks": cfg.loss_chunks,
     }
     if cfg.tie_word_embeddings:
         kwargs["word_init"] = Normal(cfg.embedding_std, padded_dim=0, true_size=cfg.vocab_size)

@@ -1,0 +1,191 @@
+"""Head and loss in pieces of the positions, so that the logits of a micro batch never exist whole.
+
+The forward pass makes the logits of one piece, their loss and its gradients, and forgets the logits before
+the next piece. The backward pass only multiplies what is there by the gradient of the loss. No product is
+computed twice; what is kept between the passes are the gradients of the head's weight and of its input
+(Hsu et al., Liger Kernel, 2024, section 3.2, do the same in one GPU kernel).
+
+Shape letters: s positions, b rows, h width of the trunk, V columns of the logits (of this rank).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import paddle
+from paddle import nn
+from paddle.autograd import PyLayer
+
+OfPiece = Callable[[paddle.Tensor, paddle.Tensor, paddle.Tensor], Any]
+"""What is made of the logits ``[s', b, V]`` of a piece, its labels ``[b, s']`` and its mask ``[b, s']``."""
+
+
+@dataclass(frozen=True)
+class PieceTarget:
+    """What a head needs to go from its input to the loss.
+
+    Attributes:
+        labels, mask: ``[b, s]`` of this rank's positions.
+        function: what is wanted of each piece; to train, (loss sum, count) as of ``token_loss``.
+    """
+
+    labels: paddle.Tensor
+    mask: paddle.Tensor
+    function: OfPiece
+
+
+class LogitsInPieces:
+    """Stands for logits that nobody has computed yet: the loss asks for them, piece by piece.
+
+    Args:
+        head: the layer, a :class:`PieceHead`. It is called through its hooks, as in any forward pass.
+        hidden: ``[s, b, h]``, its input.
+    """
+
+    def __init__(self, head: PieceHead, hidden: paddle.Tensor) -> None:
+        self._head, self._hidden = head, hidden
+
+    def loss(
+        self, labels: paddle.Tensor, mask: paddle.Tensor, function: OfPiece
+    ) -> tuple[paddle.Tensor, paddle.Tensor]:
+        """``function``'s (loss sum, count), summed over the pieces."""
+        if paddle.is_grad_enabled():
+            loss = self._head((self._hidden,), None, PieceTarget(labels, mask, function))
+        else:
+            loss = paddle.add_n([part for part, _ in self.each(labels, mask, function)])
+        return loss, mask.astype("float32").sum()
+
+    def each(self, labels: paddle.Tensor, mask: paddle.Tensor, function: OfPiece) -> list[Any]:
+        """``function`` of every piece in order, without gradients."""
+        return self._head((self._hidden,), None, PieceTarget(labels, mask, function))
+
+
+class PieceHead(nn.Layer):
+    """A head that can give :class:`LogitsInPieces` in the place of logits.
+
+    Args:
+        num_pieces: into how many parts the positions are cut; 1: logits are always whole.
+    """
+
+    def __init__(self, num_pieces: int = 1) -> None:
+        super().__init__()
+        self.num_pieces, self._loss_follows = num_pieces, False
+
+    @contextmanager
+    def loss_follows(self) -> Iterator[None]:
+        """Within, whoever gets the logits only asks for their loss."""
+        self._loss_follows = self.num_pieces > 1
+        try:
+            yield
+        finally:
+            self._loss_follows = False
+
+    def defers(self, inputs: Sequence[Any]) -> bool:
+        """Whether a call with these positional arguments computes nothing yet, and so needs no weights."""
+        _, cache, target = (*inputs, None, None)[:3]
+        return self._loss_follows and cache is None and target is None
+
+    def matrix(self) -> tuple[paddle.Tensor, paddle.Tensor | None, bool]:
+        """Weight, bias, and whether the weight is transposed (``[V, h]``)."""
+        raise NotImplementedError
+
+    def run_pieces(self, whole: paddle.Tensor, target: PieceTarget) -> Any:
+        """The loss of ``whole [s, b, h]``; without gradients, the results of all pieces."""
+        weight, bias, is_transposed = self.matrix()
+        if paddle.is_grad_enabled():
+            return _LossInPieces.apply(whole, weight, bias, is_transposed, target, self.num_pieces)
+        return [
+            target.function(_logits(piece, weight, bias, is_transposed), labels, mask)
+            for piece, labels, mask in _pieces(whole, target, self.num_pieces)
+        ]
+
+
+class _LossInPieces(PyLayer):
+    """Loss sum of ``function`` over the pieces; the gradients are made in the forward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        whole: paddle.Tensor,
+        weight: paddle.Tensor,
+        bias: paddle.Tensor | None,
+        is_transposed: bool,
+        target: PieceTarget,
+        num_pieces: int,
+    ) -> paddle.Tensor:
+        shared = [weight] if bias is None else [weight, bias]
+        loss, of_whole, sums = None, [], [None] * len(shared)
+        for piece, labels, mask in _pieces(whole, target, num_pieces):
+            piece.stop_gradient = whole.stop_gradient
+            part, gradients = _gradients([piece, *shared], is_transposed, labels, mask, target.function)
+            loss = part if loss is None else loss + part
+            while len(gradients) > 1:  # each let go as soon as it has been added
+                index = len(gradients) - 2
+                sums[index] = _added(sums[index], gradients.pop())
+            of_whole += gradients
+        ctx.gradients = [None if whole.stop_gradient else paddle.concat(of_whole), *sums]
+        ctx.dtypes = [whole.dtype, *(tensor.dtype for tensor in shared)]
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, []
+        for index, gradient in enumerate(gradients):
+            if gradient is not None:
+                scaled = gradient.multiply_(_in(upstream, gradient.dtype))
+                gradients[index] = _in(scaled, ctx.dtypes[index])
+        return tuple(gradients)
+
+
+def _gradients(
+    given: Sequence[paddle.Tensor],
+    is_transposed: bool,
+    labels: paddle.Tensor,
+    mask: paddle.Tensor,
+    function: OfPiece,
+) -> tuple[paddle.Tensor, list[paddle.Tensor | None]]:
+    """Loss of a piece, and the gradients of ``given`` (piece, weight, perhaps bias) that want one."""
+    # Leaves of their own: nothing reaches the parameters, or the hooks on them, before the backward pass.
+    leaves = [tensor.detach() for tensor in given]
+    for leaf, tensor in zip(leaves, given, strict=True):
+        leaf.stop_gradient = tensor.stop_gradient
+    hidden, weight, bias = (*leaves, None)[:3]
+    with paddle.enable_grad():
+        part, _ = function(_logits(hidden, weight, bias, is_transposed), labels, mask)
+        part.backward()  # not paddle.grad, which leaves what PyLayers have saved to the garbage collector
+    return part.detach(), [leaf.grad for leaf in leaves]
+
+
+def _logits(
+    hidden: paddle.Tensor, weight: paddle.Tensor, bias: paddle.Tensor | None, is_transposed: bool
+) -> paddle.Tensor:
+    logits = paddle.matmul(hidden, weight, transpose_y=is_transposed)
+    return logits if bias is None else logits + bias
+
+
+def _added(total: paddle.Tensor | None, gradient: paddle.Tensor | None) -> paddle.Tensor | None:
+    """Sums are kept in float32: there are as many terms as pieces."""
+    if gradient is None:
+        return total
+    gradient = _in(gradient, paddle.float32)
+    return gradient if total is None else total.add_(gradient)
+
+
+def _in(tensor: paddle.Tensor, dtype: paddle.dtype) -> paddle.Tensor:
+    """``tensor`` in ``dtype``; itself, where ``astype`` would copy it, if it is."""
+    return tensor if tensor.dtype == dtype else tensor.astype(dtype)
+
+
+def _pieces(
+    whole: paddle.Tensor, target: PieceTarget, num_pieces: int
+) -> Iterator[tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]]:
+    """Hidden, labels and mask of each piece: consecutive positions, their numbers equal or one apart."""
+    length = whole.shape[0]
+    count = min(num_pieces, length)
+    edges = [length * index // count for index in range(count + 1)]
+    for begin, end in pairwise(edges):
+        yield whole[begin:end], target.labels[:, begin:end], target.mask[:, begin:end]
