@@ -66,6 +66,19 @@ def test_logits_are_never_whole(tied):
     assert paddle.allclose(of_weight_in_pieces, of_weight, rtol=1e-5, atol=1e-7)
 
 
+def test_each_row_is_told_once():
+    """For ``Engine.log_source_loss``: the same losses of rows as with whole logits."""
+    told = []
+    for pieces in (1, 3):
+        head, token_loss = _head(True, 8, 50, pieces)
+        trunk, labels = paddle.rand([16, 4, 8]), paddle.randint(0, 45, [4, 16])
+        token_loss.__self__.tell_rows = told.append
+        with head.loss_follows():
+            token_loss(head((trunk,)), labels, paddle.ones([4, 16]), 45)
+    whole, pieces = told
+    assert paddle.allclose(pieces, whole, rtol=1e-6)
+
+
 def _head(tied, hidden, vocab, pieces):
     from ppfleetx.models.gpt.layers import Head, TiedHead
     from ppfleetx.nn.factory import LocalFactory
