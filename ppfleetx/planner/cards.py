@@ -35,6 +35,8 @@ class Card(Section):
     """Share of the peak that a large matrix product reaches."""
     matmul_latency_us: NonNegativeFloat
     """What a matrix product costs beside its arithmetic, so that small ones reach a lower share."""
+    matmul_half_dim: NonNegativeFloat = 0.0
+    """Least dimension (rows, columns or inner) at which a matrix product reaches half of its share."""
     memory_gb_s: PositiveFloat
     """Stated bandwidth of the memory, in GB/s."""
     memory_efficiency: UnitFloat
@@ -79,9 +81,15 @@ class Card(Section):
             )
         return self.peak_tflops[dtype] * 1e12
 
-    def matmul_seconds(self, flops: float, dtype: str) -> float:
-        """Time of one matrix product of ``flops`` floating-point operations."""
-        return flops / (self.peak(dtype) * self.matmul_efficiency) + self.matmul_latency_us * _MICRO
+    def matmul_seconds(self, flops: float, dtype: str, narrowest: float = 0.0, kernels: int = 1) -> float:
+        """Time of ``kernels`` matrix products of ``flops`` floating-point operations together.
+
+        Args:
+            narrowest: the least of a product's dimensions; 0: it counts as wide enough.
+        """
+        share = narrowest / (narrowest + self.matmul_half_dim) if narrowest else 1.0
+        speed = self.peak(dtype) * self.matmul_efficiency * share
+        return flops / speed + kernels * self.matmul_latency_us * _MICRO
 
     def memory_seconds(self, num_bytes: float, kernels: float = 1) -> float:
         """Time of ``kernels`` element-wise operations that read and write ``num_bytes`` together."""

@@ -73,6 +73,7 @@ class Case:
             Megatron-LM and PaddleFleetX, for published runs.
         flat_states: sharding cuts states into equal parts wherever that is (DeepSpeed's ZeRO), instead of
             dealing out whole parameters as this engine does; for published runs.
+        fragments: what the allocator loses, as a share of what it hands out; None: as on ``kernels``' device.
     """
 
     model: ModelConfig
@@ -87,6 +88,7 @@ class Case:
     async_save: bool = False
     kernels: Kernels = "gpu"
     flat_states: bool = False
+    fragments: float | None = None
 
     def __hash__(self) -> int:
         return self._hash

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.plan import ParallelPlan, violations
+from ppfleetx.config.plan import AXES, ParallelPlan, violations
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.planner.alternatives import why_not
 from ppfleetx.planner.calibration import calibrate
@@ -39,6 +39,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="X",
         help="network of a node in all, in Gbit/s (else the card's)",
+    )
+    parser.add_argument(
+        "--rank-order",
+        metavar="pp,dp,...",
+        help=f"how ranks are numbered, nearest neighbours last (default {','.join(AXES)}, as this engine "
+        "does; another program's for its published runs)",
     )
     parser.add_argument("--batch", type=int, metavar="N", help="sequences a step (else the YAML's)")
     parser.add_argument(
@@ -80,12 +86,11 @@ def run_plan(args: argparse.Namespace) -> str:
     """
     written = read_written(args.config, args.override)
     card = load_card(args.card or written.cfg.Global.card or _ANY_CARD)
-    lines = []
+    told = ""
     cluster = _cluster(args, card)
     if args.calibrate:
         card, told = calibrate(args.calibrate, cluster, args.write_card)
         cluster = replace(cluster, card=card)
-        lines.append(told)
     elif args.write_card:
         raise ConfigError("is written by --calibrate RUN_DIR", key="--write-card", value=args.write_card)
     words = _words(args)
@@ -100,8 +105,9 @@ def run_plan(args: argparse.Namespace) -> str:
     if prediction is not None:
         _files(args, cfg, prediction, found)
     if args.json:
-        return json.dumps(_json(written, prediction, found, questions, args))
-    lines.append(_text(args, prediction, found, cluster))
+        calibrated = {"calibration": told.splitlines()} if told else {}
+        return json.dumps({**_json(written, prediction, found, questions, args), **calibrated})
+    lines = [*([told] if told else []), _text(args, prediction, found, cluster)]
     if prediction is not None:
         lines += answers(prediction, _tokens(written, prediction, args), questions)
         if found is not None:
@@ -119,7 +125,16 @@ def _words(args: argparse.Namespace) -> str | None:
 
 def _cluster(args: argparse.Namespace, card: Card) -> Cluster:
     network = 0.0 if args.network_gbps is None else _positive(args.network_gbps, "--network-gbps") * 1e9 / 8
-    return Cluster(card, int(_positive(args.per_node, "--per-node")), network)
+    return Cluster(card, int(_positive(args.per_node, "--per-node")), network, _axes(args.rank_order))
+
+
+def _axes(words: str | None) -> tuple[str, ...]:
+    if words is None:
+        return AXES
+    axes = tuple(word.strip() for word in words.split(","))
+    if sorted(axes) != sorted(AXES):
+        raise ConfigError(f"must name each of {', '.join(AXES)} once", key="--rank-order", value=words)
+    return axes
 
 
 def _one(

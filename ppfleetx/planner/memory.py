@@ -19,9 +19,6 @@ from ppfleetx.planner.tape import Tape
 _BUCKET_BYTES = 64 << 20  # parallel sums are packed into pieces of this size (distributed/collectives.py)
 _FRAGMENTS = 0.02
 """What the allocator loses to fragments, as a share of what it hands out."""
-_FRAGMENTS_DEEPSPEED = 0.30
-"""The same of PyTorch's caching allocator under Megatron-DeepSpeed: the median of BLOOM's trials of
-2022-02-21 (``tests/goldens/planner/bloom_memory.csv``); later rows are predicted with it."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +103,9 @@ def stage_memory(case: Case, cluster: Cluster, stage: int) -> StageMemory:
 
 
 def _fragments(case: Case) -> float:
-    if case.kernels == "cpu":
-        return 0.0  # what is asked for is what is counted
-    return _FRAGMENTS_DEEPSPEED if case.flat_states else _FRAGMENTS
+    if case.fragments is not None:
+        return case.fragments
+    return 0.0 if case.kernels == "cpu" else _FRAGMENTS  # on a CPU what is asked for is what is counted
 
 
 def least_memory(case: Case, cluster: Cluster) -> float:

@@ -26,11 +26,14 @@ class Cluster:
         card: what is in the nodes.
         per_node: cards of a node.
         network: bytes/s that a node sends, all its interfaces together.
+        axes: how ranks are numbered, the axis of nearest neighbours last: fleet's order, or another
+            program's, for published runs.
     """
 
     card: Card
     per_node: int = 8
     network: float = 0.0
+    axes: tuple[str, ...] = AXES
 
     @property
     def node_bandwidth(self) -> float:
@@ -70,12 +73,12 @@ class Group:
         return self.inside < self.size
 
 
-def group_of(plan: ParallelPlan, axis: str, per_node: int) -> Group:
-    """The groups of ``axis``: ranks that differ on it lie ``stride`` apart (fleet's order of axes)."""
+def group_of(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
+    """The groups of ``axis``: ranks that differ on it lie ``stride`` apart."""
     size, stride = getattr(plan, axis), 1
-    for name in AXES[AXES.index(axis) + 1 :]:
+    for name in cluster.axes[cluster.axes.index(axis) + 1 :]:
         stride *= getattr(plan, name)
-    return _group(size, stride, per_node)
+    return _group(size, stride, cluster.per_node)
 
 
 def _group(size: int, stride: int, per_node: int) -> Group:
@@ -116,7 +119,7 @@ def message_seconds(num_bytes: float, plan: ParallelPlan, cluster: Cluster) -> f
 
     All ranks of a stage send at once: between nodes they share the network.
     """
-    group, card = group_of(plan, "pp", cluster.per_node), cluster.card
+    group, card = group_of(plan, "pp", cluster), cluster.card
     if not group.leaves_node:
         return num_bytes / card.link_bandwidth(2) + card.link_latency_us / 2 * _MICRO
     return num_bytes * group.sharing / cluster.node_bandwidth + card.network_latency_us * _MICRO

@@ -31,6 +31,7 @@ class Operation:
         num_bytes: read and written in the forward pass beside what a product streams anyway.
         backward_bytes: the same in the backward pass.
         kernels: launches of the forward pass.
+        narrowest: least dimension of a product of weights; 0 for all others.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Operation:
     num_bytes: float = 0.0
     backward_bytes: float = 0.0
     kernels: int = 1
+    narrowest: float = 0.0
 
 
 def layer_operations(case: Case) -> list[Operation]:
@@ -57,7 +59,8 @@ def _split(case: Case) -> int:
 
 
 def _matmul(name: str, part: Part, rows: float, width_in: float, width_out: float) -> Operation:
-    return Operation(name, "matmul", part, flops=2 * rows * width_in * width_out)
+    narrowest = min(rows, width_in, width_out)
+    return Operation(name, "matmul", part, flops=2 * rows * width_in * width_out, narrowest=narrowest)
 
 
 def _elementwise(name: str, part: Part, forward: float, backward: float, kernels: int = 1) -> Operation:

@@ -10,7 +10,7 @@ from ppfleetx.models.gpt.shape import parameter_count
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.case import Case
 from ppfleetx.planner.flops import model_flops_utilization, step_flops, tflops_per_device
-from ppfleetx.planner.memory import StageMemory, stage_memory
+from ppfleetx.planner.memory import CARD_PARTS, StageMemory, stage_memory
 from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.step_time import StepTime, quick_seconds, step_time
 
@@ -68,6 +68,9 @@ class Prediction:
             "step_time_s": [round(value, 6) for value in self.time.interval],
             "step_parts_s": {name: round(value, 6) for name, value in self.time.parts.items()},
             "memory_gib": [round(stage.total / GIB, 4) for stage in self.memory],
+            "memory_parts_gib": [
+                {part: round(getattr(stage, part) / GIB, 4) for part in CARD_PARTS} for stage in self.memory
+            ],
             "host_memory_gib": round(max(stage.host for stage in self.memory) / GIB, 4),
             "fits": self.fits,
             "mfu": round(self.mfu, 6),

@@ -74,7 +74,8 @@ def constants(cluster: Cluster) -> str:
         [
             f"Constants of {card.name} (planner/cards.yaml says what they mean; --card FILE changes them):",
             f"  peak TFLOP/s {peaks}; products reach {card.matmul_efficiency:.0%}, flash attention "
-            f"{card.flash_efficiency:.0%}; {card.matmul_latency_us:g} us each",
+            f"{card.flash_efficiency:.0%}; {card.matmul_latency_us:g} us each, half of it when "
+            f"{card.matmul_half_dim:g} wide",
             f"  memory {card.memory_gib:g} GiB, {card.memory_gb_s:g} GB/s, of which "
             f"{card.memory_efficiency:.0%}; "
             f"{card.kernel_latency_us:g} us an operation",

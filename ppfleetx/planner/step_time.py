@@ -220,20 +220,25 @@ def _backward(operations: list[Operation], case: Case, cluster: Cluster) -> Pass
     return total
 
 
+_SCORES_STREAMED = 0.2
+"""Share of the scores' bytes whose way to memory and back the products of attention do not hide (fitted)."""
+
+
 def _price(o: Operation, flops: float, moved: float, kernels: int, case: Case, cluster: Cluster) -> Passes:
     card, dtype = cluster.card, case.precision.compute
     if o.kind == "elementwise":
         return Passes(memory=card.memory_seconds(moved, kernels))
-    latency = kernels * card.matmul_latency_us * 1e-6
     if o.kind == "flash":
+        latency = kernels * card.matmul_latency_us * 1e-6
         return Passes(matmul=flops / (card.peak(dtype) * card.flash_efficiency) + latency)
-    seconds = flops / (card.peak(dtype) * card.matmul_efficiency) + latency
-    return Passes(matmul=seconds + (0.8 * moved / (card.memory_gb_s * 0.9e9) if o.kind == "scores" else 0.0))
+    seconds = card.matmul_seconds(flops, dtype, o.narrowest, kernels)
+    streamed = _SCORES_STREAMED * moved / (card.memory_gb_s * 1e9) if o.kind == "scores" else 0.0
+    return Passes(matmul=seconds + streamed)
 
 
 def _activation_sum(case: Case, cluster: Cluster) -> float:
     """One tensor-parallel sum of the trunk; with sequence parallelism as scatter and gather."""
-    return all_reduce_seconds(case.trunk_bytes, group_of(case.plan, "mp", cluster.per_node), cluster)
+    return all_reduce_seconds(case.trunk_bytes, group_of(case.plan, "mp", cluster), cluster)
 
 
 def _layer_communication(case: Case, cluster: Cluster, *, backward: bool = False) -> Passes:
@@ -241,11 +246,11 @@ def _layer_communication(case: Case, cluster: Cluster, *, backward: bool = False
     backward pass gathers the inputs of both column-parallel products once more."""
     sums = 2 * _activation_sum(case, cluster)
     if backward and case.plan.sequence_parallel:
-        mp = group_of(case.plan, "mp", cluster.per_node)
+        mp = group_of(case.plan, "mp", cluster)
         sums += 2 * gather_seconds(case.trunk_bytes, mp, cluster)
     exchanges = 0.0
     if case.plan.sep > 1:
-        group = group_of(case.plan, "sep", cluster.per_node)
+        group = group_of(case.plan, "sep", cluster)
         model, tokens = case.model, case.micro_batch * case.seq_len / case.plan.sep
         e, width = case.precision.activation_bytes, model.head_size / case.plan.mp
         qkv = tokens * (model.num_attention_heads + 2 * model.kv_heads) * width * e
@@ -258,7 +263,7 @@ def _message(case: Case, plan: ParallelPlan, cluster: Cluster) -> float:
     """Each tensor rank sends its part of an activation; without sequence parallelism the receivers gather."""
     seconds = message_seconds(case.trunk_bytes / plan.mp, plan, cluster)
     if plan.mp > 1 and not plan.sequence_parallel:
-        seconds += gather_seconds(case.trunk_bytes, group_of(case.plan, "mp", cluster.per_node), cluster)
+        seconds += gather_seconds(case.trunk_bytes, group_of(case.plan, "mp", cluster), cluster)
     return seconds
 
 
@@ -267,7 +272,7 @@ def _fetch_seconds(case: Case, cluster: Cluster) -> float:
     if case.plan.sharding_stage != 3 or case.plan.sharding == 1:
         return 0.0
     size, tensors = layer_parameters(case.model, case.plan.mp)
-    group = group_of(case.plan, "sharding", cluster.per_node)
+    group = group_of(case.plan, "sharding", cluster)
     latency = cluster.card.link_latency_us * 0.5e-6 * (tensors - 1)
     return gather_seconds(size * case.precision.parameter_bytes, group, cluster) + latency
 
@@ -277,12 +282,12 @@ def _gradient_seconds(case: Case, cluster: Cluster, held: Held) -> float:
     plan, each = case.plan, case.precision.gradient_bytes
     seconds, remaining = 0.0, held.trained
     if plan.sharding > 1:
-        group = group_of(plan, "sharding", cluster.per_node)
+        group = group_of(plan, "sharding", cluster)
         rounds = case.accumulate if plan.sharding_stage > 1 else 1
         seconds += rounds * gather_seconds(held.trained * each, group, cluster)
         remaining = held.owned
     for axis in ("sep", "dp"):
-        seconds += all_reduce_seconds(remaining * each, group_of(plan, axis, cluster.per_node), cluster)
+        seconds += all_reduce_seconds(remaining * each, group_of(plan, axis, cluster), cluster)
     return seconds
 
 
@@ -290,7 +295,7 @@ def _value_seconds(case: Case, cluster: Cluster, held: Held) -> float:
     """Sharding stages 1 and 2: new values from their owners."""
     if case.plan.sharding == 1 or case.plan.sharding_stage == 3:
         return 0.0
-    group = group_of(case.plan, "sharding", cluster.per_node)
+    group = group_of(case.plan, "sharding", cluster)
     return gather_seconds(held.trained * case.precision.parameter_bytes, group, cluster)
 
 

@@ -138,6 +138,7 @@ def test_days_and_cost_follow_from_the_step(capsys):
         (("--tokens", "nan"), "greater than 0"),
         (("--calibrate", "nowhere"), "output directory of a run"),
         (("--write-card", "x.yaml"), "is written by --calibrate"),
+        (("--rank-order", "pp,dp"), "each of dp, pp, sharding, sep, mp once"),
         (("--plan", "stage=4"), "must be 1, 2 or 3"),
     ],
 )
@@ -172,6 +173,28 @@ def test_calibration_finds_the_card_that_made_the_times(tmp_path):
         case = case_of(load_config(NANO, plan), slow)
         true = step_time(case, Cluster(slow)).seconds
         assert Prediction(case, Cluster(fitted)).time.seconds == pytest.approx(true, rel=0.05)
+
+
+def test_json_says_what_calibration_found(capsys, tmp_path):
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"_base_": str(_nano())}))
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "batch_cost": 0.5}\n' * 5)
+    run = ("--card", "CPU", "--plan", "dp=1", "--calibrate", str(tmp_path), "--json")
+    found = json.loads(planned(capsys, *run, config=NANO))
+    assert "measured 0.5 s" in found["calibration"][1]
+    assert "after" in found["calibration"][1]
+    for total, parts in zip(found["memory_gib"], found["memory_parts_gib"], strict=True):
+        assert sum(parts.values()) == pytest.approx(total, abs=1e-3)
+
+
+def test_rank_order_decides_who_shares_a_node(capsys):
+    """Stages that lie next to each other send within the node, and replicas over the network."""
+    words = ("--per-node", "2", "--plan", "dp=2,pp=2,micro=1", "--json")
+    times = {}
+    for order in ("dp,pp,sharding,sep,mp", "pp,dp,sharding,sep,mp"):
+        times[order] = json.loads(planned(capsys, *words, "--rank-order", order))["step_parts_s"]
+    own, other = times.values()
+    assert own["pipeline"] < other["pipeline"]
+    assert own["gradients"] > other["gradients"]
 
 
 def _nano():

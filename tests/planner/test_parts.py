@@ -80,7 +80,7 @@ def test_a_long_step_is_not_played_to_its_end_and_takes_as_long(chunks):
 
 def test_a_ring_moves_its_bytes_twice():
     card = load_card("A100-80GB")
-    group = group_of(ParallelPlan(mp=8), "mp", 8)
+    group = group_of(ParallelPlan(mp=8), "mp", Cluster(card))
     seconds = all_reduce_seconds(1e9, group, Cluster(card))
     assert seconds == pytest.approx(2 * 7 / 8 * 1e9 / card.link_bandwidth(8), rel=0.05)
 

@@ -8,12 +8,14 @@ from ppfleetx.planner.cards import load_card
 from ppfleetx.planner.flops import step_flops, tflops_per_device
 from tests.planner.published import (
     TIMES,
-    bloom_memory,
+    bloom_sweep_errors,
     case_of_row,
-    fleetx_memory,
+    mpt_errors,
+    regret,
     rows_of,
     time_errors,
 )
+from tests.planner.published_memory import bloom_memory, fleetx_memory, nanotron_memory
 
 BOUNDS = {"korthikanti.csv": 0.07, "sc21.csv": 0.12, "megascale.csv": 0.10}
 
@@ -28,8 +30,32 @@ def test_half_of_the_held_out_plans_are_within_8_percent():
     assert statistics.median(abs(error) for error in held_out) <= 0.08
 
 
+def test_the_plan_ranked_first_is_among_the_best():
+    assert max(regret(next(p for p in TIMES if p.held_out)).values()) <= 0.05
+
+
+def test_bloom_batch_sweep_after_calibration():
+    errors = bloom_sweep_errors()
+    assert len(errors) == 4
+    assert max(abs(error) for error in errors) <= 0.10
+
+
+@pytest.mark.parametrize("card", ["A100-80GB", "H100-80GB"])
+def test_half_of_the_runs_with_fused_attention_are_within_8_percent(card):
+    errors = mpt_errors(card)
+    assert len(errors) >= 6
+    assert statistics.median(abs(error) for error in errors) <= 0.08
+
+
+def test_nanotron_memory():
+    rows = nanotron_memory()
+    near = [row for row in rows if abs(row.error) <= 0.10]
+    assert len(rows) == 13
+    assert len(near) / len(rows) >= 0.8, [(row.name, row.error) for row in rows]
+
+
 def test_bloom_counted_the_same_operations():
-    for row in rows_of("bloom.csv"):
+    for row in filter(lambda row: row["tflops"], rows_of("bloom.csv")):
         case = case_of_row(row, 250_880)
         counted = tflops_per_device(step_flops(case).hardware, float(row["seconds"]), case)
         assert counted == pytest.approx(float(row["tflops"]), rel=0.005)
