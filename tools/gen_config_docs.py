@@ -188,6 +188,8 @@ def json_schema() -> dict[str, Any]:
     callbacks = schema["$defs"]["EngineConfig"]["properties"]["callbacks"]
     name = schema["$defs"]["CallbackConfig"]["properties"]["name"]
     callbacks["items"] = {"anyOf": [callbacks["items"], {"anyOf": name["anyOf"]}]}
+    sets = schema["$defs"]["EvalConfig"]["properties"]["sets"]
+    sets["additionalProperties"] = {"anyOf": [sets["additionalProperties"], {"type": "string"}]}
     names = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
     schema["properties"]["_base_"] = {**names, "description": "Files this one builds on."}
     return schema

@@ -24,7 +24,8 @@ class History(Callback):
         self._records.append(self._kept("train", record))
 
     def on_eval_end(self, run: Run, record: EvalRecord) -> None:
-        self._records.append(self._kept("eval", record))
+        named = {} if record.name is None else {"set": record.name}
+        self._records.append({**self._kept("eval", record), **named})
 
     def _kept(self, kind: str, record: StepRecord | EvalRecord) -> dict[str, Any]:
         values = {name: getattr(record, name) for name in self._names if hasattr(record, name)}

@@ -186,6 +186,7 @@ class Trainer:
 
     def evaluate(self, eval_checkpoint: str | Path | None = None) -> dict[str, float]:
         """``{"loss", "ppl"}`` on ``eval_dataset``, or on the part of ``train_dataset`` that is kept for it.
+        Where the configuration names several evaluation sets, it is the first.
 
         Args:
             eval_checkpoint: the model; else the trained one, else that of the directory.
@@ -197,6 +198,7 @@ class Trainer:
             else [override("Engine.save_load.ckpt_dir", str(self._found(place).checkpoint))]
         )
         record = self._native([*self._args, *more], starts=False).evaluate()
+        record = next(iter(record.values())) if isinstance(record, dict) else record
         return {"loss": record.loss, "ppl": record.ppl}
 
     def predict(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -35,8 +35,9 @@ class Trainer:
         train_data: in place of ``Data.Train.dataset.input_dir``: a list of texts, a text file or folder
             (json lines too), the prefix of a ``.bin/.idx`` pair, or a ``datasets.Dataset`` with a column
             ``text``. Texts are encoded into ``output_dir/data``.
-        eval_data: the same for evaluation. Without it, evaluation takes its share of ``train_data``
-            (``Data.Eval.dataset.split``), where the configuration has an evaluation set.
+        eval_data: the same for evaluation, or several by name: ``{"wiki": ..., "code": ...}``. Without
+            it, evaluation takes its share of ``train_data`` (``Data.Eval.dataset.split``), where the
+            configuration has an evaluation set.
         tokenizer: of the texts: a directory, or a :class:`Tokenizer`; else ``Data.tokenizer``.
         output_dir: where the run is written (``Engine.save_load.output_dir``).
         callbacks: objects with hooks, see :class:`~ppfleetx.core.engine.callbacks.base.Callback`.
@@ -44,7 +45,8 @@ class Trainer:
     Attributes:
         cfg: the whole configuration.
         history: what the run reported: ``{"kind": "train", "step", "epoch", "loss", "lr", "grad_norm"}`` of
-            each step, ``{"kind": "eval", "step", "loss", "ppl"}`` of each evaluation.
+            each step, ``{"kind": "eval", "step", "loss", "ppl"}`` of each evaluation (and its ``"set"``,
+            if it has a name).
 
     Raises:
         UserError: a mistake in the configuration or the data, in words.
@@ -98,9 +100,9 @@ class Trainer:
             )
         return self
 
-    def evaluate(self) -> EvalRecord:
+    def evaluate(self) -> EvalRecord | dict[str, EvalRecord]:
         """Loss and perplexity on ``Data.Eval`` of the last checkpoint of ``output_dir``, or of ``ckpt_dir``
-        where the configuration names one.
+        where the configuration names one. Of several named sets, ``{name: record}``.
 
         Raises:
             UserError: there is no checkpoint, or no evaluation set.
@@ -108,7 +110,8 @@ class Trainer:
         cfg, ctx = start_with(self._with_checkpoint(), reads=("Eval",))
         from ppfleetx.core.programs.train import evaluate
 
-        return evaluate(cfg, ctx)
+        records = evaluate(cfg, ctx)
+        return {record.name: record for record in records} if cfg.Data.Eval.sets else records[0]
 
     def predict(self, prompts: Any, **options: Any) -> Any:
         """Continue prompts with the trained model; arguments as of :meth:`GPT.generate`."""
@@ -161,7 +164,12 @@ def _data_overrides(raw: Any, train_data: Any, eval_data: Any, home: Path) -> li
         if data is None:
             continue
         key = f"Data.{mode}.dataset"
-        found.append(override(f"{key}.input_dir", corpus_prefix(data, tokenizer, home)))
+        if mode == "Eval" and isinstance(data, Mapping):
+            sets = {name: {"input_dir": corpus_prefix(one, tokenizer, home)} for name, one in data.items()}
+            found.append(override("Data.Eval.sets", sets))
+        else:
+            found.append(override(f"{key}.input_dir", corpus_prefix(data, tokenizer, home)))
+            found += [override("Data.Eval.sets", {})] if mode == "Eval" else []
         if eval_data is not None or section is None:
             found.append(override(f"{key}.split", whole))
         if section is None or "max_seq_len" not in section.dataset.model_fields_set:
@@ -173,4 +181,5 @@ def _data_overrides(raw: Any, train_data: Any, eval_data: Any, home: Path) -> li
             )
         [prefix] = [text for text in found if text.startswith("Data.Train.dataset.input_dir=")]
         found.append(prefix.replace("Data.Train", "Data.Eval", 1))
+        found.append(override("Data.Eval.sets", {}))
     return found

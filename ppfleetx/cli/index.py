@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import argparse
 import time
+from typing import TYPE_CHECKING
 
 from ppfleetx.config.counts import counted
 from ppfleetx.utils.cli import add_config_arguments
+
+if TYPE_CHECKING:
+    from ppfleetx.config.sections.root import RunConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,14 +32,23 @@ def run(args: argparse.Namespace) -> None:
     configure_logging()
     cfg = load_config(args.config, args.override)
     verify_corpora(cfg, ("Train", "Eval", "Test"))
-    for mode in ("Train", "Eval", "Test"):
-        if getattr(cfg.Data, mode) is None:
-            print(f"{mode}: not configured")
+    parts = [("Train", "Train", cfg), *_evaluation_parts(cfg), ("Test", "Test", cfg)]
+    for title, mode, one in parts:
+        if getattr(one.Data, mode) is None:
+            print(f"{title}: not configured")
             continue
         started = time.perf_counter()
-        loader = build_dataloader(cfg, mode, data_size=cfg.plan.data_size)
-        print(f"{mode}: {loader.describe()}")
+        loader = build_dataloader(one, mode, data_size=cfg.plan.data_size)
+        print(f"{title}: {loader.describe()}")
         print(
-            f"{mode}: {counted(len(loader.dataset), 'sample', ',')} prepared, order {loader.fingerprint}, "
+            f"{title}: {counted(len(loader.dataset), 'sample', ',')} prepared, order {loader.fingerprint}, "
             f"{time.perf_counter() - started:.1f} s"
         )
+
+
+def _evaluation_parts(cfg: RunConfig) -> list[tuple[str, str, RunConfig]]:
+    """(title, ``Eval``, configuration) of each evaluation set."""
+    from ppfleetx.config.data_sets import data_sets
+
+    sets = data_sets(cfg) or {None: cfg}
+    return [("Eval" if name is None else f"Eval, {name}", "Eval", one) for name, one in sets.items()]

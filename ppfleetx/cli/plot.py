@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def read_series(path: Path) -> dict[str, tuple[list[int], list[float]]]:
-    """{"train" | "eval": (steps, losses)} of a metrics file.
+    """{"train" | "eval": (steps, losses)} of a metrics file; of named evaluation sets "eval NAME" each.
 
     A last line that is not whole is left out: the run is writing it, or was killed while it did.
 
@@ -32,7 +32,7 @@ def read_series(path: Path) -> dict[str, tuple[list[int], list[float]]]:
     """
     if not path.is_file():
         raise DataError(f"{path}: no such metrics file; a run writes it to its output_dir")
-    series: dict[str, tuple[list[int], list[float]]] = {"train": ([], []), "eval": ([], [])}
+    series: dict[str, tuple[list[int], list[float]]] = {"train": ([], [])}
     *lines, rest = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines, 1):
         try:
@@ -48,9 +48,10 @@ def read_series(path: Path) -> dict[str, tuple[list[int], list[float]]]:
 
 def _add(series: dict[str, tuple[list[int], list[float]]], line: str) -> None:
     record = json.loads(line)
-    if record["kind"] in series:
+    if record["kind"] in ("train", "eval"):
         step, loss = int(record["step"]), float(record["loss"])
-        steps, losses = series[record["kind"]]
+        name = f"{record['kind']} {record['set']}" if "set" in record else record["kind"]
+        steps, losses = series.setdefault(name, ([], []))
         steps.append(step)
         losses.append(loss)
 
@@ -70,8 +71,8 @@ def draw(series: dict[str, tuple[list[int], list[float]]], output: Path) -> None
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
     axes.plot(*series["train"], linewidth=0.8, label="training")
-    if series["eval"][0]:
-        axes.plot(*series["eval"], marker="o", label="evaluation")
+    for name in sorted(series.keys() - {"train"}):
+        axes.plot(*series[name], marker="o", label=name.replace("eval", "evaluation", 1))
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)

@@ -98,7 +98,7 @@ _EFFECTS: dict[str, Effect] = {
         "reset_position_ids reset_attention_mask eod_mask_loss eod_id",
     ),
     **_table(Effect.NOTHING, "Data.Eval.dataset", "cache_dir verify"),
-    **_table(Effect.EVALUATION, "Data.Eval.sampler", "name shuffle drop_last"),
+    **_table(Effect.EVALUATION, "Data.Eval", "sampler.name sampler.shuffle sampler.drop_last sets"),
     **_table(Effect.NOTHING, "Data", "Train.loader Eval.loader Test"),
     **_table(Effect.DATA, "Data.tokenizer", "name dir tokenizer_file vocab_file merges_file"),
     **_table(Effect.TRAINING, "Data.tokenizer", "eos_token"),

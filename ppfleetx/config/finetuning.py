@@ -41,10 +41,8 @@ def finetuning_violations(cfg: RunConfig) -> Iterator[RuleError]:
 
 
 def _datasets(cfg: RunConfig) -> Iterator[tuple[str, DatasetConfig]]:
-    for mode in ("Train", "Eval", "Test"):
-        section = getattr(cfg.Data, mode)
-        if section is not None:
-            yield f"Data.{mode}.dataset", section.dataset
+    for mode, section in cfg.Data.sections("Train", "Eval", "Test"):
+        yield f"Data.{mode}.dataset", section.dataset
 
 
 def _texts(cfg: RunConfig) -> Iterator[RuleError]:
@@ -63,10 +61,10 @@ def _task(cfg: RunConfig) -> Iterator[RuleError]:
         if dataset.name != task:
             wanted = "a GLUE task" if task is None else f"the same task everywhere, here {task}"
             yield RuleError((f"{key}.name",), f"{cfg.Model.module} learns {wanted}")
-    for mode in ("Train", "Eval"):
-        section = getattr(cfg.Data, mode)
-        if section is not None and str(section.dataset.split).startswith("test"):
-            yield RuleError((f"Data.{mode}.dataset.split",), "test files hold no labels; put it in Data.Test")
+    for mode, section in cfg.Data.sections("Train", "Eval"):
+        if str(section.dataset.split).startswith("test"):
+            key = section.key_of(mode, "split")
+            yield RuleError((key,), "test files hold no labels; put it in Data.Test")
     if task is None and classes is None:
         yield RuleError(("Model.num_classes",), "is needed where no section of Data names a GLUE task")
     if task is not None and classes not in (None, GLUE_OUTPUTS[task]):

@@ -236,7 +236,8 @@ def open_corpora(cfg: RunConfig, mode: Mode) -> list[list[TokenStore]]:
     Raises:
         DataError: one is missing or damaged; the message names the key, and how a corpus is made.
     """
-    given, key = getattr(cfg.Data, mode).dataset.input_dir, f"Data.{mode}.dataset.input_dir"
+    section = getattr(cfg.Data, mode)
+    given, key = section.dataset.input_dir, section.key_of(mode, "input_dir")
     entries = [given] if isinstance(given, str) else given
     try:
         return [[open_tokens(prefix) for prefix in find_prefixes(entry)] for entry in entries]
@@ -255,7 +256,7 @@ def _parts(cfg: RunConfig, mode: Mode) -> list[CorpusPart]:
         [_part(corpus, dataset_cfg.split, mode) for corpus in group] for group in open_corpora(cfg, mode)
     ]
     if weights is not None and len(weights) != len(groups):
-        key = f"Data.{mode}.dataset.weights"
+        key = getattr(cfg.Data, mode).key_of(mode, "weights")
         given = counted(len(weights), "weight")
         raise ConfigError(f"{given} for {len(groups)} entries of input_dir", key=key)
     parts = [part for group in groups for part in group]

@@ -32,9 +32,8 @@ def verify_corpora(cfg: RunConfig, modes: Iterable[str]) -> None:
         DataError: a corpus is damaged, its checksums are another's, or it has none and ``verify`` is full.
     """
     levels: dict[str, str] = {}
-    for mode in modes:
-        section = getattr(cfg.Data, mode)
-        if section is not None and section.dataset.is_corpus:
+    for _, section in cfg.Data.sections(*modes):
+        if section.dataset.is_corpus:
             entries = section.dataset.input_dir
             for entry in (entries,) if isinstance(entries, str) else entries:
                 for prefix in find_prefixes(entry):

@@ -241,3 +241,14 @@ def test_a_model_with_adapters_is_kept_and_converted(here: Path, tmp_path: Path)
     trainer.model.to_huggingface(tmp_path / "hf")
     for place in ("saved", "hf"):
         assert abs(logits - ppfleetx.load(tmp_path / place)(ids)).max().item() < 1e-5, place
+
+
+def test_evaluation_on_data_with_names(here: Path, tmp_path: Path) -> None:
+    changes = {"Engine.max_steps": 2, "Engine.eval_freq": 2, "Engine.eval_iters": 1}
+    sets = {"text": "text.txt", "list": ["another text, said again and again\n" * 40]}
+    run = tmp_path / "run"
+    trainer = ppfleetx.Trainer("output", changes, train_data="text.txt", eval_data=sets, output_dir=run).fit()
+    told = {record["set"]: record["loss"] for record in trainer.history if record["kind"] == "eval"}
+    records = trainer.evaluate()
+    assert {name: record.loss for name, record in records.items()} == pytest.approx(told, rel=1e-6)
+    assert list(records) == ["text", "list"] and told["text"] != told["list"]

@@ -85,5 +85,5 @@ def test_an_evaluation_cut_short_is_made_up_for_on_resume(
         pace=Pace(4, eval_every=4),
     )
     engine.state = TrainState(step=4, evaluated_step=evaluated)
-    engine.fit([], eval_loader=[[{}]])
+    engine.fit([], eval_sets={None: [[{}]]})
     assert recorder.steps == expected

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_config
 from ppfleetx.data.indexed import IndexedDatasetWriter
-from tests.e2e.conftest import Tool, losses, records
+from tests.e2e.conftest import NANO, Tool, losses, records
+from tests.helpers.ranks import Pools
 
 
 @pytest.fixture(scope="module")
@@ -42,3 +46,111 @@ def test_a_blend_tells_the_loss_of_each_corpus(both: Path, tmp_path: Path) -> No
     told = records(tmp_path / "told", "train")[0]["sources"]
     shown = ", ".join(f"{name}: {source['loss']:.9f}" for name, source in told.items())
     assert f"loss per source at global step 1, {shown}\n" in done.stdout
+
+
+SETS = "{toy: TOY, noise: {input_dir: NOISE, split: [0, 1, 0]}}"
+
+
+def test_named_evaluation_sets(both: Path, tmp_path: Path) -> None:
+    tool = Tool(both / "toy")
+    sets = SETS.replace("TOY", str(both / "toy")).replace("NOISE", str(both / "noise"))
+    keys = ["Engine.max_steps=4", "Engine.eval_freq=2", "Engine.save_load.save_steps=2"]
+    named = [*keys, f"Data.Eval.sets={sets}", "Engine.save_load.keep_best=loss"]
+    done = tool.run(tmp_path / "whole", *named)
+    assert done.returncode == 0, done.stderr
+    found = records(tmp_path / "whole", "eval")
+    assert [(r["step"], r["set"]) for r in found] == [(n, s) for n in (0, 2, 4) for s in ("toy", "noise")]
+    assert re.search(r"eval at global step 4, loss: .*, cost: \d+\.\d+ sec, set: noise\n", done.stdout)
+    alone = tool.run(tmp_path / "alone", *keys)
+    assert alone.returncode == 0, alone.stderr
+    expected = [r["loss"] for r in records(tmp_path / "alone", "eval")]
+    assert [r["loss"] for r in found if r["set"] == "toy"] == expected, (
+        "a set is evaluated as if it were alone"
+    )
+    assert losses(tmp_path / "alone") == losses(tmp_path / "whole")
+    best = min((r["loss"], r["step"]) for r in found if r["set"] == "toy" and r["step"])
+    assert f"epoch_0_step_{best[1]}" in (tmp_path / "whole/best").read_text()
+
+    shutil.rmtree(tmp_path / "whole/epoch_0_step_4")
+    again = tool.run(tmp_path / "whole", *named, "Engine.save_load.resume=auto")
+    assert again.returncode == 0, again.stderr
+    assert [{**r, "seconds": 0} for r in records(tmp_path / "whole", "eval")] == [
+        {**r, "seconds": 0} for r in found
+    ]
+    ckpt = f"Engine.save_load.ckpt_dir={tmp_path}/whole"
+    judged = tool.run(tmp_path / "eval", f"Data.Eval.sets={sets}", ckpt, script="tools/eval.py")
+    assert judged.returncode == 0, judged.stderr
+    assert re.findall(r"loss: (\d\.\d{9}).*, set: (\w+)\n", judged.stdout) == [
+        (f"{r['loss']:.9f}", r["set"]) for r in found[-2:]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sets", "expected"),
+    [
+        ("{a b: x}", r"Data\.Eval\.sets = .*'a b' is no name"),
+        ("{a: {input_dir: x, weights: [1, 2]}}", r"Data\.Eval\.sets\.a\.weights .*2 weights for 1 corpus"),
+        ("{a: {inputs: x}}", r"Data\.Eval\.sets\.a\.inputs .*no such key in Data\.Eval\.sets\.a"),
+        ("{a: {split: [0, 0]}}", r"Data\.Eval\.sets\.a\.split .*needs up to three shares"),
+    ],
+)
+def test_sets_that_are_none(sets: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        load_config(NANO, [f"Data.Eval.sets={sets}"])
+
+
+def test_a_missing_corpus_is_told_by_its_set(tool: Tool, tmp_path: Path) -> None:
+    done = tool.run(tmp_path, "Data.Eval.sets.a=nowhere/x")
+    assert done.returncode == 2 and "Data.Eval.sets.a.input_dir (" in done.stderr, done.stderr
+
+
+PLANS = ([], ["Distributed.pp_degree=2"], ["Distributed.mp_degree=2"], ["Distributed.dp_degree=2"])
+
+
+def train_in_ranks(directory: str, output: str) -> None:
+    """In each rank of a pool: the same training under some plans of its size."""
+    import os
+
+    from ppfleetx.core.programs.launch import start_process
+    from ppfleetx.core.programs.train import train
+
+    size = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
+    for number, plan in enumerate(PLANS[1:] if size > 1 else PLANS[:1]):
+        given = [
+            f"Data.Train.dataset.input_dir={directory}",
+            f"Data.Eval.sets={{a: {directory}/toy, b: {directory}/noise}}",
+            f"Engine.save_load.output_dir={output}/{size}_{number}",
+            "Engine.max_steps=2",
+            "Engine.eval_freq=2",
+            "Engine.log_source_loss=True",
+            "Global.global_batch_size=8",
+            "Global.local_batch_size=null",
+            "Model.hidden_dropout_prob=0",
+            "Model.attention_probs_dropout_prob=0",
+            *plan,
+        ]
+        train(*start_process(str(NANO), given, reads=("Train", "Eval")))
+
+
+def test_plans_record_the_same(both: Path, tmp_path: Path) -> None:
+    pools = Pools()
+    try:
+        for size in (1, 2):
+            pools(size).run(
+                "tests.e2e.test_sources:train_in_ranks",
+                directory=str(both),
+                output=str(tmp_path),
+                timeout=120.0,
+            )
+    finally:
+        pools.close()
+    expected = {kind: records(tmp_path / "1_0", kind) for kind in ("train", "eval")}
+    for number in range(len(PLANS) - 1):
+        for kind, records_of_one in expected.items():
+            found = records(tmp_path / f"2_{number}", kind)
+            assert len(found) == len(records_of_one) > 1
+            for record, one in zip(found, records_of_one, strict=True):
+                assert record["loss"] == pytest.approx(one["loss"], rel=1e-5)
+                assert record.get("set") == one.get("set")
+                for name, source in record.get("sources", {}).items():
+                    assert source == pytest.approx(one["sources"][name], rel=1e-5)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.fields import (
@@ -44,6 +45,7 @@ _CORPUS_KEYS = (
     "blend",
     "verify",
 )
+_SET_NAME = re.compile(r"[\w-][\w.-]*")
 _SHARES = re.compile(r"\s*(\d+(\.\d*)?|\.\d+)([,/\s]+(\d+(\.\d*)?|\.\d+))*\s*", re.ASCII)
 
 
@@ -201,6 +203,83 @@ class DataSplitConfig(Section):
         traits = DATASETS.traits(self.dataset.name)
         return self.sampler.shuffle or (traits.kind != "corpus" and traits.shuffled)
 
+    def key_of(self, mode: str, name: str) -> str:
+        """Dotted key of the dataset's field ``name``, where this is ``Data.<mode>``."""
+        return f"Data.{mode}.dataset.{name}"
+
+
+class EvalSetConfig(Section):
+    """One of several evaluation sets: what it has in the place of `Data.Eval.dataset`."""
+
+    SAYS: ClassVar[str] = "a path, or a mapping with input_dir, weights, split and options"
+
+    input_dir: PathText | tuple[PathText, ...] | None = None
+    """As of `dataset`; null: that of `dataset`, with its weights."""
+    weights: tuple[NonNegativeFloat, ...] | None = None
+    """As of `dataset`, for this `input_dir`."""
+    split: Text | tuple[NonNegativeFloat, ...] | None = None
+    """As of `dataset`; null: that of `dataset`. `[0, 1, 0]` is all of a corpus."""
+    options: dict[str, Bool | Int | Float | Text] | None = None
+    """As of `dataset`; null: those of `dataset`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_path(cls, value: Any) -> Any:
+        return {"input_dir": value} if isinstance(value, str) else value
+
+    def over(self, dataset: DatasetConfig) -> DatasetConfig:
+        """``dataset`` with what this set has of its own.
+
+        Raises:
+            RuleError: it is no legal dataset.
+        """
+        own = {key: value for key in ("split", "options") if (value := getattr(self, key)) is not None}
+        if self.input_dir is not None:
+            own |= {"input_dir": self.input_dir, "weights": self.weights}
+        elif self.weights is not None:
+            own["weights"] = self.weights
+        try:
+            return DatasetConfig.model_validate({**dataset.model_dump(), **own})
+        except ValidationError as error:
+            cause = error.errors()[0].get("ctx", {}).get("error")
+            if isinstance(cause, RuleError):
+                raise cause from None
+            raise
+
+
+class EvalConfig(DataSplitConfig):
+    """Evaluation data: one dataset, or several sets with names."""
+
+    sets: dict[Text, EvalSetConfig] = Field(default_factory=dict)
+    """Several evaluation sets by name, each evaluated for itself, e.g. `{wiki: data/wiki_text_document, code:
+    {input_dir: data/code_text_document, split: [0, 1, 0]}}`. What a set does not say is as in `dataset`,
+    which is then not evaluated itself. `Engine.save_load.keep_best` judges by the first."""
+
+    _set: str | None = PrivateAttr(default=None)
+
+    @model_validator(mode="after")
+    def _check_sets(self) -> EvalConfig:
+        for name, one in self.sets.items():
+            if not _SET_NAME.fullmatch(name):
+                raise RuleError(("sets",), f"{name!r} is no name: letters, digits, `_`, `-` and `.`")
+            try:
+                one.over(self.dataset)
+            except RuleError as violation:
+                keys = tuple(f"sets.{name}.{key}" for key in violation.keys)
+                raise RuleError(keys, violation.rule) from None
+        return self
+
+    def of_set(self, name: str) -> EvalConfig:
+        """What evaluates the set ``name`` alone."""
+        one = self.model_copy(update={"dataset": self.sets[name].over(self.dataset), "sets": {}})
+        one._set = name
+        return one
+
+    def key_of(self, mode: str, name: str) -> str:
+        if self._set is not None and name in EvalSetConfig.model_fields:
+            return f"Data.{mode}.sets.{self._set}.{name}"
+        return super().key_of(mode, name)
+
 
 class TokenizerConfig(Section):
     """Byte-level BPE files: `dir`, or `tokenizer_file`, or `vocab_file` with `merges_file`."""
@@ -235,10 +314,20 @@ class DataConfig(Section):
 
     Train: DataSplitConfig | None = None
     """Training data; needed by tools/train.py."""
-    Eval: DataSplitConfig | None = None
+    Eval: EvalConfig | None = None
     """Evaluation data; null: no evaluation."""
     Test: DataSplitConfig | None = None
     """Test data. tools/eval.py predicts it for a GLUE task; tools/build_index.py prepares it; nothing else
     reads it yet."""
     tokenizer: TokenizerConfig | None = None
     """Needed by generation, by datasets of texts, and by `eod_mask_loss`/`reset_*` without `eod_id`."""
+
+    def sections(self, *modes: str) -> Iterator[tuple[str, DataSplitConfig]]:
+        """(``Train``, ``Eval`` or ``Test``, section) of what is given of ``modes``; each evaluation set is a
+        section of its own."""
+        for mode in modes:
+            section = getattr(self, mode)
+            if isinstance(section, EvalConfig) and section.sets:
+                yield from ((mode, section.of_set(name)) for name in section.sets)
+            elif section is not None:
+                yield mode, section

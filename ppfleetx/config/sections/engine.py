@@ -125,8 +125,9 @@ class SaveLoadConfig(Section):
     """Keep only the newest so many checkpoints of this run (and the best, see `keep_best`); null: all. Those
     of other runs, and what this run was started from, are never deleted."""
     keep_best: Literal["metric", "loss"] | None = None
-    """Save after each evaluation that is the best so far, by the GLUE task's `metric` or by `loss`; the file
-    `best` in `output_dir` names that checkpoint, and `keep_max` spares it. `ckpt_dir` may be that file."""
+    """Save after each evaluation that is the best so far, by the GLUE task's `metric` or by `loss` (of
+    the first of several sets); the file `best` in `output_dir` names that checkpoint, and `keep_max` spares
+    it. `ckpt_dir` may be that file."""
     allow_missing: Bool = False
     """Let parameters that the checkpoint lacks keep their initial values, instead of an error."""
     allow_extra: Bool = False

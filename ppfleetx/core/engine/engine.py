@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ppfleetx.config.counts import counted
@@ -27,6 +27,9 @@ from ppfleetx.parallel.runner import NonFiniteError, Runner, StepOutput
 from ppfleetx.utils.log import get_logger
 
 Loader = Iterable[Sequence[MicroBatch]]
+EvalSets = Mapping[str | None, Loader]
+"""What is evaluated, in this order, by name; None is the name of what is no named set."""
+
 NO_TRAINING = Pace(max_steps=0)
 
 
@@ -84,7 +87,7 @@ class Engine:
         """What the callbacks of this rank keep, by name."""
         return self._callbacks.state()
 
-    def fit(self, train_loader: Loader, eval_loader: Loader | None = None) -> None:
+    def fit(self, train_loader: Loader, eval_sets: EvalSets | None = None) -> None:
         """Train from ``state.step`` to exactly ``max_steps`` optimizer steps, and save at the end.
 
         SIGTERM or Ctrl-C to any rank ends the run after the current step, with a checkpoint.
@@ -101,8 +104,8 @@ class Engine:
                 self._watch.at_rest(self.runner)
                 if self.state.best_step == self.state.step:
                     self._saver.mark_best(self)  # a run killed between saving its best and naming it
-                self._evaluate_if_missing(eval_loader, stop)
-                self._train(iter(train_loader), eval_loader, stop)
+                self._evaluate_if_missing(eval_sets or {}, stop)
+                self._train(iter(train_loader), eval_sets or {}, stop)
                 self._save_once()
                 settle(self.ctx, self._callback_error)
             if stop and self.state.step < self.max_steps:
@@ -115,14 +118,27 @@ class Engine:
             self._is_fitting = False
             self._tell("on_fit_end")
 
-    def evaluate(self, loader: Loader, stop: StopRequest | None = None) -> EvalRecord | None:
-        """Mean loss over all batches of ``loader``, and the task's metrics.
+    def evaluate(self, eval_sets: EvalSets, stop: StopRequest | None = None) -> list[EvalRecord] | None:
+        """Mean loss over all batches of each set, and the task's metrics; the callbacks are told of all of
+        them at the end.
 
         Returns None when a stop was requested before the end: a part would not be comparable.
 
         Raises:
-            UserError: no token of the evaluation data counts in the loss.
+            UserError: no token of a set counts in the loss.
         """
+        records = []
+        for name, loader in eval_sets.items():
+            record = self._evaluate_one(name, loader, stop)
+            if record is None:
+                return None
+            records.append(record)
+        self.state.evaluated_step = self.state.step
+        for record in records:
+            self._tell("on_eval_end", record)
+        return records
+
+    def _evaluate_one(self, name: str | None, loader: Loader, stop: StopRequest | None) -> EvalRecord | None:
         started, measure = time.perf_counter(), self._new_measure()
         for micro_batches in loader:
             if self._watch.stops_evaluation(stop):
@@ -130,8 +146,9 @@ class Engine:
             measure.add(self.runner, micro_batches)
         found = measure.result()
         if found is None:
-            raise UserError("Data.Eval: no token counts in the loss; is the evaluation split empty?")
-        record = EvalRecord(
+            key = "Data.Eval" if name is None else f"Data.Eval.sets.{name}"
+            raise UserError(f"{key}: no token counts in the loss; is the evaluation split empty?")
+        return EvalRecord(
             step=self.state.step,
             loss=found.loss,
             ppl=found.ppl,
@@ -139,33 +156,30 @@ class Engine:
             seconds=time.perf_counter() - started,
             metrics=found.metrics,
             outputs=found.outputs,
+            name=name,
         )
-        self.state.evaluated_step = self.state.step
-        self._tell("on_eval_end", record)
-        return record
 
-    def _evaluate_if_missing(self, eval_loader: Loader | None, stop: StopRequest) -> None:
+    def _evaluate_if_missing(self, eval_sets: EvalSets, stop: StopRequest) -> None:
         """Evaluate before the first step, so that a broken evaluation set is found at once; and on resume
         when the evaluation due at this step was cut short."""
         due = self.pace.eval_every and self.state.step % self.pace.eval_every == 0
-        if eval_loader is not None and due and self.state.evaluated_step != self.state.step:
-            self._evaluate_and_keep(eval_loader, stop)
+        if eval_sets and due and self.state.evaluated_step != self.state.step:
+            self._evaluate_and_keep(eval_sets, stop)
 
-    def _evaluate_and_keep(self, eval_loader: Loader, stop: StopRequest) -> None:
-        """Evaluate, and save what is the best so far, where that is asked for."""
-        record = self.evaluate(eval_loader, stop)
+    def _evaluate_and_keep(self, eval_sets: EvalSets, stop: StopRequest) -> None:
+        """Evaluate, and save what is the best so far by the first set, where that is asked for."""
+        records = self.evaluate(eval_sets, stop)
         judged_by = self.cfg.Engine.save_load.keep_best
-        if record is None or judged_by is None or self.state.step == 0:
+        if records is None or judged_by is None or self.state.step == 0:
             return
+        record = records[0]
         value = -record.loss if judged_by == "loss" else main_metric(record.metrics)
         if self.state.best is None or value > self.state.best:
             self.state.best, self.state.best_step = value, self.state.step
             self._save_once()
             self._saver.mark_best(self)
 
-    def _train(
-        self, batches: Iterator[Sequence[MicroBatch]], eval_loader: Loader | None, stop: StopRequest
-    ) -> None:
+    def _train(self, batches: Iterator[Sequence[MicroBatch]], eval_sets: EvalSets, stop: StopRequest) -> None:
         while self.state.step < self.max_steps:
             self._saver.poll()
             started = time.perf_counter()
@@ -174,8 +188,8 @@ class Engine:
             if self._watch.before_step(micro_batches, error, stop):
                 return
             self._step(micro_batches, started, reader_cost)
-            if eval_loader is not None and _is_due(self.state.step, self.pace.eval_every):
-                self._evaluate_and_keep(eval_loader, stop)
+            if eval_sets and _is_due(self.state.step, self.pace.eval_every):
+                self._evaluate_and_keep(eval_sets, stop)
             if _is_due(self.state.step, self.pace.save_every):
                 self._save_once()
 

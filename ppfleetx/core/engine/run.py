@@ -106,6 +106,7 @@ class EvalRecord:
         ppl: perplexity; None of a classifier.
         metrics: the task's own numbers, by name.
         outputs: of a classifier, ``[examples, outputs]`` in the order of the file.
+        name: of the set, where ``Data.Eval.sets`` names several.
     """
 
     step: int
@@ -115,3 +116,4 @@ class EvalRecord:
     seconds: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     outputs: np.ndarray | None = field(default=None, repr=False, compare=False)
+    name: str | None = None

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.directory import newest_complete, resolve_checkpoint
+from ppfleetx.config.data_sets import data_sets
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.reading.tree import is_index
@@ -76,13 +77,11 @@ def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
     """Raise at once, and not after Paddle has been loaded, when a corpus or a checkpoint is not there, or a
     run in ``output_dir`` is in the way."""
     for mode in reads:
-        section = getattr(cfg.Data, mode)
         if mode == "Test" and not cfg.Model.task.classifies:
             continue  # nothing else reads it
-        if section is not None and section.dataset.is_corpus:
-            open_corpora(cfg, mode)
-        elif section is not None:
-            build_dataset(cfg, mode)
+        for one in data_sets(cfg, mode).values():
+            look = open_corpora if getattr(one.Data, mode).dataset.is_corpus else build_dataset
+            look(one, mode)
     refuse_foreign(cfg)
     if "Train" in reads:
         check_beginning(cfg)

@@ -75,7 +75,9 @@ class ModelPlace:
 
 def override(key: str, value: Any) -> str:
     """``key=value`` as ``-o`` takes it, whatever characters are in ``value``."""
-    text = yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=1 << 30)
+    text = yaml.safe_dump(
+        [value], default_flow_style=True, allow_unicode=True, width=1 << 30, sort_keys=False
+    )
     return f"{key}={text.strip()[1:-1]}"
 
 

@@ -78,8 +78,8 @@ def _prefixes(cfg: RunConfig) -> tuple[list[str], bool]:
     """Corpora of Train and Eval, each once, and whether an entry names none that is there."""
     found: dict[str, None] = {}
     missing = False
-    for section in (cfg.Data.Train, cfg.Data.Eval):
-        if section is None or not section.dataset.is_corpus:
+    for _, section in cfg.Data.sections("Train", "Eval"):
+        if not section.dataset.is_corpus:
             continue
         given = section.dataset.input_dir
         for entry in [given] if isinstance(given, str) else given:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ppfleetx.checkpoint.adapters import BASE
 from ppfleetx.checkpoint.documents import documents_of
+from ppfleetx.config.data_sets import data_sets
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registry import load_target
 from ppfleetx.config.sections.root import RunConfig
@@ -16,7 +17,7 @@ from ppfleetx.core.engine.beginning import begin, find_sources
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.callbacks.build import build_callbacks
 from ppfleetx.core.engine.callbacks.predictions import predictions_directory, write_predictions
-from ppfleetx.core.engine.engine import Engine
+from ppfleetx.core.engine.engine import Engine, EvalSets
 from ppfleetx.core.engine.measure import Measure, TokenLoss
 from ppfleetx.core.engine.pace import Pace
 from ppfleetx.core.engine.ranks import offload_notes, rank_table
@@ -73,7 +74,7 @@ def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext, given: Seq
     cfg, start = find_sources(cfg, ctx)
     callbacks = build_callbacks(CallbackSetup(cfg, ctx, output_dir))
     callbacks.named += [(f"given {number}", one) for number, one in enumerate(given)]
-    tokenizer, train_loader, eval_loader = first_on_each_node(ctx, lambda: _data(cfg, ctx, start))
+    tokenizer, train_loader, eval_sets = first_on_each_node(ctx, lambda: _data(cfg, ctx, start))
     runner = build_runner(cfg, ctx, train=True)
     sources = _sources(cfg, train_loader)
     runner.num_sources = len(sources)
@@ -106,7 +107,7 @@ def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext, given: Seq
     if start.resumes:
         with joint_errors(ctx):
             callbacks.load_state(start.checkpoint.state.get("callbacks", {}))
-    engine.fit(train_loader, eval_loader)
+    engine.fit(train_loader, eval_sets)
     return engine
 
 
@@ -119,8 +120,8 @@ def _sources(cfg: RunConfig, loader: DataLoader) -> list[str]:
     return loader.sources
 
 
-def evaluate(cfg: RunConfig, ctx: ParallelContext) -> EvalRecord:
-    """Evaluate the checkpoint ``Engine.save_load.ckpt_dir`` on ``Data.Eval`` and print the result.
+def evaluate(cfg: RunConfig, ctx: ParallelContext) -> list[EvalRecord]:
+    """Evaluate the checkpoint ``Engine.save_load.ckpt_dir`` on all of ``Data.Eval`` and print the results.
 
     A classifier's answers are written to ``output_dir/predictions``, those on ``Data.Test`` too.
 
@@ -130,16 +131,16 @@ def evaluate(cfg: RunConfig, ctx: ParallelContext) -> EvalRecord:
     if cfg.Data.Eval is None:
         raise _without_data("evaluation", "Data.Eval.dataset.input_dir")
     start = find_weights(cfg, ctx)
-    loader = first_on_each_node(ctx, lambda: _evaluation_data(cfg, ctx))
+    sets = first_on_each_node(ctx, lambda: _evaluation_data(cfg, ctx))
     runner = build_runner(cfg, ctx, train=False)
     start.restore_weights(runner, cfg.Model)
     callbacks = build_callbacks(CallbackSetup(cfg, ctx, output_dir_of(cfg), trains=False))
     engine = Engine(cfg, ctx, runner, callbacks=callbacks, new_measure=measure_of(cfg, ctx))
     engine.state = start.state
-    record = engine.evaluate(loader)
+    records = engine.evaluate(sets)
     if cfg.Model.task.classifies and cfg.Data.Test is not None:
         _predict_test(cfg, ctx, runner)
-    return record
+    return records
 
 
 def _without_data(what: str, key: str) -> ConfigError:
@@ -201,23 +202,27 @@ def _loader(cfg: RunConfig, ctx: ParallelContext, mode: str, *, consumed_samples
     return loader
 
 
-def _evaluation_data(cfg: RunConfig, ctx: ParallelContext) -> DataLoader:
-    loader = _loader(cfg, ctx, "Eval")
+def _evaluation_data(cfg: RunConfig, ctx: ParallelContext) -> EvalSets:
+    sets = _eval_sets(cfg, ctx)
     _verify(cfg, ["Eval"])
-    return loader
+    return sets
+
+
+def _eval_sets(cfg: RunConfig, ctx: ParallelContext) -> EvalSets:
+    return {name: _loader(one, ctx, "Eval") for name, one in data_sets(cfg).items()}
 
 
 def _data(
     cfg: RunConfig, ctx: ParallelContext, start: Start
-) -> tuple[Tokenizer | None, DataLoader, DataLoader | None]:
-    """Tokenizer, training batches from where the run goes on, and evaluation batches if there are any."""
+) -> tuple[Tokenizer | None, DataLoader, EvalSets]:
+    """Tokenizer, training batches from where the run goes on, and what is evaluated."""
     evaluates = cfg.Data.Eval is not None and cfg.Engine.eval_freq
     for line in token_id_lines(cfg):
         get_logger().info(line)
     made = (
         load_tokenizer(cfg),
         _loader(cfg, ctx, "Train", consumed_samples=start.state.consumed_samples),
-        _loader(cfg, ctx, "Eval") if evaluates else None,
+        _eval_sets(cfg, ctx) if evaluates else {},
     )
     _verify(cfg, ["Train", "Eval"] if evaluates else ["Train"])
     return made

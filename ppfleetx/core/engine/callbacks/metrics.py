@@ -71,6 +71,7 @@ class MetricsFile(Callback):
             {
                 "kind": "eval",
                 "step": record.step,
+                **({} if record.name is None else {"set": record.name}),
                 "loss": _number(record.loss),
                 **({"metrics": dict(record.metrics)} if record.ppl is None else {"ppl": _number(record.ppl)}),
                 "examples" if record.ppl is None else "tokens": record.num_valid_tokens,

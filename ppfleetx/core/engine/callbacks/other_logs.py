@@ -45,8 +45,9 @@ class MegatronLog(Callback):
 
     def on_eval_end(self, run: Run, record: EvalRecord) -> None:
         ppl = math.exp(min(_LARGEST_LOSS, record.loss)) if math.isfinite(record.loss) else record.loss
+        where = "" if record.name is None else f" on {record.name}"
         get_logger().info(
-            f" validation loss at iteration {record.step} | lm loss value: {record.loss:.6E} | "
+            f" validation loss at iteration {record.step}{where} | lm loss value: {record.loss:.6E} | "
             f"lm loss PPL: {ppl:.6E} | "
         )
 

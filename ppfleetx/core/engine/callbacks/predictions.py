@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from ppfleetx.config.counts import counted
+from ppfleetx.config.data_sets import data_sets
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
@@ -17,10 +19,16 @@ from ppfleetx.utils.log import get_logger
 
 
 class Predictions(Callback):
-    """After each evaluation, writes what was answered, in place of the last evaluation's file."""
+    """After each evaluation, writes what was answered, in place of the last evaluation's file.
 
-    def __init__(self, directory: Path, task: GlueTask, part: str) -> None:
-        self._path, self._task = directory / task.file_name(part), task
+    Args:
+        directory: of the files.
+        task: says what they are called.
+        parts: the evaluated part of the task by the name of its set; sets of one part have one file.
+    """
+
+    def __init__(self, directory: Path, task: GlueTask, parts: Mapping[str | None, str]) -> None:
+        self._directory, self._task, self._parts = directory, task, parts
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> Predictions | None:
@@ -28,12 +36,13 @@ class Predictions(Callback):
         evaluated = setup.cfg.Data.Eval
         if evaluated is None or evaluated.dataset.name not in TASKS:
             return None
-        dataset = evaluated.dataset
-        return cls(predictions_directory(setup.cfg), TASKS[dataset.name], dataset.split)
+        parts = {name: one.Data.Eval.dataset.split for name, one in data_sets(setup.cfg).items()}
+        return cls(predictions_directory(setup.cfg), TASKS[evaluated.dataset.name], parts)
 
     def on_eval_end(self, run: Run, record: EvalRecord) -> None:
         if record.outputs is not None:
-            write_predictions(self._path, self._task, record.outputs)
+            file = self._task.file_name(self._parts[record.name])
+            write_predictions(self._directory / file, self._task, record.outputs)
 
 
 def predictions_directory(cfg: RunConfig) -> Path:

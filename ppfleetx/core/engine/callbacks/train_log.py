@@ -40,6 +40,7 @@ def eval_line(record: EvalRecord) -> str:
     return (
         f"eval at global step {record.step}, loss: {record.loss:.9f}, {listed}"
         f"{what}: {record.num_valid_tokens:.0f}, cost: {record.seconds:.2f} sec"
+        f"{'' if record.name is None else f', set: {record.name}'}"
     )
 
 

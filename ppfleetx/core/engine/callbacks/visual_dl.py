@@ -43,7 +43,11 @@ class VisualDL(Callback):
             self._writer.add_scalar(tag="train/loss_scale", step=record.step, value=record.loss_scale)
 
     def on_eval_end(self, run: Run, record: EvalRecord) -> None:
-        self._writer.add_scalar(tag="eval/loss", step=record.step, value=record.loss)
+        self._writer.add_scalar(
+            tag="eval/loss" if record.name is None else f"eval/{record.name}/loss",
+            step=record.step,
+            value=record.loss,
+        )
 
     def on_fit_end(self, run: Run) -> None:
         if self._writer is not None:
