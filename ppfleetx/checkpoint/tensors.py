@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 NamedTensors = Iterable[tuple[str, "Tensor"]]
 StateKey = tuple[str, str]
 MASTER_WEIGHT = "master_weight"
-_SIXTEEN_BIT = ("F16", "BF16")
+_SIXTEEN_BIT, _INTEGERS = ("F16", "BF16"), ("I8", "U8")
 
 
 def model_slices(named_params: NamedTensors) -> Iterator[TensorSlice]:
@@ -71,6 +71,7 @@ def load_model(
             anything is changed), or damaged bytes.
     """
     params = list(named_params)
+    _check_quantized(checkpoint, params)
     others = allow_other_shapes and _has_other_vocabulary(checkpoint, vocab_size)
     if not others:
         _check_vocabulary(checkpoint, vocab_size)
@@ -234,6 +235,27 @@ def _set(tensor: Tensor, values: np.ndarray) -> None:
 
 def _key(entry: TensorEntry) -> tuple[str, str, str]:
     return entry.name, entry.kind, entry.state
+
+
+def _check_quantized(checkpoint: Checkpoint, params: list[tuple[str, Tensor]]) -> None:
+    """Raise CheckpointError where one of the two holds integers for weights, and the other does not."""
+    stored = set(checkpoint.names())
+    for name, param in params:
+        if name not in stored:
+            continue
+        is_stored, is_wanted = (dtype in _INTEGERS for dtype in (checkpoint.entry(name).dtype, _dtype(param)))
+        if is_stored and not is_wanted:
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path} is quantised ({name} is {checkpoint.entry(name).dtype}), and "
+                "this configuration has no Compress.Weights. It can be generated with, evaluated, served and "
+                "exported by its own configuration (leave out -c FILE), and cannot be trained: train the "
+                "checkpoint it was made from"
+            )
+        if is_wanted and not is_stored:
+            raise CheckpointError(
+                f"Compress.Weights describes a quantised checkpoint, and {checkpoint.path} is not quantised "
+                f"({name} is {checkpoint.entry(name).dtype}); `ppfleetx quantize` makes one"
+            )
 
 
 def _has_other_vocabulary(checkpoint: Checkpoint, vocab_size: int | None) -> bool:

@@ -55,6 +55,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
     "checkpoints": (
         Verb("inspect", "inspect_checkpoint", "show a checkpoint, verify its checksums, compare two"),
         Verb("convert", "convert", "convert checkpoints: Hugging Face, FleetX, Megatron-LM, ppfleetx"),
+        Verb("quantize", "quantize", "store the weights of a checkpoint in 8 or 4 bits"),
         Verb("merge", "merge_lora", "add trained adapters to the weights they belong to"),
     ),
     "data": (

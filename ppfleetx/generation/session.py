@@ -16,6 +16,7 @@ from ppfleetx.generation.cache import GrowingCache
 from ppfleetx.models.gpt.layers import TiedHead
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.panels import PanelMatrix, use_huge_pages
+from ppfleetx.nn.quantized import QuantizedEmbedding
 
 
 class NextTokenModel:
@@ -39,12 +40,13 @@ class NextTokenModel:
         if isinstance(model.stages[-1], TiedHead):
             # [h, V] in memory: on CPU the product with [V, h] transposed takes more than twice as long.
             with paddle.no_grad():
-                weight = model.stages[-1].word_embeddings.weight
-                if vocab_group is None:
-                    weight = weight[:vocab_size]
-                self.head_matrix = weight.transpose([1, 0]).contiguous()
+                table, rows = model.stages[-1].word_embeddings, vocab_size if vocab_group is None else None
+                if isinstance(table, QuantizedEmbedding):
+                    self._head = table.head_matrix(rows)
+                else:
+                    self._head = PanelMatrix(table.weight[:rows].transpose([1, 0]).contiguous())
+            self.head_matrix = self._head.weight
             use_huge_pages(self.head_matrix)
-            self._head = PanelMatrix(self.head_matrix)
         for parameter in model.parameters():
             use_huge_pages(parameter)
 

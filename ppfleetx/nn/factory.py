@@ -6,6 +6,7 @@ Blocks ask a factory and never see a degree; what a plan changes about a layer i
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import paddle
@@ -22,6 +23,7 @@ from ppfleetx.nn.linear import Linear
 from ppfleetx.nn.lora import LoraBranch
 from ppfleetx.nn.loss import TellRows, parallel_token_loss, token_loss
 from ppfleetx.nn.panels import InferenceLinear
+from ppfleetx.nn.quantized import Form, QuantizedEmbedding, QuantizedLinear
 from ppfleetx.nn.scores import parallel_token_scores, token_scores
 from ppfleetx.nn.stage import ParamInfo
 
@@ -114,6 +116,12 @@ class LocalFactory:
         describe(branch.a, lora_init(linear), "lora")
         describe(branch.b, Constant(0.0), "lora")
         return branch
+
+    def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
+        return QuantizedLinear(linear, form)
+
+    def quantized_embedding(self, embedding: nn.Layer) -> nn.Layer:
+        return QuantizedEmbedding(embedding)
 
     def whole_linear(self, in_features: int, out_features: int, *, init: Init, bias: bool) -> nn.Layer:
         return self._linear(in_features, out_features, init, bias, "matrix")
@@ -315,6 +323,21 @@ class TensorParallelFactory(LocalFactory):
         describe(whole, init[id(whole)], "lora")
         self._mark(whole)
         return branch
+
+    def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
+        """Input features sliced: products are parts of a sum. Output features: its input must be whole."""
+        info = linear.weight.info
+        if info.local_shape[0] != info.global_shape[0]:
+            return QuantizedLinear(linear, form, leave=self._sum_parts)
+        if info.is_whole or not self.sequence_parallel:
+            return QuantizedLinear(linear, form)
+        return QuantizedLinear(linear, form, enter=self._for_sliced_output)
+
+    def quantized_embedding(self, embedding: nn.Layer) -> nn.Layer:
+        from paddle.distributed.fleet.layers.mpu.mp_ops import _mp_allreduce
+
+        join = partial(_mp_allreduce, group=self.group, use_calc_stream=True, use_model_parallel=True)
+        return QuantizedEmbedding(embedding, join=join)
 
     def _sum_parts(self, low: paddle.Tensor) -> paddle.Tensor:
         from paddle.distributed.fleet.layers.mpu.mp_ops import _mp_allreduce

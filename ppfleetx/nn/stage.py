@@ -19,6 +19,7 @@ from ppfleetx.nn.init import Init, draw
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.lora import LoraConfig
+    from ppfleetx.nn.quantized import Form
 
 NameOf = Callable[[str], str]
 """Canonical name of what lies at a path within a layer."""
@@ -116,6 +117,12 @@ class LayerFactory(Protocol):
     def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
         """Adapter for a linear made here, sliced as it is: maps the linear's input to its output."""
 
+    def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
+        """What takes the place of a linear made here, its weights stored as ``form`` says."""
+
+    def quantized_embedding(self, embedding: nn.Layer) -> nn.Layer:
+        """What takes the place of a word embedding made here, its rows stored in 8 bits."""
+
     def vocab_embedding(self, padded_vocab_size: int, hidden_size: int, *, init: Init) -> nn.Layer:
         """Embedding ``[V, h]`` whose rows may be sliced; output is whole."""
 
@@ -180,10 +187,10 @@ def build_stage(
     if known:
         kwargs[stage.tie.attribute] = shared[stage.tie.key]
     layer = stage.layer_cls(**kwargs)
-    if stage.tie is not None and shared is not None:
-        shared[stage.tie.key] = getattr(layer, stage.tie.attribute)
     if stage.finish is not None:
         stage.finish(layer, partial(_canonical_name, stage))
+    if stage.tie is not None and shared is not None:
+        shared[stage.tie.key] = getattr(layer, stage.tie.attribute)
     for path, parameter in layer.named_parameters():
         if parameter.info.name:  # made, named and filled by the stage it is shared with
             continue

@@ -13,6 +13,7 @@ from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.models.module import BasicModule
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import layer_factory
+from ppfleetx.nn.quantized import with_small_weights
 from ppfleetx.nn.stage import LayerFactory
 from ppfleetx.optims.adamw import Optimizer
 from ppfleetx.optims.build import build_optimizer
@@ -50,7 +51,8 @@ def _local_runner(
     module: BasicModule, factory: LayerFactory, cfg: RunConfig, ctx: ParallelContext, train: bool
 ) -> Runner:
     options = _step_options(cfg)
-    model = StagedModel(module.stages(factory), seed=cfg.Global.seed if train else None)
+    stages = with_small_weights(module.stages(factory), cfg.Compress.Weights, factory)
+    model = StagedModel(stages, seed=cfg.Global.seed if train else None)
     optimizer, sync = _optimizer_and_sync(model, list(model.stages), cfg, ctx, options.precision, train)
     return LocalRunner(model, module, factory, optimizer, ctx, sync, options)
 
@@ -63,7 +65,8 @@ def _pipeline_runner(
     from ppfleetx.parallel.pipeline import PipelineLoss, PipelineRunner, StagePipeline, tied_group
     from ppfleetx.parallel.two_stages import interleave_two_stages
 
-    options, stages, loss = _step_options(cfg), module.stages(factory), PipelineLoss(module, factory)
+    options, loss = _step_options(cfg), PipelineLoss(module, factory)
+    stages = with_small_weights(module.stages(factory), cfg.Compress.Weights, factory)
     model = StagePipeline(stages, ctx.plan, cfg.Global.seed if train else None, loss)
     tied = tied_group(stages, ctx)
     if ctx.size_of("pp") == 2 and ctx.plan.virtual_pp_degree > 1:

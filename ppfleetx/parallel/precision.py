@@ -167,6 +167,8 @@ class Precision:
         if not self.lowers_parameters:
             return masters
         for parameter in {id(parameter): parameter for parameter in parameters}.values():
+            if getattr(parameter, "is_quantized", False):
+                continue
             trains = train and not parameter.stop_gradient
             if trains:
                 masters[parameter.info.name] = keep(parameter)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from ppfleetx.config.fields import Bool, Int, PathText, RuleError, Section, Text, UnitFloat
+from ppfleetx.config.fields import Bool, Int, PathText, RuleError, Section, Size, Text, UnitFloat
 
+GROUP_MULTIPLE = 8
+"""Input features that kernels read together."""
 _BLOCK = re.compile(r"block_\d{1,5}", re.ASCII)
 
 
@@ -49,6 +52,48 @@ class QuantizationConfig(Section):
         return self
 
 
+class WeightsConfig(Section):
+    """How the weights of a quantised checkpoint are stored. `ppfleetx quantize` writes this section; it is
+    not a wish, and is not written by hand.
+
+    Linears of the blocks have `bits`; the word embedding and the head have 8, with a scale for each row or
+    column."""
+
+    bits: Literal[8, 4] = 8
+    """Bits of a weight in the blocks."""
+    group_size: Size | None = None
+    """Input features that share a scale; null: all of an output feature's."""
+    activation_bits: Literal[8] | None = None
+    """8: what weights of the blocks are multiplied with is rounded to 8 bits as well; null: it is not."""
+    skip: tuple[Text, ...] = ()
+    """Patterns (`*`, `?`, `[...]`) of the layers that are stored as they were, e.g. `head` or `*.mlp.fc2`."""
+
+    def skips(self, name: str) -> bool:
+        """Whether the layer of this canonical name is stored as it was."""
+        return any(fnmatchcase(name, pattern) for pattern in self.skip)
+
+    @staticmethod
+    def is_wide(name: str) -> bool:
+        """Whether the layer has 8 bits whatever the others have: the embedding and the head."""
+        return not name.startswith("decoder.")
+
+    @model_validator(mode="after")
+    def _check(self) -> WeightsConfig:
+        if self.bits == 4 and self.activation_bits is not None:
+            raise RuleError(
+                ("activation_bits", "bits"),
+                "activations of 8 bits go with weights of 8 bits only",
+            )
+        if self.activation_bits is not None and self.group_size is not None:
+            raise RuleError(
+                ("activation_bits", "group_size"),
+                "activations of 8 bits go without groups: a column has one scale",
+            )
+        if self.group_size is not None and self.group_size % GROUP_MULTIPLE:
+            raise RuleError(("group_size",), f"must be a multiple of {GROUP_MULTIPLE}")
+        return self
+
+
 class PruneConfig(Section):
     """Structured pruning of attention heads and MLP columns."""
 
@@ -67,6 +112,8 @@ class CompressConfig(Section):
     """Checkpoint whose weights are compressed."""
     Quantization: QuantizationConfig | None = None
     """Quantisation-aware training; null: none."""
+    Weights: WeightsConfig | None = None
+    """How the weights of a quantised checkpoint are stored; null: they are not quantised."""
     Prune: PruneConfig | None = None
     """Pruning; null: none."""
 

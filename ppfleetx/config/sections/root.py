@@ -7,7 +7,7 @@ from pydantic import PrivateAttr
 from ppfleetx.config.batch import BatchPlan
 from ppfleetx.config.fields import Section
 from ppfleetx.config.plan import ParallelPlan
-from ppfleetx.config.sections.compress import CompressConfig, PruneConfig, QuantizationConfig
+from ppfleetx.config.sections.compress import CompressConfig, PruneConfig, QuantizationConfig, WeightsConfig
 from ppfleetx.config.sections.data import (
     DataConfig,
     DatasetConfig,
@@ -73,6 +73,7 @@ __all__ = [
     "TensorRTConfig",
     "TokenizerConfig",
     "WeightDecayScheduleConfig",
+    "WeightsConfig",
     "plan_of",
 ]
 

@@ -56,6 +56,7 @@ def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = 
     Raises:
         UserError: data, checkpoint or configuration that cannot be trained with, in words.
     """
+    refuse_small_weights(cfg)
     if cfg.Data.Train is None:
         raise _without_data("training", "Data.Train.dataset.input_dir")
     log = get_logger()
@@ -118,6 +119,21 @@ def _sources(cfg: RunConfig, loader: DataLoader) -> list[str]:
     if not loader.sources:
         get_logger().info("Engine.log_source_loss: Data.Train is no blend; its loss is that of one source")
     return loader.sources
+
+
+def refuse_small_weights(cfg: RunConfig) -> None:
+    """Say that weights of few bits are not trained.
+
+    Raises:
+        ConfigError: the configuration is that of a quantised checkpoint.
+    """
+    if cfg.Compress.Weights is not None:
+        raise ConfigError(
+            "describes a quantised checkpoint, whose weights cannot be trained; train the checkpoint it was "
+            "made from, with Compress.Quantization if the numbers are to get used to few bits",
+            key="Compress.Weights",
+            place=cfg.origins.get("Compress.Weights.bits"),
+        )
 
 
 def evaluate(cfg: RunConfig, ctx: ParallelContext) -> list[EvalRecord]:

@@ -20,6 +20,7 @@ from ppfleetx.nn.kernels import KernelOptions
 from ppfleetx.nn.mlp import MLP
 from ppfleetx.nn.pieces import LogitsInPieces, PieceHead, PieceTarget
 from ppfleetx.nn.positions import Rotary
+from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedLinear
 from ppfleetx.nn.recompute import may_recompute, recompute
 from ppfleetx.nn.stage import LayerFactory
 
@@ -285,7 +286,9 @@ class Head(LanguageHead):
         return self.head(hidden)
 
     def matrix(self) -> tuple[paddle.Tensor, paddle.Tensor | None, bool]:
-        return self.head.weight, self.head.bias, False
+        head = self.head
+        weight = head.matrix.dequantized() if isinstance(head, QuantizedLinear) else head.weight
+        return weight, head.bias, False
 
 
 class TiedHead(LanguageHead):
@@ -307,10 +310,14 @@ class TiedHead(LanguageHead):
         )
 
     def logits(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        return self.factory.tied_logits(hidden, self.word_embeddings.weight)
+        return self.factory.tied_logits(hidden, self._table())
 
     def matrix(self) -> tuple[paddle.Tensor, paddle.Tensor | None, bool]:
-        return self.word_embeddings.weight, None, True
+        return self._table(), None, True
+
+    def _table(self) -> paddle.Tensor:
+        table = self.word_embeddings
+        return table.dequantized() if isinstance(table, QuantizedEmbedding) else table.weight
 
 
 class ClassificationHead(nn.Layer):

@@ -19,10 +19,11 @@ def main() -> None:
     )
     args = parser.parse_args()
     import_paddle()
-    from ppfleetx.nn.cpu_ops.build import build
+    from ppfleetx.nn.cpu_ops.build import build, build_quantized
 
     try:
         print(f"operators for decoding: {build()}")
+        print(f"operators for quantised models: {build_quantized()}")
     except UserError as error:
         if not args.if_possible:
             raise

@@ -12,12 +12,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import paddle
 
 from ppfleetx.config.errors import UserError
-from ppfleetx.nn.cpu_ops.ops import OPTIONS, SOURCE, are_available, library_path
+from ppfleetx.nn.cpu_ops import quantized
+from ppfleetx.nn.cpu_ops.ops import OPTIONS, QUANTIZED_SOURCE, SOURCE, are_available, library_path
 
 _MINUTES = 10
 
@@ -28,7 +30,15 @@ def build() -> Path:
     Raises:
         UserError: there is no compiler, or it fails, or what it makes cannot be loaded or written.
     """
-    target = library_path()
+    return _build(SOURCE, library_path(), are_available)
+
+
+def build_quantized() -> Path:
+    """The same for the operators of :mod:`ppfleetx.nn.cpu_ops.quantized`."""
+    return _build(QUANTIZED_SOURCE, library_path(QUANTIZED_SOURCE), quantized.are_available)
+
+
+def _build(source: Path, target: Path, are_available: Callable[[], bool]) -> Path:
     if target.exists() and are_available():
         return target
     compiler = find_compiler()
@@ -36,7 +46,7 @@ def build() -> Path:
         target.parent.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as directory:
             library = Path(directory) / target.name
-            for command in _commands(compiler, library):
+            for command in _commands(compiler, source, library):
                 _run(command)
             library.replace(target)
     except OSError as error:
@@ -65,7 +75,7 @@ def find_compiler() -> list[str]:
     return [found]
 
 
-def _commands(compiler: list[str], library: Path) -> list[list[str]]:
+def _commands(compiler: list[str], source: Path, library: Path) -> list[list[str]]:
     include, lib = Path(paddle.sysconfig.get_include()), Path(paddle.sysconfig.get_lib())
     base = lib.parent / "base"
     compiled = library.with_suffix(".o")
@@ -75,7 +85,7 @@ def _commands(compiler: list[str], library: Path) -> list[list[str]]:
     openmp = [f"-L{lib}", f"-l:{threads}"] if (lib / threads).exists() else ["-fopenmp"]
     paddle_library = [f"-L{base}", "-l:libpaddle.so", f"-Wl,-rpath,{base}:{lib}"]
     return [
-        [*compiler, *OPTIONS, *includes, "-c", str(SOURCE), "-o", str(compiled)],
+        [*compiler, *OPTIONS, *includes, "-c", str(source), "-o", str(compiled)],
         [*compiler, "-shared", str(compiled), *paddle_library, *openmp, "-o", str(library)],
     ]
 

@@ -36,23 +36,29 @@ OPTIONS = (
 """Of the compiler."""
 _HOW_TO_MAKE = "python -m ppfleetx.nn.cpu_ops makes operators for this kind of CPU (it needs a C++ compiler)"
 SOURCE = Path(__file__).with_name("kernels.cc")
+QUANTIZED_SOURCE = Path(__file__).with_name("quantized.cc")
 BUILT = Path(__file__).with_name("built")
 
 
-def library_path() -> Path:
+def library_path(source: Path = SOURCE) -> Path:
     """Where the library for this Paddle, this kind of CPU and this source is, or would be."""
     cpuinfo = read_cpuinfo()
     # Where Linux lists no flags (other processors than x86), the whole description is that of the kind.
     cpu = sorted(flags_in(cpuinfo)) or [platform.machine(), cpuinfo]
     kind = [paddle.__version__, paddle.version.commit, *OPTIONS, *cpu]
-    digest = hashlib.sha256(SOURCE.read_bytes() + " ".join(kind).encode())
-    return BUILT / f"cpu_ops-{digest.hexdigest()[:16]}.so"
+    digest = hashlib.sha256(source.read_bytes() + " ".join(kind).encode())
+    name = "cpu_ops" if source == SOURCE else source.stem
+    return BUILT / f"{name}-{digest.hexdigest()[:16]}.so"
 
 
 @functools.cache
 def are_available() -> bool:
     """Whether the operators can be called; loads the library the first time."""
-    path = library_path()
+    return load_library(library_path())
+
+
+def load_library(path: Path) -> bool:
+    """Make the operators of a library known to Paddle; False, and a warning, where it cannot be loaded."""
     if not path.exists():
         return False
     try:

@@ -1,0 +1,305 @@
+"""Quantisation after training, stage by stage: no more than two layers and the windows are in memory.
+
+With calibration data, windows go through the model twice: as it was, and as it will be, in the layers that
+use the stored numbers. What a layer is calibrated on is what reaches it in the quantised model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import paddle
+from paddle import nn
+
+from ppfleetx.checkpoint.foreign.weights import VOCAB_DIM, with_vocabulary
+from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.checkpoint.slices import DTYPE_OF_NUMPY, MODEL, NUMPY_OF_DTYPE, TensorSlice
+from ppfleetx.checkpoint.tensors import load_model
+from ppfleetx.compress.report import LayerReport, Report
+from ppfleetx.compress.rounding import (
+    Stored,
+    check_form,
+    compensated,
+    nearest,
+    output_error,
+    weight_error,
+)
+from ppfleetx.compress.samples import Samples
+from ppfleetx.compress.smoothing import smooth_block
+from ppfleetx.config.errors import DataError
+from ppfleetx.config.sections.compress import WeightsConfig
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.models.gpt.shape import parameter_shapes
+from ppfleetx.models.gpt.stages import model_stages
+from ppfleetx.nn.factory import LocalFactory
+from ppfleetx.nn.loss import token_loss
+from ppfleetx.nn.quantized import Form, form_of, with_small_weights
+from ppfleetx.nn.stage import Stage, build_stage, canonical_parameters
+from ppfleetx.utils.log import get_logger
+
+Method = Literal["rtn", "gptq"]
+_VOCAB_DIM = {**VOCAB_DIM, "embedding.word_embeddings.scale": 0, "head.scale": 1}
+_MATRICES = ("matrix", "head", "word_embedding")
+_ROWS = 4  # windows in one pass
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is made.
+
+    Attributes:
+        weights: how weights are stored.
+        method: round to nearest, or GPTQ; the latter, and ``smooth``, need samples.
+        smooth: move outliers of activations into the weights first.
+    """
+
+    weights: WeightsConfig
+    method: Method = "rtn"
+    smooth: bool = False
+
+
+def check_options(model: ModelConfig, options: Options) -> None:
+    """Whether all matrices of the model can be stored so.
+
+    Raises:
+        ConfigError: naming the first that cannot.
+    """
+    for name, shape in parameter_shapes(model).items():
+        layer = name.removesuffix(".weight")
+        if len(shape) == 2 and layer != name and "position_embeddings" not in name:
+            form = form_of(layer, options.weights)
+            if form is not None and not options.weights.is_wide(layer):
+                check_form(layer, shape[0], form)
+
+
+class Quantizer:
+    """Quantises the model of a checkpoint.
+
+    Args:
+        checkpoint: its weights.
+        model: its ``Model`` section.
+        options: what is made.
+        room: an empty directory, where what is ready waits to be written.
+        samples: to calibrate on and to measure with; None: neither.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        model: ModelConfig,
+        options: Options,
+        room: Path,
+        samples: Samples | None = None,
+    ) -> None:
+        self._checkpoint = with_vocabulary(checkpoint, model.vocab_size)
+        self._model, self._options, self._room = model, options, room
+        self._names = list(parameter_shapes(model))
+        self._walk = None if samples is None else _Walk(samples, model.vocab_size)
+        self._ready: dict[str, TensorSlice] = {}
+        self.report = Report()
+
+    @paddle.no_grad()
+    def run(self) -> list[TensorSlice]:
+        """The tensors of the quantised model, each read from ``room`` when it is asked for.
+
+        Raises:
+            DataError: a weight is NaN or infinite.
+            CheckpointError: the checkpoint is not one of the model.
+        """
+        factory = LocalFactory()
+        stages = model_stages(self._model, factory)
+        small_stages = with_small_weights(stages, self._options.weights, factory)
+        shared: dict[str, nn.Layer] = {}
+        small_shared: dict[str, nn.Layer] = {}
+        for stage, small_stage in zip(stages, small_stages, strict=True):
+            layer = build_stage(stage, None, shared)
+            layer.eval()
+            new = {n: p for n, p in canonical_parameters(layer).items() if n not in self._ready}
+            load_model(
+                new.items(), self._checkpoint, vocab_size=self._model.vocab_size, model_names=self._names
+            )
+            stored = self._quantize(stage, layer, new)
+            self._keep(new, stored)
+            if self._walk is not None:
+                small = build_stage(small_stage, None, small_shared)
+                small.eval()
+                self._fill(small)
+                self._walk.advance(layer, small)
+            get_logger().info(f"quantised {stage.name}: {len(stored)} of {len(new)} parameters")
+        if self._walk is not None:
+            walk = self._walk
+            self.report.num_measured = walk.num_measured
+            self.report.perplexity_before, self.report.perplexity_after = walk.perplexities()
+        return list(self._ready.values())
+
+    def _quantize(
+        self, stage: Stage, layer: nn.Layer, parameters: Mapping[str, paddle.Tensor]
+    ) -> dict[str, Stored]:
+        """What is to be stored of each quantised parameter of a stage."""
+        forms: dict[str, Form] = {}
+        for name, parameter in parameters.items():
+            linear = name.removesuffix(".weight")
+            if linear != name and parameter.info.kind in _MATRICES:
+                form = form_of(linear, self._options.weights)
+                if form is not None:
+                    forms[linear] = form
+        seen = _Inputs(layer, [linear for linear in forms if linear.startswith("decoder.")])
+        if self._walk is not None and seen.linears:
+            with seen:
+                self._walk.pass_calibration(layer)
+            if self._options.smooth:
+                seen.divide(smooth_block(parameters, seen.largest))
+        return {
+            f"{linear}.weight": self._round(
+                linear, parameters[f"{linear}.weight"], form, seen.sums.get(linear)
+            )
+            for linear, form in forms.items()
+        }
+
+    def _round(self, linear: str, parameter: paddle.Tensor, form: Form, hessian: np.ndarray | None) -> Stored:
+        values = parameter.numpy()
+        is_table = parameter.info.kind == "word_embedding"
+        weight = values.T if is_table else values  # the scale of a table is that of its row
+        try:
+            if hessian is not None and self._options.method == "gptq":
+                stored = compensated(weight, hessian, form)
+            else:
+                stored = nearest(weight, form)
+        except DataError as error:
+            raise DataError(f"{linear}.weight of {self._checkpoint.path}: {error}") from error
+        entry = self._checkpoint.entry(f"{linear}.weight")
+        self.report.layers.append(
+            LayerReport(
+                name=linear,
+                bits=form.bits,
+                before=values.size * NUMPY_OF_DTYPE[entry.dtype].itemsize,
+                after=stored.num_bytes,
+                weight_error=weight_error(weight, stored.values()),
+                output_error=None if hessian is None else output_error(weight, stored.values(), hessian),
+            )
+        )
+        return Stored(stored.levels.T, stored.scale.T, form) if is_table else stored
+
+    def _keep(self, parameters: Mapping[str, paddle.Tensor], stored: Mapping[str, Stored]) -> None:
+        for name, parameter in parameters.items():
+            if name in stored:
+                self._put(name, stored[name].packed())
+                self._put(f"{name.removesuffix('.weight')}.scale", stored[name].scale)
+            else:
+                self._put(name, parameter.numpy())
+                self.report.kept += parameter.size * parameter.element_size()
+
+    def _put(self, name: str, values: np.ndarray) -> None:
+        path = self._room / f"{len(self._ready)}.npy"
+        np.save(path, np.ascontiguousarray(values))
+        self._ready[name] = TensorSlice(
+            name,
+            MODEL,
+            DTYPE_OF_NUMPY[values.dtype],
+            values.shape,
+            (0,) * values.ndim,
+            values.shape,
+            lambda: np.load(path, mmap_mode="r"),
+            vocab_dim=_VOCAB_DIM.get(name),
+        )
+
+    def _fill(self, layer: nn.Layer) -> None:
+        for name, parameter in canonical_parameters(layer).items():
+            parameter.set_value(np.array(self._ready[name].array()))
+
+
+@dataclass
+class _Inputs:
+    """What reaches the linears of a layer while this is entered.
+
+    Attributes:
+        layer: one stage.
+        linears: canonical names.
+        sums: linear -> ``X^T X [k, k]`` float64 of its inputs.
+        largest: linear -> largest magnitude ``[k]`` of each input feature.
+    """
+
+    layer: nn.Layer
+    linears: list[str]
+    sums: dict[str, np.ndarray] = field(default_factory=dict)
+    largest: dict[str, np.ndarray] = field(default_factory=dict)
+    _hooks: list = field(default_factory=list)
+
+    def __enter__(self) -> _Inputs:
+        for sublayer in self.layer.sublayers(include_self=True):
+            info = getattr(getattr(sublayer, "weight", None), "info", None)
+            linear = info.name.removesuffix(".weight") if info is not None else None
+            if linear in self.linears:
+                self._hooks.append(
+                    sublayer.register_forward_pre_hook(lambda _, x, name=linear: self._add(name, x[0]))
+                )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _add(self, linear: str, x: paddle.Tensor) -> None:
+        rows = x.reshape([-1, x.shape[-1]])
+        product = paddle.matmul(rows, rows, transpose_x=True).numpy().astype(np.float64)
+        largest = rows.abs().max(axis=0).numpy()
+        if linear in self.sums:
+            self.sums[linear] += product
+            self.largest[linear] = np.maximum(self.largest[linear], largest)
+        else:
+            self.sums[linear], self.largest[linear] = product, largest
+
+    def divide(self, factors: Mapping[str, np.ndarray]) -> None:
+        """The same for inputs divided by ``factors``."""
+        for linear, factor in factors.items():
+            self.sums[linear] /= np.outer(factor, factor)
+            self.largest[linear] /= factor
+
+
+class _Walk:
+    """Windows on their way through both models, one stage at a time."""
+
+    def __init__(self, samples: Samples, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._labels = [rows[:, 1:] for rows in _batches(samples.measured)]
+        self.num_measured = samples.measured[:, 1:].size
+        self._calibration = [_first_state(rows) for rows in _batches(samples.calibration)]
+        self._before = [_first_state(rows) for rows in _batches(samples.measured)]
+        self._after = list(self._before)
+
+    def pass_calibration(self, layer: nn.Layer) -> None:
+        """Show ``layer`` what reaches it."""
+        for state in self._calibration:
+            layer(state)
+
+    def advance(self, layer: nn.Layer, small: nn.Layer) -> None:
+        """To the next stage: through the layer as it was, and through the quantised one."""
+        for states, through in ((self._before, layer), (self._after, small), (self._calibration, small)):
+            for number, state in enumerate(states):
+                states[number] = through(state)
+                if not isinstance(states[number], tuple):  # logits, which are large
+                    states[number] = self._loss(states, number) if states is not self._calibration else None
+
+    def _loss(self, states: list, number: int) -> float:
+        labels = paddle.to_tensor(self._labels[number])
+        return token_loss(states[number], labels, paddle.ones(labels.shape), self._vocab_size)[0].item()
+
+    def perplexities(self) -> tuple[float, float]:
+        """Before and after, once the last stage has been passed."""
+        return tuple(
+            math.exp(min(sum(states) / self.num_measured, 700)) for states in (self._before, self._after)
+        )
+
+
+def _batches(windows: np.ndarray) -> Iterator[np.ndarray]:
+    return (windows[start : start + _ROWS] for start in range(0, len(windows), _ROWS))
+
+
+def _first_state(rows: np.ndarray) -> tuple[paddle.Tensor, ...]:
+    tokens = paddle.to_tensor(rows[:, :-1])
+    return tokens, paddle.arange(tokens.shape[1]).unsqueeze(0).expand_as(tokens)

@@ -1,0 +1,83 @@
+"""What quantising did to each layer, and to the model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+
+from ppfleetx.config.counts import counted
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer.
+
+    Attributes:
+        name: canonical.
+        bits: of an element.
+        before, after: bytes, as stored before, and with scales.
+        weight_error: what rounding changed, relative to the matrix (root mean squares).
+        output_error: the same of its products with calibration data; None: there were none.
+    """
+
+    name: str
+    bits: int
+    before: int
+    after: int
+    weight_error: float
+    output_error: float | None
+
+
+@dataclass
+class Report:
+    """The whole model.
+
+    Attributes:
+        layers: those that were quantised, in the order of the model.
+        kept: bytes of all other parameters.
+        perplexity_before, perplexity_after: on the same windows; None: there was no data.
+        num_measured: tokens they are of.
+    """
+
+    layers: list[LayerReport] = field(default_factory=list)
+    kept: int = 0
+    perplexity_before: float | None = None
+    perplexity_after: float | None = None
+    num_measured: int = 0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    def table(self) -> str:
+        """For people to read."""
+        rows = [("layer", "bits", "bytes before", "after", "weight error", "output error")]
+        for layer in self.layers:
+            output = "" if layer.output_error is None else f"{layer.output_error:.3%}"
+            sizes = (f"{layer.before:,}", f"{layer.after:,}")
+            rows.append((layer.name, str(layer.bits), *sizes, f"{layer.weight_error:.3%}", output))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if i == 0 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        return "\n".join([*lines, *self._summary()])
+
+    def _summary(self) -> list[str]:
+        before, after = (sum(getattr(layer, name) for layer in self.layers) for name in ("before", "after"))
+        whole = (before + self.kept, after + self.kept)
+        said = [
+            f"weights: {whole[0]:,} -> {whole[1]:,} bytes ({whole[0] / max(whole[1], 1):.2f} times smaller), "
+            f"{self.kept:,} of them kept as they were"
+        ]
+        if self.perplexity_before is not None and self.perplexity_after is not None:
+            change = self.perplexity_after / self.perplexity_before - 1
+            said.append(
+                f"perplexity: {self.perplexity_before:.4f} -> {self.perplexity_after:.4f} ({change:+.3%}) on "
+                f"{counted(self.num_measured, 'token', ',')} that were not calibrated on"
+            )
+        else:
+            said.append("perplexity: not measured (--calibration DATA measures it)")
+        return said

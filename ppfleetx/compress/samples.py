@@ -1,0 +1,84 @@
+"""Windows of text that a model is calibrated and measured on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ppfleetx.config.errors import ConfigError, DataError
+from ppfleetx.data.prefixes import open_tokens
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+
+_TEXT = (".txt", ".md", ".text")
+_MEASURED = 10  # the last tenth of the tokens is not calibrated on
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Tokens, each row one more than what a model is given: the last one is only predicted.
+
+    Attributes:
+        calibration: ``[c, s + 1]`` int64, from the first nine tenths of the data.
+        measured: ``[e, s + 1]``, from the last tenth.
+    """
+
+    calibration: np.ndarray
+    measured: np.ndarray
+
+
+def read_samples(
+    place: str, tokenizer: Tokenizer | None, *, vocab_size: int, seq_len: int, num_windows: int, fewest: int
+) -> Samples:
+    """Windows spread evenly over a corpus (the prefix of .bin/.idx) or a plain text.
+
+    Args:
+        place: the corpus, or a file .txt.
+        tokenizer: for a text.
+        vocab_size: ids are below it.
+        seq_len: s.
+        num_windows: c at most; e is at most half of it.
+        fewest: tokens to calibrate on that are needed.
+
+    Raises:
+        DataError: there is no such data, or it holds ids that the model has not.
+        ConfigError: it is too little.
+    """
+    tokens = _tokens(place, tokenizer)
+    border = len(tokens) - len(tokens) // _MEASURED
+    calibration = _windows(tokens[:border], seq_len, num_windows)
+    measured = _windows(tokens[border:], seq_len, max(1, num_windows // 2))
+    found = calibration[:, 1:].size
+    if found < fewest or not len(measured):
+        raise ConfigError(
+            f"holds {len(tokens)} tokens: {len(calibration)} windows of {seq_len} to calibrate on, "
+            f"{len(measured)} to measure with. At least {fewest} tokens (as many as the widest matrix has "
+            "inputs) and one window are needed. Give more text, or more windows with --samples",
+            key="--calibration",
+            value=place,
+        )
+    if calibration.max() >= vocab_size or measured.max() >= vocab_size:
+        raise DataError(f"{place} holds token ids that are not below the model's vocabulary of {vocab_size}")
+    return Samples(calibration, measured)
+
+
+def _tokens(place: str, tokenizer: Tokenizer | None) -> np.ndarray:
+    path = Path(place)
+    if path.suffix in _TEXT and path.is_file():
+        if tokenizer is None:
+            raise DataError(f"{place} is a text, and no tokenizer is stored with the checkpoint")
+        try:
+            return tokenizer.encode_to_numpy(path.read_text("utf-8")).astype(np.int64)
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{place} cannot be read: {error}") from error
+    corpus = open_tokens(place)
+    return corpus.flat(0, corpus.num_tokens)
+
+
+def _windows(tokens: np.ndarray, seq_len: int, most: int) -> np.ndarray:
+    width = seq_len + 1
+    there = len(tokens) // width
+    chosen = sorted({there * i // most for i in range(most)}) if there else []
+    rows = [tokens[i * width : (i + 1) * width] for i in chosen]
+    return np.stack(rows).astype(np.int64) if rows else np.empty((0, width), np.int64)

@@ -1,0 +1,176 @@
+"""Wiring of quantisation: from a checkpoint of any kind to a smaller one.
+
+What a user may have got wrong is looked at before Paddle is loaded, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.documents import documents_of
+from ppfleetx.checkpoint.foreign.ours import load_tokenizer
+from ppfleetx.checkpoint.writer import save_checkpoint
+from ppfleetx.config.errors import CheckpointError, ConfigError
+from ppfleetx.config.loader import load_config
+from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.sections.compress import CompressConfig, WeightsConfig
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.core.programs.launch import start_with, world_size
+from ppfleetx.core.programs.model_place import find_model
+from ppfleetx.utils.log import get_logger
+
+if TYPE_CHECKING:
+    from ppfleetx.compress.samples import Samples
+    from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+
+REPORT_FILE = "quantization.json"
+_LONGEST = 512  # tokens of a window
+DEFAULT_GROUP = 128
+
+
+@dataclass(frozen=True)
+class Request:
+    """What ``ppfleetx quantize`` was asked for; the fields are its options."""
+
+    checkpoint: str
+    output: str
+    to: Literal["int8", "int4"]
+    group: int | None = None
+    method: Literal["rtn", "gptq"] = "rtn"
+    calibration: str | None = None
+    smooth: bool = False
+    skip: tuple[str, ...] = ()
+    samples: int = 64
+
+
+def run(request: Request) -> Path:
+    """Write the quantised checkpoint and the report; return its step directory.
+
+    Raises:
+        UserError: what cannot be quantised, or not so, in words.
+    """
+    weights = _weights(request)
+    output = Path(request.output)
+    _check_output(output)
+    if world_size(os.environ) > 1:
+        raise ConfigError("one process quantises, layer by layer; the result loads under any plan")
+    with ExitStack() as stack:
+        place = find_model(request.checkpoint, stack)
+        cfg = load_config(place.config, place.overrides())
+        _check_model(cfg, request.checkpoint)
+        tokenizer = None if place.tokenizer is None else load_tokenizer(place.tokenizer)
+        cfg, _ = start_with(cfg)
+        return _quantize(cfg, place.checkpoint, request, weights, tokenizer, output)
+
+
+def _weights(request: Request) -> WeightsConfig:
+    if request.method == "gptq" and request.calibration is None:
+        raise ConfigError(
+            "GPTQ looks at what reaches each layer: give --calibration DATA", key="--method", value="gptq"
+        )
+    if request.smooth and request.calibration is None:
+        raise ConfigError(
+            "SmoothQuant looks at what reaches each layer: give --calibration DATA", key="--smooth"
+        )
+    if request.smooth and request.to != "int8":
+        raise ConfigError("goes with --to int8: it makes activations 8 bits too", key="--smooth")
+    if request.to == "int8" and request.group is not None:
+        raise ConfigError(
+            "is for --to int4; 8 bits have one scale for each output channel",
+            key="--group",
+            value=request.group,
+        )
+    if request.samples < 1:
+        raise ConfigError("must be at least 1", key="--samples", value=request.samples)
+    if request.to == "int8":
+        return WeightsConfig(bits=8, activation_bits=8 if request.smooth else None, skip=request.skip)
+    group = DEFAULT_GROUP if request.group is None else request.group
+    if group < 1 or group % 8:
+        raise ConfigError(
+            "must be a multiple of 8: kernels read 8 input features together", key="--group", value=group
+        )
+    return WeightsConfig(bits=4, group_size=group, skip=request.skip)
+
+
+def _check_output(output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError("is not empty; name a new directory", key="--output", value=str(output))
+
+
+def _check_model(cfg: RunConfig, place: str) -> None:
+    if cfg.Compress.Weights is not None:
+        raise CheckpointError(
+            f"{place} is quantised already (Compress.Weights in its configuration), and rounding twice loses "
+            "more than once: quantise the checkpoint it was made from"
+        )
+    if cfg.Model.lora is not None:
+        raise CheckpointError(
+            f"{place} has adapters (Model.lora); add them to the weights first: "
+            f"ppfleetx merge --input {place} --output MERGED"
+        )
+    if not cfg.Model.task.continues_text:
+        raise ConfigError(
+            "only models that continue text are quantised", key="Model.module", value=cfg.Model.module
+        )
+
+
+def _quantize(
+    cfg: RunConfig,
+    checkpoint_dir: Path,
+    request: Request,
+    weights: WeightsConfig,
+    tokenizer: Tokenizer | None,
+    output: Path,
+) -> Path:
+    from ppfleetx.compress.quantize import Options, Quantizer, check_options
+
+    options = Options(weights, request.method, request.smooth)
+    check_options(cfg.Model, options)
+    checkpoint = open_resolved(resolve_checkpoint(checkpoint_dir, verify=True))
+    samples = _samples(cfg, request, tokenizer)
+    output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output, prefix=".quantizing-") as room:
+        quantizer = Quantizer(checkpoint, cfg.Model, options, Path(room), samples)
+        tensors = quantizer.run()
+        compress = CompressConfig(Weights=weights)
+        quantized = cfg.model_copy(update={"Compress": compress})
+        fingerprints = {"tokenizer": tokenizer.fingerprint} if tokenizer is not None else {}
+        made = {"quantized": asdict(request), "from": checkpoint.path.name}
+        step = save_checkpoint(
+            output,
+            epoch=checkpoint.manifest.epoch,
+            step=checkpoint.manifest.step,
+            tensors=tensors,
+            state={"source": made},
+            plan=asdict(ParallelPlan()),
+            config=quantized.model_dump(mode="json"),
+            fingerprints=fingerprints,
+            vocab_size=cfg.Model.vocab_size,
+            documents=documents_of(quantized, tokenizer),
+        )
+    (output / REPORT_FILE).write_text(quantizer.report.to_json(), "utf-8")
+    get_logger().info(f"written: {step}; the table below is also in {output / REPORT_FILE}")
+    print(quantizer.report.table(), flush=True)
+    return step
+
+
+def _samples(cfg: RunConfig, request: Request, tokenizer: Tokenizer | None) -> Samples | None:
+    if request.calibration is None:
+        return None
+    from ppfleetx.compress.samples import read_samples
+
+    model = cfg.Model
+    return read_samples(
+        request.calibration,
+        tokenizer,
+        vocab_size=model.vocab_size,
+        seq_len=min(model.max_position_embeddings, _LONGEST),
+        num_windows=request.samples,
+        fewest=max(model.ffn_size, model.hidden_size),
+    )

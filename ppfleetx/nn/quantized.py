@@ -1,0 +1,296 @@
+"""Layers whose weights are stored in 8 or 4 bits: for models that are used, not trained.
+
+A linear ``[k, n]`` has ``weight``, int8 ``[k, n]`` or, of 4 bits, uint8 ``[k / 2, n]`` (input features 2i and
+2i + 1 in the low and the high half of a byte, two's complement), and ``scale [g, n]`` float32, one per group
+of k / g input features and output feature. The word embedding ``[V, h]`` has int8 and ``scale [V, 1]``.
+
+On a CPU the operators of :mod:`ppfleetx.nn.cpu_ops.quantized` multiply with what is stored. Where they have
+not been compiled, and on a GPU, weights are widened once, when they are first used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import paddle
+import paddle.nn.functional as F
+from paddle import nn
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.sections.compress import WeightsConfig
+from ppfleetx.nn.cpu_ops import quantized as cpu_ops
+from ppfleetx.nn.linear import add_smaller
+from ppfleetx.nn.panels import PanelMatrix, use_huge_pages
+from ppfleetx.nn.stage import LayerFactory, NameOf, ParamInfo, Stage
+
+_LEVELS, _SMALLEST_SCALE = 127.0, 1.17549435e-38
+_ZEROS = nn.initializer.Constant(0.0)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a matrix is stored and multiplied with.
+
+    Attributes:
+        bits: of its elements, 8 or 4.
+        group_size: input features with one scale; None: all.
+        activation_bits: 8: rows it is multiplied with are rounded to 8 bits first; None: they are not.
+    """
+
+    bits: int
+    group_size: int | None = None
+    activation_bits: int | None = None
+
+
+def unpack(packed: paddle.Tensor) -> paddle.Tensor:
+    """Pairs ``[k / 2, n]`` uint8 as integers ``[k, n]`` float32."""
+    pairs = packed.astype("float32")
+    high = (pairs / 16).floor()
+    halves = paddle.stack([pairs - high * 16, high], axis=1).reshape([-1, packed.shape[1]])
+    return halves - (halves > 7).astype("float32") * 16
+
+
+class QuantizedMatrix:
+    """A constant matrix ``[k, n]`` of few bits.
+
+    Args:
+        weight, scale: as stored; see the module.
+        form: how.
+    """
+
+    def __init__(self, weight: paddle.Tensor, scale: paddle.Tensor, form: Form) -> None:
+        self.weight, self.scale, self.form = weight, scale, form
+        self._panels: tuple[paddle.Tensor, paddle.Tensor] | None = None
+        self._widened: PanelMatrix | None = None
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[0] * (2 if self.form.bits == 4 else 1)
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def rounds_activations(self) -> bool:
+        return self.form.activation_bits is not None
+
+    def integers(self) -> paddle.Tensor:
+        """What is stored, without scales: ``[k, n]`` float32."""
+        return unpack(self.weight) if self.form.bits == 4 else self.weight.astype("float32")
+
+    def dequantized(self) -> paddle.Tensor:
+        """The matrix ``[k, n]`` float32."""
+        groups = self.scale.shape[0]
+        if groups == 1:
+            return self.integers() * self.scale
+        grouped = self.integers().reshape([groups, -1, self.out_features])
+        return (grouped * self.scale.unsqueeze(1)).reshape([-1, self.out_features])
+
+    def make_panels(self) -> tuple[paddle.Tensor, paddle.Tensor]:
+        """Weights and scales as our own operators take them; of a program's constants, constants."""
+        if self.rounds_activations:
+            values = cpu_ops.int8_quads(self.weight)
+        else:
+            values = (cpu_ops.int4_panels if self.form.bits == 4 else cpu_ops.int8_panels)(self.weight)
+        return values, cpu_ops.scale_panels(self.scale)
+
+    def multiply_panels(
+        self, x: paddle.Tensor, panels: tuple[paddle.Tensor, paddle.Tensor], bias: paddle.Tensor | None
+    ) -> paddle.Tensor:
+        """``x [..., k] @ matrix + bias`` by our own operators."""
+        if self.rounds_activations:
+            product = cpu_ops.int8_int8_product
+        else:
+            product = cpu_ops.int4_product if self.form.bits == 4 else cpu_ops.int8_product
+        return product(x, *panels, bias, self.out_features)
+
+    def has_operator(self, x: paddle.Tensor) -> bool:
+        """Whether our own operators can multiply ``x`` with it."""
+        if not x.place.is_cpu_place() or x.dtype != paddle.float32 or not cpu_ops.are_available():
+            return False
+        return not self.rounds_activations or self.in_features <= cpu_ops.MOST_INPUTS
+
+    def linear(self, x: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
+        """``x [..., k] @ matrix + bias``, without gradients."""
+        if self.has_operator(x):
+            if self._panels is None:
+                self._panels = tuple(panel.contiguous() for panel in self.make_panels())
+                use_huge_pages(self._panels[0])
+            return self.multiply_panels(x, self._panels, bias)
+        if self._widened is None:
+            wide = self.integers() if self.rounds_activations else self.dequantized()
+            self._widened = PanelMatrix(wide.astype(x.dtype))
+        if not self.rounds_activations:
+            return self._widened.linear(x, bias)
+        integers, step = round_rows(x)
+        product = self._widened.linear(integers) * (step * self.scale.astype(x.dtype))
+        return product if bias is None else add_smaller(product, bias)
+
+
+def round_rows(x: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
+    """Each row of ``x [..., k]`` as integers of 8 bits (in x's own type) and their scale ``[..., 1]``."""
+    step = (x.abs().max(axis=-1, keepdim=True) / _LEVELS).clip(min=_SMALLEST_SCALE)
+    return (x / step).round(), step
+
+
+def _same(x: paddle.Tensor) -> paddle.Tensor:
+    return x
+
+
+class QuantizedLinear(nn.Layer):
+    """A linear with a :class:`QuantizedMatrix`; has its parameters ``weight``, ``scale`` and ``bias``.
+
+    Args:
+        linear: whose place it takes; its weight's ``info`` says which slice lives here.
+        form: of the matrix.
+        enter: what its input goes through, under a plan that splits it.
+        leave: what the product goes through, before the bias is added; None: nothing.
+
+    Raises:
+        ConfigError: a group would be shared between tensor-parallel ranks.
+    """
+
+    def __init__(
+        self,
+        linear: nn.Layer,
+        form: Form,
+        *,
+        enter: Callable[[paddle.Tensor], paddle.Tensor] = _same,
+        leave: Callable[[paddle.Tensor], paddle.Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.bias, self.enter, self.leave = linear.bias, enter, leave
+        info: ParamInfo = linear.weight.info
+        stored = replace(info, **_boxes(info, 2)) if form.bits == 4 else info
+        self.weight = _parameter(self, stored, "uint8" if form.bits == 4 else "int8")
+        self.scale = _parameter(self, _scale_info(info, form.group_size), "float32")
+        self.matrix = QuantizedMatrix(self.weight, self.scale, form)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        """``x [..., k]`` to ``[..., n]``."""
+        if self.leave is None:
+            return self.matrix.linear(self.enter(x), self.bias)
+        product = self.leave(self.matrix.linear(self.enter(x)))
+        return product if self.bias is None else add_smaller(product, self.bias)
+
+
+class QuantizedEmbedding(nn.Layer):
+    """A word embedding of 8 bits, of which this rank may hold some rows.
+
+    Args:
+        embedding: whose place it takes.
+        join: sums the ranks' parts; None: this rank holds all rows.
+    """
+
+    def __init__(
+        self, embedding: nn.Layer, *, join: Callable[[paddle.Tensor], paddle.Tensor] | None = None
+    ) -> None:
+        super().__init__()
+        info: ParamInfo = embedding.weight.info
+        self.join, self.first_row, self.num_rows = join, info.offset[0], info.local_shape[0]
+        self.weight = _parameter(self, info, "int8")
+        rows = {
+            "global_shape": (info.global_shape[0], 1),
+            "offset": (info.offset[0], 0),
+            "local_shape": (info.local_shape[0], 1),
+        }
+        self.scale = _parameter(self, replace(info, **rows), "float32")
+
+    def forward(self, tokens: paddle.Tensor) -> paddle.Tensor:
+        """Token ids ``[...]`` to ``[..., h]``."""
+        if self.join is None:
+            return self._rows(tokens)
+        local = tokens - self.first_row
+        is_here = paddle.logical_and(local >= 0, local < self.num_rows)
+        rows = self._rows(paddle.where(is_here, local, paddle.zeros_like(local)))
+        return self.join(rows * is_here.unsqueeze(-1).astype(rows.dtype))
+
+    def _rows(self, ids: paddle.Tensor) -> paddle.Tensor:
+        return F.embedding(ids, self.weight).astype(self.scale.dtype) * F.embedding(ids, self.scale)
+
+    def dequantized(self) -> paddle.Tensor:
+        """The table ``[V, h]``, or this rank's rows of it."""
+        return self.weight.astype(self.scale.dtype) * self.scale
+
+    def head_matrix(self, vocab_size: int | None) -> QuantizedMatrix:
+        """The table transposed, ``[h, V]``, of its first ``vocab_size`` rows (None: of all)."""
+        weight, scale = (tensor[:vocab_size].transpose([1, 0]).contiguous() for tensor in self.parameters())
+        return QuantizedMatrix(weight, scale, Form(8))
+
+
+def with_small_weights(
+    stages: Sequence[Stage], cfg: WeightsConfig | None, factory: LayerFactory
+) -> list[Stage]:
+    """``stages`` whose linears and word embedding are stored as ``Compress.Weights`` says; None: as ever.
+
+    Raises:
+        ConfigError: something else is to be added to the layers.
+    """
+    if cfg is None:
+        return list(stages)
+    if any(stage.finish is not None for stage in stages):
+        raise ConfigError("adapters have no place beside quantised weights", key="Model.lora")
+    return [replace(stage, finish=partial(_replace, cfg=cfg, factory=factory)) for stage in stages]
+
+
+def form_of(name: str, cfg: WeightsConfig) -> Form | None:
+    """How the layer of this canonical name is stored; None: as it is. Embedding and head have 8 bits."""
+    if cfg.skips(name):
+        return None
+    if cfg.is_wide(name):
+        return Form(8)
+    return Form(cfg.bits, cfg.group_size, cfg.activation_bits)
+
+
+def _replace(layer: nn.Layer, name_of: NameOf, *, cfg: WeightsConfig, factory: LayerFactory) -> None:
+    for path, child in list(layer.named_sublayers()):
+        weight = getattr(child, "weight", None)
+        kind = getattr(getattr(weight, "info", None), "kind", None)
+        is_quantized = isinstance(child, QuantizedEmbedding | QuantizedLinear)
+        if kind not in ("matrix", "head", "word_embedding") or is_quantized:
+            continue
+        form = form_of(name_of(f"{path}.weight").removesuffix(".weight"), cfg)
+        if form is None:
+            continue
+        made = (
+            factory.quantized_embedding(child)
+            if kind == "word_embedding"
+            else factory.quantized_linear(child, form)
+        )
+        above, _, own = path.rpartition(".")
+        parent = layer.get_sublayer(above) if above else layer
+        setattr(parent, own, made)
+
+
+def _parameter(layer: nn.Layer, info: ParamInfo, dtype: str) -> paddle.Tensor:
+    parameter = layer.create_parameter(list(info.local_shape), dtype=dtype, default_initializer=_ZEROS)
+    parameter.stop_gradient = parameter.is_quantized = True
+    parameter.is_distributed = True  # fleet sends all others to the ranks of mp, which read theirs anyway
+    parameter.info = info
+    return parameter
+
+
+def _boxes(info: ParamInfo, per_row: int) -> dict[str, tuple[int, ...]]:
+    """Shapes and offset where ``per_row`` input features share a row."""
+    return {
+        name: (getattr(info, name)[0] // per_row, getattr(info, name)[1])
+        for name in ("global_shape", "offset", "local_shape")
+    }
+
+
+def _scale_info(info: ParamInfo, group_size: int | None) -> ParamInfo:
+    if group_size is None:
+        whole, first, here = info.global_shape[1], info.offset[1], info.local_shape[1]
+        return replace(info, global_shape=(1, whole), offset=(0, first), local_shape=(1, here))
+    whole, here = info.global_shape[0], info.local_shape[0]
+    if here % group_size:
+        parts = f"; Distributed.mp_degree leaves {here} of {whole} to a rank" if here < whole else ""
+        raise ConfigError(
+            f"groups of {group_size} do not divide {here} input features{parts}",
+            key="Compress.Weights.group_size",
+            value=group_size,
+        )
+    return replace(info, **_boxes(info, group_size))

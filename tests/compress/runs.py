@@ -1,0 +1,56 @@
+"""Tiny models as checkpoints that speak for themselves, for the tests of smaller models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ppfleetx.checkpoint.documents import documents_of
+from ppfleetx.checkpoint.tensors import model_slices
+from ppfleetx.checkpoint.writer import save_checkpoint
+from ppfleetx.config.loader import load_config
+from ppfleetx.data.indexed import IndexedDatasetWriter
+from ppfleetx.data.tokenizer.training import train_tokenizer
+from ppfleetx.models.gpt.stages import gpt_stages
+from ppfleetx.models.staged import StagedModel
+from ppfleetx.nn.factory import LocalFactory
+from tests.deploy.exports import STYLES
+
+MODELS = {name: {**keys, "hidden_size": 48, "ffn_hidden_size": 96} for name, keys in STYLES.items()}
+
+
+def write_run(directory: Path, model: dict[str, Any]) -> Path:
+    """An output directory with one checkpoint of large random weights, which holds its own configuration."""
+    directory.mkdir(parents=True)
+    tokenizer = train_tokenizer(["the cat and the hat and the other cat"] * 3, 300)
+    sections = {"Global": {"device": "cpu", "local_batch_size": 2}, "Model": model}
+    path = directory / "config.yaml"
+    path.write_text(json.dumps(sections))
+    cfg = load_config(path)
+    large = cfg.Model.model_copy(update={"initializer_range": 0.15})
+    network = StagedModel(gpt_stages(large, LocalFactory()), seed=5)
+    save_checkpoint(
+        directory,
+        epoch=0,
+        step=4,
+        tensors=model_slices((p.info.name, p) for p in network.parameters()),
+        state={"train": {"step": 4, "epoch": 0, "consumed_samples": 32}},
+        vocab_size=cfg.Model.vocab_size,
+        config=cfg.model_dump(mode="json"),
+        fingerprints={"tokenizer": tokenizer.fingerprint},
+        documents=documents_of(cfg, tokenizer),
+    )
+    return directory
+
+
+def write_corpus(prefix: Path, num_tokens: int = 4000, vocab_size: int = 300) -> str:
+    """Random documents of a small vocabulary, some words of which are much more frequent."""
+    rng = np.random.default_rng(3)
+    tokens = (vocab_size * rng.random(num_tokens) ** 3).astype(np.int64)
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for part in np.split(tokens, 8):
+            writer.add_document(part, [len(part)])
+    return str(prefix)

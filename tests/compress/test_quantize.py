@@ -1,0 +1,168 @@
+"""From a checkpoint to a smaller one that does what checkpoints do; and what is refused in words."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.config.errors import CheckpointError, ConfigError, UserError
+from ppfleetx.config.loader import load_config
+from ppfleetx.core.programs.generate import load_generator
+from ppfleetx.core.programs.model_place import find_model
+from ppfleetx.core.programs.quantize import REPORT_FILE, Request, run
+from ppfleetx.core.programs.train import refuse_small_weights
+from ppfleetx.distributed.context import ParallelContext
+from tests.compress.runs import MODELS, write_corpus, write_run
+
+PROMPTS = ["the cat", "and the other hat", "the"]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def run_dir(request, tmp_path_factory) -> Path:
+    return write_run(tmp_path_factory.mktemp(request.param) / "run", MODELS[request.param])
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("data") / "text")
+
+
+def _quantize(run_dir: Path, output: Path, **options) -> dict:
+    options = {"to": "int8", "samples": 16, **options}
+    run(Request(checkpoint=str(run_dir), output=str(output), **options))
+    return json.loads((output / REPORT_FILE).read_text())
+
+
+def _generator(place: Path):
+    with ExitStack() as stack:
+        found = find_model(place, stack)
+        cfg = load_config(found.config, found.overrides(["Generation.max_dec_len=12"]))
+        cfg = cfg.model_copy(
+            update={"Generation": cfg.Generation.model_copy(update={"decode_strategy": "greedy_search"})}
+        )
+        return load_generator(cfg, ParallelContext.single()), cfg
+
+
+WAYS = {
+    "int8": {},
+    "w8a8": {"smooth": True},
+    "int4": {"to": "int4", "group": 16},
+    "gptq": {"to": "int4", "group": 16, "method": "gptq"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_quantised_checkpoint_speaks_for_itself(run_dir, corpus, tmp_path, way) -> None:
+    report = _quantize(run_dir, tmp_path / "small", calibration=corpus, **WAYS[way])
+    bits = {layer["name"]: layer["bits"] for layer in report["layers"]}
+    assert bits["decoder.layers.1.mlp.fc2"] == (4 if "to" in WAYS[way] else 8)
+    assert bits["embedding.word_embeddings"] == 8
+    assert all(layer["after"] < 0.4 * layer["before"] for layer in report["layers"])
+    change = report["perplexity_after"] / report["perplexity_before"] - 1
+    assert abs(change) < {"int8": 0.01, "w8a8": 0.03}.get(way, 0.3)
+    before = (resolve_checkpoint(str(run_dir)) / "mp_00_sharding_00_pp_00" / "model.safetensors").stat()
+    after = (
+        resolve_checkpoint(str(tmp_path / "small")) / "mp_00_sharding_00_pp_00" / "model.safetensors"
+    ).stat()
+    assert after.st_size < 0.45 * before.st_size
+    generator, cfg = _generator(tmp_path / "small")
+    assert cfg.Compress.Weights.bits == (4 if "to" in WAYS[way] else 8)
+    results = generator.generate(PROMPTS, cfg.Generation)
+    alone = [generator.generate([prompt], cfg.Generation)[0] for prompt in PROMPTS]
+    assert [one[0].ids for one in results] == [one[0].ids for one in alone]
+    if way == "int8":
+        original, _ = _generator(run_dir)
+        wanted = [one[0].ids for one in original.generate(PROMPTS, cfg.Generation)]
+        assert sum(mine[0].ids[0] == ids[0] for mine, ids in zip(results, wanted, strict=True)) >= 2
+
+
+def test_gptq_leaves_a_smaller_error_than_rounding(run_dir, corpus, tmp_path) -> None:
+    options = {"to": "int4", "group": 16, "calibration": corpus}
+    nearest = _quantize(run_dir, tmp_path / "rtn", **options)
+    better = _quantize(run_dir, tmp_path / "gptq", method="gptq", **options)
+    errors = [
+        np.mean([layer["output_error"] for layer in report["layers"] if layer["output_error"] is not None])
+        for report in (nearest, better)
+    ]
+    assert errors[1] < 0.9 * errors[0]
+
+
+def test_without_data_there_is_no_perplexity_and_layers_may_be_left_out(run_dir, tmp_path, capsys) -> None:
+    report = _quantize(run_dir, tmp_path / "small", skip=("head", "embedding.*", "*.fc2"))
+    assert report["perplexity_after"] is None and "not measured" in capsys.readouterr().out
+    assert {layer["name"].rpartition(".")[2] for layer in report["layers"]} == {"qkv", "out_proj", "fc1"}
+    generator, cfg = _generator(tmp_path / "small")
+    assert generator.generate(["the"], cfg.Generation)[0][0].ids
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"to": "int4", "group": 40}, "groups of 40 do not divide the 48 input features of decoder.layers.0"),
+        ({"to": "int4", "group": 12}, "multiple of 8"),
+        ({"group": 16}, "is for --to int4"),
+        ({"to": "int4", "smooth": True, "calibration": "x"}, "goes with --to int8"),
+        ({"method": "gptq"}, "give --calibration DATA"),
+        ({"smooth": True}, "give --calibration DATA"),
+        ({"samples": 0}, "at least 1"),
+        ({"calibration": "missing"}, "missing"),
+    ],
+)
+def test_what_is_refused(run_dir, tmp_path, options, message) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        _quantize(run_dir, tmp_path / "small", **options)
+    assert not any((tmp_path / "small").rglob("*.safetensors"))
+
+
+def test_too_little_data(run_dir, tmp_path) -> None:
+    corpus = write_corpus(tmp_path / "few", num_tokens=160)
+    with pytest.raises(ConfigError, match=r"holds 160 tokens.*At least 96 tokens"):
+        _quantize(run_dir, tmp_path / "small", calibration=corpus)
+
+
+def test_a_weight_that_is_no_number_is_named(tmp_path, monkeypatch) -> None:
+    from ppfleetx.nn import stage
+
+    def with_nan(*args):
+        values = draw(*args)
+        if args[2] == "decoder.layers.1.mlp.fc1.weight":
+            values[0, 0] = np.nan
+        return values
+
+    draw = stage.draw
+    monkeypatch.setattr(stage, "draw", with_nan)
+    run_dir = write_run(tmp_path / "run", MODELS["gpt2_style"])
+    with pytest.raises(UserError, match=r"decoder.layers.1.mlp.fc1.weight .* NaN or infinite"):
+        _quantize(run_dir, tmp_path / "small")
+
+
+def test_what_a_quantised_checkpoint_is_not(run_dir, tmp_path) -> None:
+    small = tmp_path / "small"
+    _quantize(run_dir, small)
+    with pytest.raises(CheckpointError, match="quantised already"):
+        _quantize(small, tmp_path / "again")
+    occupied = tmp_path / "small"
+    with pytest.raises(ConfigError, match="not empty"):
+        _quantize(run_dir, occupied)
+    with ExitStack() as stack:
+        found = find_model(small, stack)
+        cfg = load_config(found.config, found.overrides())
+        with pytest.raises(ConfigError, match="cannot be trained"):
+            refuse_small_weights(cfg)
+        plain = cfg.model_copy(update={"Compress": type(cfg.Compress)()})
+        with pytest.raises(CheckpointError, match=r"is quantised .* cannot be trained"):
+            load_generator(plain, ParallelContext.single())
+        options = cfg.Engine.save_load.model_copy(update={"ckpt_dir": str(run_dir)})
+        engine = cfg.Engine.model_copy(update={"save_load": options})
+        with pytest.raises(CheckpointError, match="is not quantised"):
+            load_generator(cfg.model_copy(update={"Engine": engine}), ParallelContext.single())
+    manifest = open_resolved(resolve_checkpoint(str(small))).manifest
+    assert manifest.state["source"]["quantized"]["to"] == "int8"
+    assert replace(manifest, state={}).config["Compress"]["Weights"]["bits"] == 8

@@ -1,0 +1,162 @@
+"""Products with matrices of 8 and 4 bits against float64, on random shapes and values.
+
+The suite runs a few; all ten thousand, in the form for this CPU, in that for AVX2, in that without special
+instructions, and under the sanitizers of GCC:
+
+    python -m tests.nn.quantized_products --cases 10000
+    python -m tests.nn.quantized_products --cases 10000 --march haswell --width 16
+    python -m tests.nn.quantized_products --cases 2000 --march x86-64 --width 16
+    export LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)"
+    ASAN_OPTIONS=detect_leaks=0 python -m tests.nn.quantized_products --cases 1000 --sanitize
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+TOLERANCE = 2e-6
+"""Of the sum of magnitudes of what is added up; stated in ``ppfleetx/nn/cpu_ops/quantized.py``."""
+_SMALLEST = np.finfo(np.float32).tiny
+_GROUPS = (8, 16, 24, 64, 128)
+
+
+def pack(levels: np.ndarray) -> np.ndarray:
+    nibbles = (levels & 15).astype(np.uint8)
+    return nibbles[0::2] | (nibbles[1::2] << 4)
+
+
+def check_case(rng: np.random.Generator) -> None:
+    """One product of each kind, compared with float64.
+
+    Raises:
+        AssertionError: it differs by more than :data:`TOLERANCE`.
+    """
+    size, columns, rows = (int(rng.integers(1, most)) for most in (400, 130, 41))
+    bits = int(rng.choice([8, 4]))
+    groups = 1
+    if bits == 4 or rng.random() < 0.3:
+        group = int(rng.choice(_GROUPS))
+        groups = max(1, size // group)
+        size = groups * group
+    x, levels, scales, bias = _values(rng, size, columns, rows, groups, bits)
+    _check_float(x, levels, scales, bias, bits)
+    if bits == 8 and groups == 1:
+        _check_integers(x, levels, scales, bias)
+
+
+def _values(rng: np.random.Generator, size: int, columns: int, rows: int, groups: int, bits: int) -> tuple:
+    largest = (1 << (bits - 1)) - 1
+    levels = rng.integers(-largest, largest + 1, (size, columns)).astype(np.int8)
+    x = rng.standard_normal((rows, size)).astype(np.float32)
+    scales = np.exp(rng.uniform(-12, 2, (groups, columns))).astype(np.float32)
+    kind = rng.integers(0, 8)
+    if kind == 0:  # extremes
+        x *= np.float32(1e15)
+        scales *= np.float32(1e12)
+        levels[rng.random(levels.shape) < 0.5] = largest
+    elif kind == 1:  # denormals and zeros
+        x *= np.float32(1e-41)
+        x[rng.random(x.shape) < 0.3] = 0
+    elif kind == 2:
+        x[:] = 0
+        scales[:] = _SMALLEST
+    elif kind == 3:  # one large number among small ones
+        x[:, rng.integers(0, size)] = 3e4
+        levels[rng.random(levels.shape) < 0.9] = 0
+    bias = None if rng.random() < 0.5 else rng.standard_normal(columns).astype(np.float32)
+    return x, levels, scales, bias
+
+
+def _check_float(x, levels, scales, bias, bits: int) -> None:
+    import paddle
+
+    from ppfleetx.nn.cpu_ops import quantized
+
+    if bits == 8:
+        product, panels = quantized.int8_product, quantized.int8_panels(paddle.to_tensor(levels))
+    else:
+        product, panels = quantized.int4_product, quantized.int4_panels(paddle.to_tensor(pack(levels)))
+    got = _run(product, x, panels, scales, bias, levels.shape[1])
+    weight = levels.astype(np.float64) * np.repeat(
+        scales.astype(np.float64), len(levels) // len(scales), axis=0
+    )
+    wide = x.astype(np.float64)
+    start = 0.0 if bias is None else bias.astype(np.float64)
+    # Where a CPU takes denormals for zero, that many of the smallest number may be missing.
+    room = TOLERANCE * (np.abs(wide) @ np.abs(weight) + np.abs(start))
+    room += _SMALLEST * (np.abs(weight).sum(axis=0) + len(levels))
+    assert (np.abs(got - (wide @ weight + start)) <= room).all(), (x.shape, levels.shape, scales.shape, bits)
+
+
+def _check_integers(x, levels, scales, bias) -> None:
+    import paddle
+
+    from ppfleetx.nn.cpu_ops import quantized
+
+    panels = quantized.int8_quads(paddle.to_tensor(levels))
+    got = _run(quantized.int8_int8_product, x, panels, scales, bias, levels.shape[1])
+    steps = np.maximum(np.abs(x).max(axis=1, keepdims=True) / np.float32(127), _SMALLEST).astype(np.float32)
+    integers = np.rint(np.clip(x / steps, -127, 127)).astype(np.float64)
+    scale = steps.astype(np.float64) * scales
+    exact = (integers @ levels.astype(np.float64)) * scale
+    start = 0.0 if bias is None else bias.astype(np.float64)
+    # An activation between two integers may go to either: one step of one weight each, of the few there are.
+    room = TOLERANCE * (np.abs(exact) + np.abs(start)) + _SMALLEST * (len(levels) * 127**2)
+    near = np.abs(np.abs(x / steps) % 1 - 0.5) < 1e-5
+    room += near.astype(np.float64) @ np.abs(levels.astype(np.float64)) * scale
+    assert (np.abs(got - (exact + start)) <= room).all(), (x.shape, levels.shape, "int8 x int8")
+
+
+def _run(product, x, panels, scales, bias, columns: int) -> np.ndarray:
+    import paddle
+
+    from ppfleetx.nn.cpu_ops import quantized
+
+    added = None if bias is None else paddle.to_tensor(bias)
+    of_panels = quantized.scale_panels(paddle.to_tensor(scales))
+    return product(paddle.to_tensor(x), panels.contiguous(), of_panels.contiguous(), added, columns).numpy()
+
+
+def _build(march: str, width: int, sanitize: bool, directory: Path) -> None:
+    """Compile another form of the operators and use it in this process."""
+    from ppfleetx.nn.cpu_ops import build, ops, quantized
+
+    options = [f"-march={march}" if option.startswith("-march") else option for option in ops.OPTIONS]
+    options = [f"-DPANEL_WIDTH={width}" if option.startswith("-DPANEL") else option for option in options]
+    if sanitize:
+        options += ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+    library = directory / "quantized.so"
+    build.OPTIONS = tuple(options)
+    for command in build._commands(build.find_compiler(), ops.QUANTIZED_SOURCE, library):
+        build._run([*command, "-fsanitize=address,undefined"] if sanitize else command)
+    quantized.WIDTH = width
+    assert ops.load_library(library)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--march", default="native")
+    parser.add_argument("--width", type=int, default=0)
+    parser.add_argument("--sanitize", action="store_true")
+    args = parser.parse_args()
+    from ppfleetx.nn.cpu_ops import ops, quantized
+
+    with tempfile.TemporaryDirectory() as directory:
+        if args.march != "native" or args.sanitize:
+            _build(args.march, args.width or ops.WIDTH, args.sanitize, Path(directory))
+        else:
+            assert quantized.are_available(), "python -m ppfleetx.nn.cpu_ops compiles the operators"
+        rng = np.random.default_rng(args.seed)
+        for _ in range(args.cases):
+            check_case(rng)
+    print(f"{args.cases} cases: all within {TOLERANCE:g}")
+
+
+if __name__ == "__main__":
+    main()

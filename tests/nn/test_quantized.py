@@ -1,0 +1,144 @@
+"""Layers with weights of 8 and 4 bits: products against float64, without the operators, of slices."""
+
+import numpy as np
+import paddle
+import pytest
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.sections.compress import WeightsConfig
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.models.gpt.stages import gpt_stages
+from ppfleetx.models.staged import StagedModel
+from ppfleetx.nn import quantized
+from ppfleetx.nn.cpu_ops import quantized as cpu_ops
+from ppfleetx.nn.factory import InferenceFactory, LocalFactory, describe, describe_slice
+from ppfleetx.nn.init import Constant
+from ppfleetx.nn.linear import Linear
+from ppfleetx.nn.quantized import Form, QuantizedLinear, QuantizedMatrix, with_small_weights
+from ppfleetx.nn.stage import canonical_parameters
+from tests.nn.quantized_products import check_case, pack
+
+needs_operators = pytest.mark.skipif(
+    not cpu_ops.are_available(), reason="the operators are not compiled (python -m ppfleetx.nn.cpu_ops)"
+)
+FORMS = [Form(8), Form(4, 16), Form(4), Form(8, None, 8)]
+
+
+def _matrix(form: Form, size: int = 64, columns: int = 50) -> QuantizedMatrix:
+    rng = np.random.default_rng(1)
+    largest = (1 << (form.bits - 1)) - 1
+    levels = rng.integers(-largest, largest + 1, (size, columns)).astype(np.int8)
+    scale = rng.uniform(0.01, 0.1, (size // (form.group_size or size), columns)).astype(np.float32)
+    stored = levels if form.bits == 8 else pack(levels)
+    return QuantizedMatrix(paddle.to_tensor(stored), paddle.to_tensor(scale), form)
+
+
+@needs_operators
+def test_products_are_those_of_float64() -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(150):
+        check_case(rng)
+
+
+@needs_operators
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_does_not_depend_on_the_rows_beside_it(form: Form) -> None:
+    matrix, x = _matrix(form), paddle.randn([70, 64])
+    together = matrix.linear(x).numpy()
+    for count in (1, 2, 5, 8, 33):
+        np.testing.assert_array_equal(matrix.linear(x[:count]).numpy(), together[:count])
+
+
+@needs_operators
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", [1, 40])
+def test_without_operators_results_are_the_same(
+    form: Form, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, bias = paddle.randn([2, rows, 64]), paddle.randn([50])
+    with_operators = _matrix(form).linear(x, bias).numpy()
+    monkeypatch.setattr(quantized.cpu_ops, "are_available", lambda: False)
+    without = _matrix(form).linear(x, bias).numpy()
+    assert with_operators.shape == (2, rows, 50)
+    np.testing.assert_allclose(without, with_operators, rtol=1e-5, atol=2e-4)
+
+
+@pytest.mark.parametrize("form", [Form(8), Form(4, 16)])
+def test_what_is_no_number_stays_none(form: Form) -> None:
+    x = paddle.randn([3, 64])
+    x[1, 5] = float("nan")
+    result = _matrix(form).linear(x).numpy()
+    assert np.isnan(result[1]).all() and np.isfinite(result[[0, 2]]).all()
+
+
+@needs_operators
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_activations_without_a_grid_give_nan(value: float) -> None:
+    x = paddle.randn([3, 64])
+    x[1, 5] = value
+    result = _matrix(Form(8, None, 8)).linear(x).numpy()
+    assert np.isnan(result[1]).all() and np.isfinite(result[[0, 2]]).all()
+
+
+@needs_operators
+def test_panels_of_another_matrix_are_refused() -> None:
+    matrix, other = _matrix(Form(4, 16)), _matrix(Form(4, 16), size=32)
+    with pytest.raises(Exception, match="panels do not fit"):
+        matrix.multiply_panels(paddle.randn([2, 64]), other.make_panels(), None)
+    with pytest.raises(Exception, match="must be float32"):
+        matrix.multiply_panels(paddle.randn([2, 64]).astype("float64"), matrix.make_panels(), None)
+
+
+class _Group:
+    nranks, rank = 4, 1
+
+
+def _sliced(dim: int) -> Linear:
+    linear = Linear(64, 50, bias=False)
+    describe_slice(linear.weight, dim, _Group, Constant(0.0), "matrix")
+    return linear
+
+
+def test_slices_of_ranks() -> None:
+    rows = QuantizedLinear(_sliced(0), Form(4, 32))
+    assert (rows.weight.info.global_shape, rows.weight.info.offset) == ((128, 50), (32, 0))
+    assert (rows.scale.info.global_shape, rows.scale.info.offset) == ((8, 50), (2, 0))
+    columns = QuantizedLinear(_sliced(1), Form(8))
+    assert (columns.weight.info.global_shape, columns.weight.info.offset) == ((64, 200), (0, 50))
+    assert (columns.scale.info.global_shape, columns.scale.info.offset) == ((1, 200), (0, 50))
+
+
+def test_groups_that_ranks_would_share_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"groups of 128 .* leaves 64 of 256 to a rank"):
+        QuantizedLinear(_sliced(0), Form(4, 128))
+    whole = Linear(64, 50, bias=False)
+    describe(whole.weight, Constant(0.0), "matrix")
+    with pytest.raises(ConfigError, match="groups of 48 do not divide 64 input features"):
+        QuantizedLinear(whole, Form(4, 48))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("skip", [(), ("head", "embedding.*"), ("*.mlp.fc2",)])
+def test_which_layers_are_stored_small(tied: bool, skip: tuple[str, ...]) -> None:
+    cfg = ModelConfig(
+        vocab_size=61, hidden_size=32, num_layers=2, num_attention_heads=4, tie_word_embeddings=tied
+    )
+    weights = WeightsConfig(bits=4, group_size=16, skip=skip)
+    factory = InferenceFactory()
+    model = StagedModel(with_small_weights(gpt_stages(cfg, factory), weights, factory), None)
+    types = {name: str(p.dtype) for name, p in canonical_parameters(model).items()}
+    small = {name.removesuffix(".weight") for name, dtype in types.items() if "int8" in dtype}
+    linears = ("attention.qkv", "attention.out_proj", "mlp.fc1", "mlp.fc2")
+    expected = {f"decoder.layers.{i}.{linear}" for i in range(2) for linear in linears}
+    expected |= {"embedding.word_embeddings"} | (set() if tied else {"head"})
+    expected = {name for name in expected if not weights.skips(name)}
+    assert small == expected
+    assert {name.removesuffix(".scale") for name in types if name.endswith(".scale")} == expected
+    assert types["embedding.position_embeddings.weight"] == "paddle.float32"
+
+
+def test_adapters_have_no_place_beside_quantised_weights() -> None:
+    cfg = ModelConfig(vocab_size=61, hidden_size=32, num_layers=1, num_attention_heads=4, lora={"rank": 2})
+    factory = LocalFactory()
+    with pytest.raises(ConfigError, match="adapters have no place"):
+        with_small_weights(gpt_stages(cfg, factory), WeightsConfig(), factory)
