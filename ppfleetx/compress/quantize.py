@@ -32,13 +32,13 @@ from ppfleetx.compress.rounding import (
 from ppfleetx.compress.samples import Samples
 from ppfleetx.compress.smoothing import smooth_block
 from ppfleetx.config.errors import DataError
-from ppfleetx.config.sections.compress import WeightsConfig
+from ppfleetx.config.sections.compress import Form, WeightsConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.shape import parameter_shapes
 from ppfleetx.models.gpt.stages import model_stages
 from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.loss import token_loss
-from ppfleetx.nn.quantized import Form, form_of, with_small_weights
+from ppfleetx.nn.quantized import with_small_weights
 from ppfleetx.nn.stage import Stage, build_stage, canonical_parameters
 from ppfleetx.utils.log import get_logger
 
@@ -72,8 +72,8 @@ def check_options(model: ModelConfig, options: Options) -> None:
     for name, shape in parameter_shapes(model).items():
         layer = name.removesuffix(".weight")
         if len(shape) == 2 and layer != name and "position_embeddings" not in name:
-            form = form_of(layer, options.weights)
-            if form is not None and not options.weights.is_wide(layer):
+            form = options.weights.form_of(layer)
+            if form is not None and layer.startswith("decoder."):
                 check_form(layer, shape[0], form)
 
 
@@ -145,7 +145,7 @@ class Quantizer:
         for name, parameter in parameters.items():
             linear = name.removesuffix(".weight")
             if linear != name and parameter.info.kind in _MATRICES:
-                form = form_of(linear, self._options.weights)
+                form = self._options.weights.form_of(linear)
                 if form is not None:
                     forms[linear] = form
         seen = _Inputs(layer, [linear for linear in forms if linear.startswith("decoder.")])

@@ -8,7 +8,7 @@ import numpy as np
 
 from ppfleetx.compress.grids import ScaleMethod, dequantize, largest_level, quantize, scales_of
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.nn.quantized import Form
+from ppfleetx.config.sections.compress import Form
 
 _BLOCK = 128  # input features whose errors are spread together
 _DAMPING = 0.01  # of the mean diagonal of the Hessian, added to it

@@ -14,6 +14,7 @@ from paddle import nn
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registries import NORMS
+from ppfleetx.config.sections.compress import Form
 from ppfleetx.config.sections.lora import LoraConfig
 from ppfleetx.distributed.collectives import exchange
 from ppfleetx.distributed.context import ParallelContext
@@ -23,7 +24,7 @@ from ppfleetx.nn.linear import Linear
 from ppfleetx.nn.lora import LoraBranch
 from ppfleetx.nn.loss import TellRows, parallel_token_loss, token_loss
 from ppfleetx.nn.panels import InferenceLinear
-from ppfleetx.nn.quantized import Form, QuantizedEmbedding, QuantizedLinear
+from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedLinear
 from ppfleetx.nn.scores import parallel_token_scores, token_scores
 from ppfleetx.nn.stage import ParamInfo
 

@@ -11,7 +11,7 @@ not been compiled, and on a GPU, weights are widened once, when they are first u
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import paddle
@@ -19,7 +19,7 @@ import paddle.nn.functional as F
 from paddle import nn
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.sections.compress import WeightsConfig
+from ppfleetx.config.sections.compress import Form, WeightsConfig
 from ppfleetx.nn.cpu_ops import quantized as cpu_ops
 from ppfleetx.nn.linear import add_smaller
 from ppfleetx.nn.panels import PanelMatrix, use_huge_pages
@@ -27,21 +27,6 @@ from ppfleetx.nn.stage import LayerFactory, NameOf, ParamInfo, Stage
 
 _LEVELS, _SMALLEST_SCALE = 127.0, 1.17549435e-38
 _ZEROS = nn.initializer.Constant(0.0)
-
-
-@dataclass(frozen=True)
-class Form:
-    """How a matrix is stored and multiplied with.
-
-    Attributes:
-        bits: of its elements, 8 or 4.
-        group_size: input features with one scale; None: all.
-        activation_bits: 8: rows it is multiplied with are rounded to 8 bits first; None: they are not.
-    """
-
-    bits: int
-    group_size: int | None = None
-    activation_bits: int | None = None
 
 
 def unpack(packed: paddle.Tensor) -> paddle.Tensor:
@@ -236,15 +221,6 @@ def with_small_weights(
     return [replace(stage, finish=partial(_replace, cfg=cfg, factory=factory)) for stage in stages]
 
 
-def form_of(name: str, cfg: WeightsConfig) -> Form | None:
-    """How the layer of this canonical name is stored; None: as it is. Embedding and head have 8 bits."""
-    if cfg.skips(name):
-        return None
-    if cfg.is_wide(name):
-        return Form(8)
-    return Form(cfg.bits, cfg.group_size, cfg.activation_bits)
-
-
 def _replace(layer: nn.Layer, name_of: NameOf, *, cfg: WeightsConfig, factory: LayerFactory) -> None:
     for path, child in list(layer.named_sublayers()):
         weight = getattr(child, "weight", None)
@@ -252,7 +228,7 @@ def _replace(layer: nn.Layer, name_of: NameOf, *, cfg: WeightsConfig, factory: L
         is_quantized = isinstance(child, QuantizedEmbedding | QuantizedLinear)
         if kind not in ("matrix", "head", "word_embedding") or is_quantized:
             continue
-        form = form_of(name_of(f"{path}.weight").removesuffix(".weight"), cfg)
+        form = cfg.form_of(name_of(f"{path}.weight").removesuffix(".weight"))
         if form is None:
             continue
         made = (

@@ -18,8 +18,8 @@ from paddle import nn
 from ppfleetx.nn.init import Init, draw
 
 if TYPE_CHECKING:
+    from ppfleetx.config.sections.compress import Form
     from ppfleetx.config.sections.lora import LoraConfig
-    from ppfleetx.nn.quantized import Form
 
 NameOf = Callable[[str], str]
 """Canonical name of what lies at a path within a layer."""

@@ -5,7 +5,7 @@ import paddle
 import pytest
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.sections.compress import WeightsConfig
+from ppfleetx.config.sections.compress import Form, WeightsConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
@@ -14,7 +14,7 @@ from ppfleetx.nn.cpu_ops import quantized as cpu_ops
 from ppfleetx.nn.factory import InferenceFactory, LocalFactory, describe, describe_slice
 from ppfleetx.nn.init import Constant
 from ppfleetx.nn.linear import Linear
-from ppfleetx.nn.quantized import Form, QuantizedLinear, QuantizedMatrix, with_small_weights
+from ppfleetx.nn.quantized import QuantizedLinear, QuantizedMatrix, with_small_weights
 from ppfleetx.nn.stage import canonical_parameters
 from tests.nn.quantized_products import check_case, pack
 
@@ -131,7 +131,7 @@ def test_which_layers_are_stored_small(tied: bool, skip: tuple[str, ...]) -> Non
     linears = ("attention.qkv", "attention.out_proj", "mlp.fc1", "mlp.fc2")
     expected = {f"decoder.layers.{i}.{linear}" for i in range(2) for linear in linears}
     expected |= {"embedding.word_embeddings"} | (set() if tied else {"head"})
-    expected = {name for name in expected if not weights.skips(name)}
+    expected = {name for name in expected if weights.form_of(name)}
     assert small == expected
     assert {name.removesuffix(".scale") for name in types if name.endswith(".scale")} == expected
     assert types["embedding.position_embeddings.weight"] == "paddle.float32"

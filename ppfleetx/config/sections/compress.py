@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -52,6 +53,21 @@ class QuantizationConfig(Section):
         return self
 
 
+@dataclass(frozen=True)
+class Form:
+    """How a matrix is stored and multiplied with.
+
+    Attributes:
+        bits: of its elements, 8 or 4.
+        group_size: input features with one scale; None: all.
+        activation_bits: 8: rows it is multiplied with are rounded to 8 bits first; None: they are not.
+    """
+
+    bits: int
+    group_size: int | None = None
+    activation_bits: int | None = None
+
+
 class WeightsConfig(Section):
     """How the weights of a quantised checkpoint are stored. `ppfleetx quantize` writes this section; it is
     not a wish, and is not written by hand.
@@ -68,14 +84,13 @@ class WeightsConfig(Section):
     skip: tuple[Text, ...] = ()
     """Patterns (`*`, `?`, `[...]`) of the layers that are stored as they were, e.g. `head` or `*.mlp.fc2`."""
 
-    def skips(self, name: str) -> bool:
-        """Whether the layer of this canonical name is stored as it was."""
-        return any(fnmatchcase(name, pattern) for pattern in self.skip)
-
-    @staticmethod
-    def is_wide(name: str) -> bool:
-        """Whether the layer has 8 bits whatever the others have: the embedding and the head."""
-        return not name.startswith("decoder.")
+    def form_of(self, name: str) -> Form | None:
+        """How the layer of this canonical name is stored; None: as it was."""
+        if any(fnmatchcase(name, pattern) for pattern in self.skip):
+            return None
+        if not name.startswith("decoder."):
+            return Form(8)
+        return Form(self.bits, self.group_size, self.activation_bits)
 
     @model_validator(mode="after")
     def _check(self) -> WeightsConfig:
