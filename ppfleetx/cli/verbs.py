@@ -37,6 +37,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("train", "train", "pretrain or finetune the model of a configuration"),
         Verb("finetune", "finetune", "train from the weights of another run or model"),
         Verb("supervise", "supervise", "run a training command and start it again when it fails"),
+        Verb("hang-report", "hang_report", "say why a job came to a halt, from its ranks' reports"),
         Verb("check", "check", "look at a configuration: plan, parameters, batch arithmetic"),
         Verb("plan", "plan", "predict memory and step time, or rank the plans of so many cards"),
         Verb("translate", "translate", "print another toolkit's configuration or command line as ours"),

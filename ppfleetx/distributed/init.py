@@ -12,6 +12,7 @@ from ppfleetx.config.plan import AXES, ParallelPlan
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.random import register_sliced_stream, seed_everything
+from ppfleetx.utils.hangs.record import OPERATIONS, RECORD
 
 
 def init_distributed(cfg: RunConfig) -> ParallelContext:
@@ -76,11 +77,14 @@ def start_fleet(plan: ParallelPlan, batch: BatchPlan, device: str) -> ParallelCo
                 key="Global.device",
                 value=device,
             )
+    else:
+        RECORD.record_class(paddle.base.core.ProcessGroup, OPERATIONS)
     # A second plan in the same process (tests): fleet would keep the first one's topology.
     fleet.base.topology._HYBRID_PARALLEL_GROUP = None
     fleet.init(is_collective=True, strategy=_strategy(plan, batch))
     hcg = fleet.get_hybrid_communicate_group()
     ctx = ParallelContext.of(plan, paddle.distributed.get_rank(), device, _groups(plan, hcg))
+    RECORD.names = {0: "job's", **{group.id: axis for axis, group in ctx.groups.items()}}
     _check_layout(ctx)
     return ctx
 

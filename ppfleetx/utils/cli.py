@@ -15,10 +15,11 @@ from typing import Any
 from ppfleetx.config.errors import UserError
 from ppfleetx.utils.installed import not_installed
 from ppfleetx.utils.orphans import end_with_launcher
-from ppfleetx.utils.peers import end_with_peers, ended_peer_in
+from ppfleetx.utils.peers import end_with_peers, ended_peer_in, is_end_decided
 
 EXIT_USER_ERROR = 2
 EXIT_PEER_LOST = 3
+EXIT_HUNG = 4
 EXIT_INTERRUPTED = 130
 EXIT_READER_GONE = 141  # what a shell reports of a program that SIGPIPE has ended
 
@@ -133,6 +134,8 @@ def _keep_exit_code() -> None:
 def _exit_code_of(error: Exception) -> int | None:
     """Say what has to be said of an error that is no defect of this program; None: it is one."""
     ended = ended_peer_in(error)
+    if ended is not None and is_end_decided():
+        time.sleep(_GRACE_SECONDS)  # the thread that has decided ends the process, and has said why
     if ended is not None:
         print(f"error: {ended}", file=sys.stderr, flush=True)
         if _OF_LAUNCHER in os.environ:

@@ -24,6 +24,7 @@ class _State:
     grace: float | None = None
     exit_code: int = 1
     is_ending: bool = False
+    is_decided: bool = False
 
 
 _state = _State()
@@ -36,6 +37,21 @@ def end_with_peers(grace: float, exit_code: int) -> None:
     before it communicates again.
     """
     _state.grace, _state.exit_code = grace, exit_code
+
+
+def ends_this_process() -> bool:
+    """Whether this is a program of ours, which may end the process; in another's program it must not."""
+    return _state.grace is not None
+
+
+def decide_end() -> None:
+    """This process is about to be ended by a thread: what other threads find meanwhile is a consequence."""
+    _state.is_ending = _state.is_decided = True
+
+
+def is_end_decided() -> bool:
+    """Whether :func:`decide_end` was called."""
+    return _state.is_decided
 
 
 def report_lost(sentence: str, say_goodbye: Callable[[], None]) -> None:

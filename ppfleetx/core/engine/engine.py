@@ -24,6 +24,7 @@ from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import settle
 from ppfleetx.optims.schedules import Schedule
 from ppfleetx.parallel.runner import NonFiniteError, Runner, StepOutput
+from ppfleetx.utils.hangs.progress import EVALUATING, PROGRESS, READING, RESTING, SAVING, STEPPING
 from ppfleetx.utils.log import get_logger
 
 Loader = Iterable[Sequence[MicroBatch]]
@@ -140,7 +141,9 @@ class Engine:
 
     def _evaluate_one(self, name: str | None, loader: Loader, stop: StopRequest | None) -> EvalRecord | None:
         started, measure = time.perf_counter(), self._new_measure()
+        PROGRESS.beat(EVALUATING)
         for micro_batches in loader:
+            PROGRESS.beat(EVALUATING)
             if self._watch.stops_evaluation(stop):
                 return None
             measure.add(self.runner, micro_batches)
@@ -183,6 +186,7 @@ class Engine:
         while self.state.step < self.max_steps:
             self._saver.poll()
             started = time.perf_counter()
+            PROGRESS.beat(READING, self.state.step + 1)
             micro_batches, error = self._read(batches)
             reader_cost = time.perf_counter() - started
             if self._watch.before_step(micro_batches, error, stop):
@@ -211,6 +215,7 @@ class Engine:
 
     def _step(self, micro_batches: Sequence[MicroBatch], started: float, reader_cost: float) -> None:
         """One optimizer step; its batch was asked for at ``started``, and came ``reader_cost`` seconds on."""
+        PROGRESS.beat(STEPPING)
         step, scheduled = self.state.step + 1, self.state.schedule_step + 1
         lr, weight_decay = self.schedule.lr(scheduled), self.schedule.weight_decay(scheduled)
         try:
@@ -243,6 +248,8 @@ class Engine:
             skipped=output.skipped,
             sources=self._losses_of_sources(output),
         )
+        PROGRESS.beat(RESTING)
+        PROGRESS.is_under_way = True
         self._tell("on_step_end", record)
 
     def _losses_of_sources(self, output: StepOutput) -> dict[str, SourceLoss]:
@@ -256,7 +263,8 @@ class Engine:
     def _save_once(self) -> None:
         if self.state.step != self._saved_step:
             self._watch.at_rest(self.runner)
-            self._saver.save(self)
+            with PROGRESS.at(SAVING):
+                self._saver.save(self)
             self._saved_step = self.state.step
 
     def _log_start(self) -> None:

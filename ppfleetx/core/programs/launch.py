@@ -14,6 +14,7 @@ from ppfleetx.config.reading.tree import is_index
 from ppfleetx.config.unsupported import not_supported_reasons, without_effect
 from ppfleetx.core.engine.run_directory import CKPT_DIR, check_beginning, output_dir_of
 from ppfleetx.core.programs.sources import refuse_foreign, sources
+from ppfleetx.core.programs.watching import watch_start
 from ppfleetx.data.build import build_dataset, open_corpora
 from ppfleetx.utils.devices import expected_device
 from ppfleetx.utils.log import configure_logging
@@ -58,6 +59,8 @@ def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig,
         )
     if cfg.plan.world_size == 1:  # ranks of a job find out together, later
         _look_for_files(cfg, reads)
+    if "Train" in reads:
+        watch_start(cfg, rank(os.environ), device)
     said = prepare_process(device=device)
     import_paddle()
     logger.info(said)

@@ -29,6 +29,7 @@ from ppfleetx.core.module.build import build_module
 from ppfleetx.core.programs.check import check_report
 from ppfleetx.core.programs.sources import named_checkpoint
 from ppfleetx.core.programs.token_ids import token_id_lines
+from ppfleetx.core.programs.watching import watched
 from ppfleetx.data.build import build_dataloader, load_tokenizer
 from ppfleetx.data.loader import DataLoader
 from ppfleetx.data.tasks.glue import TASKS
@@ -66,6 +67,7 @@ def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = 
         with joint_errors(ctx, name_ranks=False):
             if ctx.is_main:
                 hold(cfg, stack)
+        stack.enter_context(watched(cfg, ctx))
         return _train_in(output_dir_of(cfg), cfg, ctx, callbacks)
 
 

@@ -9,6 +9,7 @@ import paddle
 from ppfleetx.distributed.cpu.group import CpuProcessGroup
 from ppfleetx.distributed.cpu.handshake import local_address
 from ppfleetx.distributed.cpu.transport import Mesh, time_limit
+from ppfleetx.utils.hangs.record import OPERATIONS, RECORD
 
 _mesh: Mesh | None = None
 _creations: dict[int, int] = {}
@@ -69,6 +70,8 @@ def create_process_group(rank: int, size: int, group_id: int) -> CpuProcessGroup
     if _mesh is None:
         env = paddle.distributed.ParallelEnv()
         _mesh = Mesh.connect(env.rank, env.world_size, address=local_address(), timeout=time_limit())
+        RECORD.record_class(CpuProcessGroup, OPERATIONS)
+        RECORD.blocked_on = lambda: _mesh.blocked_on
     generation = _creations[group_id] = _creations.get(group_id, 0) + 1
     group = CpuProcessGroup(_mesh, rank, size, group_id, generation)
     _groups.append(group)

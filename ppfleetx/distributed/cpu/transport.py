@@ -43,6 +43,7 @@ from ppfleetx.distributed.cpu.wire import (
     make_header,
     read_memory,
 )
+from ppfleetx.utils.hangs.kernel import killed_for_memory
 from ppfleetx.utils.peers import note_raised, report_lost
 from ppfleetx.utils.start import seconds_in
 
@@ -66,7 +67,12 @@ class Mesh:
         self.inbox = Inbox(rank, self.state, self.pool)
         self._ends = Ends(rank, {other: peer.name for other, peer in peers.items()})
         self._inquiry = Inquiry(rank, peers, self.state, self.pending)
-        self._closed = False
+        self._closed, self._killed_before = False, killed_for_memory()
+
+    @property
+    def blocked_on(self) -> Operation | None:
+        """The operation that the program waits for."""
+        return self._inquiry.blocked
 
     # -- connections --------------------------------------------------------------------------
 
@@ -217,6 +223,8 @@ class Mesh:
 
     def _lose(self, peer: Peer, reason: str) -> None:
         """``peer`` is gone without a goodbye."""
+        if killed_for_memory() > self._killed_before:
+            reason += "; meanwhile the kernel has killed a process because memory ran out"
         self._end(lambda: self._ends.add(peer.rank, reason, failed=True))
         with contextlib.suppress(OSError):
             peer.connection.shutdown(socket.SHUT_RDWR)  # whoever is sending to it waits no longer

@@ -1,0 +1,68 @@
+"""Say why a job came to a halt, from what its ranks have left in OUTPUT_DIR/hang.
+
+The first line is the sentence that the job ended with: who is missing where. A line for each rank follows.
+The files rank_*.txt beside the reports have each rank's last collectives and the stacks of all its threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from ppfleetx.config.errors import UserError
+from ppfleetx.utils.hangs.explain import explain
+from ppfleetx.utils.hangs.report import Report, read_reports
+
+EXAMPLES = """\
+examples:
+  ppfleetx hang-report output
+  ppfleetx hang-report output/hang --json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line."""
+    parser.add_argument("directory", metavar="DIR", type=Path, help="a run's output directory, or its hang/")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Read the reports, join them, and print what they say."""
+    reports = read_reports(args.directory / "hang") or read_reports(args.directory)
+    if not reports:
+        raise UserError(
+            f"{args.directory} has no report of a rank (rank_*.json): no job has come to a halt there, or "
+            "none of its ranks could write"
+        )
+    explanation = explain(reports)
+    if args.json:
+        ranks = {rank: _facts(report) for rank, report in sorted(reports.items())}
+        print(json.dumps({**asdict(explanation), "ranks": ranks}, indent=2))
+        return
+    print(explanation.sentence)
+    print()
+    for line in _table(reports):
+        print(line)
+
+
+def _facts(report: Report) -> dict[str, object]:
+    """A report without its calls and stacks, which are in the file."""
+    facts = asdict(report)
+    for name in ("calls", "stacks", "counts"):
+        del facts[name]
+    return facts
+
+
+def _table(reports: Mapping[int, Report]) -> Iterator[str]:
+    size = max(report.world_size for report in reports.values())
+    for rank in range(size):
+        report = reports.get(rank)
+        if report is None:
+            yield f"rank {rank}: no report"
+            continue
+        state = f"waits in {report.waits_for}" if report.waits_for else f"{report.place}, {report.where}"
+        step = "before its first step" if report.step is None else f"step {report.step}"
+        yield f"rank {rank} on {report.host}, {step}: {state}; no progress for {report.quiet_seconds:.0f} s"

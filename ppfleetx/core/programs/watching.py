@@ -1,0 +1,62 @@
+"""The watchdog of a training run: from the configuration to a thread that watches this process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.core.engine.run_directory import output_dir_of
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.together import gather
+from ppfleetx.utils.cli import EXIT_HUNG
+from ppfleetx.utils.hangs import watchdog
+from ppfleetx.utils.hangs.report import Identity
+from ppfleetx.utils.peers import ends_this_process
+
+HANG_DIR = "hang"
+
+
+def watch_start(cfg: RunConfig, rank: int, device: str) -> None:
+    """Watch this process from now on, before Paddle is imported; only in a program of ours, whose training
+    ends the watch."""
+    if ends_this_process():
+        _begin(cfg, rank, device)
+
+
+def introduce(cfg: RunConfig, ctx: ParallelContext) -> None:
+    """Tell the other ranks which process this is, so that theirs can ask the kernel what became of it."""
+    if cfg.Engine.hang_timeout and ctx.world_size > 1:
+        watchdog.remember_peers(dict(enumerate(gather(ctx, watchdog.Peers.own()))))
+
+
+@contextmanager
+def watched(cfg: RunConfig, ctx: ParallelContext) -> Iterator[None]:
+    """Within, this process is watched; a watch that has begun already goes on."""
+    if watchdog.current() is None:
+        _begin(cfg, ctx.rank, ctx.device)
+    introduce(cfg, ctx)
+    try:
+        yield
+    finally:
+        watchdog.finish()
+
+
+def _begin(cfg: RunConfig, rank: int, device: str) -> None:
+    engine = cfg.Engine
+    limits = watchdog.Limits(
+        timeout=engine.hang_timeout,
+        start_timeout=engine.hang_start_timeout,
+        ends=engine.on_hang == "stop" and ends_this_process(),
+        counts_work=device == "cpu",
+    )
+    who = Identity(rank, cfg.plan.world_size)
+    watchdog.begin(who, limits, output_dir_of(cfg) / HANG_DIR, end=_end)
+
+
+def _end() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT_HUNG)

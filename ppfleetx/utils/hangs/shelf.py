@@ -1,0 +1,84 @@
+"""Directories in which ranks lay their reports, used with patience: a disk may be what hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from ppfleetx.utils.hangs.report import Report, read_reports
+
+PATIENCE_SECONDS = 5.0
+
+
+class Shelf:
+    """One directory. All that touches it runs in a thread of its own, which may block for ever; when
+    it has not answered once, the directory counts as dead and is left alone."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._is_dead, self._is_started = False, False
+
+    def has_news(self, since: float) -> bool:
+        """Whether a rank that makes no progress has laid down a report after ``since`` (seconds since 1970),
+        and so asks for those of the others."""
+
+        def look() -> bool:
+            with contextlib.suppress(OSError):
+                if any(path.stat().st_mtime > since for path in self.directory.glob("rank_*.json")):
+                    return any(report.asks for report in read_reports(self.directory, since=since).values())
+            return False
+
+        return bool(self._do(look))
+
+    def lay(self, report: Report, text: str) -> bool:
+        """Write this rank's report, for programs and for people; whether that worked."""
+
+        def write() -> bool:
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                base = self.directory / f"rank_{report.rank:05d}"
+                base.with_suffix(".txt").write_text(text, encoding="utf-8")
+                partial = base.with_suffix(f".{report.pid}.part")
+                partial.write_text(report.to_json(), encoding="utf-8")
+                partial.rename(base.with_suffix(".json"))  # the others see all of it, or nothing
+            except OSError:
+                return False
+            return True
+
+        return bool(self._do(write))
+
+    def reports(self, since: float) -> dict[int, Report]:
+        """What the ranks have laid down after ``since``."""
+        return self._do(lambda: read_reports(self.directory, since=since)) or {}
+
+    def say(self, sentence: str) -> None:
+        """Keep the sentence beside the reports."""
+
+        def write() -> None:
+            with contextlib.suppress(OSError):
+                (self.directory / "summary.txt").write_text(f"{sentence}\n", encoding="utf-8")
+
+        self._do(write)
+
+    def _do(self, act: Callable[[], object]) -> object:
+        """``act()`` in the shelf's thread; None when it is not done in time."""
+        if self._is_dead:
+            return None
+        if not self._is_started:
+            self._is_started = True
+            threading.Thread(target=self._serve, name="hang-reports", daemon=True).start()
+        answer: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._work.put(lambda: answer.put(act()))
+        try:
+            return answer.get(timeout=PATIENCE_SECONDS)
+        except queue.Empty:
+            self._is_dead = True
+            return None
+
+    def _serve(self) -> None:
+        while True:
+            self._work.get()()

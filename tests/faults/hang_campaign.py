@@ -1,0 +1,295 @@
+"""Ten ways in which a job comes to a halt: does each end in time with one sentence that is right?
+
+``python -m tests.faults.hang_campaign`` runs the training program in ranks that communicate on the CPU, lets
+one of them stop, sleep, differ or die, and reads what the job says and its exit code. The lost link needs two
+network namespaces, the memory limit a control group: both need root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ppfleetx.config.plan import ParallelPlan
+from tests.e2e.program import NANO, ROOT, SETTINGS, plan_overrides
+from tests.e2e.resumption import write_corpus
+from tests.helpers import programs
+from tests.multinode.nodes import Node, two_nodes
+
+PROGRAM = "tests/faults/hang_program.py"
+TIMEOUT_SECONDS = 6.0
+START_SECONDS = 120.0
+SPARE_SECONDS = 20.0
+"""Beyond the time-out: for the reports to be joined, and the launcher to end."""
+MEMORY_GROUP = Path("/sys/fs/cgroup/memory")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to halt.
+
+    Attributes:
+        name: of the fault in ``hang_program.py``.
+        rank: that it befalls.
+        said: pattern of the sentence.
+        codes: exit codes that the launcher may end with.
+    """
+
+    name: str
+    plan: ParallelPlan
+    rank: int
+    said: str
+    codes: tuple[int, ...] = (4,)
+
+
+CASES = (
+    Case(
+        "stop",
+        ParallelPlan(dp=2, mp=2),
+        3,
+        r"rank \d waits in \w+ #\d+ of the \w+ group \[.*\].*; rank 3 never arrived and wrote no report: "
+        r"its process is stopped \(SIGSTOP",
+    ),
+    Case(
+        "shapes",
+        ParallelPlan(dp=2),
+        1,
+        r"rank \d: waiting for rank \d in all_reduce of group 0 \(\d+ bytes\): it sent all_reduce "
+        r"\(\d+ bytes\) in its place",
+        codes=(1,),
+    ),
+    Case(
+        "skipped",
+        ParallelPlan(dp=2),
+        1,
+        r"rank 0 waits in all_reduce #0 of group \d+ \[0, 1\] \(shape \[2, 3\], float32\), rank 1 waits "
+        r"in .*, so each waits for the other; the last that both called was .*; the ranks do not run",
+    ),
+    Case(
+        "order",
+        ParallelPlan(dp=2),
+        1,
+        r"rank 0 waits in all_reduce #0 of group (\d+) .* rank 1 waits in all_reduce #0 of group "
+        r"(?!\1)\d+.*, so each waits for the other",
+    ),
+    Case(
+        "data",
+        ParallelPlan(dp=2),
+        1,
+        r"rank 0 waits in all_gather #\d+ of the job's group \[0, 1\].*; rank 1 never arrived: "
+        r"it is reading data \(hang_program.py:\d+ in for_ever\)",
+    ),
+    Case(
+        "disk",
+        ParallelPlan(mp=2),
+        0,
+        r"rank 1 waits in .* group \[0, 1\].*; rank 0 never arrived: it is saving a checkpoint "
+        r"\(hang_program.py:\d+ in for_ever\)",
+    ),
+    Case(
+        "importing",
+        ParallelPlan(dp=2),
+        1,
+        r"rank 0 waits in .*; rank 1 never arrived: it is importing waits_for_a_lock",
+    ),
+    Case(
+        "another_step",
+        ParallelPlan(dp=2),
+        1,
+        r"rank \d: waiting for rank \d in .*the ranks do not run the same operations in the same order",
+        codes=(1,),
+    ),
+    Case("link", ParallelPlan(dp=2), 1, r"waits? in .*the messages do not get through; the network"),
+    Case(
+        "memory",
+        ParallelPlan(dp=2),
+        1,
+        r"rank 1 at [\d.:]+ is gone: .*the kernel has killed a process because memory ran out",
+        codes=(3, 137, 247),
+    ),
+)
+
+
+@dataclass
+class Found:
+    """What a job that came to a halt has said."""
+
+    seconds: float
+    codes: list[int]
+    sentence: str
+    complaints: list[str]
+
+
+class Job:
+    """The training program under one launcher per host."""
+
+    def __init__(self, case: Case, hosts: Sequence[Node | None], corpus: Path, directory: Path) -> None:
+        self.case, self.hosts, self.directory = case, hosts, directory
+        overrides = {
+            **SETTINGS,
+            **plan_overrides(case.plan),
+            "Engine.max_steps": 100000,
+            "Engine.eval_freq": 4,
+            "Engine.save_load.save_steps": 4,
+            "Engine.hang_timeout": TIMEOUT_SECONDS,
+            "Engine.save_load.output_dir": directory / "run",
+            "Data.Train.dataset.input_dir": corpus,
+            "Data.Eval.dataset.input_dir": corpus,
+        }
+        self._options = [word for key, value in overrides.items() for word in ("-o", f"{key}={value}")]
+        self.launchers = [self._start(number, host) for number, host in enumerate(hosts)]
+
+    def _start(self, number: int, host: Node | None) -> programs.Popen:
+        per_host = self.case.plan.world_size // len(self.hosts)
+        launcher = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", str(per_host)]
+        launcher += ["--log_dir", str(self.directory / f"log.{number}")]
+        if host is not None:
+            launcher += ["--master", f"{self.hosts[0].address}:38524", "--nnodes", str(len(self.hosts))]
+            launcher += ["--rank", str(number), "--host", host.address]
+        command = [*launcher, PROGRAM, "-c", str(NANO), *self._options]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "HANG_DIR": str(self.directory),
+            "HANG_RANK": str(self.case.rank),
+            "HANG_CASE": self.case.name,
+        }
+        with (self.directory / f"launcher.{number}").open("w") as log:
+            return programs.Popen(
+                command if host is None else host.command(*command),
+                stdout=log,
+                stderr=log,
+                env=environment,
+                cwd=ROOT,
+                start_new_session=True,
+            )
+
+    def await_halt(self) -> None:
+        """Until the rank has come to its moment."""
+        deadline = time.monotonic() + START_SECONDS
+        while not (self.directory / "reached").exists():
+            ended = [launcher.poll() for launcher in self.launchers]
+            assert ended == [None] * len(ended), (
+                f"{self.case.name}: ended before the moment ({ended}){self.said()}"
+            )
+            assert time.monotonic() < deadline, f"{self.case.name}: the moment did not come"
+            time.sleep(0.02)
+
+    def judge(self) -> Found:
+        """Wait for the job's end, and read what it said."""
+        begin, codes = time.monotonic(), []
+        limit = TIMEOUT_SECONDS + SPARE_SECONDS
+        for launcher in self.launchers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                codes.append(launcher.wait(max(1.0, begin + limit - time.monotonic())))
+        seconds = time.monotonic() - begin
+        said = [line for line in self.said().splitlines() if "error:" in line or "Error:" in line]
+        fitting = [line for line in said if re.search(self.case.said, line)]
+        complaints = []
+        if len(codes) < len(self.launchers):
+            complaints.append(f"not ended after {limit:g} s")
+        if not fitting:
+            complaints.append(f"no such sentence, but {said}")
+        if set(codes) - set(self.case.codes):
+            complaints.append(f"exit codes {codes}")
+        if (
+            "Traceback" in self.said() and 1 not in self.case.codes
+        ):  # ranks out of step are a defect, with one
+            complaints.append("a traceback")
+        return Found(seconds, codes, fitting[0] if fitting else "", complaints)
+
+    def said(self) -> str:
+        """What the ranks have said."""
+        logs = sorted(self.directory.glob("log.*/workerlog.*"))
+        return "\n".join(path.read_text(errors="replace") for path in logs)
+
+    def close(self) -> None:
+        """End all that may be left."""
+        for launcher in self.launchers:
+            for pid in _below(launcher.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(launcher.pid, signal.SIGKILL)
+            launcher.wait(30)
+        reached = self.directory / "reached"
+        if reached.exists():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(reached.read_text()), signal.SIGKILL)
+
+
+def _below(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    with contextlib.suppress(OSError):
+        return [int(child) for child in children.read_text().split()]
+    return []
+
+
+def run_case(case: Case, corpus: Path, directory: Path) -> Found:
+    """Let the job come to a halt, and see what it says."""
+    with _surroundings(case) as hosts:
+        job = Job(case, hosts, corpus, directory)
+        try:
+            job.await_halt()
+            if case.name == "link":
+                hosts[-1].unplug()
+            return job.judge()
+        finally:
+            job.close()
+
+
+@contextlib.contextmanager
+def _surroundings(case: Case) -> Iterator[Sequence[Node | None]]:
+    if case.name == "link":
+        with two_nodes() as nodes:
+            yield nodes
+    elif case.name == "memory":
+        group = MEMORY_GROUP / f"ppfleetx_{os.getpid()}"
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(1 << 28))
+        os.environ["HANG_CGROUP"] = str(group)
+        try:
+            yield (None,)
+        finally:
+            del os.environ["HANG_CGROUP"]
+            time.sleep(0.5)  # until the kernel has let go of what was killed in it
+            group.rmdir()
+    else:
+        yield (None,)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", choices=[case.name for case in CASES])
+    parser.add_argument("--keep", type=Path, help="directory for what the ranks say")
+    arguments = parser.parse_args()
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="hangs-") as name:
+        corpus = Path(name) / "toy"
+        write_corpus(corpus)
+        for case in CASES:
+            if arguments.only and case.name not in arguments.only:
+                continue
+            directory = (arguments.keep or Path(name)) / case.name
+            directory.mkdir(parents=True)
+            found = run_case(case, corpus, directory)
+            failed += bool(found.complaints)
+            verdict = "; ".join(found.complaints) or "ok"
+            print(f"{case.name} ({case.plan}): {found.seconds:.1f} s, exit codes {found.codes}: {verdict}")
+            print(f"    {found.sentence}", flush=True)
+    print(f"{failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

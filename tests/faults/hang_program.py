@@ -1,0 +1,186 @@
+"""tools/train.py in ranks of which one comes to a halt at a chosen moment, in a chosen way.
+
+Environment: ``HANG_CASE``: one of :data:`FAULTS`; ``HANG_RANK``: the rank that it befalls; ``HANG_DIR``:
+where that rank leaves ``reached`` (with its process id) when it comes to it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import paddle
+from paddle import distributed
+
+from ppfleetx.cli.main import run_program
+from ppfleetx.core.engine.engine import Engine
+from ppfleetx.data.gpt_dataset import GPTDataset
+from ppfleetx.distributed.cpu.inquiry import Inquiry
+from ppfleetx.utils.hangs.progress import PROGRESS
+
+AT_STEP = 3
+
+
+def reached() -> None:
+    """Tell that the moment has come."""
+    (Path(os.environ["HANG_DIR"]) / "reached").write_text(str(os.getpid()))
+
+
+def for_ever() -> None:
+    """Wait for what never comes."""
+    threading.Event().wait()
+
+
+def before_step(act: Callable[[Engine], None], *, on_all: bool = False) -> None:
+    """Call ``act`` before the third step, on the rank that it befalls or on all."""
+    step = Engine._step
+
+    def halting(engine: Engine, *arguments: Any) -> None:
+        if engine.state.step + 1 == AT_STEP and (on_all or is_chosen()):
+            if is_chosen():
+                reached()
+            act(engine)
+        step(engine, *arguments)
+
+    Engine._step = halting
+
+
+def is_chosen() -> bool:
+    return os.environ["PADDLE_TRAINER_ID"] == os.environ["HANG_RANK"]
+
+
+def stop() -> None:
+    before_step(lambda engine: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+def shapes() -> None:
+    before_step(lambda engine: distributed.all_reduce(paddle.ones([4 + is_chosen()])), on_all=True)
+
+
+def skipped() -> None:
+    """A collective is left out. What the CPU's groups would find out by themselves NCCL's do not: they are
+    kept from it."""
+    deaf()
+
+    def act(engine: Engine) -> None:
+        group = distributed.new_group(list(range(distributed.get_world_size())))
+        if not is_chosen():
+            distributed.all_reduce(paddle.ones([2, 3]), group=group)
+
+    before_step(act, on_all=True)
+
+
+def order() -> None:
+    """Two groups, in another order on one rank; the CPU's groups are kept from finding out."""
+    deaf()
+
+    def act(engine: Engine) -> None:
+        ranks = list(range(distributed.get_world_size()))
+        groups = [distributed.new_group(ranks), distributed.new_group(ranks)]
+        for group in reversed(groups) if is_chosen() else groups:
+            distributed.all_reduce(paddle.ones([5]), group=group)
+
+    before_step(act, on_all=True)
+
+
+def deaf() -> None:
+    Inquiry.judge = lambda self, operation, suspicion: 0
+
+
+def data() -> None:
+    """A sample that is not read: its file server has gone."""
+    get, count = GPTDataset.__getitem__, [0]
+
+    def slow(dataset: GPTDataset, index: int) -> Any:
+        count[0] += 1
+        if count[0] == 40 and is_chosen():
+            reached()
+            for_ever()
+        return get(dataset, index)
+
+    GPTDataset.__getitem__ = slow
+
+
+def disk() -> None:
+    """A disk that takes nothing any more."""
+    sync = os.fsync
+
+    def dead(descriptor: Any) -> None:
+        if is_chosen() and PROGRESS.is_under_way:
+            reached()
+            for_ever()
+        sync(descriptor)
+
+    os.fsync = dead
+
+
+def importing() -> None:
+    """An import that waits for a lock that another thread holds."""
+
+    def act(engine: Engine) -> None:
+        directory = Path(os.environ["HANG_DIR"])
+        (directory / "waits_for_a_lock.py").write_text("import threading\nthreading.Event().wait()\n")
+        sys.path.insert(0, str(directory))
+        import waits_for_a_lock  # noqa: F401
+
+    before_step(act)
+
+
+def another_step() -> None:
+    """One rank believes that it is a step further, and so evaluates where the others train."""
+
+    def act(engine: Engine) -> None:
+        engine.state.step += 1
+
+    before_step(act)
+
+
+def link() -> None:
+    """The moment at which the link between two machines goes down."""
+    before_step(lambda engine: time.sleep(1))
+
+
+def memory() -> None:
+    """The kernel ends a process that takes more memory than there is."""
+
+    def act(engine: Engine) -> None:
+        group = os.environ.get("HANG_CGROUP")
+        if group:
+            (Path(group) / "cgroup.procs").write_text(str(os.getpid()))
+        held = []
+        while True:
+            held.append(bytearray(os.urandom(1 << 20)) * 16)
+
+    before_step(act)
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "stop": stop,
+    "shapes": shapes,
+    "skipped": skipped,
+    "order": order,
+    "data": data,
+    "disk": disk,
+    "importing": importing,
+    "another_step": another_step,
+    "link": link,
+    "memory": memory,
+}
+
+
+def main() -> None:
+    FAULTS[os.environ["HANG_CASE"]]()
+    run_program("train")
+
+
+if __name__ == "__main__":
+    main()
