@@ -8,6 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
@@ -132,6 +133,12 @@ class GPT:
     def eval(self) -> Self:
         """Switch dropout off, as it is in a model that was just loaded."""
         return self.train(False)
+
+    def with_tokenizer(self, tokenizer: Tokenizer) -> Self:
+        """The same network with another tokenizer; this object keeps its own."""
+        other = copy(self)
+        other.tokenizer, other._generator = tokenizer, None
+        return other
 
     # ---- what it does
 

@@ -90,7 +90,7 @@ def pipeline(
     Args:
         task: ``text_generation``.
         model: a directory, or a model that is loaded.
-        tokenizer: the model's own, unless given.
+        tokenizer: the model's own, unless given. A model that is given keeps its own.
         options: as of calling what this gives.
 
     Raises:
@@ -101,8 +101,7 @@ def pipeline(
     checked(options)
     found = _model(model)
     if tokenizer is not None:
-        found.tokenizer = _tokenizer(tokenizer)
-        found.train(False)  # its generator is made anew, with this tokenizer
+        found = found.with_tokenizer(_tokenizer(tokenizer))
     return TextGenerationPipeline(found, options)
 
 

@@ -28,6 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 Record = dict[str, float]
 
+_RTOL = 1e-5
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -42,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
     """Do what was asked for."""
     if not args.config and not (args.metrics_a and args.metrics_b):
         raise UserError("give -c FILE to run, or --metrics-a and --metrics-b to compare what exists")
+    if args.bitwise and args.rtol is not None:
+        raise UserError("--bitwise allows no difference, so it cannot go with --rtol; give one of the two")
     with contextlib.ExitStack() as stack:
         work_dir = Path(args.work_dir or stack.enter_context(tempfile.TemporaryDirectory()))
         runs = []
@@ -54,9 +58,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"{difference.key:10} differs by {largest} at most, at step {difference.step}")
     if args.plot:
         draw(runs, Path(args.plot))
-    allowed = 0.0 if args.bitwise else args.rtol
+    allowed = 0.0 if args.bitwise else _RTOL if args.rtol is None else args.rtol
     same = all(difference.largest <= allowed for difference in differences)
-    rule = "bit for bit" if args.bitwise else f"within {args.rtol:g}"
+    rule = "bit for bit" if args.bitwise else f"within {allowed:g}"
     print(f"{counted(len(runs[0]), 'step')}: {'equal' if same else 'DIFFERENT'} ({rule})")
     return 0 if same else 1
 
@@ -79,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             f"--metrics-{side}", metavar="DIR", help=f"output directory of a finished run {side}"
         )
     parser.add_argument("--bitwise", action="store_true", help="allow no difference at all")
-    parser.add_argument("--rtol", type=float, default=1e-5, help="relative difference allowed")
+    parser.add_argument("--rtol", type=float, help=f"relative difference allowed; {_RTOL:g} unless given")
     parser.add_argument("--plot", metavar="PNG", help="draw both sequences and their difference")
     parser.add_argument("--work-dir", metavar="DIR", help="keep outputs and logs here")
 

@@ -85,4 +85,4 @@ def _with_plugins(cfg: RunConfig, origins: dict[str, str]) -> RunConfig:
     if plugins == cfg.Global.plugins:
         return cfg
     origins["Global.plugins"] = "--plugin"
-    return cfg.model_copy(update={"Global": cfg.Global.model_copy(update={"plugins": plugins})})
+    return cfg.changed("Global", plugins=plugins)

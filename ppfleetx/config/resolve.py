@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from ppfleetx.config.batch import BatchPlan, resolve_batch
 from ppfleetx.config.counts import counted
@@ -54,11 +53,11 @@ def _filled_in(given: Section, resolved: Section, origins: dict[str, str], prefi
 def _with_data_parallel(cfg: RunConfig, world_size: int | None, origins: dict[str, str]) -> RunConfig:
     _refuse_too_many(plan_of(cfg), world_size)
     if world_size is None:
-        return _change(cfg, "Distributed", dp_degree=cfg.Distributed.dp_degree or 1)
+        return cfg.changed("Distributed", dp_degree=cfg.Distributed.dp_degree or 1)
     if cfg.Distributed.dp_degree is None:
         rest = plan_of(cfg).world_size
         if world_size % rest == 0:
-            return _change(cfg, "Distributed", dp_degree=world_size // rest)
+            return cfg.changed("Distributed", dp_degree=world_size // rest)
     plan = plan_of(cfg)
     if plan.world_size == world_size:
         return cfg
@@ -115,31 +114,24 @@ def _batch_of(cfg: RunConfig, origins: dict[str, str]) -> tuple[BatchPlan, tuple
 
 
 def _with_derived(cfg: RunConfig, batch: BatchPlan) -> RunConfig:
-    cfg = _change(
-        cfg,
+    cfg = cfg.changed(
         "Global",
         global_batch_size=batch.global_batch_size,
         local_batch_size=batch.local_batch_size,
         micro_batch_size=batch.micro_batch_size,
     )
-    cfg = _change(
-        cfg,
+    cfg = cfg.changed(
         "Engine",
         accumulate_steps=batch.accumulate_steps,
         test_iters=cfg.Engine.test_iters or 10 * cfg.Engine.eval_iters,
     )
     if cfg.Model.task.classifies and glue_task(cfg) is not None:
-        cfg = _change(cfg, "Model", num_classes=num_outputs(cfg))
+        cfg = cfg.changed("Model", num_classes=num_outputs(cfg))
     if cfg.Engine.run_mode == "epoch":  # The length of an epoch is known only with the data.
         return cfg
     lr = cfg.Optimizer.lr
     decay_steps = lr.decay_steps or cfg.Engine.max_steps
-    return _change(cfg, "Optimizer", lr=lr.model_copy(update={"decay_steps": decay_steps}))
-
-
-def _change(cfg: RunConfig, section: str, **values: Any) -> RunConfig:
-    """A copy of ``cfg`` with values of ours in one section; users' values are never replaced."""
-    return cfg.model_copy(update={section: getattr(cfg, section).model_copy(update=values)})
+    return cfg.changed("Optimizer", lr=lr.model_copy(update={"decay_steps": decay_steps}))
 
 
 def _violations(cfg: RunConfig, batch: BatchPlan) -> Iterator[RuleError]:

@@ -16,6 +16,7 @@ from ppfleetx.checkpoint.housekeeping import publish
 from ppfleetx.config.errors import ConfigError, shown
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.core.engine.run_directory import directory_error
 from ppfleetx.core.programs.generate import check_checkpoint, load_generator
 from ppfleetx.core.programs.launch import start_with, world_size
 from ppfleetx.deploy.capabilities import check_generation
@@ -80,7 +81,7 @@ def export(cfg: RunConfig, ctx: ParallelContext) -> Path:
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as error:
-        raise _target_error(cfg, f"cannot be written: {error.strerror or error}") from error
+        raise directory_error(cfg, f"cannot be written: {error.strerror or error}") from error
     saved = os.path.join(cfg.Engine.save_load.output_dir, RANK_DIRECTORY, PROGRAM)  # noqa: PTH118 as given
     get_logger().info(f"export inference model saved in {saved}")
     return target
@@ -114,23 +115,19 @@ def check_target(cfg: RunConfig) -> None:
     places = (output_dir.absolute(), *output_dir.absolute().parents)
     there = next(path for path in places if os.path.exists(path))  # noqa: PTH110
     if not there.is_dir():
-        raise _target_error(cfg, f"{there} is a file; name a directory")
+        raise directory_error(cfg, f"{there} is a file; name a directory")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise _target_error(cfg, f"cannot be written: nothing may be created in {there}")
+        raise directory_error(cfg, f"cannot be written: nothing may be created in {there}")
     is_used = any(target.iterdir()) if target.is_dir() else target.exists()
     if is_used and not is_export(target):
-        raise _target_error(
+        raise directory_error(
             cfg, f"{target} is there and is no export of this program; remove it or name another directory"
         )
     if is_used and (others := files_of_others(target)):
-        raise _target_error(
+        raise directory_error(
             cfg,
             f"{target} would be replaced, and holds {shown(others[0])}, which is no part of the export in it",
         )
-
-
-def _target_error(cfg: RunConfig, rule: str) -> ConfigError:
-    return ConfigError(rule, key=_KEY, value=cfg.Engine.save_load.output_dir, place=cfg.origins.get(_KEY))
 
 
 def _write(directory: Path, cfg: RunConfig, generator: Generator, use_panels: bool) -> None:

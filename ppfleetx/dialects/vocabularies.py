@@ -23,6 +23,8 @@ def highest_id(file: Path, one: Given) -> int:
         return ConfigError(f"{file} {rule}", key=one.key, place=one.place)
 
     try:
+        if file.is_dir():
+            raise error("is a directory, and no vocabulary")
         if not file.is_file():
             raise error("is not there; the size of the vocabulary is read from it (or give --vocab-size)")
         if file.stat().st_size > _MAX_BYTES:

@@ -8,8 +8,10 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from ppfleetx.config.errors import UserError
@@ -91,12 +93,14 @@ def run_tool(main: Callable[[], int | None]) -> None:
     the end of another process of the job likewise with code 3, also where Paddle has wrapped it into an error
     of its own. When the reader of standard output has gone (``| head -1``), nobody wants the rest: the tool
     ends without a word, with code 141. Anything else is a defect of the program and keeps its traceback.
+    SIGTERM ends the process with a sentence, unless the tool has its own way, as training has.
     Characters that the encoding of standard output lacks are written as escapes.
     """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
     end_with_launcher()
     end_with_peers(_GRACE_SECONDS, EXIT_PEER_LOST)
+    _name_sigterm()
     try:
         code = _call(main)
         _keep_exit_code()
@@ -123,6 +127,25 @@ def _call(main: Callable[[], int | None]) -> int | None:
         if user_error is None:
             raise
         raise user_error from None
+
+
+def _name_sigterm() -> None:
+    """Make SIGTERM print a sentence before it ends this process (a shell shows exit code 143).
+
+    Nothing is changed in the ranks of a job. They may wait for others in C++ code, where no Python handler
+    runs, and the launcher says why it ends them.
+    """
+    own = os.getpid()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == own:  # and not a process that was forked from it
+            print("ended by SIGTERM; there was nothing to save", file=sys.stderr, flush=True)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and _OF_LAUNCHER not in os.environ and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, end)
 
 
 def _keep_exit_code() -> None:

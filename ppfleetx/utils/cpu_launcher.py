@@ -1,14 +1,21 @@
-"""What Paddle's launcher (3.3.1) lacks: ``--devices`` without a GPU, waits that end, exit codes.
-
-The launcher looks ``--devices 0,1`` up among the GPUs it sees; where it sees none it ends with ``ValueError:
-substring not found``. When ``CUDA_VISIBLE_DEVICES`` names them it starts a process for each, with the CPU
-build as well. For the waits and the exit codes see ``launcher_watch.py``. So that one command line serves
-all machines,
+"""Makes ``python -m paddle.distributed.launch`` (Paddle 3.3.1) usable on machines without a GPU.
 
     python -m ppfleetx.utils.cpu_launcher
 
-puts one line into this environment's site-packages (``make`` does it for its own), which does this in the
-launcher's process. Nothing else is touched, and deleting the file undoes it.
+writes one file, ``ppfleetx_cpu_launcher.pth``, into the site-packages of this Python environment. ``make``
+does this for its own ``.venv``. To undo it, delete the file.
+
+What it changes, and only in a process that is started as ``python -m paddle.distributed.launch``:
+
+- ``--devices 0,1`` works without a GPU. Paddle looks these numbers up among the GPUs that it finds, and ends
+  with ``ValueError: substring not found`` where there is none. If ``CUDA_VISIBLE_DEVICES`` lists the numbers,
+  Paddle starts one process for each. So the variable is set to what ``--devices`` says.
+- The launcher does not wait for ever, and its exit code says what happened (``launcher_watch.py``).
+
+Why a ``.pth`` file: Python runs the ``import`` lines of such files when it starts, in every process of the
+environment. That is the only place before Paddle's launcher that a project can reach without a command of its
+own, and a command line with ``paddle.distributed.launch`` should run unchanged on every machine. In all other
+processes the line compares one word and does nothing.
 """
 
 from __future__ import annotations

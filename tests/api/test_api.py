@@ -227,6 +227,16 @@ def test_max_length_counts_the_prompt(here: Path) -> None:
     assert [first, first] == task([prompt, prompt])
 
 
+def test_a_pipeline_leaves_the_model_it_is_given_alone(model: ppfleetx.GPT, here: Path) -> None:
+    own, other = model.tokenizer, ppfleetx.Tokenizer.load("tokenizer")
+    text = model.generate("The quick", max_dec_len=4).text
+    generator = model.generator
+    task = pipeline("text_generation", model, tokenizer=other)
+    assert task.model.tokenizer is other and task.model.network is model.network
+    assert model.tokenizer is own and model.generator is generator
+    assert task("The quick", max_length=12) and model.generate("The quick", max_dec_len=4).text == text
+
+
 def test_a_model_with_adapters_is_kept_and_converted(here: Path, tmp_path: Path) -> None:
     changes = {
         "Engine.max_steps": 2,

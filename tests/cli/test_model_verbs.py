@@ -75,7 +75,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     slices = list(model_slices(named))
     documents = documents_of(cfg, tokenizer)
     save_checkpoint(root / "run", tensors=slices, documents=documents, **about)
-    save_checkpoint(root / "older", tensors=slices, **about)
+    older = {
+        **about["config"],
+        "Generation": {**about["config"]["Generation"], "prompt": "another's", "seed": 5},
+    }
+    save_checkpoint(root / "older", tensors=slices, **{**about, "config": older})
     tokenizer.save(root / "older/tokenizer")
     save_checkpoint(root / "mute", tensors=slices, **{**about, "config": None})
     save_fleetx(root / "fleetx", {theirs(name): p.numpy() for name, p in named})
@@ -102,6 +106,15 @@ def test_every_directory_writes_the_same(place: Path, text: str, model: str) -> 
     assert printed.endswith(text)
     assert ("is Hugging Face's; it is converted into" in printed) == (model == "hf")
     assert ("was saved by an earlier version" in printed) == (model == "older")
+
+
+def test_the_prompt_of_whoever_saved_a_checkpoint_is_not_continued(place: Path) -> None:
+    with ExitStack() as stack:
+        config = find_model(place / "older", stack).config
+        assert config is not None
+        said = yaml.safe_load(config.read_text())["Generation"]
+    assert said["max_dec_len"] == GENERATION["max_dec_len"]
+    assert not {"prompt", "prompt_file", "seed"} & set(said)
 
 
 @pytest.mark.parametrize(

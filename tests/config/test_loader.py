@@ -294,4 +294,6 @@ def test_fast_and_without_paddle():
         for _ in range(3)
     ]
     assert "174.6 B parameters" in runs[0]
-    assert min(float(run.splitlines()[-1]) for run in runs) < 3  # measured: 1.8
+    assert (
+        min(float(run.splitlines()[-1]) for run in runs) < 4
+    )  # measured: 2.3, and up to 3.2 on a busy machine

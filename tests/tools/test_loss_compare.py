@@ -40,6 +40,7 @@ def compare(
         ([3.0, 2.001], ["--rtol", "1e-2"], 0),
         ([3.0, float("nan")], [], 1),
         ([3.0], [], 2),
+        ([3.0, 2.0], ["--bitwise", "--rtol", "1e-2"], 2),
     ],
 )
 def test_exit_code(tmp_path: Path, other: list[float], options: list[str], code: int) -> None:

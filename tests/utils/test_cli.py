@@ -1,6 +1,7 @@
 """How a tool writes, and how it ends when nobody reads its output any more."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -69,3 +70,33 @@ def test_another_broken_pipe_is_a_defect_and_keeps_its_traceback() -> None:
     code, errors = run("other", close=False)
     assert code == 1
     assert "Traceback" in errors and "BrokenPipeError" in errors
+
+
+@pytest.mark.parametrize("first", ["", "import_paddle()"])
+def test_sigterm_ends_a_tool_with_a_sentence(first: str) -> None:
+    program = (
+        "import os, time\n"
+        "from ppfleetx.utils.cli import run_tool\n"
+        "from ppfleetx.utils.process_env import import_paddle\n"
+        "def main():\n"
+        f"    {first}\n"
+        "    child = os.fork()\n"
+        "    if child:\n"
+        "        os.kill(child, 15)\n"
+        "        os.waitpid(child, 0)\n"
+        "        print('ready', flush=True)\n"
+        "    time.sleep(60)\n"
+        "run_tool(main)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.terminate()
+        errors = process.stderr.read()
+    assert process.returncode == -signal.SIGTERM
+    assert errors == "ended by SIGTERM; there was nothing to save\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from math import prod
@@ -70,14 +71,13 @@ def read_hf(directory: str | Path) -> Weights:
     source: dict[str, Any] = {"format": "hf", "config": without_paddle(config, keys)}
     if (generation_config := read_generation_config(directory)) is not None:
         source["generation_config"] = generation_config
-    has_tokenizer = any((directory / name).is_file() for name in TOKENIZER_FILES)
     return Weights(
         str(directory),
         tensors,
         model=keys,
         vocab_size=vocab,
         source=source,
-        tokenizer_dir=directory if has_tokenizer else None,
+        tokenizer_dir=directory if tokenizer_files(directory) else None,
         generation=of_transformers(generation_config),
     )
 
@@ -145,12 +145,26 @@ def part_shapes(rule: Rule, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [tuple(part.shape) for part in rule.split(np.broadcast_to(np.zeros((), np.bool_), shape))]
 
 
+def tokenizer_files(directory: Path) -> list[Path]:
+    """The files of a tokenizer in ``directory``, as many as there are.
+
+    Raises:
+        CheckpointError: one of these names is a directory's, or a link to nothing.
+    """
+    files = [directory / name for name in TOKENIZER_FILES if os.path.lexists(directory / name)]
+    for file in files:
+        if not file.is_file():
+            what = "a directory" if file.is_dir() else "a link to nothing"
+            raise CheckpointError(f"{file} is {what}; the name is that of a tokenizer's file")
+    return files
+
+
 def copy_tokenizer(source: Path, target: Path) -> None:
     """Copy a tokenizer's files, as many as there are, and what says which tokens end a text."""
     target.mkdir(parents=True, exist_ok=True)
-    for name in (*TOKENIZER_FILES, GENERATION_CONFIG):
-        if (source / name).is_file() and source.resolve() != target.resolve():
-            shutil.copyfile(source / name, target / name)
+    for file in (*tokenizer_files(source), source / GENERATION_CONFIG):
+        if file.is_file() and source.resolve() != target.resolve():
+            shutil.copyfile(file, target / file.name)
     if source.resolve() != target.resolve() and (source / NAMED_TEMPLATES).is_dir():
         _list_templates(source, target)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import PrivateAttr
 
 from ppfleetx.config.batch import BatchPlan
@@ -130,6 +132,10 @@ class RunConfig(Section):
     def warnings(self) -> tuple[str, ...]:
         """What a user should know about how the configuration was read; tools log these."""
         return self._warnings
+
+    def changed(self, section: str, **values: Any) -> RunConfig:
+        """A copy with other values in one section, which are not validated."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
 
     def __eq__(self, other: object) -> bool:
         """Equal values, wherever they were written."""

@@ -7,10 +7,10 @@ from itertools import islice
 from ppfleetx.config.counts import counted
 from ppfleetx.config.plan import AXES, ParallelPlan
 from ppfleetx.config.registries import OPTIMIZERS, SCHEDULES
+from ppfleetx.config.sections.engine import EngineConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.unsupported import missing, not_supported_reasons, without_effect
-from ppfleetx.core.engine.callbacks.build import check_callbacks
 from ppfleetx.core.programs.sources import refuse_foreign
 from ppfleetx.models.gpt.shape import flops_per_step, parameter_count, trained_count
 from ppfleetx.optims.schedules import build_schedule
@@ -34,7 +34,10 @@ def check_report(cfg: RunConfig, device: str | None = None) -> str:
             cannot be made as configured.
     """
     refuse_foreign(cfg)
-    check_callbacks(cfg.Engine.callbacks)
+    if cfg.Engine.callbacks != EngineConfig().callbacks:
+        from ppfleetx.core.engine.callbacks.build import check_callbacks  # not needed by most configurations
+
+        check_callbacks(cfg.Engine.callbacks)
     if cfg.Optimizer.lr.decay_steps is not None:  # else its length is known with the data
         build_schedule(cfg.Optimizer, cfg.Engine.max_steps)
     device = device or ("gpu" if cfg.Global.device == "auto" else cfg.Global.device)

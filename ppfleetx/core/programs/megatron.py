@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -39,15 +39,27 @@ def run(argv: Sequence[str]) -> None:
     Raises:
         UserError: anything wrong with them, or with what they name.
     """
-    if not argv or "--help" in argv or "-h" in argv:
-        print(USAGE, end="")
+    train_translated(argv or ["--help"], USAGE, of_arguments)
+
+
+def train_translated(
+    argv: Sequence[str], usage: str, translate: Callable[[list[str], int | None], Translation]
+) -> None:
+    """Train as another toolkit's arguments say; with ``--check`` print the plan, with ``--help`` the usage.
+
+    Args:
+        argv: the arguments, ours among them (`own_arguments`).
+        usage: what ``--help`` prints.
+        translate: called with the toolkit's arguments and the number of processes.
+
+    Raises:
+        UserError: anything wrong with the arguments, or with what they name.
+    """
+    if "--help" in argv or "-h" in argv:
+        print(usage, end="")
         return
-    checks, world, rest = own_arguments(argv)
-    train_translated(of_arguments(rest, world), world, only_checks=checks)
-
-
-def train_translated(result: Translation, world: int | None, *, only_checks: bool = False) -> None:
-    """Train what a translation says, or with ``only_checks`` print what it would be."""
+    only_checks, world, rest = own_arguments(argv)
+    result = translate(rest, world)
     cfg = load_tree(result.tree(), result.warnings, world_size=world)
     if only_checks:
         print(check_report(cfg))

@@ -55,7 +55,7 @@ def _evaluate(cfg: RunConfig, _: Translation) -> None:
     if not cfg.Model.task.offline_evaluation:
         _require_corpus(cfg, "Eval")
         if "Engine.eval_iters" not in cfg.origins:
-            cfg = _with(cfg, "Engine", eval_iters=_whole_batches(cfg))
+            cfg = cfg.changed("Engine", eval_iters=_whole_batches(cfg))
     evaluate.run_loaded(cfg)
 
 
@@ -72,10 +72,6 @@ _PROGRAMS: dict[str, Callable[[RunConfig, Translation], None]] = {
     "eval": _evaluate,
     "predict": _predict,
 }
-
-
-def _with(cfg: RunConfig, section: str, **values: object) -> RunConfig:
-    return cfg.model_copy(update={section: getattr(cfg, section).model_copy(update=values)})
 
 
 def _require_corpus(cfg: RunConfig, split: str) -> None:
@@ -134,7 +130,7 @@ def _with_room(cfg: RunConfig, translation: Translation) -> RunConfig:
             value=most,
             place=None if given is None else given.place,
         )
-    return _with(cfg, "Generation", max_dec_len=most - longest)
+    return cfg.changed("Generation", max_dec_len=most - longest)
 
 
 def _prompt_ids(cfg: RunConfig) -> list[list[int]]:

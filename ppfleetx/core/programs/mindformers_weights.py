@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.checkpoint.foreign.convert import Conversion, convert
-from ppfleetx.checkpoint.foreign.huggingface import TOKENIZER_FILES
+from ppfleetx.checkpoint.foreign.huggingface import tokenizer_files
 from ppfleetx.checkpoint.foreign.huggingface_files import (
     CONFIG,
+    GENERATION_CONFIG,
     PICKLE,
     read_hf_config,
     read_stored,
@@ -24,7 +25,6 @@ from ppfleetx.config.errors import CheckpointError, ConfigError
 
 _HEAD_WIDTH = 64  # of every published GPT-2
 _LAYER = re.compile(r"(?:transformer\.)?h\.(\d{1,5})\.ln_1\.weight")
-_BESIDE = (CONFIG, "generation_config.json", *TOKENIZER_FILES)
 
 
 def convert_weight(torch_path: Path, output: Path, *, layers: int, num_heads: int | None = None) -> Path:
@@ -57,9 +57,9 @@ def convert_weight(torch_path: Path, output: Path, *, layers: int, num_heads: in
 
 def _files(torch_path: Path) -> Iterator[tuple[str, Path]]:
     yield SINGLE if torch_path.suffix == ".safetensors" else PICKLE, torch_path
-    for name in _BESIDE:
-        if (torch_path.parent / name).is_file():
-            yield name, torch_path.parent / name
+    beside = [torch_path.parent / name for name in (CONFIG, GENERATION_CONFIG)]
+    for path in (*filter(Path.is_file, beside), *tokenizer_files(torch_path.parent)):
+        yield path.name, path
 
 
 def _config(tensors: dict[str, LazyTensor], path: Path, num_heads: int | None) -> dict[str, Any]:

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.core.programs.megatron import own_arguments, train_translated
+from ppfleetx.core.programs.megatron import train_translated
 from ppfleetx.dialects.megatron.dialect import without_launcher
 from ppfleetx.dialects.mindspeed.dialect import file_of, of_file
+from ppfleetx.dialects.translation import Translation
 from ppfleetx.utils.start import START_VARIABLE
 
 USAGE = """\
@@ -32,12 +33,12 @@ def run(argv: Sequence[str], default: Path) -> None:
     Raises:
         UserError: anything wrong with them, with the file, or with what that names.
     """
-    if "--help" in argv or "-h" in argv:
-        print(USAGE, end="")
-        return
-    checks, world, rest = own_arguments(argv)
-    path, rest = file_of(without_launcher(rest)[1])
-    train_translated(of_file(path or default, rest, world), world, only_checks=checks)
+
+    def translate(arguments: list[str], world: int | None) -> Translation:
+        path, rest = file_of(without_launcher(arguments)[1])
+        return of_file(path or default, rest, world)
+
+    train_translated(argv, USAGE, translate)
 
 
 def msrun(argv: Sequence[str]) -> int:

@@ -159,6 +159,8 @@ def _sections_of_manifest(checkpoint: Checkpoint, tokenizer: Path | None) -> dic
         f"tokenizer. Configuration: that in its manifest. Tokenizer: {found}"
     )
     sections = {name: saved[name] for name in PORTABLE_SECTIONS if saved.get(name) is not None}
+    if isinstance(generation := sections.get("Generation"), Mapping):  # no prompt of whoever saved it
+        sections["Generation"] = {key: value for key, value in generation.items() if _is_lasting(key)}
     data = {key: value for key, value in (saved.get("Data") or {}).items() if key != "tokenizer"}
     return {**ONE_SEQUENCE, **sections, "Model": portable_model(saved["Model"]), "Data": data}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ppfleetx.core.programs.megatron import own_arguments, train_translated
+from ppfleetx.core.programs.megatron import train_translated
 from ppfleetx.dialects.paddleformers.dialect import of_arguments
 
 USAGE = """\
@@ -24,8 +24,4 @@ def run(argv: Sequence[str]) -> None:
     Raises:
         UserError: anything wrong with them, with the file, or with what that names.
     """
-    if not argv or "--help" in argv or "-h" in argv:
-        print(USAGE, end="")
-        return
-    checks, world, rest = own_arguments(argv)
-    train_translated(of_arguments(rest, world), world, only_checks=checks)
+    train_translated(argv or ["--help"], USAGE, of_arguments)

@@ -100,7 +100,7 @@ def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
         if os.path.lexists(path / TOKENIZER_FILE):  # a link that leads nowhere is damage, not absence
             definition = _checked(read_json(path / TOKENIZER_FILE, error=DataError), path / TOKENIZER_FILE)
             return TokenizerFiles(definition, side_texts=side)
-        if (path / VOCAB_FILE).is_file() or (path / MERGES_FILE).is_file():
+        if os.path.lexists(path / VOCAB_FILE) or os.path.lexists(path / MERGES_FILE):
             definition = read_vocab_and_merges(path / VOCAB_FILE, path / MERGES_FILE)
             return TokenizerFiles(definition, has_definition=False, side_texts=side)
         raise MissingDataError(
