@@ -56,8 +56,8 @@ _EFFECTS: dict[str, Effect] = {
         Effect.FUNCTION,
         "Model",
         "name num_attention_heads num_query_groups head_dim hidden_act position_embedding_type rotary_base "
-        "rotary_percent rope_scaling attention_window normalization norm_epsilon sandwich_norm "
-        "tie_word_embeddings lora.alpha lora.base",
+        "rotary_percent rope_scaling attention_window normalization norm_epsilon qk_layernorm "
+        "parallel_residual sandwich_norm tie_word_embeddings lora.alpha lora.base",
     ),
     **_table(
         Effect.TRAINING,

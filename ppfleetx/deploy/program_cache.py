@@ -21,7 +21,7 @@ class LoopCache:
         self.past, self.extended = past, []
 
     def update(
-        self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor
+        self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, None]:
         """Append ``key, value [b, g, s, d]``; the layers ask in their order."""
         if self.past:
@@ -44,10 +44,11 @@ class RoomCache:
 
     def __init__(self, past: Sequence[paddle.Tensor], column: paddle.Tensor, visible: paddle.Tensor) -> None:
         self.past, self.column, self.extended = past, column, []
-        self.penalty = penalty_of(visible.unsqueeze([1, 2]))
+        self.visible = visible
+        self.penalties: dict[int | None, paddle.Tensor] = {}
 
     def update(
-        self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor
+        self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
         """Take ``key, value [b, g, 1, d]``; the layers ask in their order."""
         # paddle.index_add_ is the copying operation in a program, and Paddle's passes never replace an
@@ -55,7 +56,17 @@ class RoomCache:
         key = _C_ops.index_add_(self.past[2 * layer_index], self.column, key, 2)
         value = _C_ops.index_add_(self.past[2 * layer_index + 1], self.column, value, 2)
         self.extended += [key, value]
-        return key, value, self.penalty
+        return key, value, self._penalty(window)
+
+    def _penalty(self, window: int | None) -> paddle.Tensor:
+        """What layers with this window add to their scores. No row has unused columns within its window."""
+        if window not in self.penalties:
+            visible = self.visible
+            if window is not None:
+                columns = paddle.arange(visible.shape[1])
+                visible = paddle.logical_and(visible, columns >= self.column - window)
+            self.penalties[window] = penalty_of(visible.unsqueeze([1, 2]))
+        return self.penalties[window]
 
 
 def with_room(past: Sequence[paddle.Tensor]) -> list[paddle.Tensor]:

@@ -26,7 +26,8 @@ class GrowingCache:
     def __init__(self) -> None:
         self._layers: dict[int, Pair] = {}  # [b, g, k, d], contiguous; columns behind the first n are finite
         self._past = self._length = 0
-        self._penalty: paddle.Tensor | None = None
+        self._num_new, self._visible = 0, np.zeros((0, 0), dtype=bool)
+        self._penalties: dict[int | None, paddle.Tensor] = {}  # of this pass, by window
         self._places: paddle.Tensor | None = None  # of new columns, in the memory taken as [b * g * k, d]
 
     @property
@@ -46,13 +47,13 @@ class GrowingCache:
         if self._past:
             self._make_room()
             rows, groups, num_columns, _ = next(iter(self._layers.values()))[0].shape
-            seen = visible[:1] if visible.all() else visible
-            self._penalty = penalty_of(paddle.to_tensor(cached_mask(num_new, num_columns, seen)))
+            self._num_new, self._visible = num_new, visible[:1] if visible.all() else visible
+            self._penalties = {}
             first = np.arange(rows * groups)[:, None] * num_columns
             self._places = paddle.to_tensor((first + np.arange(self._past, self._length)).flatten())
 
     def update(
-        self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor
+        self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor | None]:
         """Take ``key, value [b, g, s, d]`` of the new columns; see ``KeyValueCache``."""
         if not self._past:
@@ -61,7 +62,14 @@ class GrowingCache:
         keys, values = self._layers[layer_index]
         self._write(keys, key)
         self._write(values, value)
-        return keys, values, self._penalty
+        return keys, values, self._penalty(window, keys.shape[2])
+
+    def _penalty(self, window: int | None, num_columns: int) -> paddle.Tensor:
+        """What every layer with this window adds to its scores in this pass."""
+        if window not in self._penalties:
+            mask = cached_mask(self._num_new, num_columns, self._visible, window)
+            self._penalties[window] = penalty_of(paddle.to_tensor(mask))
+        return self._penalties[window]
 
     def shorten(self, length: int) -> None:
         """Forget what comes after the first ``length`` columns."""

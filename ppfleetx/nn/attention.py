@@ -6,12 +6,12 @@ head, d head size. MHA is r = 1, MQA is one key/value head in all.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import paddle
 from paddle import nn
 
-from ppfleetx.config.errors import ConfigError
 from ppfleetx.nn.init import Init
 from ppfleetx.nn.kernels import KernelOptions, attend
 from ppfleetx.nn.masks import window_start
@@ -24,9 +24,14 @@ class KeyValueCache(Protocol):
     """Keys and values of the positions seen so far, one pair per layer."""
 
     def update(
-        self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor
+        self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor | None]:
         """Append ``key, value [b, g, s, d]`` of the new positions.
+
+        Args:
+            layer_index: of all layers.
+            key, value: see above.
+            window: how many positions before its own each may attend to; None: all.
 
         Returns:
             All keys and all values ``[b, g, k, d]``, and what to add to the scores ``[b, n, s, k]`` for who
@@ -51,6 +56,8 @@ class Attention(nn.Layer):
         qkv_bias, output_bias: whether the projections have biases.
         dropout: probability of dropping an attention weight.
         window: how many positions before its own each position may attend to; None: all.
+        head_norm: makes the norm of queries, and that of keys, ``[..., d]``, which come before the rotary
+            positions; None: there are none.
         init, output_init: initial values of the projections.
         options: which kernel, and how.
         recompute_core: forget scores and weights in the forward pass, recompute them in the backward.
@@ -73,6 +80,7 @@ class Attention(nn.Layer):
         output_init: Init,
         options: KernelOptions,
         window: int | None = None,
+        head_norm: Callable[[], nn.Layer] | None = None,
         recompute_core: bool = False,
     ) -> None:
         super().__init__()
@@ -84,6 +92,7 @@ class Attention(nn.Layer):
         self.num_groups = factory.local_count(num_kv_heads, "key/value heads")
         width = num_kv_heads * (self.queries_per_group + 2) * head_dim
         self.qkv = factory.column_linear(hidden_size, width, init=init, bias=qkv_bias)
+        self.q_norm, self.k_norm = (None, None) if head_norm is None else (head_norm(), head_norm())
         self.out_proj = factory.row_linear(
             num_heads * head_dim, hidden_size, init=output_init, bias=output_bias
         )
@@ -103,19 +112,10 @@ class Attention(nn.Layer):
             position_ids: ``[b, s]``, needed with rotary positions.
             document_start: ``[b, s]`` first position each row may attend to.
             cache: keys and values of earlier positions; those of ``hidden`` are appended.
-
-        Raises:
-            ConfigError: a cache is given, and attention has a window.
         """
-        if cache is not None and self.window is not None:
-            raise ConfigError(
-                "keys that were cached are all attended to; use Generation.use_cache: False",
-                key="Model.attention_window",
-                value=self.window,
-            )
         query, key, value = self.project(hidden, position_ids)
         if cache is not None:
-            key, value, penalty = cache.update(self.layer_index, key, value)
+            key, value, penalty = cache.update(self.layer_index, key, value, self.window)
             context = self.core(query, key, value, document_start, penalty)
         elif self.recompute_core and may_recompute(self):
             context = recompute(self.core, query, key, value, document_start)
@@ -131,12 +131,16 @@ class Attention(nn.Layer):
         qkv = self.qkv(hidden).reshape([0, 0, self.num_groups, per_group + 2, self.head_dim])
         qkv = self.factory.enter_attention(qkv)
         # One transpose for all three, so that no part has to be copied again.
-        if per_group == 1 and self.rotary is None:
+        if per_group == 1 and self.rotary is None and self.q_norm is None:
             query, key, value = qkv.transpose([3, 1, 2, 0, 4]).unbind(0)
             return query.unsqueeze(2), key, value
         qkv = qkv.transpose([1, 2, 3, 0, 4])
-        if self.rotary is None:
+        if self.rotary is None or self.q_norm is not None:
             query, key, value = qkv.split([per_group, 1, 1], axis=2)
+            if self.q_norm is not None:
+                query, key = self.q_norm(query), self.k_norm(key)
+            if self.rotary is not None:
+                query, key = (self.rotary.rotate(part, position_ids) for part in (query, key))
         else:
             turning, value = qkv.split([per_group + 1, 1], axis=2)
             query, key = self.rotary.rotate(turning, position_ids).split([per_group, 1], axis=2)
@@ -151,8 +155,10 @@ class Attention(nn.Layer):
         penalty: paddle.Tensor | None = None,
     ) -> paddle.Tensor:
         """Attention proper; gives ``[s, b, g * r * d]``."""
-        if self.window is not None:
-            document_start = window_start(self.window, query.shape[0], query.shape[3], document_start)
+        if self.window is not None and penalty is None:
+            document_start = window_start(
+                self.window, query.shape[0], query.shape[3], document_start, key.shape[2]
+            )
         context = attend(query, key, value, document_start, self.dropout, self.options, penalty)
         _, groups, per_group, num_queries, head_dim = context.shape
         if num_queries == 1:  # nothing has to be moved

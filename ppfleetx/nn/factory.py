@@ -145,7 +145,9 @@ class LocalFactory:
         describe(layer.weight, init, kind)
         return layer
 
-    def norm(self, kind: str, size: int, *, epsilon: float, gain: float = 1.0) -> nn.Layer:
+    def norm(
+        self, kind: str, size: int, *, epsilon: float, gain: float = 1.0, inside_heads: bool = False
+    ) -> nn.Layer:
         """A norm of the last dimension, of ``size`` elements, whose gain starts at ``gain``.
 
         Raises:
@@ -243,7 +245,8 @@ class TensorParallelFactory(LocalFactory):
     Args:
         group: the tensor-parallel ranks.
         sequence_parallel: outside attention and feed-forward each rank holds its part of the positions;
-            parameters used there get partial gradients and are marked ``sequence_parallel``.
+            parameters used there get partial gradients and are marked ``partial_gradient``, and so are those
+            that are held whole and used on this rank's heads alone.
         sequence_split: see :class:`LocalFactory`.
     """
 
@@ -367,10 +370,12 @@ class TensorParallelFactory(LocalFactory):
         describe_slice(layer.weight, 0, self.group, init, "word_embedding")
         return layer
 
-    def norm(self, kind: str, size: int, *, epsilon: float, gain: float = 1.0) -> nn.Layer:
+    def norm(
+        self, kind: str, size: int, *, epsilon: float, gain: float = 1.0, inside_heads: bool = False
+    ) -> nn.Layer:
         layer = super().norm(kind, size, epsilon=epsilon, gain=gain)
         for parameter in layer.parameters():
-            self._mark(parameter)
+            self._mark(parameter, always=inside_heads)
         return layer
 
     def dropout(self, probability: float, *, inside_heads: bool = False) -> nn.Layer:
@@ -403,6 +408,6 @@ class TensorParallelFactory(LocalFactory):
         labels, mask = self.local_positions(labels), self.local_positions(mask)
         return parallel_token_scores(logits, labels, mask, true_vocab, self.group)
 
-    def _mark(self, parameter: paddle.Tensor) -> None:
-        if self.sequence_parallel:
-            parameter.sequence_parallel = True
+    def _mark(self, parameter: paddle.Tensor, *, always: bool = False) -> None:
+        if self.sequence_parallel or always:
+            parameter.partial_gradient = True

@@ -41,10 +41,17 @@ def attention_mask(num_queries: int, num_keys: int, document_start: paddle.Tenso
     return paddle.logical_and(causal, keys >= document_start.unsqueeze([1, 3]))
 
 
-def window_start(window: int, batch: int, length: int, document_start: paddle.Tensor | None) -> paddle.Tensor:
+def window_start(
+    window: int,
+    batch: int,
+    length: int,
+    document_start: paddle.Tensor | None,
+    num_keys: int | None = None,
+) -> paddle.Tensor:
     """First position that each of ``length`` positions may attend to, ``[b, s]`` int32: at most ``window``
-    before its own, and none before ``document_start [b, s]``."""
-    first = (paddle.arange(length, dtype="int32") - window).clip(min=0).unsqueeze(0)
+    before its own, and none before ``document_start [b, s]``. They are the last of ``num_keys``."""
+    past = 0 if num_keys is None else num_keys - length
+    first = (paddle.arange(length, dtype="int32") + (past - window)).clip(min=0).unsqueeze(0)
     if document_start is None:
         return first.expand([batch, length])
     return paddle.maximum(first.astype(document_start.dtype), document_start)
@@ -78,18 +85,25 @@ def penalty_of(visible: paddle.Tensor, dtype: paddle.dtype = paddle.float32) -> 
     return paddle.where(visible, zero, blocked)
 
 
-def cached_mask(num_queries: int, num_keys: int, visible: np.ndarray) -> np.ndarray:
+def cached_mask(
+    num_queries: int, num_keys: int, visible: np.ndarray, window: int | None = None
+) -> np.ndarray:
     """:func:`attention_mask` of queries that follow cached keys, ``[b, 1, q, k]``.
 
     Args:
         num_queries: query positions of this call.
         num_keys: columns of the cache; those behind the queries' own hold nothing.
         visible: ``[b, past + q]`` bool, which columns a row may attend to, itself and what is before it.
+        window: of them, each query's own and at most so many before it; None: all.
     """
     allowed = np.zeros((len(visible), num_queries, num_keys), dtype=bool)
     allowed[:, :, : visible.shape[1]] = visible[:, None]
     past = visible.shape[1] - num_queries
     allowed &= np.arange(num_keys) <= past + np.arange(num_queries)[:, None]
+    if window is not None:  # positions are counted along what the row sees: other columns hold nothing of it
+        position = visible.cumsum(axis=1)
+        near = position[:, None] >= position[:, past:, None] - window
+        allowed[:, :, : visible.shape[1]] &= near
     return allowed[:, None]
 
 

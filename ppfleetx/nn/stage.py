@@ -129,8 +129,11 @@ class LayerFactory(Protocol):
     def embedding(self, num_embeddings: int, hidden_size: int, *, init: Init) -> nn.Layer:
         """Embedding held whole by every rank."""
 
-    def norm(self, kind: str, size: int, *, epsilon: float, gain: float = 1.0) -> nn.Layer:
-        """The norm named ``kind`` over the last dimension, its gain starting at ``gain``."""
+    def norm(
+        self, kind: str, size: int, *, epsilon: float, gain: float = 1.0, inside_heads: bool = False
+    ) -> nn.Layer:
+        """The norm named ``kind`` over the last dimension, its gain starting at ``gain``; ``inside_heads``
+        when it is of a tensor that is sliced over heads."""
 
     def dropout(self, probability: float, *, inside_heads: bool = False) -> nn.Layer:
         """Dropout; ``inside_heads`` when the tensor is sliced over heads and masks must differ by rank."""

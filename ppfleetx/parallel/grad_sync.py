@@ -54,7 +54,7 @@ class GradientSync:
         ctx, mine = self._ctx, self.parameters
         if self._sharding is not None:
             mine = self._sharding.finish_gradients()
-        partial = [p for p in mine if getattr(p, "sequence_parallel", False)]
+        partial = [p for p in mine if getattr(p, "partial_gradient", False)]
         if partial:
             all_reduce_packed(_gradients(partial), ctx.group_of("mp"))
         replicas = replica_group(ctx)

@@ -47,8 +47,9 @@ class _Sizes:
         return width_in * width_out * self.g
 
 
-def _norm(s: _Sizes, writes: str, reads: str) -> list[Step]:
-    u = s.part
+def _norm(s: _Sizes, writes: str, reads: str, size: float | None = None) -> list[Step]:
+    """A norm of the trunk, or of a tensor of ``size`` bytes."""
+    u = s.part if size is None else size
     if s.model.normalization == "RMSNorm" and not s.on_cpu and not s.fused:
         wide = u * 4 / s.e  # squares and products are of a float32 copy
         copy = Step(f"{writes} in float32", wide, (reads,), back=0.0)
@@ -114,23 +115,34 @@ def _project(s: _Sizes, recompute: Recompute) -> list[Step]:
     keeps_queries = recompute == "core_attn" or s.case.flash
     kept = s.q * keeps_queries + 2 * s.kv
     whole = s.q + 2 * s.kv
-    if not model.positions.rotates:
+    if not model.positions.rotates and not model.qk_layernorm:
         if model.kv_heads == model.num_attention_heads:
             return [*steps, Step("heads", whole, (source,), view=True)]
         return [*steps, Step("heads", kept, (source,), scratch=whole - kept, back=whole)]
-    turning = s.q + s.kv
-    part = turning * model.rotary_size / model.head_size
+    steps.append(Step("apart", whole, (source,), back=whole))
+    turning, source = s.q + s.kv, "apart"
+    if model.qk_layernorm:
+        steps += _norm(s, "normed heads", source, turning)
+        source = "normed heads"
+    if model.positions.rotates:
+        steps.append(_turned(s, source, turning))
+        source = "turned"
+    if s.on_cpu:
+        kept -= s.kv  # values stay within "apart", which is kept
+    return [*steps, Step("heads", kept, (source,), scratch=whole - kept, back=turning)]
+
+
+def _turned(s: _Sizes, source: str, turning: float) -> Step:
+    """Rotary positions of queries and keys."""
+    part = turning * s.model.rotary_size / s.model.head_size
     wide = part * 4 / s.e
-    apart = Step("apart", whole, (source,), back=whole)
     if s.on_cpu:  # x cos + partners sin, with tables as large as x; both products keep their factors
-        rotary = {"keeps": ("apart",), "extra": 3 * part, "scratch": 2 * part, "back": part}
-        kept -= s.kv  # values stay within what is kept
+        rotary = {"keeps": (source,), "extra": 3 * part, "scratch": 2 * part, "back": part}
     elif s.fused:
         rotary = {"keeps": ()}
     else:  # halves in float32
         rotary = {"extra": wide, "scratch": 2.5 * wide, "back": 2 * wide}
-    turned = Step("turned", turning, ("apart",), **rotary)
-    return [*steps, apart, turned, Step("heads", kept, ("turned",), scratch=whole - kept, back=turning)]
+    return Step("turned", turning, (source,), **rotary)
 
 
 def _core(s: _Sizes) -> list[Step]:
@@ -208,7 +220,7 @@ def _mlp(s: _Sizes) -> list[Step]:
     model, h = s.model, s.model.hidden_size
     width = s.wide / (s.tokens * s.e)
     gated = model.is_gated
-    steps = _norm(s, "mlp normed", "y")
+    steps = _norm(s, "mlp normed", "x" if model.parallel_residual else "y")
     out = s.wide * (2 if gated else 1)
     steps += _column(s, "fc1", "mlp normed", out, s.matrix(h, out / s.wide * width), bias=model.has_mlp_bias)
     if gated:

@@ -88,6 +88,9 @@ def _attention(case: Case) -> Iterator[Operation]:
     yield _matmul("qkv", "attention", tokens, h, q_width + 2 * kv_width)
     moved = tokens * (q_width + 2 * kv_width) * e
     yield _elementwise("qkv apart", "attention", 2 * moved, 2 * moved)
+    if model.qk_layernorm:
+        normed = tokens * (q_width + kv_width) * e
+        yield _elementwise("norm of queries and keys", "attention", 2 * normed, 4 * normed, 2)
     if model.positions.rotates:
         turned = tokens * (q_width + kv_width) * e
         yield _elementwise("rotary positions", "attention", 3 * turned, 3 * turned, 2)

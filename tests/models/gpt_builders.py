@@ -29,6 +29,9 @@ VARIANTS = {
     "gpt2": {},
     "llama": LLAMA_STYLE,
     "mqa_sandwich_relu2": {"sandwich_norm": True, "num_query_groups": 1, "hidden_act": "relu2"},
+    "neox": {"position_embedding_type": "rope", "rotary_percent": 0.5, "parallel_residual": True},
+    "qwen3": {**LLAMA_STYLE, "qk_layernorm": True, "head_dim": 16},
+    "window_normed_heads": {"qk_layernorm": True, "attention_window": 5},
     "no_positions_wide_heads": {"position_embedding_type": "none", "head_dim": 16, "add_qkv_bias": False},
 }
 
@@ -81,7 +84,7 @@ class GrowingCache:
         return self.pairs[0][0].shape[2] if self.pairs else 0
 
     def update(
-        self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor
+        self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, None]:
         if layer_index in self.pairs:
             past_key, past_value = self.pairs[layer_index]

@@ -4,10 +4,9 @@ import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.config.errors import ConfigError
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.nn.factory import LocalFactory
-from ppfleetx.nn.masks import window_start
+from ppfleetx.nn.masks import cached_mask, window_start
 from ppfleetx.nn.rope import RotaryEmbedding
 from ppfleetx.nn.stage import canonical_parameters
 from tests.models.gpt_builders import LLAMA_STYLE, GrowingCache, build, random_tokens, tiny_config
@@ -50,9 +49,25 @@ def test_a_window_of_one_layer_equals_the_sequence_cut_there():
     np.testing.assert_allclose(windowed[:, -1], cut[:, -1], rtol=0, atol=2e-6)
 
 
-def test_cached_keys_and_a_window_are_refused():
-    with pytest.raises(ConfigError, match=r"attention_window = 3.*use_cache"):
-        logits_of(build(tiny_config(attention_window=3)), random_tokens(), cache=GrowingCache())
+@pytest.mark.parametrize("chunks", [[1] * 12, [5, 1, 6], [2, 3, 7]], ids=str)
+def test_a_window_looks_back_into_the_cache(chunks):
+    tokens = random_tokens(length=12)
+    model = build(tiny_config(**LLAMA_STYLE, attention_window=3))
+    whole, parts, cache, start = logits_of(model, tokens), [], GrowingCache(), 0
+    for width in chunks:
+        positions = paddle.arange(start, start + width).unsqueeze(0).expand([2, width])
+        parts.append(logits_of(model, tokens[:, start : start + width], position_ids=positions, cache=cache))
+        start += width
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, rtol=0, atol=2e-6)
+
+
+def test_a_window_counts_what_the_row_sees():
+    """Column 1 of the second row holds nothing: a wrong guess, or padding."""
+    visible = np.array([[True, True, True, True], [True, False, True, True]])
+    found = cached_mask(1, 5, visible, window=1)[:, 0, 0]
+    assert found.tolist() == [[False, False, True, True, False], [False, False, True, True, False]]
+    found = cached_mask(1, 5, visible, window=2)[:, 0, 0]
+    assert found.tolist() == [[False, True, True, True, False], [True, False, True, True, False]]
 
 
 def test_only_the_first_part_of_a_head_is_turned():

@@ -45,6 +45,16 @@ MODELS = {
         "add_bias_linear": False,
     },
 }
+# Blocks of other architectures, all in one: GPT-NeoX's order, Qwen3's norms, Mistral's window.
+MODELS["mixed"] = {
+    **MODELS["llama"],
+    "parallel_residual": True,
+    "qk_layernorm": True,
+    "attention_window": 5,
+    "rotary_percent": 0.5,
+    "tie_word_embeddings": True,
+    "add_qkv_bias": True,
+}
 OPTIMIZERS = {
     # Small enough steps that a difference in the last digit of a gradient stays one.
     "adamw": {"name": "AdamW", "weight_decay": 0.1, "lr.max_lr": 1e-3, "lr.min_lr": 1e-4},

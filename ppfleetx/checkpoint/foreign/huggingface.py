@@ -46,10 +46,14 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 MAX_FILE_BYTES = 5 * 1000**3
+_OTHER_HEAD = {"embed_out.weight": "lm_head.weight"}
+_HEADS = {*_OTHER_HEAD, *_OTHER_HEAD.values()}
+_WORDS = ("wte.weight", "embed_tokens.weight", "embed_in.weight")
 
 
 def read_hf(directory: str | Path) -> Weights:
-    """Weights of a Hugging Face GPT-2 or Llama, or of a Llama of PaddleNLP or PaddleFormers.
+    """Weights of a Hugging Face model of one of ``hf_families.FAMILIES``, or of a Llama of PaddleNLP or
+    PaddleFormers.
 
     Nothing but headers is read before a tensor is asked for.
 
@@ -120,7 +124,7 @@ def write_hf(
         max_file_bytes: weights beyond this go into several files with an index.
 
     Raises:
-        CheckpointError: neither GPT-2 nor Llama can express the network.
+        CheckpointError: none of Hugging Face's networks is this one.
     """
     directory = Path(directory)
     kinds = sorted({tensor.dtype for tensor in tensors.values()})
@@ -186,8 +190,8 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _present(stored: Mapping[str, LazyTensor], name: str, directory: Path) -> str:
-    """The name, with or without GPT-2's optional prefix, under which a tensor is there."""
-    for candidate in (name, name.removeprefix(GPT2_PREFIX)):
+    """The name under which a tensor is there: GPT-2's prefix is optional, GPT-NeoX's head has two names."""
+    for candidate in (name, name.removeprefix(GPT2_PREFIX), _OTHER_HEAD.get(name, name)):
         if candidate in stored:
             return candidate
     raise CheckpointError(f"{directory} lacks the tensor {name}")
@@ -221,15 +225,16 @@ def _check_left_over(
 ) -> None:
     """Buffers and the second copy of a tied head may be left over; anything else is a part of the network."""
     known = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-    tied = {"lm_head.weight"} if keys["tie_word_embeddings"] else set()
+    known += (".attention.bias", ".attention.masked_bias")  # GPT-NeoX's
+    tied = _HEADS & names if keys["tie_word_embeddings"] else set()
     unknown = sorted(name for name in names - tied if not name.endswith(known))
     if unknown:
         raise CheckpointError(
             f"{directory} holds tensors that this network does not have: {', '.join(unknown[:4])}"
         )
-    if "lm_head.weight" in names and tied:
-        word = next(name for name in stored if name.endswith(("wte.weight", "embed_tokens.weight")))
-        if (stored["lm_head.weight"].read() != stored[word].read()).any():
+    for head in tied:
+        word = next(name for name in stored if name.endswith(_WORDS))
+        if (stored[head].read() != stored[word].read()).any():
             raise CheckpointError(
                 f"{directory}: config.json ties the head to the word embedding, and their values differ"
             )

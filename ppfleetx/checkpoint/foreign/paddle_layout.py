@@ -36,11 +36,17 @@ def in_hf_layout(
         directory: where they are; used in messages.
 
     Raises:
-        CheckpointError: projections are fused, or it cannot be told how a matrix lies.
+        CheckpointError: projections are fused, it cannot be told how a matrix lies, or another network.
     """
     is_theirs = stored.is_paddle or (stored.formats == {None} and of_paddle(config))
-    if config["model_type"] != "llama" or not is_theirs:
+    kind = config["model_type"]
+    if kind == "gpt2" or not is_theirs:
         return stored.tensors
+    if kind != "llama":
+        raise CheckpointError(
+            f"{directory} is a {kind} that PaddleNLP or PaddleFormers wrote. Of theirs only a llama is read; "
+            f"a {kind} can be converted from Hugging Face's own files"
+        )
     if "pt" in stored.formats:
         raise CheckpointError(f"{directory}: some of its files are PyTorch's and some Paddle's")
     if fused := [name for name in stored.tensors if name.endswith(_FUSED)]:

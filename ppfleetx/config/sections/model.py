@@ -95,6 +95,12 @@ class ModelConfig(Section):
     """Biases of both MLP linears."""
     add_head_bias: Bool | None = None
     """Bias of an untied output head; null: none."""
+    qk_layernorm: Bool = False
+    """Normalise the query and the key of each head before positions turn them. All queries of a layer share
+    one gain, and so do all keys."""
+    parallel_residual: Bool = False
+    """Attention and the MLP both read the layer's input, each through a norm of its own, and both are added
+    to it; false: the MLP reads what attention has been added to."""
     sandwich_norm: Bool = False
     """A further norm after attention and after the MLP, before the residual addition."""
     attn_post_norm_scale: NonNegativeFloat = 1.0
@@ -114,8 +120,7 @@ class ModelConfig(Section):
     softmax_in_fp32: Bool = True
     """Attention softmax in float32 under mixed precision."""
     attention_window: Size | None = None
-    """A position attends to itself and at most so many positions before it; null: to all before it. To
-    generate with such a model needs `Generation.use_cache: False`, and it cannot be exported."""
+    """A position attends to itself and at most so many positions before it; null: to all before it."""
     attention_kernel: Literal["auto", "reference", "flash"] = "auto"
     """`reference` is plain matmul-softmax-matmul, `flash` a fused kernel (an error where it cannot run;
     decoding after cached keys takes the reference), `auto` takes flash where it can run and says where not.

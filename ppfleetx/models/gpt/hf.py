@@ -1,9 +1,10 @@
-"""Names and layouts of Hugging Face GPT-2 and Llama weights against ours, in both directions. NumPy only.
+"""Names and layouts of Hugging Face's weights against ours, in both directions. NumPy only.
 
 Ours: linears are ``[in, out]``; queries, keys and values are one matrix whose columns are grouped per
 key/value head, ``[kv head][q ... q, k, v][head_dim]``; with SwiGLU gate and up are one matrix with
 columns in pairs, ``[ffn][gate, up]``. GPT-2 stores linears as ``[in, out]`` with all q, then all k, then
-all v; Llama stores every projection apart as ``[out, in]``.
+all v; Llama, Mistral and Qwen store every projection apart as ``[out, in]``; GPT-NeoX stores ``[out, in]``
+with the q, k and v of a head side by side, as ours are.
 
 Vocabulary: only true tokens are mapped. Padding rows are the reader's to add and are dropped on the way
 back.
@@ -99,6 +100,12 @@ def _vocabulary_rows(theirs: str, vocab: int) -> Rule:
     return Rule(_WORD, (theirs,), lambda array: array, lambda array: (array[:vocab],))
 
 
+def _linear(ours: str, theirs: str, has_bias: bool = True) -> Iterator[Rule]:
+    """A matrix that is stored as ``[out, in]``, and its bias."""
+    for kind in _kinds(has_bias):
+        yield _transposed(f"{ours}.{kind}", f"{theirs}.{kind}")
+
+
 def _vocabulary_columns(theirs: str, vocab: int) -> Rule:
     return Rule("head.weight", (theirs,), lambda array: array.T, lambda array: (array[:, :vocab].T,))
 
@@ -150,8 +157,11 @@ def _llama_rules(heads: _Heads, keys: Mapping[str, Any]) -> Iterator[Rule]:
                 lambda *parts: heads.fuse(*(part.T for part in parts)),
                 lambda fused: tuple(part.T for part in heads.split(fused)),
             )
-        for kind in _kinds(keys["add_out_proj_bias"]):
-            yield _transposed(f"{ours}.attention.out_proj.{kind}", f"{theirs}.self_attn.o_proj.{kind}")
+        for norm in ("q_norm", "k_norm") if keys.get("qk_layernorm") else ():
+            yield _copied(f"{ours}.attention.{norm}.weight", f"{theirs}.self_attn.{norm}.weight")
+        yield from _linear(
+            f"{ours}.attention.out_proj", f"{theirs}.self_attn.o_proj", keys["add_out_proj_bias"]
+        )
         yield _copied(f"{ours}.mlp_norm.weight", f"{theirs}.post_attention_layernorm.weight")
         for kind in _kinds(keys["add_mlp_bias"]):
             yield Rule(
@@ -172,7 +182,39 @@ def pair_columns(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     return paired.reshape(*paired.shape[:-2], -1)
 
 
-_RULES: dict[str, Callable[..., Iterator[Rule]]] = {"gpt2": _gpt2_rules, "llama": _llama_rules}
+# ---- GPT-NeoX
+
+_NEOX_LINEARS = (
+    ("attention.qkv", "attention.query_key_value", "add_qkv_bias"),
+    ("attention.out_proj", "attention.dense", "add_out_proj_bias"),
+    ("mlp.fc1", "mlp.dense_h_to_4h", "add_mlp_bias"),
+    ("mlp.fc2", "mlp.dense_4h_to_h", "add_mlp_bias"),
+)
+
+
+def _neox_rules(heads: _Heads, keys: Mapping[str, Any]) -> Iterator[Rule]:
+    yield _vocabulary_rows("gpt_neox.embed_in.weight", heads.vocab)
+    for index in range(heads.layers):
+        ours, theirs = f"decoder.layers.{index}", f"gpt_neox.layers.{index}"
+        for our_name, their_name in (
+            ("input_norm", "input_layernorm"),
+            ("mlp_norm", "post_attention_layernorm"),
+        ):
+            for kind in ("weight", "bias"):
+                yield _copied(f"{ours}.{our_name}.{kind}", f"{theirs}.{their_name}.{kind}")
+        for our_name, their_name, bias in _NEOX_LINEARS:
+            yield from _linear(f"{ours}.{our_name}", f"{theirs}.{their_name}", keys[bias])
+    for kind in ("weight", "bias"):
+        yield _copied(f"decoder.final_norm.{kind}", f"gpt_neox.final_layer_norm.{kind}")
+    if not keys["tie_word_embeddings"]:
+        yield _vocabulary_columns("embed_out.weight", heads.vocab)
+
+
+_RULES: dict[str, Callable[..., Iterator[Rule]]] = {
+    "gpt2": _gpt2_rules,
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _llama_rules),
+    "gpt_neox": _neox_rules,
+}
 
 
 def _kinds(has_bias: bool) -> tuple[str, ...]:

@@ -8,40 +8,13 @@ read is another network. null is "not given" everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ppfleetx.config.errors import CheckpointError, shown
-from ppfleetx.models.gpt.hf_rope import PLACES, rope_keys
+from ppfleetx.models.gpt.hf_families import FAMILIES, Family
 from ppfleetx.models.gpt.hf_values import check_values
 
-_GPT2_ACTIVATIONS = {
-    "gelu_new": "gelu",
-    "gelu_pytorch_tanh": "gelu",
-    "gelu": "gelu_exact",
-    "quick_gelu": "quick_gelu",
-    "relu": "relu",
-}
-# Names under which transformers takes GPT-2's sizes as well.
-_GPT2_ALIASES = {
-    "hidden_size": "n_embd",
-    "max_position_embeddings": "n_positions",
-    "num_attention_heads": "n_head",
-    "num_hidden_layers": "n_layer",
-}
-_MAPPED = {
-    "gpt2": {
-        "vocab_size", "n_embd", "n_layer", "n_head", "n_inner", "n_positions", "activation_function",
-        "layer_norm_epsilon", "initializer_range", "resid_pdrop", "attn_pdrop", "tie_word_embeddings",
-        *_GPT2_ALIASES,
-    },
-    "llama": {
-        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-        "head_dim", "intermediate_size", "max_position_embeddings", "rms_norm_eps", "initializer_range",
-        "attention_dropout", "attention_bias", "mlp_bias", "tie_word_embeddings", "rope_theta",
-        "original_max_position_embeddings", "partial_rotary_factor", *PLACES,
-    },
-}  # fmt: skip
 # Where a file came from, how it is stored, what runs it, how it generates and what else it may be used for.
 _WITHOUT_EFFECT = {
     "model_type", "architectures", "transformers_version", "_name_or_path", "name_or_path", "_commit_hash",
@@ -104,10 +77,6 @@ _SWITCHED_OFF: dict[str, tuple[Any, ...]] = {
     "use_rmsnorm": (True,),
     "use_long_sequence_strategies": (False,),
 }
-_OF_ONE_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
-    "gpt2": {"scale_attn_by_inverse_layer_idx": (False,), "scale_attn_weights": (True,)},
-    "llama": {"hidden_act": ("silu", "swish")},
-}
 _WHY = {
     "quantization_config": "its weights are quantized",
     "auto_map": "its network is a program of its own. Without auto_map it is read as what model_type says",
@@ -124,14 +93,17 @@ def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         CheckpointError: a model type, an option or a key that our layers do not have, or an impossible value.
     """
     kind = hf_config.get("model_type")
-    if not isinstance(kind, str) or kind not in _KEYS:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(
-            f"model_type {shown(kind)} is not supported; those that are: {', '.join(_KEYS)}"
+            f"model_type {shown(kind)} is not supported; those that are: {', '.join(FAMILIES)}"
         )
+    family = FAMILIES[kind]
     check_values(hf_config)
+    if absent := [key for key in family.needed if key not in hf_config]:
+        raise CheckpointError(f"config.json lacks {', '.join(absent)}")
     config = {key: value for key, value in hf_config.items() if value is not None}
-    _classify(config, kind)
-    return _KEYS[kind](config)
+    _classify(config, kind, family)
+    return family.keys(config)
 
 
 def of_paddle(config: Mapping[str, Any]) -> bool:
@@ -153,11 +125,13 @@ def without_paddle(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[s
     return kept | {"tie_word_embeddings": keys["tie_word_embeddings"]}
 
 
-def _classify(config: Mapping[str, Any], kind: str) -> None:
+def _classify(config: Mapping[str, Any], kind: str, family: Family) -> None:
     """Raise CheckpointError unless every key is mapped, without effect or switched off."""
-    off = _SWITCHED_OFF | _OF_ONE_FAMILY[kind]
+    off = _SWITCHED_OFF | family.off
     unknown = []
     for key, value in config.items():
+        if key in family.mapped:
+            continue
         if key in _LAYER_KINDS:
             if not isinstance(value, list) or any(one != _LAYER_KINDS[key] for one in value):
                 raise CheckpointError(f"{key}: {shown(value)} of this {kind} is not supported")
@@ -165,79 +139,10 @@ def _classify(config: Mapping[str, Any], kind: str) -> None:
             if not any(type(value) is type(one) and value == one for one in off[key]):
                 why = f": {_WHY[key]}" if key in _WHY else ""
                 raise CheckpointError(f"{key}: {shown(value)} of this {kind} is not supported{why}")
-        elif key not in _MAPPED[kind] | _WITHOUT_EFFECT | _OF_PADDLE:
+        elif key not in _WITHOUT_EFFECT | _OF_PADDLE:
             unknown.append(shown(key))
     if unknown:
         raise CheckpointError(
             f"config.json has keys that are not known for a {kind}: {', '.join(sorted(unknown)[:8])}. What "
             "they change would be lost; take out those that change nothing"
         )
-
-
-def _gpt2_keys(given: Mapping[str, Any]) -> dict[str, Any]:
-    config = dict(given)
-    for alias, name in _GPT2_ALIASES.items():
-        if alias in config and config.setdefault(name, config[alias]) != config[alias]:
-            one, two = shown(config[alias]), shown(config[name])
-            raise CheckpointError(f"config.json: {alias} ({one}) and {name} ({two}) are one size")
-    activation = config.get("activation_function", "gelu_new")
-    if activation not in _GPT2_ACTIVATIONS:
-        raise CheckpointError(f"activation_function {shown(activation)} of this GPT-2 is not supported")
-    hidden, heads = _needed(config, "n_embd"), _needed(config, "n_head")
-    return {
-        "vocab_size": _needed(config, "vocab_size"),
-        "hidden_size": hidden,
-        "num_layers": _needed(config, "n_layer"),
-        "num_attention_heads": heads,
-        "ffn_hidden_size": config.get("n_inner", 4 * hidden),
-        "max_position_embeddings": _needed(config, "n_positions"),
-        "hidden_act": _GPT2_ACTIVATIONS[activation],
-        "norm_epsilon": config.get("layer_norm_epsilon", 1e-5),
-        "initializer_range": config.get("initializer_range", 0.02),
-        "hidden_dropout_prob": config.get("resid_pdrop", 0.1),
-        "attention_probs_dropout_prob": config.get("attn_pdrop", 0.1),
-        "position_embedding_type": "learned_absolute",
-        "normalization": "LayerNorm",
-        "tie_word_embeddings": config.get("tie_word_embeddings", True),
-        "add_bias_linear": True,
-    }
-
-
-def _llama_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    hidden, heads = _needed(config, "hidden_size"), _needed(config, "num_attention_heads")
-    if "head_dim" not in config and hidden % heads:
-        raise CheckpointError(f"config.json: {heads} heads do not divide the hidden size {hidden}")
-    attention_bias = config.get("attention_bias", False)
-    return {
-        "vocab_size": _needed(config, "vocab_size"),
-        "hidden_size": hidden,
-        "num_layers": _needed(config, "num_hidden_layers"),
-        "num_attention_heads": heads,
-        "num_query_groups": config.get("num_key_value_heads", heads),
-        "head_dim": config.get("head_dim", hidden // heads),
-        "ffn_hidden_size": _needed(config, "intermediate_size"),
-        "max_position_embeddings": _needed(config, "max_position_embeddings"),
-        "hidden_act": "swiglu",
-        "norm_epsilon": config.get("rms_norm_eps", 1e-6),
-        "initializer_range": config.get("initializer_range", 0.02),
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": config.get("attention_dropout", 0.0),
-        "position_embedding_type": "rope",
-        **rope_keys(config),
-        "normalization": "RMSNorm",
-        # PaddleFormers leaves the key out where it is true, everybody else where it is false.
-        "tie_word_embeddings": config.get("tie_word_embeddings", "paddleformers_version" in config),
-        "add_bias_linear": False,
-        "add_qkv_bias": attention_bias,
-        "add_out_proj_bias": attention_bias,
-        "add_mlp_bias": config.get("mlp_bias", False),
-    }
-
-
-_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {"gpt2": _gpt2_keys, "llama": _llama_keys}
-
-
-def _needed(config: Mapping[str, Any], key: str) -> Any:
-    if key not in config:
-        raise CheckpointError(f"config.json lacks {key}")
-    return config[key]

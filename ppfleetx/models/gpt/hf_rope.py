@@ -20,6 +20,8 @@ PLACES = ("rope_scaling", "rope_parameters")
 DEFAULT_BASE = 10000.0
 _TYPES = ("default", "linear", "llama3", "yarn")
 _ORIGINAL = "original_max_position_embeddings"
+_TURNS_A_PART = ("gpt_neox",)
+_NEOX_PART = 0.25  # where a file does not say it
 # Keys that transformers knows; those of other types have no effect there, and none here.
 _KNOWN = {
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", _ORIGINAL, "attention_factor",
@@ -29,25 +31,31 @@ _KNOWN = {
 
 
 def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``rotary_base`` and ``rope_scaling`` (a mapping or None) of our ``Model`` section.
+    """``rotary_base``, ``rope_scaling`` (a mapping or None) and ``rotary_percent`` of our ``Model`` section.
 
     Args:
-        config: contents of a Llama's ``config.json`` that ``check_values`` has passed.
+        config: contents of a ``config.json`` that ``check_values`` has passed.
 
     Raises:
         CheckpointError: the positions are of a kind that our layers do not have, or a value is none.
     """
+    config = _with_usual_names(config)
     place, given = _in_effect(config)
     if unknown := sorted(set(given) - _KNOWN):
         raise CheckpointError(
             f"config.json: {place} has {', '.join(shown(key) for key in unknown)}, which means nothing here"
         )
+    keys = {"rotary_base": _base(config), "rope_scaling": _scaling(place, given, config)}
+    if config.get("model_type") in _TURNS_A_PART:
+        part = _first(given.get("partial_rotary_factor"), config.get("partial_rotary_factor"), 1.0)
+        return keys | {"rotary_percent": float(part)}
     for where in (config, given):
         if where.get("partial_rotary_factor") not in (None, 1.0):
             raise CheckpointError(
-                "config.json: partial_rotary_factor is not supported; whole heads are turned"
+                f"config.json: partial_rotary_factor of this {config.get('model_type')} is not supported; "
+                "whole heads are turned"
             )
-    return {"rotary_base": _base(config), "rope_scaling": _scaling(place, given, config)}
+    return keys
 
 
 def rope_notes(config: Mapping[str, Any]) -> list[str]:
@@ -56,6 +64,7 @@ def rope_notes(config: Mapping[str, Any]) -> list[str]:
     Args:
         config: one that :func:`rope_keys` accepts.
     """
+    config = _with_usual_names(config)
     place, given = _in_effect(config)
     notes = []
     other = next(name for name in PLACES if name != place)
@@ -84,6 +93,21 @@ def hf_rope(model: ModelConfig) -> dict[str, Any]:
         return {"rope_theta": model.rotary_base}
     given = model.rope_scaling.model_dump(mode="json", exclude_none=True)
     return {"rope_theta": model.rotary_base, "rope_scaling": {"rope_type": given.pop("type"), **given}}
+
+
+def hf_neox_rope(model: ModelConfig) -> dict[str, Any]:
+    """:func:`hf_rope` under GPT-NeoX's names."""
+    keys = hf_rope(model)
+    return {"rotary_emb_base": keys.pop("rope_theta"), "rotary_pct": model.rotary_percent, **keys}
+
+
+def _with_usual_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """GPT-NeoX's own names of the base and of the part that is turned under those of the others."""
+    if config.get("model_type") != "gpt_neox" or "partial_rotary_factor" in config:
+        return config
+    names = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
+    usual = {"partial_rotary_factor": _NEOX_PART, **config}
+    return usual | {names[key]: value for key, value in config.items() if key in names and value is not None}
 
 
 def _in_effect(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:

@@ -45,13 +45,19 @@ _VALUES = {
     "max_position_embeddings": _SIZE,
     **dict.fromkeys(("n_inner", "num_key_value_heads", "head_dim"), _OPTIONAL_SIZE),
     "original_max_position_embeddings": _OPTIONAL_SIZE,
-    **dict.fromkeys(("layer_norm_epsilon", "rms_norm_eps"), _POSITIVE),
+    "sliding_window": _OPTIONAL_SIZE,
+    "max_window_layers": _Rule("an integer of at least 0", (int,), 0, is_optional=True),
+    **dict.fromkeys(("layer_norm_epsilon", "layer_norm_eps", "rms_norm_eps"), _POSITIVE),
     "initializer_range": _NOT_NEGATIVE,
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"), _FRACTION),
+    "hidden_dropout": _FRACTION,
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), _TRUTH),
+    **dict.fromkeys(("use_parallel_residual", "use_sliding_window"), _TRUTH),
+    "layer_types": _Rule("a list or null", (list,), is_optional=True),
     **dict.fromkeys(("activation_function", "hidden_act"), _NAME),
     **dict.fromkeys(("rope_parameters", "rope_scaling"), _OBJECT),
     **dict.fromkeys(("rope_theta", "partial_rotary_factor"), _OPTIONAL_POSITIVE),
+    **dict.fromkeys(("rotary_emb_base", "rotary_pct"), _OPTIONAL_POSITIVE),
 }
 
 

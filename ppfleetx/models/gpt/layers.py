@@ -88,6 +88,8 @@ class BlockShape:
         hidden_dropout: share of elements dropped from a branch before it is added to the trunk.
         attention_dropout: share of attention weights dropped.
         attention_window: how many positions before its own a token sees; None: all of them.
+        qk_layernorm: whether each head's query and key are normalised (Henry et al., 2020).
+        parallel_residual: whether the feed-forward part reads what attention reads (Black et al., 2022).
         sandwich_norm: whether each branch is normalised again before it is added (Ding et al., 2021).
         attention_post_norm_gain: initial gain of that norm after attention.
         mlp_post_norm_gain: the same after the feed-forward part.
@@ -109,6 +111,8 @@ class BlockShape:
     hidden_dropout: float
     attention_dropout: float
     attention_window: int | None
+    qk_layernorm: bool
+    parallel_residual: bool
     sandwich_norm: bool
     attention_post_norm_gain: float
     mlp_post_norm_gain: float
@@ -117,7 +121,7 @@ class BlockShape:
 
 
 class Block(nn.Layer):
-    """Pre-norm transformer block; with sandwich norm each branch is normalised again before it is added.
+    """Pre-norm transformer block; its two branches follow each other, or both read the block's input.
 
     Args:
         factory: makes linears and norms.
@@ -140,9 +144,13 @@ class Block(nn.Layer):
     ) -> None:
         super().__init__()
         self.granularity, self.carries_positions = recompute, rotary is not None
+        self.parallel_residual = shape.parallel_residual
 
         def norm(gain: float = 1.0) -> nn.Layer:
             return factory.norm(shape.norm, shape.hidden_size, epsilon=shape.norm_epsilon, gain=gain)
+
+        def head_norm() -> nn.Layer:
+            return factory.norm(shape.norm, shape.head_dim, epsilon=shape.norm_epsilon, inside_heads=True)
 
         self.input_norm = norm()
         self.attention = Attention(
@@ -157,6 +165,7 @@ class Block(nn.Layer):
             output_bias=shape.output_bias,
             dropout=shape.attention_dropout,
             window=shape.attention_window,
+            head_norm=head_norm if shape.qk_layernorm else None,
             init=shape.init,
             output_init=shape.output_init,
             options=kernel,
@@ -196,10 +205,10 @@ class Block(nn.Layer):
         recompute_attention: bool = False,
     ) -> paddle.Tensor:
         """``hidden [s, b, h]`` through attention and feed-forward."""
-        hidden = hidden + self.attention_branch(
+        attended = hidden + self.attention_branch(
             hidden, position_ids, document_start, cache, recompute_attention
         )
-        return hidden + self.mlp_branch(hidden)
+        return attended + self.mlp_branch(hidden if self.parallel_residual else attended)
 
     def attention_branch(
         self,

@@ -56,6 +56,9 @@ def gpt_layer_shapes(model: ModelConfig) -> dict[str, Shape]:
     fc1_width = model.ffn_size * (2 if model.is_gated else 1)
     shapes = dict(_norm("input_norm", model))
     shapes |= dict(_linear("attention.qkv", h, qkv_width, model.has_qkv_bias))
+    if model.qk_layernorm:
+        shapes |= dict(_norm("attention.q_norm", model, model.head_size))
+        shapes |= dict(_norm("attention.k_norm", model, model.head_size))
     shapes |= dict(_linear("attention.out_proj", q_width, h, model.has_out_proj_bias))
     if model.sandwich_norm:
         shapes |= dict(_norm("attention_post_norm", model))
@@ -83,9 +86,9 @@ def trained_count(model: ModelConfig) -> int:
     return _count(shapes)
 
 
-def _norm(name: str, model: ModelConfig) -> Iterator[tuple[str, Shape]]:
+def _norm(name: str, model: ModelConfig, size: int | None = None) -> Iterator[tuple[str, Shape]]:
     for parameter in NORMS.traits(model.normalization).parameters:
-        yield f"{name}.{parameter}", (model.hidden_size,)
+        yield f"{name}.{parameter}", (size or model.hidden_size,)
 
 
 def _linear(name: str, width_in: int, width_out: int, has_bias: bool) -> Iterator[tuple[str, Shape]]:

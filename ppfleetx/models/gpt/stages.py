@@ -146,6 +146,8 @@ def block_shape(cfg: ModelConfig) -> BlockShape:
         hidden_dropout=cfg.hidden_dropout_prob,
         attention_dropout=cfg.attention_probs_dropout_prob,
         attention_window=cfg.attention_window,
+        qk_layernorm=cfg.qk_layernorm,
+        parallel_residual=cfg.parallel_residual,
         sandwich_norm=cfg.sandwich_norm,
         attention_post_norm_gain=cfg.attn_post_norm_scale,
         mlp_post_norm_gain=cfg.ffn_post_norm_scale,

@@ -1,0 +1,138 @@
+"""GPT-NeoX, Qwen2, Qwen3 and Mistral, against transformers (recipe: tests/goldens/make_hf_families.py)."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from ppfleetx.checkpoint.foreign.convert import Conversion, check_logits, convert
+from ppfleetx.checkpoint.foreign.huggingface import part_shapes, write_hf
+from ppfleetx.checkpoint.foreign.huggingface_files import read_stored
+from ppfleetx.checkpoint.foreign.logits import our_logits
+from ppfleetx.checkpoint.foreign.ours import read_ppfleetx
+from ppfleetx.checkpoint.foreign.reference import hf_logits
+from ppfleetx.checkpoint.foreign.weights import fitted
+from ppfleetx.config.loader import load_config
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.config.sections.root import GenerationConfig, InferenceConfig, RunConfig
+from ppfleetx.core.programs.generate import load_generator
+from ppfleetx.data.tokenizer.files import BYTE_CHARACTERS, make_definition
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.deploy.export import export
+from ppfleetx.deploy.inference_engine import InferenceEngine
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.generation.generator import Generation, Generator
+from ppfleetx.models.gpt.hf import rules
+from ppfleetx.models.gpt.hf_keys import model_keys
+from ppfleetx.models.gpt.shape import parameter_shapes
+from tests.generation.hf_weights import PROMPTS, random_weight
+
+GOLDENS = Path(__file__).parents[2] / "goldens"
+TOLD = json.loads((GOLDENS / "hf_families.json").read_text())
+ALL = pytest.mark.parametrize("name", TOLD)
+CTX = ParallelContext.single()
+GREEDY = {"decode_strategy": "greedy_search", "max_dec_len": 24, "min_dec_len": 24, "eos_token_id": 96}
+CLOSE = 5e-5  # of logits of up to 10
+
+
+def logits_of(name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens, and transformers' logits of them."""
+    with np.load(GOLDENS / "hf_families.npz") as stored:
+        return stored["tokens"], stored[name]
+
+
+def write(directory: Path, config: dict) -> Path:
+    """A directory with the weights that the recipe makes."""
+    directory.mkdir(parents=True)
+    shapes = parameter_shapes(ModelConfig(**model_keys(config), vocab_size_divisible_unit=1))
+    parts = {
+        name: shape
+        for rule in rules(config)
+        for name, shape in zip(rule.theirs, part_shapes(rule, shapes[rule.ours]), strict=True)
+    }
+    tensors = {name: random_weight(name, shape) for name, shape in parts.items()}
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def directory_of(root: Path, name: str, **changes: object) -> Path:
+    return write(root / "hf", TOLD[name]["config"] | changes)
+
+
+@ALL
+def test_there_and_back(tmp_path, name):
+    source = directory_of(tmp_path, name)
+    tokens, expected = logits_of(name)
+    config = TOLD[name]["config"]
+    np.testing.assert_allclose(
+        hf_logits(config, read_stored(source).tensors, tokens), expected, rtol=0, atol=CLOSE
+    )
+    there = Conversion("hf", "ppfleetx", source, tmp_path / "ours")
+    assert check_logits(there, convert(there)) < CLOSE
+    weights = read_ppfleetx(tmp_path / "ours")
+    model = ModelConfig(**weights.model)
+    np.testing.assert_allclose(our_logits(weights, model, tokens), expected, rtol=0, atol=CLOSE)
+
+    back = Conversion("ppfleetx", "hf", tmp_path / "ours", tmp_path / "back")
+    convert(back)
+    assert check_logits(back, tmp_path / "back") < CLOSE
+    found, tensors = (load_file(place / "model.safetensors") for place in (tmp_path / "back", source))
+    assert found.keys() == tensors.keys()
+    for key, value in found.items():
+        np.testing.assert_array_equal(value, tensors[key], err_msg=key)
+    after = json.loads((tmp_path / "back" / "config.json").read_text())
+    for key in config.keys() - {"dtype", "torch_dtype"}:
+        assert after[key] == config[key], key
+
+    # What is trained here has no config.json: one is made.
+    write_hf(fitted(weights, model), model, tmp_path / "made")
+    made = json.loads((tmp_path / "made" / "config.json").read_text())
+    no_window = {"attention_window": None}
+    assert no_window | model_keys(made) == no_window | model_keys(config)
+    # A Mistral without a window is a Llama.
+    assert made["model_type"] == ("llama" if name == "mistral_whole" else config["model_type"])
+    np.testing.assert_allclose(
+        hf_logits(made, read_stored(tmp_path / "made").tensors, tokens), expected, rtol=0, atol=CLOSE
+    )
+
+
+def generator_of(root: Path, name: str) -> tuple[RunConfig, Generator]:
+    """A converted model with a tokenizer of 97 ids."""
+    source = directory_of(root, name)
+    vocab = {character: number for number, character in enumerate([*list(BYTE_CHARACTERS)[:96], "<|end|>"])}
+    Tokenizer(make_definition(vocab, [], ["<|end|>"]), eod_token="<|end|>").save(source)
+    convert(Conversion("hf", "ppfleetx", source, root / "ours"))
+    overrides = [f"Engine.save_load.ckpt_dir={root / 'ours'}", "Global.device=cpu"]
+    cfg = load_config(
+        root / "ours" / "config.yaml", [*overrides, f"Engine.save_load.output_dir={root / 'out'}"]
+    )
+    return cfg, load_generator(cfg, CTX)
+
+
+def tokens_of(rows: list[list[Generation]]) -> list[list[int]]:
+    return [list(row[0].ids) for row in rows]
+
+
+@ALL
+def test_greedy_search_gives_transformers_tokens(tmp_path, name):
+    """Rows of unequal lengths in one batch, with keys kept and without; each alone with guessed tokens."""
+    _, generator = generator_of(tmp_path, name)
+    for keys in ({"prompt_lookup_num_tokens": 0}, {"use_cache": False}):
+        found = generator.generate(PROMPTS, GenerationConfig(**GREEDY, **keys))
+        assert tokens_of(found) == TOLD[name]["ids"], keys
+    alone = [generator.generate([one], GenerationConfig(**GREEDY))[0] for one in PROMPTS]
+    assert tokens_of(alone) == TOLD[name]["ids"]
+
+
+def test_an_exported_program_gives_them_too(tmp_path):
+    """With normalised heads and a window; other blocks as programs are in tests/models/test_export.py."""
+    name = "qwen3_window"
+    cfg, _ = generator_of(tmp_path, name)
+    engine = InferenceEngine(InferenceConfig(model_dir=str(export(cfg, CTX)), cpu_threads=1))
+    for guesses in (0, 10):
+        options = GenerationConfig(**GREEDY, prompt_lookup_num_tokens=guesses)
+        assert tokens_of(engine.generate(PROMPTS, options)) == TOLD[name]["ids"]
+        assert tokens_of([engine.generate([one], options)[0] for one in PROMPTS]) == TOLD[name]["ids"]
