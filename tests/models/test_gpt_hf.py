@@ -150,7 +150,7 @@ def test_published_files_have_no_key_that_is_not_known(name):
         ("hf_llama", {"quantization_config": {"bits": 4}}, "weights are quantized"),
         ("hf_llama", {"auto_map": {"AutoModel": "own.Model"}}, "program of its own"),
         ("hf_llama", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-        ("hf_llama", {"sliding_window": 0}, "sliding_window: 0"),
+        ("hf_llama", {"sliding_window": 16}, "sliding_window: 16"),
         ("hf_llama", {"alibi": True}, "alibi: True"),
         ("hf_llama", {"rope_scaling_type": "ntk"}, "rope_scaling_type"),
         ("hf_llama", {"head_dim": None, "hidden_size": 47}, "6 heads do not divide the hidden size 47"),

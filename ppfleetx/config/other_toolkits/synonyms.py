@@ -47,6 +47,10 @@ _NAMES = {
     "Model.rope_scaling": "rope_parameters use_rope_scaling rotary_scaling",
     "Model.rope_scaling.type": "rope_type rope_scaling_type",
     "Model.rope_scaling.factor": "rope_scaling_factor rotary_seq_len_interpolation_factor",
+    "Model.rotary_percent": "rotary_pct partial_rotary_factor rope_percent rope_pct",
+    "Model.attention_window": "sliding_window sliding_window_size window_size local_attention_window",
+    "Model.qk_layernorm": "qk_norm use_qk_norm qk_layer_norm query_key_norm",
+    "Model.parallel_residual": "use_parallel_residual gpt_j_residual parallel_attn parallel_block",
     "Model.normalization": "norm_type norm layer_norm_type use_rms_norm",
     "Model.norm_epsilon": "rms_norm_eps layer_norm_eps layer_norm_epsilon layernorm_epsilon norm_eps",
     "Model.tie_word_embeddings": "untie_embeddings_and_output_weights share_embeddings_and_output_weights "

@@ -78,7 +78,7 @@ MODEL: tuple[Key, ...] = (
     mapped("layernorm_epsilon", "Model.norm_epsilon"),
     fixed("apply_layernorm_1p", "gains are kept as they are, not less 1", _OFF),
     fixed("layernorm_zero_centered_gamma", "gains are kept as they are, not less 1", _OFF),
-    fixed("qk_layernorm", "queries and keys are not normalised", _OFF),
+    mapped("qk_layernorm", "Model.qk_layernorm"),
     fixed("apply_residual_connection_post_layernorm", "the residual is taken before the norm", _OFF),
     joint("swiglu", "Model.hidden_act", "swiglu"),
     joint("squared_relu", "Model.hidden_act", "relu2"),

@@ -33,6 +33,9 @@ _SIZE = _Rule("an integer of at least 1, below 2^31", (int,), 1, MAX_SIZE + 1)
 _OPTIONAL_SIZE = _Rule(f"{_SIZE.words}, or null", (int,), 1, MAX_SIZE + 1, is_optional=True)
 _POSITIVE = _Rule("a number greater than 0", (int, float), math.ulp(0.0))
 _OPTIONAL_POSITIVE = _Rule(f"{_POSITIVE.words}, or null", (int, float), math.ulp(0.0), is_optional=True)
+_OPTIONAL_PART = _Rule(
+    "a number in (0, 1], or null", (int, float), math.ulp(0.0), math.nextafter(1.0, 2.0), is_optional=True
+)
 _NOT_NEGATIVE = _Rule("a number of at least 0", (int, float), 0.0)
 _FRACTION = _Rule("a number in [0, 1)", (int, float), 0.0, 1.0)
 _TRUTH = _Rule("true, false or null", (bool,), is_optional=True)
@@ -56,8 +59,8 @@ _VALUES = {
     "layer_types": _Rule("a list or null", (list,), is_optional=True),
     **dict.fromkeys(("activation_function", "hidden_act"), _NAME),
     **dict.fromkeys(("rope_parameters", "rope_scaling"), _OBJECT),
-    **dict.fromkeys(("rope_theta", "partial_rotary_factor"), _OPTIONAL_POSITIVE),
-    **dict.fromkeys(("rotary_emb_base", "rotary_pct"), _OPTIONAL_POSITIVE),
+    **dict.fromkeys(("rope_theta", "rotary_emb_base"), _OPTIONAL_POSITIVE),
+    **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), _OPTIONAL_PART),
 }
 
 

@@ -14,6 +14,7 @@ from ppfleetx.checkpoint.foreign.logits import our_logits
 from ppfleetx.checkpoint.foreign.ours import read_ppfleetx
 from ppfleetx.checkpoint.foreign.reference import hf_logits
 from ppfleetx.checkpoint.foreign.weights import fitted
+from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import GenerationConfig, InferenceConfig, RunConfig
@@ -136,3 +137,78 @@ def test_an_exported_program_gives_them_too(tmp_path):
         options = GenerationConfig(**GREEDY, prompt_lookup_num_tokens=guesses)
         assert tokens_of(engine.generate(PROMPTS, options)) == TOLD[name]["ids"]
         assert tokens_of([engine.generate([one], options)[0] for one in PROMPTS]) == TOLD[name]["ids"]
+
+
+QWEN = {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 8, "layer_types": None}
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("qwen2_window", {**QWEN, "max_window_layers": 1}, "3 of 4 layers have a window of 8 tokens"),
+        ("qwen3", {"layer_types": ["linear_attention"] * 2}, "layer_types .* is not supported"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "use_sliding_window is not true"),
+        ("mistral", {"sliding_window": 1}, "sliding_window 1 is not supported"),
+        ("mistral", {"sliding_window": 2.5}, "sliding_window = 2.5"),
+        ("neox", {"rotary_pct": 1.5, "rope_parameters": None}, "rotary_pct = 1.5"),
+        ("neox", {"hidden_act": "silu"}, "hidden_act 'silu' of this GPT-NeoX"),
+        ("neox", {"num_attention_heads": 5}, "5 heads do not divide"),
+        ("neox", {"num_key_value_heads": 2}, "keys that are not known for a gpt_neox: 'num_key_value_heads'"),
+        ("neox", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("qwen2", {"attention_bias": True}, "not known for a qwen2: 'attention_bias'"),
+        ("qwen2", {"partial_rotary_factor": 0.5}, "whole heads are turned"),
+    ],
+)
+def test_what_is_another_network_is_refused(name, change, message):
+    with pytest.raises(CheckpointError, match=message):
+        model_keys(TOLD[name]["config"] | change)
+
+
+@pytest.mark.parametrize(
+    "name, absent",
+    [("mistral", "sliding_window"), ("mistral", "num_key_value_heads"), ("qwen3", "head_dim")],
+)
+def test_sizes_that_transformers_would_guess_must_be_there(name, absent):
+    config = dict(TOLD[name]["config"])
+    del config[absent]
+    with pytest.raises(CheckpointError, match=f"config.json lacks {absent}"):
+        model_keys(config)
+
+
+@pytest.mark.parametrize(
+    "name, change, window",
+    [
+        ("mistral", {}, 3),
+        ("mistral", {"sliding_window": 64}, None),  # as long as the longest sequence
+        ("qwen2_window", {**QWEN, "max_window_layers": 4}, None),
+        ("qwen2_window", {**QWEN, "max_window_layers": 0}, 7),
+        ("qwen2_window", {**QWEN, "max_window_layers": 1, "max_position_embeddings": 8}, None),
+        ("qwen2", {"sliding_window": 8}, None),
+    ],
+)
+def test_windows(name, change, window):
+    assert model_keys(TOLD[name]["config"] | change)["attention_window"] == window
+
+
+def test_older_files_of_gpt_neox(tmp_path):
+    """transformers 4 has names of its own for rotary positions; masks were stored; the head has two names."""
+    config = {key: value for key, value in TOLD["neox"]["config"].items() if key != "rope_parameters"}
+    assert model_keys(config)["rotary_percent"] == 0.25
+    older = config | {"rotary_pct": 0.5, "rotary_emb_base": 500, "rope_scaling": None}
+    assert {"rotary_percent": 0.5, "rotary_base": 500.0}.items() <= model_keys(older).items()
+    source = write(tmp_path / "hf", older)
+    tensors = load_file(source / "model.safetensors")
+    masks = ("bias", "masked_bias", "rotary_emb.inv_freq")
+    extra = {f"gpt_neox.layers.0.attention.{name}": np.zeros(2, np.float32) for name in masks}
+    renamed = {"lm_head.weight": tensors.pop("embed_out.weight"), **tensors, **extra}
+    save_file(renamed, source / "model.safetensors", {"format": "pt"})
+    there = Conversion("hf", "ppfleetx", source, tmp_path / "ours")
+    assert check_logits(there, convert(there)) < CLOSE
+
+
+def test_of_paddle_only_llamas_are_read(tmp_path):
+    source = directory_of(tmp_path, "qwen2")
+    tensors = load_file(source / "model.safetensors")
+    save_file(tensors, source / "model.safetensors", {"format": "np"})
+    with pytest.raises(CheckpointError, match="is a qwen2 that PaddleNLP or PaddleFormers wrote"):
+        convert(Conversion("hf", "ppfleetx", source, tmp_path / "ours"))

@@ -22,7 +22,7 @@ from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.hf import model_keys
 from ppfleetx.models.gpt.shape import parameter_shapes
 from tests.checkpoint.foreign import hf_dirs
-from tests.models.gpt_builders import load_golden, tiny_config
+from tests.models.gpt_builders import LLAMA_STYLE, load_golden, tiny_config
 
 FAMILIES = ["hf_gpt2", "hf_llama"]
 
@@ -153,10 +153,21 @@ def test_what_cannot_be_represented_is_refused_in_words(tmp_path, name, change, 
         ({"sandwich_norm": True}, "sandwich_norm"),
         ({"hidden_act": "relu2"}, "hidden_act is gelu"),
         ({"attention_window": 8}, "attention_window"),
-        ({"position_embedding_type": "rope", "rotary_percent": 0.5}, "rotary_percent is 1"),
+        ({**LLAMA_STYLE, "rotary_percent": 0.5}, "rotary_percent is 1"),
+        ({**LLAMA_STYLE, "parallel_residual": True}, "no parallel_residual"),
+        ({**LLAMA_STYLE, "qk_layernorm": True, "add_mlp_bias": True}, "Qwen3.*where the MLP has no biases"),
+        ({**LLAMA_STYLE, "qk_layernorm": True, "add_qkv_bias": True}, "Qwen3.*add_qkv_bias equals"),
+        ({**LLAMA_STYLE, "add_qkv_bias": True, "add_mlp_bias": True}, "Qwen2.*where the MLP has no biases"),
+        ({**LLAMA_STYLE, "attention_window": 3, "add_out_proj_bias": True}, "Mistral.*no linear has a bias"),
+        ({**LLAMA_STYLE, "add_out_proj_bias": True}, "Llama.*add_qkv_bias equals"),
+        ({"qk_layernorm": True}, "GPT-2.*no qk_layernorm"),
+        ({"parallel_residual": True}, "GPT-2.*no parallel_residual"),
+        ({"position_embedding_type": "rope", "num_query_groups": 2}, "GPT-NeoX.*own keys"),
+        ({"position_embedding_type": "rope", "hidden_act": "relu2"}, "GPT-NeoX.*hidden_act is gelu"),
+        ({"position_embedding_type": "rope", "attention_window": 2}, "GPT-NeoX.*no attention_window"),
         ({"add_mlp_bias": False}, "biases"),
         ({"num_query_groups": 2}, "every query head"),
-        ({"position_embedding_type": "rope"}, "RMSNorm; where hidden_act is swiglu"),
+        ({"position_embedding_type": "rope", "normalization": "RMSNorm"}, "where hidden_act is swiglu"),
         ({"position_embedding_type": "none"}, "position_embedding_type is rope"),
     ],
 )

@@ -13,7 +13,7 @@ from ppfleetx.checkpoint.foreign.lazy import LazyTensor
 from ppfleetx.checkpoint.foreign.reference import hf_logits
 from ppfleetx.checkpoint.foreign.reference_rope import llama_frequencies
 from ppfleetx.config.errors import CheckpointError
-from ppfleetx.models.gpt import hf_keys
+from ppfleetx.models.gpt import hf_families
 from ppfleetx.models.gpt.hf_rope import rope_keys
 from tests.checkpoint.foreign import hf_dirs
 from tests.models.gpt_builders import GOLDENS, load_golden
@@ -69,7 +69,7 @@ def test_a_scaling_that_is_not_read_is_found(tmp_path, monkeypatch, settings):
     there = Conversion("hf", "ppfleetx", source, tmp_path / "ours")
     assert check_logits(there, convert(there)) < 1e-4
     assert "rope_scaling:" in (tmp_path / "ours" / "config.yaml").read_text()
-    monkeypatch.setattr(hf_keys, "rope_keys", lambda config: rope_keys(config) | {"rope_scaling": None})
+    monkeypatch.setattr(hf_families, "rope_keys", lambda config: rope_keys(config) | {"rope_scaling": None})
     blind = Conversion("hf", "ppfleetx", source, tmp_path / "blind")
     with pytest.raises(CheckpointError, match=r"logits of .* and of our network differ"):
         check_logits(blind, convert(blind))
