@@ -39,6 +39,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
+FAMILIES["mixed"] = {
+    **FAMILIES["llama"],
+    "Model.parallel_residual": "true",
+    "Model.qk_layernorm": "true",
+    "Model.normalization": "LayerNorm",
+    "Model.rotary_percent": 0.5,
+}
+
 
 def settings(overrides: dict[str, Any], family: str) -> list[str]:
     """``-o`` of a case."""

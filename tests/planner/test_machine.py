@@ -27,6 +27,13 @@ def test_memory_is_what_the_allocator_counts(ranks, plan, family):
         assert abs(row.error) <= (0.0 if exact else 0.08), row
 
 
+@pytest.mark.parametrize("plan", [{}, {"mp": 2, "sp": 1, "recompute": "full"}], ids=str)
+def test_memory_of_branches_side_by_side_and_of_normalised_heads(ranks, plan):
+    for row in compare_memory(ranks, plan, "mixed"):
+        exact = not row.what.startswith("peak")
+        assert abs(row.error) <= (0.0 if exact else 0.08), row
+
+
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 @pytest.mark.parametrize(
     "plan",
