@@ -56,6 +56,7 @@ test: $(VENV)/.test  ## Check style, layers and everything else (what CI runs)
 parity: $(VENV)/.test  ## Run every legal plan of 1, 2, 4 and 8 processes against one card
 	$(PY) -m tests.parity.every_plan
 	$(PY) -m tests.e2e.resumption
+	$(PY) -m tests.dialects.every_configuration
 
 planner-accuracy: $(VENV)/.test  ## Compare the planner with this machine and with published runs; writes the table of docs/planner.md
 	$(PY) -m tests.planner.accuracy

@@ -81,26 +81,38 @@ def of_file(path: Path, keys: frozenset[str]) -> Dialect:
 
 
 def of_arguments(argv: Sequence[str]) -> tuple[Dialect, list[str]]:
-    """The dialect of a command line, and the line without its program.
+    """The dialect of a command line, and what its ``of_arguments`` takes: the line, without the program where
+    no launcher's options stand before that.
 
     Raises:
         ConfigError: neither program nor options belong to one.
     """
-    known = dialects()
-    program = next((index for index, text in enumerate(argv) if text.startswith("--")), len(argv))
-    for index, text in enumerate(argv[:program]):
-        for one in known.values():
-            if one.of_arguments is not None and Path(text).name in one.programs:
-                return one, list(argv[index + 1 :])
+    known = [one for one in dialects().values() if one.of_arguments is not None]
+    at = next((at for at, text in enumerate(argv) if any(_runs(one, text) for one in known)), None)
+    if at is not None:
+        known = [one for one in known if _runs(one, argv[at])]
     options = {normal_name(text.partition("=")[0]) for text in argv if text.startswith("--")}
-    scores = {name: len(one.options & options) for name, one in known.items() if one.of_arguments}
-    best = max(scores, key=lambda name: scores[name], default=None)
-    if best is None or scores[best] == 0:
+    best = max(known, key=lambda one: _score(one, known, options))
+    if at is None and not best.options & options:
         raise ConfigError(
             f"is no command line of {_titles()}; say with --dialect whose it is",
             place="the arguments after --",
         )
-    return known[best], list(argv[program:])
+    if at is None:
+        at = next((at for at, text in enumerate(argv) if text.startswith("--")), len(argv)) - 1
+    launched = any(text.startswith("-") for text in argv[: max(at, 0)])
+    return best, list(argv if launched else argv[at + 1 :])
+
+
+def _runs(dialect: Dialect, text: str) -> bool:
+    return Path(text).name in dialect.programs
+
+
+def _score(dialect: Dialect, others: Sequence[Dialect], options: set[str]) -> tuple[int, int]:
+    """Options that no other dialect has, then all that it has: of those given."""
+    theirs = frozenset().union(*(one.options for one in others if one is not dialect))
+    mine = dialect.options & options
+    return len(mine - theirs), len(mine)
 
 
 def _titles() -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from ppfleetx.cli.main import call
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.loader import load_config
+from ppfleetx.config.loader import load_config, load_tree
 from ppfleetx.dialects.command import translation_of
+from tests.dialects.every_configuration import LLAMA, MINDSPEED, STAGES
 
 GPT2 = Path(__file__).resolve().parents[2] / "projects/mindformers/configs/gpt2"
 
@@ -33,6 +35,26 @@ def test_arguments_behind_the_dashes(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert load_config(out).Engine.num_train_epochs == 3
     call("translate", ["--dialect", "mindformers", "--", "--config", file])
     assert "Translated from MindFormers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    ["torchrun --nproc_per_node 8", "python -u -m paddle.distributed.launch --gpus 0,1,2,3,4,5,6,7"],
+)
+def test_a_launcher_says_how_many_processes(launcher: str, tmp_path: Path) -> None:
+    """In front of the program of each toolkit, which the file's options tell apart where two share a name."""
+    (tmp_path / "spec.yaml").write_text(MINDSPEED.format(micro_batches=4, parallel=STAGES))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    flat = f"--model_name_or_path {tmp_path} --input_dir d --output_dir o --max_steps 5 --max_seq_length 16"
+    lines = {
+        "mindformers": f"run_mindformer.py --config {GPT2 / 'run_gpt2.yaml'} --use_parallel True",
+        "mindspeed-core-ms": f"pretrain_gpt.py --yaml-cfg {tmp_path / 'spec.yaml'}",
+        "paddleformers": f"run_pretrain.py {flat} --sharding stage1",
+    }
+    for name, line in lines.items():
+        found = translation_of([*launcher.split(), *line.split()])
+        assert found.dialect.lower() == name
+        assert load_tree(found.tree(), found.warnings, world_size=8).plan.world_size == 8
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ def test_each_size_can_be_looked_at(size, tmp_path, monkeypatch, capsys):
     assert "500000 steps" in report
     assert "3200 warm-up steps" in report
     assert f"note           {tmp_path}/gpt2-vocab.json is not there: 50257 tokens" in report
+    assert not list(tmp_path.iterdir())  # nothing is left of a look
 
 
 def test_further_arguments_replace_those_of_the_size(tmp_path):

@@ -6,7 +6,8 @@ import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 
@@ -38,26 +39,50 @@ def two_nodes() -> Iterator[tuple[Node, Node]]:
     Raises:
         NoNamespacesError: iproute2 is missing, or the kernel does not let us.
     """
+    with joined(_cable) as nodes:
+        yield nodes
+
+
+@contextlib.contextmanager
+def joined(
+    cable: Callable[[], AbstractContextManager[tuple[str, str]]], mtu: int = 1500
+) -> Iterator[tuple[Node, Node]]:
+    """Two nodes that ``cable`` joins: it gives the names of its two ends, which are devices of this machine.
+
+    Raises:
+        NoNamespacesError: iproute2 is missing, or the kernel does not let us.
+    """
     if shutil.which("ip") is None:
         raise NoNamespacesError("there is no `ip` command (iproute2)")
     tag = os.getpid() % 10000
-    nodes = tuple(
-        Node(f"ppfx{tag}{end}", f"10.77.0.{number}", f"ppfx{tag}{end}")
-        for number, end in enumerate("ab", start=1)
-    )
+    with cable() as ends:
+        nodes = tuple(
+            Node(f"ppfx{tag}{letter}", f"10.77.0.{number}", end)
+            for number, (letter, end) in enumerate(zip("ab", ends, strict=True), start=1)
+        )
+        try:
+            for node in nodes:
+                _ip("netns", "add", node.name)
+                _ip("link", "set", node.cable, "netns", node.name)
+                _ip("-n", node.name, "address", "add", f"{node.address}/24", "dev", node.cable)
+                _ip("-n", node.name, "link", "set", node.cable, "mtu", str(mtu))
+                _ip("-n", node.name, "link", "set", node.cable, "up")
+                _ip("-n", node.name, "link", "set", "lo", "up")
+            yield nodes
+        finally:
+            for node in nodes:  # the ends of the cable go with them
+                subprocess.run(["ip", "netns", "delete", node.name], capture_output=True, check=False)
+
+
+@contextlib.contextmanager
+def _cable() -> Iterator[tuple[str, str]]:
+    tag = os.getpid() % 10000
+    ends = (f"ppfx{tag}a", f"ppfx{tag}b")
+    _ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
     try:
-        for node in nodes:
-            _ip("netns", "add", node.name)
-        _ip("link", "add", nodes[0].cable, "type", "veth", "peer", "name", nodes[1].cable)
-        for node in nodes:
-            _ip("link", "set", node.cable, "netns", node.name)
-            _ip("-n", node.name, "address", "add", f"{node.address}/24", "dev", node.cable)
-            _ip("-n", node.name, "link", "set", node.cable, "up")
-            _ip("-n", node.name, "link", "set", "lo", "up")
-        yield nodes
-    finally:
-        for node in nodes:  # the cable goes with them
-            subprocess.run(["ip", "netns", "delete", node.name], capture_output=True, check=False)
+        yield ends
+    finally:  # still here only where a node could not be made
+        subprocess.run(["ip", "link", "delete", ends[0]], capture_output=True, check=False)
 
 
 def _ip(*words: str) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
@@ -93,8 +94,8 @@ def own_arguments(argv: Sequence[str]) -> tuple[bool, int | None, list[str]]:
 
 def run_gpt2(argv: Sequence[str], *, evaluates: bool) -> int:
     """The scripts ``train_full_8p.sh`` and ``train_performance_8p.sh``: start eight ranks, wait for them,
-    and print the table of results. The log is ``test/output/0/train_0.log``; a run saved in the
-    same place is put aside.
+    and print the table of results. The log is ``test/output/0/train_0.log``; an earlier run and its
+    logs in the same place are put aside.
 
     Returns:
         The launcher's exit code.
@@ -104,24 +105,34 @@ def run_gpt2(argv: Sequence[str], *, evaluates: bool) -> int:
     """
     checks = "--check" in argv
     request = gpt2_sizes.request_of([word for word in argv if word != "--check"])
-    _LOG.mkdir(parents=True, exist_ok=True)
-    config = _LOG / "ds_config.json"
-    with atomic_write(config, "w") as file:
-        file.write(gpt2_sizes.deepspeed_json(request))
-    arguments = gpt2_sizes.arguments_of(request, config, evaluates=evaluates)
-    result = of_arguments(arguments, gpt2_sizes.PROCESSES)
-    cfg = load_tree(result.tree(), result.warnings, world_size=gpt2_sizes.PROCESSES)
+    with tempfile.TemporaryDirectory() as directory:  # whether all is right is seen before anything is left
+        _, cfg = _gpt2_arguments(request, Path(directory), evaluates=evaluates)
     if checks:
         print(check_report(cfg))
         return 0
     output = Path(cfg.Engine.save_load.output_dir)
+    _put_aside(_LOG)
     if not cfg.Engine.save_load.resume:
         _put_aside(output)
+    _LOG.mkdir(parents=True, exist_ok=True)
+    arguments, cfg = _gpt2_arguments(request, _LOG, evaluates=evaluates)
     code = _launch(arguments)
     if code == 0:
         size = human_count(parameter_count(cfg.Model)) if request.more else request.size
         print(results_table(size, cfg, output))
     return code
+
+
+def _gpt2_arguments(
+    request: gpt2_sizes.Request, directory: Path, *, evaluates: bool
+) -> tuple[list[str], RunConfig]:
+    """Arguments of ``pretrain_gpt.py`` and what they say; the DeepSpeed file goes into ``directory``."""
+    config = directory / "ds_config.json"
+    with atomic_write(config, "w") as file:
+        file.write(gpt2_sizes.deepspeed_json(request))
+    arguments = gpt2_sizes.arguments_of(request, config, evaluates=evaluates)
+    result = of_arguments(arguments, gpt2_sizes.PROCESSES)
+    return arguments, load_tree(result.tree(), result.warnings, world_size=gpt2_sizes.PROCESSES)
 
 
 def _put_aside(output: Path) -> None:

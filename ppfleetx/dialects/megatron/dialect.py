@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.reading.files import read_text, shown_path
 from ppfleetx.config.reading.parse import Budget, parse_yaml, read_yaml
-from ppfleetx.config.reading.tree import is_index
 from ppfleetx.dialects.given import Given, given_arguments, given_in, normal_name
 from ppfleetx.dialects.keys import KeyTable
+from ppfleetx.dialects.launchers import without_launcher, world_of
 from ppfleetx.dialects.megatron import deepspeed, network_rules, run_rules
 from ppfleetx.dialects.megatron.flags import FLAGS, MANY
 from ppfleetx.dialects.megatron.keys import TABLES
@@ -23,9 +23,6 @@ from ppfleetx.dialects.translation import Translation
 
 TITLE = "Megatron"
 ALL_KEYS = KeyTable([*(key for group in TABLES.values() for key in group), *deepspeed.KEYS], normal_name)
-_WORLD = ("PADDLE_TRAINERS_NUM", "WORLD_SIZE")
-_PROCESSES = ("nproc_per_node", "num_gpus", "local_worker_num")
-_NODES = ("nnodes", "num_nodes")
 
 
 def rules(world_size: int | None) -> list[Rule]:
@@ -88,42 +85,6 @@ def _deepspeed(one: Given) -> Iterator[Given]:
             "is not a mapping of DeepSpeed's keys", key=one.key, value=one.value, place=one.place
         )
     yield from given_in(tree, f"{deepspeed.PREFIX}.")
-
-
-def without_launcher(argv: Sequence[str]) -> tuple[int | None, list[str], int]:
-    """Of a command line: the processes that a launcher before ``*.py`` starts, the arguments behind that, and
-    the number of the first of them."""
-    program = next((at for at, text in enumerate(argv) if text.endswith(".py")), None)
-    if program is None:
-        return None, list(argv), 1
-    counts = {"processes": 1, "nodes": 1}
-    told = False
-    before = list(argv[:program])
-    for at, text in enumerate(before):
-        name, equals, value = text.partition("=")
-        value = value if equals else "".join(before[at + 1 : at + 2])
-        kind = {**dict.fromkeys(_PROCESSES, "processes"), **dict.fromkeys(_NODES, "nodes")}.get(
-            normal_name(name)
-        )
-        if text.startswith("-") and kind is not None:
-            if not is_index(value) or int(value) < 1:
-                raise ConfigError(
-                    "must be a number of at least 1", key=name, value=value, place="the launcher"
-                )
-            counts[kind], told = int(value), True
-        elif text.startswith("-") and normal_name(name) == "worker_num" and is_index(value):
-            return int(value), list(argv[program + 1 :]), program + 2
-    world = counts["processes"] * counts["nodes"] if told else None
-    return world, list(argv[program + 1 :]), program + 2
-
-
-def world_of(environ: Mapping[str, str]) -> int | None:
-    """Processes of the job as its launcher tells its ranks; None: there is none."""
-    for name in _WORLD:
-        text = environ.get(name, "")
-        if is_index(text) and int(text) > 0:
-            return int(text)
-    return None
 
 
 DIALECT = Dialect(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppfleetx.dialects.given import given_in
+from ppfleetx.dialects.launchers import without_launcher
 from ppfleetx.dialects.mindformers import plan, run
 from ppfleetx.dialects.mindformers.arguments import FLAGS, CommandLine, read_command_line
 from ppfleetx.dialects.mindformers.keys import TABLE
@@ -72,7 +73,8 @@ def _of_file(path: Path, arguments: Sequence[str]) -> Translation:
 
 
 def _of_arguments(argv: Sequence[str]) -> Translation:
-    return run_of(argv).translation
+    _, words, _ = without_launcher(argv)
+    return run_of(words).translation
 
 
 DIALECT = Dialect(

@@ -11,8 +11,8 @@ from ppfleetx.config.errors import ConfigError, shown
 from ppfleetx.config.reading.files import shown_path
 from ppfleetx.config.reading.parse import Budget, read_yaml
 from ppfleetx.dialects.given import Given, given_arguments, given_in, normal_name
+from ppfleetx.dialects.launchers import without_launcher, world_of
 from ppfleetx.dialects.megatron import network_rules, run_rules
-from ppfleetx.dialects.megatron.dialect import without_launcher, world_of
 from ppfleetx.dialects.megatron.flags import FLAGS, MANY
 from ppfleetx.dialects.megatron.plan_rules import plan_rule, recomputation
 from ppfleetx.dialects.mindspeed import rules
@@ -122,7 +122,7 @@ DIALECT = Dialect(
     tables=documented(),
     of_file=of_file,
     of_arguments=of_arguments,
-    programs=frozenset({"msrun"}),
+    programs=frozenset({"msrun", "pretrain_gpt.py"}),
     keys_of_files=frozenset(
         {
             "train_config",

@@ -11,7 +11,7 @@ from ppfleetx.config.reading.files import read_text, shown_path
 from ppfleetx.config.reading.parse import Budget, parse_yaml
 from ppfleetx.dialects.given import Given, given_arguments, given_in
 from ppfleetx.dialects.keys import KeyTable
-from ppfleetx.dialects.megatron.dialect import without_launcher, world_of
+from ppfleetx.dialects.launchers import without_launcher, world_of
 from ppfleetx.dialects.paddleformers import rules
 from ppfleetx.dialects.paddleformers.keys import CONFIG, TABLE, TABLES
 from ppfleetx.dialects.registry import Dialect

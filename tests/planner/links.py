@@ -1,0 +1,148 @@
+"""Do plans rank on slow links as the planner says? Four CPU ranks on two nodes that a slow wire joins.
+
+    python -m tests.planner.links [--megabits 100 1000] [--delay 0.005] [--steps 5]
+
+Two network namespaces are joined by a wire (``wire.py``) of 100 Mbit/s and then of 1 Gbit/s, 5 ms each way.
+Eight plans train a few steps on each; the card is fitted to two of them with ``--calibrate``, and the rank
+correlation (Spearman) of predicted and measured step times is printed. Needs root; takes some ten minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from ppfleetx.config.loader import load_config
+from ppfleetx.distributed.cpu.handshake import DIRECT_VARIABLE
+from ppfleetx.planner.calibration import calibrate
+from ppfleetx.planner.cards import load_card
+from ppfleetx.planner.case import case_of
+from ppfleetx.planner.network import Cluster
+from ppfleetx.planner.step_time import step_time
+from tests.e2e.conftest import ROOT, environment, records
+from tests.multinode.nodes import Node, joined
+from tests.planner.plans import overrides
+from tests.planner.wire import MTU, wire
+
+CONFIG = ROOT / "ppfleetx/configs/debug/gpt_nano.yaml"
+SEQ_LEN, VOCAB = 256, 2048
+SIZES = {
+    "Global.global_batch_size": 8,
+    "Global.local_batch_size": "null",
+    "Global.micro_batch_size": 1,
+    "Data.Train.dataset.max_seq_len": SEQ_LEN,
+    "Data.Eval.dataset.max_seq_len": SEQ_LEN,
+    "Model.vocab_size": VOCAB,
+    "Model.hidden_size": 256,
+    "Model.num_layers": 4,
+    "Model.num_attention_heads": 8,
+    "Model.max_position_embeddings": SEQ_LEN,
+    "Model.hidden_dropout_prob": 0.0,
+    "Model.attention_probs_dropout_prob": 0.0,
+    "Engine.eval_freq": 0,
+    "Engine.save_load.save_steps": "null",
+}
+PLANS = (
+    {"dp": 4},
+    {"dp": 2, "mp": 2},
+    {"mp": 4},
+    {"pp": 4},
+    {"dp": 2, "pp": 2},
+    {"mp": 2, "pp": 2},
+    {"sharding": 4, "stage": 2},
+    {"sharding": 4, "stage": 3},
+)
+ENVIRONMENT = {**environment(), DIRECT_VARIABLE: "0"}
+"""Both nodes are this machine, whose processes would read each other's memory past the wire."""
+FITTED = (1, 5)
+"""Plans that the card is fitted to: replicas over the wire, and a pipeline over it."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--steps", type=int, default=5, help="steps of each run, of which two do not count")
+    parser.add_argument("--delay", type=float, default=0.005, help="seconds from one node to the other")
+    parser.add_argument("--megabits", type=float, nargs="+", default=[100.0, 1000.0])
+    args = parser.parse_args()
+    for megabits in args.megabits:
+        with tempfile.TemporaryDirectory() as name:
+            _compare(Path(name), megabits, args.delay, args.steps)
+
+
+def _compare(directory: Path, megabits: float, delay: float, steps: int) -> None:
+    _write_corpus(directory / "corpus")
+    runs = []
+    with joined(lambda: wire(megabits * 1e6 / 8, delay), MTU) as nodes:
+        for number, plan in enumerate(PLANS):
+            runs.append(directory / f"run{number}")
+            _train(nodes, plan, directory / "corpus", runs[-1], steps, 38600 + number)
+    card = load_card("CPU").model_copy(update={"network_latency_us": delay * 1e6, "network_efficiency": 0.9})
+    cluster = Cluster(card, per_node=2, network=megabits * 1e6 / 8)
+    fitted, told = calibrate([str(runs[number]) for number in FITTED], cluster, None)
+    print(f"{megabits:g} Mbit/s, {delay * 1e3:g} ms each way\n{told}")
+    there = Cluster(fitted, per_node=2, network=cluster.network)
+    pairs = []
+    for plan, run in zip(PLANS, runs, strict=True):
+        predicted = step_time(case_of(load_config(run / "config.yaml"), fitted), there).seconds
+        pairs.append((predicted, _median_step(run)))
+        print(f"  {plan}: predicted {pairs[-1][0]:.3f} s, measured {pairs[-1][1]:.3f} s", flush=True)
+    print(f"  rank correlation {_spearman(pairs):.2f}", flush=True)
+
+
+def _train(nodes: tuple[Node, Node], plan: dict, corpus: Path, output: Path, steps: int, port: int) -> None:
+    """Both nodes' launchers, to the end.
+
+    Raises:
+        RuntimeError: one of them failed.
+    """
+    settings = {**SIZES, **overrides(plan), "Engine.max_steps": steps, "Engine.save_load.output_dir": output}
+    settings |= {"Data.Train.dataset.input_dir": corpus, "Data.Eval.dataset.input_dir": corpus}
+    words = [word for key, value in settings.items() for word in ("-o", f"{key}={value}")]
+    jobs = []
+    for node in nodes:
+        launcher = ["-m", "paddle.distributed.launch", "--master", f"{nodes[0].address}:{port}"]
+        launcher += ["--nnodes", "2", "--host", node.address, "--nproc_per_node", "2"]
+        launcher += ["--log_dir", f"{output}_log_{node.name}"]
+        command = [sys.executable, *launcher, "tools/train.py", "-c", str(CONFIG), *words]
+        log = (output.parent / f"{output.name}_{node.name}.txt").open("w")
+        jobs.append(
+            subprocess.Popen(
+                node.command(*command), stdout=log, stderr=subprocess.STDOUT, env=ENVIRONMENT, cwd=ROOT
+            )
+        )
+        log.close()
+    codes = [job.wait(timeout=600) for job in jobs]
+    if any(codes):
+        raise RuntimeError((output.parent / f"{output.name}_{nodes[0].name}.txt").read_text()[-3000:])
+
+
+def _median_step(run: Path) -> float:
+    found = [record["batch_cost"] - record["reader_cost"] for record in records(run, "train")][2:]
+    return sorted(found)[len(found) // 2]
+
+
+def _spearman(pairs: list[tuple[float, float]]) -> float:
+    """Rank correlation of two columns without ties."""
+    columns = zip(*pairs, strict=True)
+    first, second = ([sorted(column).index(value) for value in column] for column in columns)
+    n = len(pairs)
+    return 1 - 6 * sum((a - b) ** 2 for a, b in zip(first, second, strict=True)) / (n * (n * n - 1))
+
+
+def _write_corpus(prefix: Path) -> None:
+    import numpy as np
+
+    from ppfleetx.data.indexed import IndexedDatasetWriter
+
+    rng = np.random.default_rng(0)
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for _ in range(60):
+            document = rng.integers(0, VOCAB, 3000)
+            writer.add_document(document, [document.size])
+
+
+if __name__ == "__main__":
+    main()
