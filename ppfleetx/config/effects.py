@@ -110,6 +110,7 @@ _EFFECTS: dict[str, Effect] = {
         "enable dtype level scale_loss use_dynamic_loss_scaling incr_every_n_steps hysteresis main_grad_fp32 "
         "custom_black_list custom_white_list",
     ),
+    **_table(Effect.TRAINING, "Engine", "spike"),
     **_table(Effect.EVALUATION, "Engine", "eval_iters save_load.keep_best"),
     **_table(
         Effect.NOTHING,

@@ -24,7 +24,8 @@ class StepOutput:
         num_valid_tokens: tokens that count in the loss.
         grad_norm: global L2 norm of the gradients before clipping.
         loss_scale: what the loss was multiplied by (float16); None without loss scaling.
-        skipped: the gradients overflowed; neither parameters nor optimizer states changed.
+        skipped: the gradients overflowed, or the step was refused; neither parameters nor optimizer states
+            changed.
         sources: {source: (loss sum, valid tokens)}; None where sources are not told apart.
     """
 
@@ -44,6 +45,9 @@ class NonFiniteError(RuntimeError):
         self.what, self.value, self.sample_ids = what, value, list(sample_ids)
 
 
+Judge = Callable[[float, float, Callable[[], tuple[float, float]]], tuple[float, float, bool]]
+
+
 class Runner(Protocol):
     """Executes steps of one model under one plan.
 
@@ -51,11 +55,16 @@ class Runner(Protocol):
         checks: ``Engine.checks``: what to look at beside computing.
         before_update: called in each step before parameters and optimizer states change; until then they
             are only read.
+        judge: called in each step with the loss, the gradient norm, and what computes the step again and
+            gives both anew; gives the two that count, and whether the step is taken, the same on all ranks.
+            None: each is taken. With a judge, numbers that are not finite are for it to refuse, unless the
+            loss is scaled.
         num_sources: sources whose losses a step tells apart, by the ``source_ids`` of its batch; 0: none.
     """
 
     checks: str
     before_update: Callable[[], None]
+    judge: Judge | None
     num_sources: int
 
     def train_step(

@@ -20,7 +20,7 @@ from ppfleetx.distributed.together import any_rank, gather
 from ppfleetx.nn.pieces import PieceHead
 from ppfleetx.parallel.grad_sync import GradientSync
 from ppfleetx.parallel.precision import Precision
-from ppfleetx.parallel.runner import NonFiniteError, StepOutput
+from ppfleetx.parallel.runner import Judge, NonFiniteError, StepOutput
 from ppfleetx.parallel.sources import LOSS_AXES, SourceLosses
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class StepRunner(ABC):
         checks: ``Engine.checks``. Unless ``off``, a loss or gradient norm that is not finite is an error;
             ``full`` looks at every output and gradient.
         before_update: called in each step before parameters and optimizer states change.
+        judge: see :class:`Runner`.
         num_sources: sources whose losses are told apart; 0: they are not.
     """
 
@@ -80,6 +81,7 @@ class StepRunner(ABC):
         self._heads = [layer for _, layer in stages if isinstance(layer, PieceHead)]
         self.checks = "cheap"
         self.before_update: Callable[[], None] = lambda: None
+        self.judge: Judge | None = None
 
     @property
     def num_sources(self) -> int:
@@ -98,23 +100,40 @@ class StepRunner(ABC):
         # The divisor is known before the first backward, so every token weighs the same in any plan.
         num_valid = self._count_valid(micro_batches, at_least=1.0)
         self._sources.begin()
-        with self._search if self.checks == "full" else nullcontext():
-            loss_sum = self._passes(micro_batches, num_valid)
-        loss = self._ctx.sum_over(LOSS_AXES, loss_sum)[0] / num_valid
-        sources = self._sources.totals(self._ctx, micro_batches)
-        self._sync.reduce()
-        self._precision.unscale(self._sync.parameters)
-        grad_norm, scale = self._sync.clip(self._clip_norm), self._precision.loss_scale
+        loss, grad_norm = self._gradients(micro_batches, num_valid)
+        sources, scale = self._sources.totals(self._ctx, micro_batches), self._precision.loss_scale
         told: dict[str, Any] = {} if sources is None else {"sources": sources}
         if self._precision.scaler is not None:
             told["loss_scale"] = scale
-        if not self._accepts(loss, grad_norm, micro_batches):
+        accepted = self._accepts(loss, grad_norm, micro_batches)
+        if accepted and self.judge is not None:
+            loss, grad_norm, accepted = self.judge(
+                loss, grad_norm, lambda: self._repeat(micro_batches, num_valid, step)
+            )
+        if not accepted:
             self._optimizer.clear_grad()
             return StepOutput(loss, num_valid, grad_norm, skipped=True, **told)
         self.before_update()
         self._optimizer.step(lr=lr, weight_decay=weight_decay)
         self._optimizer.clear_grad()
         return StepOutput(loss, num_valid, grad_norm, **told)
+
+    def _gradients(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> tuple[float, float]:
+        """The step's gradients, summed over the ranks and clipped; the loss, and their norm before that."""
+        with self._search if self.checks == "full" else nullcontext():
+            loss_sum = self._passes(micro_batches, num_valid)
+        loss = self._ctx.sum_over(LOSS_AXES, loss_sum)[0] / num_valid
+        self._sync.reduce()
+        self._precision.unscale(self._sync.parameters)
+        return loss, self._sync.clip(self._clip_norm)
+
+    def _repeat(
+        self, micro_batches: Sequence[MicroBatch], num_valid: float, step: int
+    ) -> tuple[float, float]:
+        """:meth:`_gradients` once more: the weights are those of before the step, dropout belongs to it."""
+        self._optimizer.clear_grad()
+        self._streams.begin_step(step)
+        return self._gradients(micro_batches, num_valid)
 
     def locate_non_finite(self, micro_batches: Sequence[MicroBatch], *, step: int) -> NonFinitePlace | None:
         if self.checks != "full":
@@ -169,7 +188,7 @@ class StepRunner(ABC):
         with a smaller loss scale. Where that cannot help, what is not finite ends the run."""
         scaler = self._precision.scaler
         if scaler is None:
-            if self.checks != "off":
+            if self.checks != "off" and self.judge is None:
                 self._refuse_non_finite(loss, grad_norm, micro_batches)
             return True
         # Whoever sees an overflow says so: a step skipped on some of the ranks only would go unnoticed.

@@ -156,6 +156,29 @@ class SaveLoadConfig(Section):
         return self
 
 
+class SpikeConfig(Section):
+    """Steps whose loss or gradient norm jumps above that of the last ones."""
+
+    action: Literal["off", "skip", "rewind", "stop"] = "off"
+    """What to do, before the step changes a weight. `skip`: leave it out, its samples with it. `rewind`: go
+    back to the last checkpoint, and on from there with the samples that follow these; where there is no
+    checkpoint yet, skip. `stop`: end the run with exit code 2. The same on all ranks."""
+    window: PositiveInt = 128
+    """Steps that are remembered; a jump is measured from their median."""
+    min_steps: PositiveInt = 32
+    """Steps that must be remembered before anything counts as a jump."""
+    loss_deviations: NonNegativeFloat = 10.0
+    """Deviations above the median from which the loss is a spike; 0: it is not looked at. A deviation is
+    1.4826 times the median absolute deviation, and at least 1% of the median."""
+    grad_norm_deviations: NonNegativeFloat = 20.0
+    """The same of the gradient norm before clipping."""
+    replay: Bool = True
+    """Compute a spike again, with the same weights and samples. The same numbers mean that data or model are
+    the cause, other ones that the machine is; if they are no spike, the step is taken with them."""
+    max_in_a_row: PositiveInt = 5
+    """End the run when more steps in a row are spikes, or it goes back to the same checkpoint more often."""
+
+
 class CallbackConfig(Section):
     """One callback."""
 
@@ -210,6 +233,7 @@ class EngineConfig(Section):
     on_hang: Literal["stop", "wait"] = "stop"
     """`stop`: all ranks end with exit code 4, with which `ppfleetx supervise` starts them again; `wait`:
     report and go on waiting."""
+    spike: SpikeConfig = SpikeConfig()
     progress_bar: Literal["auto"] | Bool = "auto"
     """A progress bar instead of a stream of lines; `auto`: on a terminal."""
     callbacks: tuple[CallbackConfig, ...] = (CallbackConfig(name="default"),)

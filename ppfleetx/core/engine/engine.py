@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ppfleetx.config.counts import counted
@@ -16,6 +17,7 @@ from ppfleetx.core.engine.pace import Pace
 from ppfleetx.core.engine.run import EvalRecord, SourceLoss, StepRecord
 from ppfleetx.core.engine.saving import Saver
 from ppfleetx.core.engine.signals import StopRequest
+from ppfleetx.core.engine.spikes import Spike, SpikeGuard
 from ppfleetx.core.engine.state import TrainState
 from ppfleetx.core.engine.watch import Watch
 from ppfleetx.data.loader import MicroBatch
@@ -38,6 +40,9 @@ class TrainingStoppedError(UserError):
     """Training cannot go on, and the user can tell why from the message."""
 
 
+GoBack = Callable[["Engine", int], Iterator[Sequence[MicroBatch]] | None]
+
+
 class Engine:
     """Trains and evaluates what a runner executes. It knows steps, samples and callbacks, but no degrees.
 
@@ -51,6 +56,9 @@ class Engine:
         samples_per_epoch: samples in one pass over the training split.
         pace: length of the run, and when it evaluates and saves.
         new_measure: makes what an evaluation computes.
+        go_back: called with the engine and a number of samples; loads the last checkpoint of this run, sets
+            ``state`` to it but for the samples consumed, and gives the batches that follow these; None when
+            there is no checkpoint.
         sources: names of what the training data is made of, where its losses are told apart.
     """
 
@@ -67,12 +75,15 @@ class Engine:
         pace: Pace = NO_TRAINING,
         new_measure: Callable[[], Measure] = TokenLoss,
         sources: Sequence[str] = (),
+        go_back: GoBack | None = None,
     ) -> None:
         self.cfg, self.ctx, self.runner = cfg, ctx, runner
         self.schedule = schedule
         self.state = TrainState()
         self.pace, self._new_measure, self._sources = pace, new_measure, sources
-        self._saver = saver
+        self._saver, self._go_back = saver, go_back
+        options = cfg.Engine.spike
+        self._guard = None if options.action == "off" or schedule is None else SpikeGuard(options, ctx)
         self._callbacks = callbacks or CallbackList()
         self._callback_error: UserError | None = None
         self._is_fitting = False
@@ -98,6 +109,9 @@ class Engine:
                 ranks do not hold what they should, a checkpoint cannot be saved; the same on all ranks.
         """
         self._saved_step, self._is_fitting = self.state.step, True
+        if self._guard is not None:
+            self._guard.load_state(self.state.spikes)
+            self.runner.judge = self._guard.judge
         self._log_start()
         try:
             with StopRequest() as stop, self._saver.completing():
@@ -191,7 +205,10 @@ class Engine:
             reader_cost = time.perf_counter() - started
             if self._watch.before_step(micro_batches, error, stop):
                 return
-            self._step(micro_batches, started, reader_cost)
+            moved = self._step(micro_batches, started, reader_cost)
+            if moved is not None:
+                batches = moved
+                continue
             if eval_sets and _is_due(self.state.step, self.pace.eval_every):
                 self._evaluate_and_keep(eval_sets, stop)
             if _is_due(self.state.step, self.pace.save_every):
@@ -213,10 +230,19 @@ class Engine:
             )
         return micro_batches, None
 
-    def _step(self, micro_batches: Sequence[MicroBatch], started: float, reader_cost: float) -> None:
-        """One optimizer step; its batch was asked for at ``started``, and came ``reader_cost`` seconds on."""
+    def _step(
+        self, micro_batches: Sequence[MicroBatch], started: float, reader_cost: float
+    ) -> Iterator[Sequence[MicroBatch]] | None:
+        """One optimizer step; its batch was asked for at ``started``, and came ``reader_cost`` seconds on.
+
+        Returns:
+            None; or, when the step was a spike and the run has gone back to its last checkpoint, the batches
+            to go on with.
+        """
         PROGRESS.beat(STEPPING)
         step, scheduled = self.state.step + 1, self.state.schedule_step + 1
+        if self._guard is not None:
+            self._guard.expect(step)
         lr, weight_decay = self.schedule.lr(scheduled), self.schedule.weight_decay(scheduled)
         try:
             output = self.runner.train_step(micro_batches, step=step, lr=lr, weight_decay=weight_decay)
@@ -224,6 +250,10 @@ class Engine:
             told = self._watch.describe(error, self.runner, micro_batches, step)
             raise TrainingStoppedError(told) from error
         self._watch.after_step(self.runner)
+        if self._guard is not None and self._guard.found is not None:
+            moved = self._answer(self._guard.found)
+            if moved is not None:
+                return moved
         epoch, batch = self._position()
         batch_size = self.cfg.batch.global_batch_size
         self.state.step = step
@@ -251,6 +281,31 @@ class Engine:
         PROGRESS.beat(RESTING)
         PROGRESS.is_under_way = True
         self._tell("on_step_end", record)
+        return None
+
+    def _answer(self, spike: Spike) -> Iterator[Sequence[MicroBatch]] | None:
+        """Do what is to be done about a spike, and tell it; as of :meth:`_step`.
+
+        Raises:
+            TrainingStoppedError: the run is to end.
+        """
+        begin = self.state.consumed_samples
+        end, moved = begin + self.cfg.batch.global_batch_size, None
+        if spike.action == "rewind" and self._go_back is not None and not self._guard.gives_up:
+            self._saver.complete()
+            moved = self._go_back(self, end)
+            if moved is not None:
+                self._saved_step = self.state.step
+                self._guard.load_state(self.state.spikes)
+        spike = spike.answered(self.state.step if moved is not None else None, (begin, end))
+        gives_up = self._guard.gives_up_at(spike)
+        if gives_up:
+            spike = replace(spike, action="stop")
+        self._tell("on_spike", spike)
+        if spike.action == "stop":
+            raise TrainingStoppedError(f"{spike}{gives_up}")
+        get_logger().warning(str(spike))
+        return moved
 
     def _losses_of_sources(self, output: StepOutput) -> dict[str, SourceLoss]:
         told = output.sources or {}
@@ -263,6 +318,8 @@ class Engine:
     def _save_once(self) -> None:
         if self.state.step != self._saved_step:
             self._watch.at_rest(self.runner)
+            if self._guard is not None:
+                self.state.spikes = self._guard.state()
             with PROGRESS.at(SAVING):
                 self._saver.save(self)
             self._saved_step = self.state.step

@@ -102,6 +102,15 @@ class Saver:
             if self._ctx.is_main and path.is_dir():  # a run that resumed may have its first elsewhere
                 write_best(path, self._manager.ownership)
 
+    def complete(self) -> None:
+        """Complete what is under way.
+
+        Raises:
+            CheckpointError: as configured.
+        """
+        with self._guarded():
+            self._manager.wait()
+
     def poll(self) -> None:
         """Carry on with a save in the background, and learn without waiting what became of it.
 

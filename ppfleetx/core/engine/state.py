@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ppfleetx.config.errors import CheckpointError, shown
@@ -19,10 +19,11 @@ class TrainState:
         epoch: completed passes over the training split.
         evaluated_step: step of the last whole evaluation; an evaluation that a stop cut short is made up for
             when the run goes on.
-        skipped_steps: steps whose gradients overflowed: their samples are used, but neither weights nor
-            learning rate moved.
+        skipped_steps: steps whose gradients overflowed, or that were spikes: their samples are used, but
+            neither weights nor learning rate moved.
         best: the highest value of what ``Engine.save_load.keep_best`` judges by; None before the first.
         best_step: when that was.
+        spikes: what ``Engine.spike`` remembers of the last steps; empty where it is off.
     """
 
     step: int = 0
@@ -32,6 +33,7 @@ class TrainState:
     evaluated_step: int = -1
     best: float | None = None
     best_step: int = -1
+    spikes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def schedule_step(self) -> int:
@@ -40,7 +42,8 @@ class TrainState:
 
     def to_json(self) -> dict[str, Any]:
         """What a checkpoint's ``state.train`` holds."""
-        return asdict(self)
+        tree = asdict(self)
+        return tree if self.spikes else {key: value for key, value in tree.items() if key != "spikes"}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TrainState:
@@ -53,6 +56,9 @@ class TrainState:
         best = data.get("best")
         if best is not None and type(best) not in (int, float):
             raise CheckpointError(f"the progress in the checkpoint is damaged: best is {shown(best)}")
+        spikes = data.get("spikes", {})
+        if not isinstance(spikes, dict):
+            raise CheckpointError(f"the progress in the checkpoint is damaged: spikes is {shown(spikes)}")
         return cls(
             step=step,
             consumed_samples=_count(data, "consumed_samples"),
@@ -61,6 +67,7 @@ class TrainState:
             evaluated_step=_count(data, "evaluated_step", step, least=-1),
             best=best,
             best_step=_count(data, "best_step", -1, least=-1),
+            spikes=spikes,
         )
 
 

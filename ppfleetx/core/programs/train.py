@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -13,9 +13,10 @@ from ppfleetx.config.data_sets import data_sets
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registry import load_target
 from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.core.engine.agreement import Fingerprints
 from ppfleetx.core.engine.beginning import begin, find_sources
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
-from ppfleetx.core.engine.callbacks.build import build_callbacks
+from ppfleetx.core.engine.callbacks.build import CallbackList, build_callbacks
 from ppfleetx.core.engine.callbacks.predictions import predictions_directory, write_predictions
 from ppfleetx.core.engine.engine import Engine, EvalSets
 from ppfleetx.core.engine.measure import Measure, TokenLoss
@@ -31,7 +32,7 @@ from ppfleetx.core.programs.sources import named_checkpoint
 from ppfleetx.core.programs.token_ids import token_id_lines
 from ppfleetx.core.programs.watching import watched
 from ppfleetx.data.build import build_dataloader, load_tokenizer
-from ppfleetx.data.loader import DataLoader
+from ppfleetx.data.loader import DataLoader, MicroBatch
 from ppfleetx.data.tasks.glue import TASKS
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.data.verify import verify_corpora
@@ -105,6 +106,7 @@ def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext, given: Seq
         pace=pace,
         new_measure=measure_of(cfg, ctx),
         sources=sources,
+        go_back=partial(_go_back, cfg, ctx, fingerprints, callbacks),
     )
     engine.state = start.state
     if start.resumes:
@@ -112,6 +114,28 @@ def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext, given: Seq
             callbacks.load_state(start.checkpoint.state.get("callbacks", {}))
     engine.fit(train_loader, eval_sets)
     return engine
+
+
+def _go_back(
+    cfg: RunConfig,
+    ctx: ParallelContext,
+    fingerprints: Fingerprints,
+    callbacks: CallbackList,
+    engine: Engine,
+    consumed_samples: int,
+) -> Iterator[Sequence[MicroBatch]] | None:
+    """Load the last checkpoint of this run into the engine's runner, and go on behind the samples given."""
+    own = {"resume": "auto", "ckpt_dir": None, "init_from": None, "load_optim": True, "load_rng": True}
+    options = cfg.Engine.save_load.model_copy(update={**own, "reset_data": False})
+    start = find_start(options, output_dir_of(cfg), ctx)
+    if not start.resumes:
+        return None
+    engine.schedule = start.restore(engine.runner, engine.schedule, fingerprints, cfg)
+    engine.state = start.state
+    engine.state.consumed_samples = consumed_samples
+    with joint_errors(ctx):
+        callbacks.load_state(start.checkpoint.state.get("callbacks", {}))
+    return iter(_loader(cfg, ctx, "Train", consumed_samples=consumed_samples))
 
 
 def _sources(cfg: RunConfig, loader: DataLoader) -> list[str]:

@@ -12,6 +12,7 @@ from ppfleetx.distributed.context import ParallelContext
 
 if TYPE_CHECKING:  # `--check` reads this file, and would wait for all that a run needs
     from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord
+from ppfleetx.core.engine.spikes import Spike
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ class Callback:
 
     def on_eval_end(self, run: Run, record: EvalRecord) -> None:
         """After each whole evaluation; one that a signal cut short is not reported."""
+
+    def on_spike(self, run: Run, spike: Spike) -> None:
+        """After a step that ``Engine.spike`` found to be one. When the run has gone back to a checkpoint
+        (``spike.to_step``), ``run.state`` is that of the checkpoint, and :meth:`load_state` was called."""
 
     def on_fit_end(self, run: Run) -> None:
         """Called once however the run ends: finished, stopped or failed. Nothing is saved after it."""

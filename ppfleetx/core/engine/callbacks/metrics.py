@@ -13,6 +13,7 @@ from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.callbacks.window import Window
 from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord
 from ppfleetx.core.engine.run_directory import METRICS_FILE
+from ppfleetx.core.engine.spikes import Spike
 from ppfleetx.utils.files import atomic_write, put_aside
 from ppfleetx.utils.log import get_logger
 
@@ -65,6 +66,15 @@ class MetricsFile(Callback):
             }
         )
         self._window = Window()
+
+    def on_spike(self, run: Run, spike: Spike) -> None:
+        if spike.to_step is not None:  # what came after that checkpoint has not happened
+            keep_until(self._path, spike.to_step)
+            self._window = Window()
+        told = spike.to_json()
+        at_step = told.pop("step")
+        step = at_step if spike.to_step is None else spike.to_step
+        self._append({"kind": "spike", "step": step, "at_step": at_step, **told})
 
     def on_eval_end(self, run: Run, record: EvalRecord) -> None:
         self._append(

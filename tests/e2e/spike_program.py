@@ -1,0 +1,50 @@
+"""The training program in the ranks of a pool, with samples on which loss and gradient jump."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tests.e2e.program import train
+
+
+def train_with_spikes(
+    values: Mapping[str, Any], world: int, bad: Sequence[int], once: bool, factor: float | None
+) -> str:
+    """:func:`tests.e2e.program.train`; the user's error it ends with, or "".
+
+    Args:
+        bad: positions in the training order; a step that has one of them has ``factor`` times the loss and
+            gradient norm.
+        once: a step that is computed again is as it should be: a fault of the machine.
+        factor: null: not a number.
+    """
+    from ppfleetx.config.errors import UserError
+    from ppfleetx.parallel.step import StepRunner
+
+    gradients, repeat, wanted = StepRunner._gradients, StepRunner._repeat, set(bad)
+    state = {"repeats": False}
+
+    def spoilt(runner: StepRunner, micro_batches: Any, num_valid: float) -> tuple[float, float]:
+        loss, norm = gradients(runner, micro_batches, num_valid)
+        here = {int(i) for batch in micro_batches for i in batch["sample_ids"]} & wanted
+        if not here or (once and state["repeats"]):
+            return loss, norm
+        by = float("nan") if factor is None else factor
+        return loss * by, norm * by
+
+    def repeated(runner: StepRunner, *arguments: Any) -> tuple[float, float]:
+        state["repeats"] = True
+        try:
+            return repeat(runner, *arguments)
+        finally:
+            state["repeats"] = False
+
+    StepRunner._gradients, StepRunner._repeat = spoilt, repeated
+    try:
+        train(values, world)
+    except UserError as error:
+        return str(error)
+    finally:
+        StepRunner._gradients, StepRunner._repeat = gradients, repeat
+    return ""

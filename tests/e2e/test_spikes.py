@@ -1,0 +1,124 @@
+"""``Engine.spike``: what is decided, and that it is the same under any plan and after a resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppfleetx.config.plan import ParallelPlan
+from tests.e2e.conftest import losses, records
+from tests.e2e.program import GLOBAL_BATCH, SETTINGS, plan_overrides
+from tests.helpers.ranks import Pools
+
+BAD = 5 * GLOBAL_BATCH + 3  # a sample of step 6
+CHANGED = {"max_steps": 9, "save_load.save_steps": 4}
+SPIKE = {"window": 8, "min_steps": 3, "loss_deviations": 10.0, "grad_norm_deviations": 0}
+
+
+@pytest.fixture(scope="module")
+def pools():
+    pools = Pools()
+    yield pools
+    pools.close()
+
+
+def run(pools: Pools, corpus: Path, output: Path, action: str, plan: ParallelPlan, **more: Any) -> list[str]:
+    """Train; what each rank's program ended with."""
+    values = {
+        **SETTINGS,
+        **plan_overrides(plan),
+        **{f"Engine.{key}": value for key, value in CHANGED.items()},
+        **{f"Engine.spike.{key}": value for key, value in {**SPIKE, "action": action}.items()},
+        "Data.Train.dataset.input_dir": str(corpus),
+        "Data.Eval.dataset.input_dir": str(corpus),
+        "Engine.save_load.output_dir": str(output),
+        **more.pop("overrides", {}),
+    }
+    arguments = {"bad": [BAD], "once": False, "factor": 20.0, **more}
+    target = "tests.e2e.spike_program:train_with_spikes"
+    return pools(plan.world_size).run(
+        target, timeout=120.0, values=values, world=plan.world_size, **arguments
+    )
+
+
+PLANS = (
+    ParallelPlan(dp=2),
+    ParallelPlan(mp=2),
+    ParallelPlan(pp=2),
+    ParallelPlan(sharding=2, sharding_stage=2),
+)
+
+
+@pytest.mark.parametrize("action", ["skip", "rewind"])
+def test_a_spike_is_left_out_the_same_under_any_plan(pools, corpus, tmp_path, action):
+    assert run(pools, corpus, tmp_path / "one", action, ParallelPlan()) == [""]
+    [spike] = records(tmp_path / "one", "spike")
+    assert (spike["at_step"], spike["what"], spike["action"], spike["verdict"]) == (6, "loss", action, "data")
+    assert spike["step"] == (6 if action == "skip" else 4)
+    assert spike["to_step"] == (None if action == "skip" else 4)
+    assert spike["samples"] == [80, 96]
+    alone = losses(tmp_path / "one")
+    assert [step for step, _, _ in alone] == list(range(1, 10))
+    consumed = [record["consumed_samples"] for record in records(tmp_path / "one", "train")]
+    expected = range(1, 10) if action == "skip" else [1, 2, 3, 4, 7, 8, 9, 10, 11]
+    assert consumed == [GLOBAL_BATCH * steps for steps in expected]
+    for plan in PLANS:
+        assert run(pools, corpus, tmp_path / str(plan), action, plan) == [""] * 2
+        found = losses(tmp_path / str(plan))
+        assert [step for step, _, _ in found] == [step for step, _, _ in alone], plan
+        for (_, loss, norm), (_, expected_loss, expected_norm) in zip(found, alone, strict=True):
+            assert loss == pytest.approx(expected_loss, rel=1e-4), plan
+            assert norm == pytest.approx(expected_norm, rel=1e-3), plan
+
+
+@pytest.mark.parametrize("action", ["skip", "rewind"])
+def test_a_resumed_run_decides_as_one_that_was_not_interrupted(pools, corpus, tmp_path, action):
+    one = ParallelPlan()
+    run(pools, corpus, tmp_path / "whole", action, one)
+    early = {"Engine.max_steps": 4, "Optimizer.lr.decay_steps": 100}
+    whole = {"Optimizer.lr.decay_steps": 100}
+    run(pools, corpus, tmp_path / "whole2", action, one, overrides=whole)
+    run(pools, corpus, tmp_path / "parts", action, one, overrides=early)
+    again = {**whole, "Engine.save_load.resume": True}
+    run(pools, corpus, tmp_path / "parts", action, one, overrides=again)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole2")
+    assert records(tmp_path / "parts", "spike") == records(tmp_path / "whole2", "spike")
+
+
+def test_stop_ends_the_run_with_what_it_found(pools, corpus, tmp_path):
+    told = run(pools, corpus, tmp_path, "stop", ParallelPlan(dp=2))
+    assert len(set(told)) == 1
+    assert told[0].startswith("global step 6: a spike: the loss is ")
+    assert (
+        "computed again it is the same: the cause is in the data or the model; nothing was updated" in told[0]
+    )
+    assert [step for step, _, _ in losses(tmp_path)] == [1, 2, 3, 4, 5]
+    assert records(tmp_path, "spike")[0]["action"] == "stop"
+
+
+def test_a_fault_of_the_machine_costs_nothing(pools, corpus, tmp_path):
+    run(pools, corpus, tmp_path / "sound", "skip", ParallelPlan(), bad=[])
+    run(pools, corpus, tmp_path / "fault", "skip", ParallelPlan(), once=True)
+    assert losses(tmp_path / "fault") == losses(tmp_path / "sound")
+    [spike] = records(tmp_path / "fault", "spike")
+    assert (spike["action"], spike["verdict"]) == ("repeated", "machine")
+    assert spike["repeated_loss"] == losses(tmp_path / "sound")[5][1]
+
+
+def test_numbers_that_are_not_finite_are_spikes_from_the_first_step_on(pools, corpus, tmp_path):
+    assert run(pools, corpus, tmp_path, "skip", ParallelPlan(dp=2), bad=[3], factor=None) == ["", ""]
+    [spike] = records(tmp_path, "spike")
+    assert (spike["step"], spike["loss"], spike["median"]) == (1, None, None)
+    assert len(losses(tmp_path)) == 9
+
+
+def test_too_many_spikes_in_a_row_end_the_run(pools, corpus, tmp_path):
+    bad = [GLOBAL_BATCH * step for step in range(5, 9)]
+    more = {"Engine.spike.max_in_a_row": 2}
+    [told] = run(pools, corpus, tmp_path, "skip", ParallelPlan(), bad=bad, overrides=more)
+    assert told.endswith("3 steps in a row were spikes (Engine.spike.max_in_a_row)")
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [r["action"] for r in map(json.loads, lines) if r["kind"] == "spike"] == ["skip", "skip", "stop"]
