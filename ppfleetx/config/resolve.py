@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from ppfleetx.config.batch import BatchPlan, resolve_batch
+from ppfleetx.config.compression import compression_violations
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fields import MAX_RANKS, RuleError, Section
@@ -146,6 +147,7 @@ def _violations(cfg: RunConfig, batch: BatchPlan) -> Iterator[RuleError]:
     yield from _schedules(cfg)
     yield from _tokens(cfg)
     yield from finetuning_violations(cfg)
+    yield from compression_violations(cfg)
 
 
 def _noop_layers(cfg: RunConfig) -> Iterator[RuleError]:

@@ -36,17 +36,8 @@ def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
             f"Global.device = {device}: only cpu and gpu can be used yet",
         ),
         (
-            bool(compress.Quantization and compress.Quantization.enable),
-            "Compress.Quantization.enable = True: quantisation-aware training cannot be run yet",
-        ),
-        (
             bool(compress.Prune and compress.Prune.enable),
             "Compress.Prune.enable = True: pruning cannot be run yet",
-        ),
-        (
-            compress.pretrained is not None,
-            "Compress.pretrained: compression cannot be run yet; to start from weights use "
-            "Engine.save_load.init_from",
         ),
     ]
     return [reason for applies, reason in table if applies]

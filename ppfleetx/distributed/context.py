@@ -93,6 +93,15 @@ class ParallelContext:
                 distributed.all_reduce(tensor, group=self.groups[axis])
         return tensor
 
+    def max_tensor_over(self, axes: Iterable[str], tensor: Any) -> Any:
+        """The largest of each element over the ranks of ``axes``, in place in ``tensor``."""
+        from paddle import distributed
+
+        for axis in axes:
+            if axis in self.groups:
+                distributed.all_reduce(tensor, op=distributed.ReduceOp.MAX, group=self.groups[axis])
+        return tensor
+
     def sum_over_data(self, value: float) -> float:
         """Sum of ``value`` over all data ranks."""
         return self.sum_over(DATA_AXES, value)[0]

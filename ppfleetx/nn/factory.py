@@ -14,11 +14,12 @@ from paddle import nn
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registries import NORMS
-from ppfleetx.config.sections.compress import Form
+from ppfleetx.config.sections.compress import Form, QuantizationConfig
 from ppfleetx.config.sections.lora import LoraConfig
 from ppfleetx.distributed.collectives import exchange
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.random import sliced_stream
+from ppfleetx.nn.dropout import Dropout, NoDropout, SlicedDropout
+from ppfleetx.nn.fake_quant import FakeQuantizer, unreduced
 from ppfleetx.nn.init import Constant, Init, Normal
 from ppfleetx.nn.linear import Linear
 from ppfleetx.nn.lora import LoraBranch
@@ -43,29 +44,26 @@ def lora_init(linear: nn.Layer) -> Init:
     return Normal(1.0 / math.sqrt(linear.weight.info.global_shape[0]))
 
 
+def _describe_quantizer(quantizer: FakeQuantizer) -> None:
+    for parameter in quantizer.parameters():
+        describe(parameter, Constant(0.0 if parameter is quantizer.input_scale else 1.0), "quant")
+
+
+def _of_kind(kind: str, linear: nn.Layer) -> nn.Layer:
+    """``linear``, which knows what `Compress.Quantization.quantizable_layer_type` calls it."""
+    linear.kind = kind
+    return linear
+
+
 def layer_factory(ctx: ParallelContext, *, train: bool = True) -> LocalFactory:
     """The factory of a plan; without ``train`` for a model whose weights do not change once it is used."""
     split = SequenceSplit(ctx.group_of("sep")) if ctx.size_of("sep") > 1 else None
-    if ctx.size_of("mp") == 1:
-        return LocalFactory(split) if train else InferenceFactory(split)
-    return TensorParallelFactory(ctx.group_of("mp"), ctx.plan.sequence_parallel, split)
-
-
-class Dropout(nn.Dropout):
-    """Dropout that costs nothing where it drops nothing."""
-
-    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        """``x`` with elements dropped; ``x`` itself in evaluation and where ``p`` is 0."""
-        return super().forward(x) if self.training and self.p else x
-
-
-class NoDropout:
-    """What is called in the place of dropout where nothing is ever dropped."""
-
-    p, training = 0.0, False
-
-    def __call__(self, x: paddle.Tensor) -> paddle.Tensor:
-        return x
+    if ctx.size_of("mp") > 1:
+        factory = TensorParallelFactory(ctx.group_of("mp"), ctx.plan.sequence_parallel, split)
+    else:
+        factory = LocalFactory(split) if train else InferenceFactory(split)
+    factory.keeps_weights = not train and ctx.plan.sharding_stage < 3
+    return factory
 
 
 class SequenceSplit:
@@ -91,8 +89,10 @@ class LocalFactory:
 
     Attributes:
         tell_rows: is told the loss of each row that ``token_loss`` computes; None: nobody is.
+        keeps_weights: whether weights stay what and where they are once they have been used.
     """
 
+    keeps_weights = False
     linear_cls: type[Linear] = Linear
     tell_rows: TellRows | None = None
 
@@ -105,10 +105,16 @@ class LocalFactory:
     def column_linear(
         self, in_features: int, out_features: int, *, init: Init, bias: bool, kind: str = "matrix"
     ) -> nn.Layer:
-        return self._linear(in_features, out_features, init, bias, kind)
+        return _of_kind("ColumnParallelLinear", self._linear(in_features, out_features, init, bias, kind))
 
     def row_linear(self, in_features: int, out_features: int, *, init: Init, bias: bool) -> nn.Layer:
-        return self._linear(in_features, out_features, init, bias, "matrix")
+        return _of_kind("RowParallelLinear", self._linear(in_features, out_features, init, bias, "matrix"))
+
+    def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> FakeQuantizer:
+        keeps = self.keeps_weights or linear.weight.stop_gradient
+        quantizer = FakeQuantizer(cfg, follows=follows, keeps=keeps)
+        _describe_quantizer(quantizer)
+        return quantizer
 
     def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
         branch = LoraBranch(
@@ -225,20 +231,6 @@ class InferenceFactory(LocalFactory):
         return NoDropout()
 
 
-class SlicedDropout(Dropout):
-    """Dropout of activations that tensor-parallel ranks hold different parts of: their masks differ."""
-
-    stream = staticmethod(sliced_stream)
-    """For kernels that drop elements themselves."""
-
-    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        """As :meth:`Dropout.forward`, drawn from this rank's own random stream."""
-        if not self.training or self.p == 0:
-            return x
-        with self.stream():
-            return super().forward(x)
-
-
 class TensorParallelFactory(LocalFactory):
     """Fleet's tensor-parallel layers (Shoeybi et al., 2019; Korthikanti et al., 2022 for sequences).
 
@@ -288,7 +280,7 @@ class TensorParallelFactory(LocalFactory):
         describe_slice(layer.weight, 1, self.group, init, kind)
         if bias:
             describe_slice(layer.bias, 0, self.group, Constant(0.0), "bias")
-        return layer
+        return _of_kind("ColumnParallelLinear", layer)
 
     def row_linear(self, in_features: int, out_features: int, *, init: Init, bias: bool) -> nn.Layer:
         from paddle.distributed.fleet.meta_parallel import RowParallelLinear
@@ -307,7 +299,32 @@ class TensorParallelFactory(LocalFactory):
         if bias:
             describe(layer.bias, Constant(0.0), "bias")
             self._mark(layer.bias)
-        return layer
+        return _of_kind("RowParallelLinear", layer)
+
+    def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> FakeQuantizer:
+        """Maxima over what is sliced are those of all ranks; so are the gradients of learned bounds."""
+        has_sliced_input = linear.weight.info.local_shape[0] != linear.weight.info.global_shape[0]
+        per_channel = cfg.weight_quantize_type == "channel_wise_abs_max"
+        own_channels = per_channel and not has_sliced_input
+        quantizer = FakeQuantizer(
+            cfg,
+            over_weight=unreduced if own_channels else self._largest,
+            over_input=self._largest if has_sliced_input else unreduced,
+            follows=follows,
+            keeps=self.keeps_weights or linear.weight.stop_gradient,
+        )
+        _describe_quantizer(quantizer)
+        if quantizer.weight_clip is not None:
+            quantizer.weight_clip.sequence_parallel = True
+        if quantizer.input_clip is not None:
+            quantizer.input_clip.sequence_parallel = has_sliced_input or self.sequence_parallel
+        return quantizer
+
+    def _largest(self, maxima: paddle.Tensor) -> paddle.Tensor:
+        from paddle import distributed
+
+        distributed.all_reduce(maxima, op=distributed.ReduceOp.MAX, group=self.group)
+        return maxima
 
     def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
         """Input features sliced: A is too, and what it gives are parts of a sum. Output features: B is."""

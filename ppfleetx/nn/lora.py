@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import paddle
 from paddle import nn
 
 from ppfleetx.config.sections.lora import LoraConfig
-from ppfleetx.nn.stage import LayerFactory, NameOf, Stage
+from ppfleetx.nn.stage import LayerFactory, NameOf, Stage, ask_for_gradient
 
 
 class LoraBranch(nn.Layer):
@@ -70,15 +69,8 @@ def _adapt(
             linear.add_sublayer("lora", factory.lora(linear, cfg))
             linear.register_forward_post_hook(_add_branch)
     if is_first:
-        layer.register_forward_post_hook(_ask_for_gradient)
+        layer.register_forward_post_hook(ask_for_gradient)
 
 
 def _add_branch(linear: nn.Layer, inputs: tuple[paddle.Tensor, ...], output: paddle.Tensor) -> paddle.Tensor:
     return output + linear.lora(inputs[0])
-
-
-def _ask_for_gradient(layer: nn.Layer, _: Any, state: tuple[paddle.Tensor, ...]) -> tuple[paddle.Tensor, ...]:
-    """Recomputation, pipelines and sharding stage 3 follow the gradient of what a block is given."""
-    if layer.training and paddle.is_grad_enabled():
-        state[0].stop_gradient = False
-    return state

@@ -97,6 +97,11 @@ class InferenceLinear(Linear):
         super().__init__(in_features, out_features, bias=bias)
         self._matrix = PanelMatrix(self.weight)
 
+    def use(self, weight: paddle.Tensor) -> None:
+        """From now on multiply with ``weight`` in passes without gradients."""
+        if self._matrix.weight is not weight:
+            self._matrix = PanelMatrix(weight)
+
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         if not paddle.in_dynamic_mode() or paddle.is_grad_enabled():
             return super().forward(x)

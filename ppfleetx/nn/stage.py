@@ -18,11 +18,14 @@ from paddle import nn
 from ppfleetx.nn.init import Init, draw
 
 if TYPE_CHECKING:
-    from ppfleetx.config.sections.compress import Form
+    from ppfleetx.config.sections.compress import Form, QuantizationConfig
     from ppfleetx.config.sections.lora import LoraConfig
 
 NameOf = Callable[[str], str]
 """Canonical name of what lies at a path within a layer."""
+
+Finish = Callable[[nn.Layer, NameOf], None]
+"""Adds to a new layer before its parameters get names and values."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,8 @@ class ParamInfo:
         offset: first global index held here, in each dimension.
         local_shape: shape held here.
         init: how its initial values are drawn.
-        kind: ``matrix``, ``bias``, ``norm``, ``word_embedding``, ``position_embedding``, ``head``, ``lora``.
+        kind: ``matrix``, ``bias``, ``norm``, ``word_embedding``, ``position_embedding``, ``head``, ``lora``,
+            ``quant``.
     """
 
     name: str
@@ -85,7 +89,7 @@ class Stage:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     tie: Tie | None = None
     wraps: bool = False
-    finish: Callable[[nn.Layer, NameOf], None] | None = None
+    finish: Finish | None = None
 
 
 class LayerFactory(Protocol):
@@ -113,6 +117,10 @@ class LayerFactory(Protocol):
 
     def whole_linear(self, in_features: int, out_features: int, *, init: Init, bias: bool) -> nn.Layer:
         """Linear ``[in, out]`` held whole by every rank, for input that is whole too."""
+
+    def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> nn.Layer:
+        """The :class:`~ppfleetx.nn.fake_quant.FakeQuantizer` of a linear made here; ``follows``: training
+        moves its scale."""
 
     def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
         """Adapter for a linear made here, sliced as it is: maps the linear's input to its output."""
@@ -219,6 +227,14 @@ def _canonical_name(stage: Stage, path: str) -> str:
     above, _, own = stage.name.rpartition(".")
     assert path.split(".")[0] == own, f"{path} is not in the sub-layer {own}"
     return f"{above}.{path}" if above else path
+
+
+def ask_for_gradient(layer: nn.Layer, _: Any, state: tuple[paddle.Tensor, ...]) -> tuple[paddle.Tensor, ...]:
+    """Hook after a first layer that does not train: recomputation, pipelines and sharding stage 3 follow the
+    gradient of what a block is given."""
+    if layer.training and paddle.is_grad_enabled():
+        state[0].stop_gradient = False
+    return state
 
 
 def canonical_parameters(layer: nn.Layer) -> dict[str, paddle.Tensor]:

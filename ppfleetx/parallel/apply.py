@@ -13,8 +13,9 @@ from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.models.module import BasicModule
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import layer_factory
+from ppfleetx.nn.fake_quant import with_quantizers
 from ppfleetx.nn.quantized import with_small_weights
-from ppfleetx.nn.stage import LayerFactory
+from ppfleetx.nn.stage import LayerFactory, Stage
 from ppfleetx.optims.adamw import Optimizer
 from ppfleetx.optims.build import build_optimizer
 from ppfleetx.parallel.grad_sync import GradientSync
@@ -51,8 +52,7 @@ def _local_runner(
     module: BasicModule, factory: LayerFactory, cfg: RunConfig, ctx: ParallelContext, train: bool
 ) -> Runner:
     options = _step_options(cfg)
-    stages = with_small_weights(module.stages(factory), cfg.Compress.Weights, factory)
-    model = StagedModel(stages, seed=cfg.Global.seed if train else None)
+    model = StagedModel(_stages(module, factory, cfg), seed=cfg.Global.seed if train else None)
     optimizer, sync = _optimizer_and_sync(model, list(model.stages), cfg, ctx, options.precision, train)
     return LocalRunner(model, module, factory, optimizer, ctx, sync, options)
 
@@ -65,8 +65,7 @@ def _pipeline_runner(
     from ppfleetx.parallel.pipeline import PipelineLoss, PipelineRunner, StagePipeline, tied_group
     from ppfleetx.parallel.two_stages import interleave_two_stages
 
-    options, loss = _step_options(cfg), PipelineLoss(module, factory)
-    stages = with_small_weights(module.stages(factory), cfg.Compress.Weights, factory)
+    options, stages, loss = _step_options(cfg), _stages(module, factory, cfg), PipelineLoss(module, factory)
     model = StagePipeline(stages, ctx.plan, cfg.Global.seed if train else None, loss)
     tied = tied_group(stages, ctx)
     if ctx.size_of("pp") == 2 and ctx.plan.virtual_pp_degree > 1:
@@ -76,6 +75,15 @@ def _pipeline_runner(
     layers = [layer for _, layer in model.held_stages()]
     optimizer, sync = _optimizer_and_sync(model, layers, cfg, ctx, options.precision, train, *tied)
     return PipelineRunner(pipeline, loss, optimizer, ctx, sync, options)
+
+
+def _stages(module: BasicModule, factory: LayerFactory, cfg: RunConfig) -> list[Stage]:
+    """The task's stages, with small weights, or with fake quantisation where the configuration asks for it:
+    of a base with adapters the scales are frozen too."""
+    stages, quantization = module.stages(factory), cfg.Compress.quantization
+    if quantization is None:
+        return with_small_weights(stages, cfg.Compress.Weights, factory)
+    return with_quantizers(stages, quantization, factory, follows=cfg.Model.lora is None)
 
 
 def _step_options(cfg: RunConfig) -> StepOptions:

@@ -74,5 +74,6 @@ class LocalRunner(StepRunner):
     ) -> list[np.ndarray]:
         """See :meth:`Runner.compute`."""
         self.model.eval()
+        self._scales.begin()
         with self._precision.autocast():
             return [function(self.model, to_tensors(batch)).numpy() for batch in micro_batches]

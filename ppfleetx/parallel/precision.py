@@ -169,6 +169,8 @@ class Precision:
         for parameter in {id(parameter): parameter for parameter in parameters}.values():
             if getattr(parameter, "is_quantized", False):
                 continue
+            if parameter.info.kind == "quant":
+                continue  # a number of each linear, and an average that 16 bits could not move
             trains = train and not parameter.stop_gradient
             if trains:
                 masters[parameter.info.name] = keep(parameter)

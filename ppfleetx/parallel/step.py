@@ -18,6 +18,7 @@ from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.random import DropoutStreams
 from ppfleetx.distributed.together import any_rank, gather
 from ppfleetx.nn.pieces import PieceHead
+from ppfleetx.parallel.activation_scales import ActivationScales
 from ppfleetx.parallel.grad_sync import GradientSync
 from ppfleetx.parallel.precision import Precision
 from ppfleetx.parallel.runner import Judge, NonFiniteError, StepOutput
@@ -79,6 +80,7 @@ class StepRunner(ABC):
         self._streams.attach(stages)
         self._search = NonFiniteSearch(stages)
         self._heads = [layer for _, layer in stages if isinstance(layer, PieceHead)]
+        self._scales = ActivationScales(model, ctx)
         self.checks = "cheap"
         self.before_update: Callable[[], None] = lambda: None
         self.judge: Judge | None = None
@@ -97,6 +99,7 @@ class StepRunner(ABC):
         assert self._optimizer is not None, "this runner was made without an optimizer"
         self.model.train()
         self._streams.begin_step(step)
+        self._scales.begin()
         # The divisor is known before the first backward, so every token weighs the same in any plan.
         num_valid = self._count_valid(micro_batches, at_least=1.0)
         self._sources.begin()
@@ -115,6 +118,7 @@ class StepRunner(ABC):
             return StepOutput(loss, num_valid, grad_norm, skipped=True, **told)
         self.before_update()
         self._optimizer.step(lr=lr, weight_decay=weight_decay)
+        self._scales.update()
         self._optimizer.clear_grad()
         return StepOutput(loss, num_valid, grad_norm, **told)
 
@@ -148,6 +152,7 @@ class StepRunner(ABC):
 
     def eval_step(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, float]:
         self.model.eval()
+        self._scales.begin()
         with paddle.no_grad(), self._precision.autocast(), self._loss_follows():
             loss_sum = self._forward(micro_batches)
         return self._ctx.sum_over(LOSS_AXES, loss_sum)[0], self._count_valid(micro_batches, at_least=0.0)

@@ -4,6 +4,7 @@ The model ``mixed`` is run on up to 4 processes.
 
 Prints one line a plan with the largest relative difference of loss, gradient norm (AdamW, with clipping,
 weight decay, warm-up, accumulation, unequal padding) and final weights (SGD) from the run of one process.
+Then plans with quantisation-aware training (``-m qat``: those alone).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ppfleetx.config.plan import ParallelPlan, Workload, enumerate_plans
 from tests.helpers.ranks import Pools, RanksFailedError
+from tests.parity import qat
 from tests.parity.comparison import TOLERANCE, Comparison
 from tests.parity.training import MODELS, SEQ_LEN, SIZES
 
@@ -40,7 +42,7 @@ def workload(model: str) -> Workload:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sizes", nargs="*", type=int, default=[1, 2, 4, 8])
-    parser.add_argument("-m", "--models", nargs="+", default=list(MODELS))
+    parser.add_argument("-m", "--models", nargs="+", default=[*MODELS, "qat"])
     parser.add_argument("-k", "--keyword", default="", help="only plans whose text contains this")
     arguments = parser.parse_args()
     failures = total = 0
@@ -48,13 +50,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         comparison = Comparison(pools, Path(directory))
         for size in arguments.sizes:
-            for model in arguments.models:
+            for model in (model for model in arguments.models if model != "qat"):
                 if model == "mixed" and size > _MOST_OF_MIXED:
                     continue
                 for plan in enumerate_plans(size, workload(model)):
                     if arguments.keyword in str(plan):
                         total += 1
                         failures += not report(comparison, plan, model)
+        for plan, form, model in qat.rows() if "qat" in arguments.models else ():
+            if plan.world_size in arguments.sizes and arguments.keyword in f"{plan}, {form}":
+                total += 1
+                failures += not report_qat(comparison, plan, form, model)
         pools.close()
     print(f"{total - failures} of {total} plans equal one card within {TOLERANCE:g}")
     return 1 if failures else 0
@@ -72,6 +78,21 @@ def report(comparison: Comparison, plan: ParallelPlan, model: str) -> bool:
     worst = f"adamw: {adamw}; sgd: {sgd}" if not passed else f"{max(adamw.worst, sgd.worst):.1e}"
     took = time.monotonic() - started
     print(f"{'passed' if passed else 'FAILED':7} {model:5} {plan}: {worst} ({took:.1f} s)", flush=True)
+    return passed
+
+
+def report_qat(comparison: Comparison, plan: ParallelPlan, form: str, model: str) -> bool:
+    """Run one plan with quantisation-aware training, print its line, say whether it passed."""
+    started = time.monotonic()
+    try:
+        found = comparison.run(plan, model, "sgd", **qat.options(form))
+    except (RanksFailedError, AssertionError) as error:
+        print(f"FAILED  {model:5} {plan}, QAT ({form})\n{error}", flush=True)
+        return False
+    passed = found.first == 0 and found.worst <= TOLERANCE
+    took = time.monotonic() - started
+    word = "passed" if passed else "FAILED"
+    print(f"{word:7} {model:5} {plan}, QAT ({form}): {found} ({took:.1f} s)", flush=True)
     return passed
 
 

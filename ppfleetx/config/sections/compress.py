@@ -3,45 +3,104 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from ppfleetx.config.fields import Bool, Int, PathText, RuleError, Section, Size, Text, UnitFloat
+from ppfleetx.config.fields import Bool, Fraction, Int, RuleError, Section, Size, Text, UnitFloat
+from ppfleetx.config.sections.lora import BLOCK_LINEARS
 
 GROUP_MULTIPLE = 8
 """Input features that kernels read together."""
+QUANTIZER = "quant"
+"""Sub-layer of a quantised linear; part of the canonical names of its parameters."""
+LINEAR_KINDS = ("Linear", "ColumnParallelLinear", "RowParallelLinear")
+_CONVOLUTIONS = ("Conv2D", "Conv2DTranspose")  # FleetX's files name them
+_MLP_LINEARS = {"linear1": "fc1", "linear2": "fc2"}
 _BLOCK = re.compile(r"block_\d{1,5}", re.ASCII)
 
 
+def is_of_quantizer(name: str) -> bool:
+    """Whether the parameter of this canonical name says how a linear is quantised."""
+    return f".{QUANTIZER}." in name
+
+
 class QuantizationConfig(Section):
-    """Quantisation-aware training."""
+    """Quantisation-aware training of the linears of the blocks: they compute with weights and inputs that are
+    rounded to a grid of `2^bits - 1` numbers, and gradients pass as if they were not.
+
+    Embeddings, norms, biases and the head are not quantised.
+    """
 
     enable: Bool = False
     """Train with simulated quantisation."""
     weight_quantize_type: Literal["abs_max", "channel_wise_abs_max"] = "abs_max"
     """One scale per weight, or one per output channel."""
     activation_quantize_type: Literal["moving_average_abs_max", "abs_max"] = "moving_average_abs_max"
-    """Scale of activations: a moving average, or each batch's own."""
+    """Scale of a linear's input. moving_average_abs_max: one number, which follows the largest magnitude of
+    each step's global batch and is stored with the weights; the first step is not rounded. abs_max: each
+    token's own largest magnitude; nothing is stored."""
+    moving_rate: Fraction = 0.9
+    """How much of the moving average stays at each step."""
     weight_preprocess_type: Literal["PACT"] | None = None
-    """Clip weights by a learned bound before quantising."""
+    """Clip weights by a learned bound before quantising: a share of the scale, which starts at 1."""
     activation_preprocess_type: Literal["PACT"] | None = None
-    """Clip activations by a learned bound before quantising."""
+    """Clip activations by a learned bound before quantising, likewise."""
     weight_bits: Int = 8
     """Bits of weights."""
     activation_bits: Int = 8
     """Bits of activations."""
     quantizable_layer_type: tuple[Text, ...] = ("Linear", "ColumnParallelLinear", "RowParallelLinear")
-    """Kinds of layers that are quantised."""
+    """Kinds of layers that are quantised, whatever the plan. Linear: all; ColumnParallelLinear: those whose
+    outputs tensor parallelism divides (`attention.qkv`, `mlp.fc1`); RowParallelLinear: those whose inputs it
+    divides (`attention.out_proj`, `mlp.fc2`). Convolutions may be named; a GPT has none."""
     skip_tensor_map: dict[str, tuple[Literal["linear1", "linear2"], ...]] = Field(default_factory=dict)
     """Linears that stay unquantised: `block_3: [linear2]` is the second one of layer 3's MLP."""
+    skip_layers: tuple[Text, ...] = ()
+    """Patterns (`*`, `?`, `[...]`) of linears that stay unquantised, by canonical name, e.g.
+    `decoder.layers.0.*` or `*.mlp.fc2`; each must fit at least one linear of the blocks."""
     freeze_embedding: Bool = False
     """Do not train the embeddings."""
 
+    def quantizes(self, name: str, kind: str) -> bool:
+        """Whether the linear of this canonical name is quantised; ``kind``: of :data:`LINEAR_KINDS`."""
+        if not self.enable or not name.endswith(BLOCK_LINEARS):
+            return False
+        if not {"Linear", kind} & set(self.quantizable_layer_type):
+            return False
+        return not any(fnmatchcase(name, pattern) for pattern in self._skipped())
+
+    def _skipped(self) -> Iterator[str]:
+        yield from self.skip_layers
+        for block, linears in self.skip_tensor_map.items():
+            for linear in linears:
+                yield f"*.layers.{int(block.removeprefix('block_'))}.mlp.{_MLP_LINEARS[linear]}"
+
+    def check_layers(self, num_layers: int) -> None:
+        """Raise RuleError (keys relative to this section) when a layer to skip is not one of the model."""
+        for block in self.skip_tensor_map:
+            if int(block.removeprefix("block_")) >= num_layers:
+                raise RuleError(
+                    (f"skip_tensor_map.{block}",),
+                    f"the model has the layers block_0 to block_{num_layers - 1} (Model.num_layers)",
+                )
+        names = [f"decoder.layers.{i}.{linear}" for i in range(num_layers) for linear in BLOCK_LINEARS]
+        for pattern in self.skip_layers:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                known = [f"*.{linear}" for linear in BLOCK_LINEARS] + names
+                near = get_close_matches(pattern, known, n=2, cutoff=0.0)
+                raise RuleError(
+                    ("skip_layers",),
+                    f"the pattern {pattern!r} fits no linear of the blocks; the nearest are "
+                    f"{', '.join(near)}",
+                )
+
     @model_validator(mode="after")
-    def _check_bits(self) -> QuantizationConfig:
+    def _check(self) -> QuantizationConfig:
         for key in ("weight_bits", "activation_bits"):
             if not 2 <= getattr(self, key) <= 16:
                 raise RuleError((key,), "must be between 2 and 16")
@@ -50,6 +109,16 @@ class QuantizationConfig(Section):
                 raise RuleError(
                     (f"skip_tensor_map.{name}",), "names are block_0, block_1 and so on, one for each layer"
                 )
+        for kind in self.quantizable_layer_type:
+            if kind not in (*LINEAR_KINDS, *_CONVOLUTIONS):
+                near = get_close_matches(kind, LINEAR_KINDS, n=1, cutoff=0.0)[0]
+                raise RuleError(
+                    ("quantizable_layer_type",),
+                    f"there is no layer type {kind!r} to quantise; did you mean {near}? There are "
+                    f"{', '.join(LINEAR_KINDS)}",
+                )
+        if self.enable and not set(self.quantizable_layer_type) & set(LINEAR_KINDS):
+            raise RuleError(("quantizable_layer_type",), f"names none of {', '.join(LINEAR_KINDS)}")
         return self
 
 
@@ -123,8 +192,6 @@ class PruneConfig(Section):
 class CompressConfig(Section):
     """Smaller models."""
 
-    pretrained: PathText | None = None
-    """Checkpoint whose weights are compressed."""
     Quantization: QuantizationConfig | None = None
     """Quantisation-aware training; null: none."""
     Weights: WeightsConfig | None = None
@@ -132,8 +199,19 @@ class CompressConfig(Section):
     Prune: PruneConfig | None = None
     """Pruning; null: none."""
 
+    @property
+    def quantization(self) -> QuantizationConfig | None:
+        """How training simulates quantisation; None where it does not."""
+        return self.Quantization if self.Quantization is not None and self.Quantization.enable else None
+
     @model_validator(mode="after")
     def _check_one(self) -> CompressConfig:
         if self.Quantization and self.Quantization.enable and self.Prune and self.Prune.enable:
             raise RuleError(("Prune.enable", "Quantization.enable"), "prune or quantise, one at a time")
+        if self.quantization is not None and self.Weights is not None:
+            raise RuleError(
+                ("Quantization.enable", "Weights"),
+                "weights that are stored quantised are not trained; train from the checkpoint they were made "
+                "of",
+            )
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.rng import restore_rng_state
 from ppfleetx.checkpoint.tensors import load_masters, load_model, load_optimizer
 from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.sections.compress import is_of_quantizer
 from ppfleetx.config.sections.root import ModelConfig, RunConfig, SaveLoadConfig
 from ppfleetx.core.engine.agreement import Fingerprints, check_resumed, check_same_function, tell_changes
 from ppfleetx.core.engine.run_directory import CKPT_DIR, INIT_FROM, RESUME
@@ -128,16 +130,36 @@ class Start:
             base = with_vocabulary(open_resolved(resolve_checkpoint(place, verify=verify)), model.vocab_size)
             refuse_without_base(base)
             check_same_function(base, model)
+            self._check_quantizers(base, [name for name in frozen if is_of_quantizer(name)])
             load_model(
                 [(name, p) for name, p in runner.named_parameters() if not is_beside_base(name)],
                 base,
                 vocab_size=model.vocab_size,
-                allow_extra=_left_out(model),
+                allow_extra=self.options.allow_extra or _left_out(model),
                 model_names=frozen,
             )
             self.base_fingerprint = base_fingerprint(base, frozen)
             if self.checkpoint is not None:
                 check_base(self.checkpoint, self.base_fingerprint, place)
+
+    def _check_quantizers(
+        self, checkpoint: Checkpoint, held: Sequence[str], *, may_be_new: bool = False
+    ) -> None:
+        """Say how weights that were trained with rounding, or without, are used otherwise."""
+        stored = [name for name in checkpoint.names() if is_of_quantizer(name)]
+        if held and not stored and not (may_be_new or self.options.allow_missing):
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path} was not trained with Compress.Quantization: it has no scales "
+                f"of its layers' inputs ({held[0]}). Set Compress.Quantization.enable to False; or, to "
+                "train with quantisation from its weights, name it in Engine.save_load.init_from (without "
+                "Model.lora)"
+            )
+        if stored and not held and not self.options.allow_extra:
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path} was trained with Compress.Quantization: give that section of "
+                "its configuration, or go on with its weights as they are and without rounding by "
+                "Engine.save_load.allow_extra=True"
+            )
 
     def _load_weights(self, runner: Runner, model: ModelConfig, *, is_new_run: bool = False) -> None:
         """Load the checkpoint's weights. A new run may have parameters that it lacks: adapters, and a
@@ -147,8 +169,10 @@ class Start:
             model_names = [name for name in model_names if is_beside_base(name)]
             parameters = [(name, p) for name, p in parameters if is_beside_base(name)]
         beside = [name for name in model_names if is_beside_base(name)]
-        new = beside if is_new_run else []
+        quantizers = [name for name in model_names if is_of_quantizer(name)]
+        new = [*beside, *(quantizers if model.lora is None else ())] if is_new_run else []
         with joint_errors(self.ctx):
+            self._check_quantizers(self.checkpoint, quantizers, may_be_new=not set(quantizers) - set(new))
             check_same_function(self.checkpoint, model, may_stretch=is_new_run)
             if self.resumes and beside and not set(beside) & set(self.checkpoint.names()):
                 raise CheckpointError(

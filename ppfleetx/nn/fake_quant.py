@@ -1,0 +1,308 @@
+"""Fake quantisation: tensors rounded to a grid of integers times a scale, with straight-through gradients.
+
+The grid of b bits is symmetric: the integers from -L to L with L = 2^(b-1) - 1, times ``bound / L``. The
+gradient passes as if nothing had been rounded (Bengio et al., 2013), and is 0 for what lies beyond the bound.
+
+Nothing here depends on the parallel plan: a bound is a maximum over a whole tensor, and a maximum has no
+order of summation. What a linear's input is rounded with during a step is the moving average that the step
+began with, whatever its micro batches; the maximum of the step's global batch enters it once, at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import paddle
+from paddle import nn
+from paddle.autograd import PyLayer
+
+from ppfleetx.config.sections.compress import QUANTIZER
+from ppfleetx.nn.panels import InferenceLinear
+from ppfleetx.nn.stage import Finish, LayerFactory, NameOf, Stage, ask_for_gradient
+
+if TYPE_CHECKING:
+    from ppfleetx.config.sections.compress import QuantizationConfig
+
+_SMALLEST = 1.1754944e-38  # scale of what is 0 everywhere; smaller ones are no normal numbers
+_LEAST_SHARE = 0.01  # a learned clip never closes
+
+Reduce = Callable[[paddle.Tensor], paddle.Tensor]
+"""Largest elements over the ranks that hold parts of a tensor, in place."""
+
+
+def levels_of(bits: int) -> int:
+    """Largest integer of the grid of ``bits`` bits."""
+    return 2 ** (bits - 1) - 1
+
+
+def on_grid(
+    x: paddle.Tensor, bound: paddle.Tensor, bits: int, *, reaches_beyond: bool = True
+) -> paddle.Tensor:
+    """``x`` rounded to the nearest points (ties to even) of the grid up to ``bound``.
+
+    Args:
+        x: any shape and floating type; computed in float32.
+        bound: float32, broadcast to ``x``; gets no gradient.
+        bits: 2 to 16.
+        reaches_beyond: whether elements may lie beyond the bound; they are clipped to it.
+    """
+    if _has_no_gradient(x):
+        return _rounded(x, bound, bits, reaches_beyond)
+    return _StraightThrough.apply(x, bound, bits, reaches_beyond)
+
+
+def on_learned_grid(x: paddle.Tensor, bound: paddle.Tensor, share: paddle.Tensor, bits: int) -> paddle.Tensor:
+    """:func:`on_grid` up to ``bound * share``, where ``share [1]`` learns from what is cut off (PACT: Choi et
+    al., 2018)."""
+    if _has_no_gradient(x) and _has_no_gradient(share):
+        return _rounded(x, bound * share.clip(min=_LEAST_SHARE), bits, True)
+    return _LearnedClip.apply(x, share, bound, bits)
+
+
+def _has_no_gradient(x: paddle.Tensor) -> bool:
+    return x.stop_gradient or not paddle.in_dynamic_mode() or not paddle.is_grad_enabled()
+
+
+def _rounded(x: paddle.Tensor, bound: paddle.Tensor, bits: int, reaches_beyond: bool) -> paddle.Tensor:
+    levels = levels_of(bits)
+    scale = (bound / levels).clip(min=_SMALLEST)
+    integers = paddle.round(x.astype("float32") / scale)
+    if reaches_beyond:
+        integers = integers.clip(-levels, levels)
+    return (integers * scale).astype(x.dtype)
+
+
+# Backward passes below need no parameter: sharding stage 3 may have taken it away by then.
+
+
+class _StraightThrough(PyLayer):
+    @staticmethod
+    def forward(
+        ctx: Any, x: paddle.Tensor, bound: paddle.Tensor, bits: int, reaches_beyond: bool
+    ) -> paddle.Tensor:
+        ctx.within = x.abs().astype("float32") <= bound if reaches_beyond else None
+        return _rounded(x, bound, bits, reaches_beyond)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor, None]:
+        if ctx.within is None:
+            return upstream, None
+        return upstream * ctx.within.astype(upstream.dtype), None
+
+
+class _LearnedClip(PyLayer):
+    @staticmethod
+    def forward(
+        ctx: Any, x: paddle.Tensor, share: paddle.Tensor, bound: paddle.Tensor, bits: int
+    ) -> paddle.Tensor:
+        limit = bound * share.clip(min=_LEAST_SHARE)
+        values = x.astype("float32")
+        ctx.beyond = (values >= limit).astype(x.dtype) - (values <= -limit).astype(x.dtype)
+        ctx.bound, ctx.wanted = bound.clone(), (not x.stop_gradient, not share.stop_gradient)
+        return _rounded(x, limit, bits, True)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, ...]:
+        for_x, for_share = ctx.wanted
+        cut = upstream * ctx.beyond
+        gradient = (cut.astype("float32") * ctx.bound).sum().reshape([1]) if for_share else None
+        return (upstream - cut * ctx.beyond) if for_x else None, gradient, None
+
+
+def unreduced(maxima: paddle.Tensor) -> paddle.Tensor:
+    """``maxima`` of what one rank holds whole."""
+    return maxima
+
+
+class FakeQuantizer(nn.Layer):
+    """How one linear's weight and input are rounded.
+
+    Parameters, where the configuration asks for them: ``input_scale [1]``, the moving average of the input's
+    largest magnitude (0: nothing was seen yet, and inputs are not rounded; it is not trained);
+    ``weight_clip [1]`` and ``input_clip [1]``, the learned shares of the bounds.
+
+    Args:
+        cfg: the section.
+        over_weight: reduces what is reduced over the whole weight, per output channel where ``cfg`` says so.
+        over_input: reduces a maximum over the input features of a token.
+        follows: whether training moves the scale; else it stays what a checkpoint brought.
+        keeps: whether weights no longer change once they were used, so that they are rounded once.
+    """
+
+    def __init__(
+        self,
+        cfg: QuantizationConfig,
+        *,
+        over_weight: Reduce = unreduced,
+        over_input: Reduce = unreduced,
+        follows: bool = True,
+        keeps: bool = False,
+    ) -> None:
+        super().__init__()
+        self.cfg, self.follows, self.keeps = cfg, follows, keeps
+        self._over_weight, self._over_input = over_weight, over_input
+        moving = cfg.activation_quantize_type == "moving_average_abs_max"
+        self.input_scale = self._number(0.0) if moving else None
+        self.weight_clip = self._number(1.0) if cfg.weight_preprocess_type else None
+        self.input_clip = self._number(1.0) if cfg.activation_preprocess_type else None
+        if moving:
+            self.input_scale.stop_gradient = True
+        self._has_scale = False
+        self._largest: paddle.Tensor | None = None
+        self._bound: paddle.Tensor | None = None
+        self._kept: paddle.Tensor | None = None
+
+    def _number(self, value: float) -> paddle.Tensor:
+        return self.create_parameter([1], dtype="float32", default_initializer=nn.initializer.Constant(value))
+
+    # -- what the linear computes with
+
+    def weight(self, weight: paddle.Tensor) -> paddle.Tensor:
+        """The linear's ``weight [in, out]``, or this rank's part of it, rounded."""
+        if self._kept is not None:
+            return self._kept
+        bound = self._weight_bound(weight)
+        if self.weight_clip is None:
+            rounded = on_grid(weight, bound, self.cfg.weight_bits, reaches_beyond=False)
+        else:
+            rounded = on_learned_grid(weight, bound, self.weight_clip, self.cfg.weight_bits)
+        if self.keeps and paddle.in_dynamic_mode() and rounded.stop_gradient:
+            self._kept = rounded
+        return rounded
+
+    def input(self, x: paddle.Tensor) -> paddle.Tensor:
+        """The linear's input ``[..., in]``, or this rank's part of it, rounded."""
+        bound = self._input_bound(x)
+        if bound is None:
+            return x
+        if self.input_clip is None:
+            return on_grid(x, bound, self.cfg.activation_bits)
+        return on_learned_grid(x, bound, self.input_clip, self.cfg.activation_bits)
+
+    @paddle.no_grad()
+    def _weight_bound(self, weight: paddle.Tensor) -> paddle.Tensor:
+        if self._bound is None or not paddle.in_dynamic_mode():
+            magnitudes = weight.detach().abs().astype("float32")
+            per_channel = self.cfg.weight_quantize_type == "channel_wise_abs_max"
+            bound = self._over_weight(magnitudes.max(axis=0) if per_channel else magnitudes.max())
+            if not paddle.in_dynamic_mode():
+                return bound
+            self._bound = bound
+        return self._bound
+
+    @paddle.no_grad()
+    def _input_bound(self, x: paddle.Tensor) -> paddle.Tensor | None:
+        x = x.detach()
+        if self.input_scale is None:
+            return self._over_input(x.abs().max(axis=-1, keepdim=True).astype("float32"))
+        if self.training and self.follows:
+            # A maximum may be taken twice: recomputation changes nothing.
+            largest = x.abs().max().astype("float32")
+            self._largest = largest if self._largest is None else paddle.maximum(self._largest, largest)
+        if not self._has_scale and paddle.in_dynamic_mode():
+            self._has_scale = self.input_scale.item() > 0
+            if not self._has_scale:
+                return None
+        return self.input_scale.detach()
+
+    # -- from step to step
+
+    def begin(self) -> None:
+        """Forget what was seen, and look at the weight anew: it may have changed."""
+        self._bound = self._largest = None
+
+    def take_largest(self) -> paddle.Tensor:
+        """The largest magnitude of the inputs since this was last called, ``[]``; 0 where there were none."""
+        largest, self._largest = self._largest, None
+        return paddle.zeros([]) if largest is None else largest
+
+    @paddle.no_grad()
+    def follow(self, largest: paddle.Tensor) -> None:
+        """Move the scale towards the ``largest`` magnitude of a step's global batch."""
+        if not self.input_scale._is_initialized():
+            return  # sharding stage 3: its owner has it
+        rate, scale = self.cfg.moving_rate, self.input_scale.detach()
+        moved = paddle.where(scale > 0, rate * scale + (1 - rate) * largest, largest)
+        self.input_scale.set_value(moved.reshape([1]))
+
+
+def quantize_linear(linear: nn.Layer, quantizer: FakeQuantizer) -> None:
+    """Let ``linear`` compute with its weight and input as ``quantizer`` rounds them."""
+    linear.add_sublayer(QUANTIZER, quantizer)
+    linear.register_forward_pre_hook(_round)
+    linear.register_forward_post_hook(_restore)
+
+
+def _round(linear: nn.Layer, inputs: tuple[paddle.Tensor, ...]) -> tuple[paddle.Tensor, ...]:
+    quantizer: FakeQuantizer = linear.quant
+    weight = quantizer.weight(linear._parameters["weight"])
+    linear.__dict__["weight"] = weight  # found before the parameter of this name
+    if isinstance(linear, InferenceLinear):
+        linear.use(weight)
+    return (quantizer.input(inputs[0]), *inputs[1:])
+
+
+def _restore(linear: nn.Layer, inputs: tuple[paddle.Tensor, ...], output: paddle.Tensor) -> None:
+    del linear.__dict__["weight"]
+
+
+def with_quantizers(
+    stages: Sequence[Stage], cfg: QuantizationConfig, factory: LayerFactory, *, follows: bool
+) -> list[Stage]:
+    """``stages`` with fake quantisation of the linears that ``cfg`` names.
+
+    Args:
+        stages: the model.
+        cfg: the section.
+        factory: made the linears, and knows how they are sliced.
+        follows: whether training moves the scales of inputs.
+    """
+    quantize = partial(_quantize, cfg=cfg, factory=factory, follows=follows)
+    first, *rest = (replace(stage, finish=partial(quantize, finish=stage.finish)) for stage in stages)
+    if not cfg.freeze_embedding:
+        return [first, *rest]
+    return [replace(first, finish=partial(_frozen, finish=first.finish)), *map(_frozen_tie, rest)]
+
+
+def _quantize(
+    layer: nn.Layer,
+    name_of: NameOf,
+    *,
+    cfg: QuantizationConfig,
+    factory: LayerFactory,
+    follows: bool,
+    finish: Finish | None,
+) -> None:
+    for path, linear in list(layer.named_sublayers()):
+        kind = getattr(linear, "kind", None)
+        if kind is not None and cfg.quantizes(name_of(path), kind):
+            quantize_linear(linear, factory.quantizer(linear, cfg, follows=follows))
+    if finish is not None:
+        finish(layer, name_of)
+
+
+def _frozen(layer: nn.Layer, name_of: NameOf, *, finish: Finish) -> None:
+    """The embedding does not train; blocks still get gradients of what they are given."""
+    for parameter in layer.parameters():
+        parameter.stop_gradient = True
+    finish(layer, name_of)
+    layer.register_forward_post_hook(ask_for_gradient)
+
+
+def _frozen_tie(stage: Stage) -> Stage:
+    """A head that shares the embedding does not train it either."""
+    return stage if stage.tie is None else replace(stage, finish=partial(_freeze, finish=stage.finish))
+
+
+def _freeze(layer: nn.Layer, name_of: NameOf, *, finish: Finish) -> None:
+    for parameter in layer.parameters():
+        parameter.stop_gradient = True
+    finish(layer, name_of)
+
+
+def quantizers_of(layer: nn.Layer) -> list[FakeQuantizer]:
+    """Quantisers of a layer or container, in model order."""
+    return [one for one in layer.sublayers(include_self=True) if isinstance(one, FakeQuantizer)]
