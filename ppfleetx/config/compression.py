@@ -12,7 +12,7 @@ _SECTION = "Compress.Quantization"
 
 def compression_violations(cfg: RunConfig) -> Iterator[RuleError]:
     """What about compression contradicts itself in ``cfg``."""
-    quantization = cfg.Compress.quantization
+    quantization = cfg.Compress.Quantization
     if quantization is None:
         return
     try:

@@ -84,6 +84,18 @@ WRONG_OVERRIDES = [
     ("Generation.decode_strategy=beam", ["'beam'", "greedy_search, sampling, beam_search"]),
     ("Offline_Eval.overlapping_eval=2000", ["overlapping_eval = 2000", "gaps"]),
     ("Profiler.scheduler=[5, 1]", ["Profiler.scheduler = [5, 1]", "smaller"]),
+    (
+        "Compress.Quantization.quantizable_layer_type=[Linaer]",
+        ["no layer type 'Linaer'", "did you mean Linear?"],
+    ),
+    (
+        "Compress.Quantization={enable: true, skip_layers: ['*.mlp.fc3']}",
+        ["skip_layers", "'*.mlp.fc3' fits no linear", "*.mlp.fc1"],
+    ),
+    (
+        "Compress.Quantization={enable: true, quantizable_layer_type: [Conv2D]}",
+        ["quantizable_layer_type", "names none of Linear, ColumnParallelLinear, RowParallelLinear"],
+    ),
     ("Compress.Quantization.weight_bits=64", ["weight_bits = 64", "between 2 and 16"]),
     ("Engine.max_steps=1\udcff", ["is not valid YAML: character 1 is no Unicode text", "override 1"]),
     ("Engine.max_steps", ["not of the form Section.key=value. Example: Engine.max_steps=10.", "override 1"]),

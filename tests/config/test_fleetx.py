@@ -102,20 +102,34 @@ Compress:
     for_tensorrt: False
     is_full_quantize: False
     freeze_embedding: True
-    skip_tensor_map: {block_3: ['linear2'], block_20: [linear1, linear2]}
+    skip_tensor_map: {block_3: ['linear2'], block_2: [linear1, linear2]}
 """
     cfg = load_config(write("qat.yaml", text))
     assert cfg.Compress.Quantization.skip_tensor_map == {
         "block_3": ("linear2",),
-        "block_20": ("linear1", "linear2"),
+        "block_2": ("linear1", "linear2"),
     }
     assert len(cfg.warnings) == 3
     for value, words in (
         ("{block_3: [1]}", "skip_tensor_map.block_3.0 = '1' .* one of linear1, linear2"),
+        ("{block_4: [linear1]}", r"skip_tensor_map.block_4 = .* block_0 to block_3 \(Model.num_layers\)"),
         ("{layer_3: [linear1]}", r"skip_tensor_map.layer_3 = .*linear1.* block_0, block_1"),
     ):
         with pytest.raises(ConfigError, match=words):
             load_config(small, [f"Compress.Quantization.skip_tensor_map={value}"])
+
+
+def test_the_two_later_files_for_quantised_training(small, write):
+    """One has the section at the top with the checkpoint in it, the other below Compress."""
+    kinds = "[Conv2D, Linear, Conv2DTranspose, ColumnParallelLinear, RowParallelLinear]"
+    inside = f"enable: True, quantizable_layer_type: {kinds}, onnx_format: True"
+    early = f"Quantization: {{pretrained: weights, {inside}}}"
+    late = f"Compress: {{pretrained: weights, Quantization: {{{inside}}}}}"
+    for text in (early, late):
+        cfg = load_config(write("qat.yaml", f"_base_: small.yaml\n{text}\n"))
+        assert cfg.Compress.quantization is not None
+        assert cfg.Engine.save_load.init_from == "weights"
+        assert cfg.Compress.quantization.quantizes("decoder.layers.0.mlp.fc1", "ColumnParallelLinear")
 
 
 def test_precision_and_overlap(small, write):

@@ -225,6 +225,8 @@ def train_part(
     end_step: int,
     load_from: str | None,
     save_to: str | None,
+    extra: dict[str, Any] | None = None,
+    dtype: str = "float32",
 ) -> list[float]:
     """Losses and gradient norms of some steps with AdamW, from a checkpoint and to another."""
     import paddle
@@ -233,14 +235,15 @@ def train_part(
     from ppfleetx.checkpoint.reader import open_checkpoint
     from ppfleetx.checkpoint.tensors import load_model, load_optimizer, model_slices, optimizer_slices
 
-    with paddle.utils.unique_name.guard():
-        cfg, ctx, runner = build(plan, world_size, model, "adamw", micro_batch_size, {})
+    with paddle.utils.unique_name.guard(), default_dtype(dtype):
+        cfg, ctx, runner = build(plan, world_size, model, "adamw", micro_batch_size, extra or {})
         if load_from is not None:
             checkpoint, names = open_checkpoint(Path(load_from)), runner.model_names()
             load_model(runner.named_parameters(), checkpoint, model_names=names)
             state = runner.optimizer_state()
             load_optimizer(state, runner.named_parameters(), checkpoint, model_names=names)
-        outputs = [take_step(runner, step, cfg, ctx) for step in range(first_step, end_step)]
+        with sliced_embedding(dtype):
+            outputs = [take_step(runner, step, cfg, ctx) for step in range(first_step, end_step)]
         if save_to is not None:
             written = [(name, p) for name, p in runner.named_parameters() if runner.writes(p)]
             names = {name for name, _ in written}

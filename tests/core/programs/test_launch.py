@@ -11,17 +11,14 @@ ON_CPU = ["Global.device=cpu", "Engine.mix_precision.enable=False"]
 
 
 def test_several_refusals_stand_on_lines_of_their_own() -> None:
-    cfg = load_config(
-        PRETRAIN, ["Global.device=cpu", "Compress={pretrained: x, Quantization: {enable: true}}"]
-    )
+    cfg = load_config(PRETRAIN, ["Global.device=cpu", "Compress={Prune: {enable: true}}"])
     with pytest.raises(ConfigError, match="is valid, but cannot run yet:\n") as caught:
         start_with(cfg)
     head, *reasons = str(caught.value).splitlines()
     assert head.endswith(":")
     assert [reason.split()[0] for reason in reasons] == [
         "Engine.mix_precision.enable",
-        "Compress.Quantization.enable",
-        "Compress.pretrained:",
+        "Compress.Prune.enable",
     ]
 
 

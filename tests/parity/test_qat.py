@@ -1,0 +1,46 @@
+"""Quantisation-aware training equals one card; ``make parity`` runs all plans of tests/parity/qat.py."""
+
+import pytest
+
+from ppfleetx.config.plan import ParallelPlan as Plan
+from tests.parity import qat
+from tests.parity.comparison import TOLERANCE, fields_of, micro_batch_size_of
+
+CHOICE = [
+    (Plan(mp=2, sequence_parallel=True), "PACT"),
+    (Plan(mp=2, sep=2), "per channel, each token"),
+    (Plan(pp=2), "frozen embedding, 5 bits"),
+    (Plan(mp=2, sharding=2, sharding_stage=3), "per tensor, moving average"),
+]
+
+
+@pytest.mark.parametrize(("plan", "form"), CHOICE, ids=str)
+def test_losses_gradients_and_weights(comparison, plan, form):
+    found = comparison.run(plan, "gpt", "sgd", **qat.options(form))
+    assert found.first == 0
+    assert found.worst <= TOLERANCE, str(found)
+
+
+def test_scales_belong_to_the_model_and_go_from_plan_to_plan(comparison, tmp_path):
+    def part(plan, first, end, load_from=None, save_to=None):
+        results = comparison.pools(plan.world_size).run(
+            "tests.parity.training:train_part",
+            plan=fields_of(plan),
+            world_size=plan.world_size,
+            model="gpt",
+            micro_batch_size=micro_batch_size_of(plan),
+            first_step=first,
+            end_step=end,
+            load_from=load_from,
+            save_to=save_to,
+            **qat.options("per tensor, moving average"),
+        )
+        assert all(result == results[0] for result in results)
+        return results[0]
+
+    expected, numbers, checkpoint = part(Plan(), 0, 6), [], None
+    for index, plan in enumerate((Plan(mp=2, pp=2), Plan(sharding=2, sharding_stage=3), Plan())):
+        first, end = 2 * index, 2 * index + 2
+        numbers += part(plan, first, end, load_from=checkpoint, save_to=str(tmp_path))
+        checkpoint = str(tmp_path / f"epoch_0_step_{end}")
+    assert numbers == pytest.approx(expected, rel=TOLERANCE)
