@@ -45,7 +45,7 @@ def blocks() -> dict[str, str]:
 
 
 def filled(page: str) -> str:
-    """``page`` with its generated blocks written anew.
+    """``page`` with its generated blocks written again.
 
     Raises:
         ValueError: a block's marks are missing.

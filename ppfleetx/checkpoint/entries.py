@@ -235,7 +235,9 @@ def _slice(piece: Any, where: str) -> SliceEntry:
     if not (isinstance(piece["file"], str) and _is_count(piece["start"]) and _is_count(piece["num_bytes"])):
         raise ValueError(f"{where} has no proper file, start and num_bytes")
     if piece["flat"] is not None:
-        raise ValueError(f"{where} has the flat interval {shown(piece['flat'])}; no plan cuts a tensor so")
+        raise ValueError(
+            f"{where} has the flat interval {shown(piece['flat'])}; no plan cuts a tensor like that"
+        )
     return SliceEntry(
         **{
             **piece,

@@ -1,6 +1,6 @@
 """Which run a checkpoint belongs to. A run deletes and replaces its own checkpoints, and nothing else.
 
-A run has an identity, drawn when it starts anew. Its manifests hold it, and the file `run_id` of its
+A run has an identity, drawn when it starts. Its manifests hold it, and the file `run_id` of its
 output directory; a run that resumes there keeps it. A checkpoint without one belongs to nobody.
 """
 
@@ -133,7 +133,7 @@ def _what_was_saved(path: Path) -> _Saved:
 
 
 def _files_in(directory: Path) -> set[str]:
-    """Paths of all that is no directory, relative to it."""
+    """Paths of all that is not a directory, relative to it."""
     return {
         path.relative_to(directory).as_posix()
         for path in directory.rglob("*")

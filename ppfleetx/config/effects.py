@@ -27,9 +27,13 @@ class Effect(Enum):
     )
     DATA = (
         "Which samples are read, in which order. Refused where it changes them, unless "
-        "`Engine.save_load.reset_data` starts the data anew; another tokenizer is always refused."
+        "`Engine.save_load.reset_data` starts the data from the beginning; another tokenizer is always "
+        "refused."
     )
-    SCHEDULE = "Learning rate and weight decay of each step. `Engine.save_load.lr_schedule` says whose hold."
+    SCHEDULE = (
+        "Learning rate and weight decay of each step. `Engine.save_load.lr_schedule` says whether those of "
+        "the checkpoint or of the configuration are used."
+    )
     OPTIMIZER = "What the optimizer keeps. Refused unless `Engine.save_load.load_optim` is False."
     TRAINING = "What the next steps compute. It may change; the log names it."
     EVALUATION = "What an evaluation measures. It may change; the log names it."

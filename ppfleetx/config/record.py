@@ -15,7 +15,7 @@ from ppfleetx.config.sections.root import RunConfig
 RECORD_MARK = "# The configuration of a run."
 _HEAD = f"""\
 {RECORD_MARK} Every key is here. What is marked as derived followed from other keys or from
-# the number of processes; it follows anew when the file is used again.
+# the number of processes; it is computed again when the file is used.
 # Engine.save_load.resume is auto, so that the file goes on with the run:
 #   python tools/train.py -c THIS_FILE
 """

@@ -124,8 +124,8 @@ class DatasetTraits:
         kind: ``corpus``: samples are cut from token files, Train repeats them in the data set's own order.
             ``texts``: records of text files, one directory of them, encoded by ``Data.tokenizer``. ``own``:
             anything else; ``input_dir`` and ``split`` mean what the data set makes of them. Eval and Test of
-            texts and of one's own are read whole.
-        shuffled: Train of texts and of one's own is read in an order drawn anew for each pass, which takes
+            texts and of plugins are read whole.
+        shuffled: Train of texts and of plugins is read in an order drawn for each pass, which takes
             8 bytes a sample; False: in the order of the numbers.
         num_outputs: classes of a GLUE task (1: a number); None for everything else.
         options: the names it takes in ``dataset.options``.

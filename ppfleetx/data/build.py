@@ -323,7 +323,7 @@ def _order(
 
     if len(parts) == 1:
         if dataset_cfg.blend == "exhaustive":
-            get_logger().info(f"{mode}: one corpus is no blend; it is read as often as the run needs")
+            get_logger().info(f"{mode}: one corpus is not a blend; it is read as often as the run needs")
         return dataset(parts[0], num_samples)
     directory = Path(parts[0].corpus.prefix).parent / "cache" if cache_dir is None else Path(cache_dir)
     if dataset_cfg.blend == "exhaustive":

@@ -28,7 +28,7 @@ def open_tokens(prefix: str | os.PathLike[str]) -> TokenStore:
         return FleetXDataset(text)
     corpus = IndexedDataset(text)
     if corpus.dtype.kind == "f":
-        raise DataError(f"{idx_path(text)} says that tokens are stored as {corpus.dtype}: they are no ids")
+        raise DataError(f"{idx_path(text)} says that tokens are stored as {corpus.dtype}: they are not ids")
     return corpus
 
 

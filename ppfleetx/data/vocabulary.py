@@ -39,7 +39,7 @@ def check_corpus(corpus: TokenStore, vocab_size: int, *, most_tokens: int = 1 <<
         The highest id that was seen (-1: there is no token), and how many tokens were looked at.
 
     Raises:
-        DataError: one is none of the model's.
+        DataError: a token id is outside the model's vocabulary.
     """
     highest, seen = -1, 0
     for first, last in _parts(corpus.num_tokens, most_tokens):

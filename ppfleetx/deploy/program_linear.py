@@ -1,6 +1,6 @@
 """Matrix products of an exported program.
 
-On a CPU, MKL packs a matrix anew in every product, which for a few rows costs as much as reading it once
+On a CPU, MKL packs a matrix again in every product, which for a few rows costs as much as reading it once
 more. Cut into panels as narrow as one tile of its kernels, it is used where it lies: the same result, about
 one and a half times faster for 2 to 16 rows. A single row is faster with the matrix as it is. Our own
 operator (ppfleetx/nn/cpu_ops) is faster still; a program with it runs only where that is compiled.

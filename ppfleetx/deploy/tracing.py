@@ -1,6 +1,6 @@
 """Making Paddle's conversion of Python to programs quick enough for deep models.
 
-Paddle 3.3.1 converts a method anew for every object it belongs to, and compares every function it meets with
+Paddle 3.3.1 converts a method again for every object it belongs to, and compares every function it meets with
 all functions of a list of libraries. Remembering both takes two thirds of the time off an export; without
 the functions that are replaced here it is slower and otherwise the same.
 """
@@ -19,7 +19,7 @@ from paddle.jit.dy2static import convert_call_func, program_translator
 
 @contextlib.contextmanager
 def quick_conversion() -> Iterator[None]:
-    """Within it, methods are converted once per class and the list is searched once per function."""
+    """A context in which methods are converted once per class and the list is searched once per function."""
     with contextlib.ExitStack() as stack:
         cache = getattr(program_translator, "_FUNCTION_CACHE", None)
         if hasattr(cache, "convert_with_cache"):

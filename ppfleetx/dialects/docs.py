@@ -10,7 +10,7 @@ BEGIN, END = "<!-- keys of {name}: made by tools/gen_dialect_docs.py -->", "<!--
 
 
 def filled(page: str, dialect: Dialect) -> str:
-    """``page`` with each key table of ``dialect`` between its marks written anew.
+    """``page`` with each key table of ``dialect`` between its marks written again.
 
     Raises:
         ValueError: a table's marks are missing.

@@ -95,7 +95,7 @@ def of_arguments(argv: Sequence[str]) -> tuple[Dialect, list[str]]:
     best = max(known, key=lambda one: _score(one, known, options))
     if at is None and not best.options & options:
         raise ConfigError(
-            f"is no command line of {_titles()}; say with --dialect whose it is",
+            f"is not a command line of {_titles()}; say with --dialect whose it is",
             place="the arguments after --",
         )
     if at is None:

@@ -49,7 +49,7 @@ def register_sliced_stream(seed: int) -> None:
 
 
 def sliced_stream() -> AbstractContextManager[None]:
-    """Within it, random numbers differ between tensor-parallel ranks."""
+    """A context in which random numbers differ between tensor-parallel ranks."""
     return _tracker().rng_state(_sliced_name())
 
 

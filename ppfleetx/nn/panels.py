@@ -1,6 +1,6 @@
 """Products of few rows with a large matrix on a CPU, which is what decoding and short prompts are made of.
 
-MKL packs the matrix anew in every product, which for few rows costs as much as reading it a second and a
+MKL packs the matrix again in every product, which for few rows costs as much as reading it a second and a
 third time. Cut into panels as narrow as one tile of its kernels it is used where it lies. Measured with
 AVX-512: the same result bit for bit, 1.8 times faster for 2 to 64 rows, 1.2 times for 512, no gain from 1024
 on; with AVX2: 1.7 times faster for 8 rows, no gain from 128 on. For a single row the whole matrix is

@@ -178,7 +178,7 @@ def import_paddle() -> None:
 
 @contextlib.contextmanager
 def loading_paddle() -> Iterator[None]:
-    """Within it something is imported that may import Paddle: what :func:`import_paddle` says of it holds.
+    """A context for imports that may import Paddle, which is then imported as by :func:`import_paddle`.
 
     Where Paddle is imported already, nothing is done.
     """

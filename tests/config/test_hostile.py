@@ -161,7 +161,7 @@ OVERRIDES = {
     "superscript key": (["Global.flags.²={}"], ["Global.flags.² = {}"]),
     "control characters": (["Global.\x1b[2J=1"], ["Global.\\x1b[2J (", "control characters"]),
     "NUL": (["Generation.prompt=a\0b"], ["Generation.prompt = 'a\\x00b'", "NUL"]),
-    "no Unicode": (["Engine.save_load.output_dir=\udcff"], ["output_dir = '\\udcff'", "no Unicode text"]),
+    "no Unicode": (["Engine.save_load.output_dir=\udcff"], ["output_dir = '\\udcff'", "not Unicode text"]),
     "a long path": (["Data.Train.dataset.input_dir=" + "a/" * 3000], ["6,000 characters", "at most 3500"]),
     "a long name": (["Engine.save_load.init_from=" + "a" * 300], ["300 characters", "200 between slashes"]),
     "a long name in a list": (

@@ -62,8 +62,8 @@ def test_a_launcher_says_how_many_processes(launcher: str, tmp_path: Path) -> No
     [
         ([], "name a file, or give a command line"),
         (["none.yaml"], "there is no such file"),
-        (["train.py"], "is no command line of"),
-        (["--what", "1"], "is no command line of"),
+        (["train.py"], "is not a command line of"),
+        (["--what", "1"], "is not a command line of"),
     ],
 )
 def test_what_cannot_be_told(words: list[str], said: str) -> None:

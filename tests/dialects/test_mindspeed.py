@@ -205,7 +205,7 @@ def test_refusals_name_line_and_key(tmp_path, monkeypatch, old, new, words):
     "old, new, words",
     [
         ("residual-connection: bfloat16", "residual-connection: float32", "must be bfloat16"),
-        ("rope, rmsnorm", "rope, layernrom", "'layernrom' is none of"),
+        ("rope, rmsnorm", "rope, layernrom", "'layernrom' is not one of"),
         ("logits_compute_dtype: float32", "logits_compute_dtype: bfloat16", "can only be 'float32'"),
         ("divided_by: 16", "divided_by: 128", "must divide by 128"),
         ("attention_type: 'GQA'", "attention_type: 'MQA'", "multi-query attention has one"),

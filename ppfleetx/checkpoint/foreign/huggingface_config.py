@@ -30,7 +30,7 @@ def hf_config(
         model: the network.
         dtype: element type of the weights, as in safetensors files.
         original: the configuration the weights once came with; kept if it describes the same network.
-        token_ids: `bos_token_id` and `eos_token_id`, for a configuration made anew.
+        token_ids: `bos_token_id` and `eos_token_id`, for a new configuration.
 
     Raises:
         CheckpointError: none of Hugging Face's networks is this one; says what stands in the way.

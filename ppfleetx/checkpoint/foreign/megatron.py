@@ -104,7 +104,7 @@ def read_megatron(path: str | Path, model: ModelConfig | None = None) -> Weights
     model = model or network_of(keys, f"{directory} (args)")
     version = first.get("checkpoint_version", 0) or 0
     if type(version) not in (int, float):
-        raise CheckpointError(f"{grid[0, 0]}: checkpoint_version is {shown(version)}, which is no number")
+        raise CheckpointError(f"{grid[0, 0]}: checkpoint_version is {shown(version)}, which is not a number")
     tensors: dict[str, LazyTensor] = {}
     start = 0
     for chunk, pp in _chunks(grid, first):
@@ -117,7 +117,9 @@ def read_megatron(path: str | Path, model: ModelConfig | None = None) -> Weights
         tensors.pop("head.weight", None)
     iteration = first.get("iteration", 0)
     if type(iteration) is not int or not 0 <= iteration < 1 << 63:
-        raise CheckpointError(f"{grid[0, 0]}: iteration is {shown(iteration)}, which is no number of steps")
+        raise CheckpointError(
+            f"{grid[0, 0]}: iteration is {shown(iteration)}, which is not a number of steps"
+        )
     return Weights(
         str(directory),
         tensors,

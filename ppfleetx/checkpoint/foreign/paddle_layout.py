@@ -116,7 +116,7 @@ def _is_head_turned(shape: Index, keys: Mapping[str, Any], is_of_nlp: bool, dire
         if is_of_nlp:
             return True
         raise CheckpointError(
-            f"{directory}: {_HEAD} is square, and PaddleFormers has stored it both ways; which, nothing tells"
+            f"{directory}: {_HEAD} is square, and PaddleFormers has stored it both ways; nothing says which"
         )
     return shape == (hidden, vocab) and vocab != hidden
 

@@ -101,16 +101,16 @@ def _header_length(path: Path, begin: bytes, size: int) -> int:
     if begin == b"version ":
         raise CheckpointError(f"{path} is the pointer that Git LFS leaves for a file; fetch the file itself")
     if len(begin) < 8:
-        raise CheckpointError(f"{path} is no safetensors file: it has {size} bytes")
+        raise CheckpointError(f"{path} is not a safetensors file: it has {size} bytes")
     length = int.from_bytes(begin, "little")
     if length > _MAX_HEADER:
         raise CheckpointError(
-            f"{path} is no safetensors file, or damaged: its header would have {length} bytes, the most are "
-            f"{_MAX_HEADER}"
+            f"{path} is not a safetensors file, or damaged: its header would have {length} bytes, the "
+            f"most are {_MAX_HEADER}"
         )
     if length > size - 8:
         raise CheckpointError(
-            f"{path} is cut off, or no safetensors file: its header should have {length} bytes, the whole "
+            f"{path} is cut off, or not a safetensors file: its header should have {length} bytes, the whole "
             f"file has {size}"
         )
     return length

@@ -140,11 +140,11 @@ def _read_value(text: str, annotation: Any, key: str, place: str, budget: Budget
 def _unusable(text: str) -> str | None:
     """Why ``text`` cannot be a value of any kind: it can neither be written to a file nor name one."""
     if "\0" in text:
-        return "holds the character NUL, which no text here may"
+        return "holds the character NUL, which is not allowed here"
     try:
         text.encode()
     except UnicodeEncodeError as error:  # bytes of a command line that are no UTF-8
-        return f"is not valid YAML: character {error.start} is no Unicode text"
+        return f"is not valid YAML: character {error.start} is not Unicode text"
     return None
 
 

@@ -110,7 +110,7 @@ def parse_yaml(text: str, place: str, budget: Budget, *, with_lines: bool = Fals
         problem = getattr(error, "problem", None) or "cannot be read"
         raise ConfigError(f"is not valid YAML: {problem}", place=where) from None
     except UnicodeEncodeError as error:  # bytes of a command line that are no UTF-8
-        problem = f"character {error.start} is no Unicode text"
+        problem = f"character {error.start} is not Unicode text"
         raise ConfigError(f"is not valid YAML: {problem}", place=place) from None
     return builder.root
 
@@ -173,7 +173,7 @@ class _Builder:
     def _scalar(self, event: yaml.ScalarEvent, where: str) -> Node:
         self._check_tag(event.tag, where)
         if "\0" in event.value:
-            self._refuse("holds the character NUL, which no text here may", where)
+            self._refuse("holds the character NUL, which is not allowed here", where)
         if event.style or event.tag in _TEXT_TAGS:  # quoted, block or said to be a text
             return Node(event.value, where)
         return Node(plain_scalar(event.value), where, event.value)

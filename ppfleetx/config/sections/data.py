@@ -177,7 +177,7 @@ class SamplerConfig(Section):
     """Walks the data by consumed samples; the same global batches for every parallel plan."""
     shuffle: Bool = False
     """Shuffle again on top of the dataset's own order. Train of a GLUE task or PromptResponseDataset is
-    always shuffled, anew in each pass; Eval and Test of these are read as the file is."""
+    always read in a new order in each pass; Eval and Test of these are read as the file is."""
     drop_last: Bool = True
     """Leave out the last incomplete global batch. Eval and Test of a GLUE task or PromptResponseDataset are
     always read whole."""
@@ -261,7 +261,9 @@ class EvalConfig(DataSplitConfig):
     def _check_sets(self) -> EvalConfig:
         for name, one in self.sets.items():
             if not _SET_NAME.fullmatch(name):
-                raise RuleError(("sets",), f"{name!r} is no name: letters, digits, `_`, `-` and `.`")
+                raise RuleError(
+                    ("sets",), f"{name!r} is not a name; it may have letters, digits, `_`, `-` and `.`"
+                )
             try:
                 one.over(self.dataset)
             except RuleError as violation:

@@ -106,7 +106,7 @@ class SaveLoadConfig(Section):
     """Directory of checkpoints, metrics.jsonl and the resolved config.yaml; of one run. A new run is refused
     where another has been, unless it resumes it or overwrites it (see `resume` and `overwrite`)."""
     overwrite: Bool = False
-    """Start anew where another run has been: that run's checkpoints, metrics and configuration are deleted
+    """Start over where another run has been: that run's checkpoints, metrics and configuration are deleted
     once this one is ready to train. What this run is started from is not deleted, nor what no run wrote."""
     async_save: Bool = False
     """Write checkpoints in the background: training waits for a copy of the state in host memory at most.

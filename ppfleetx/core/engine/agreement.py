@@ -66,7 +66,7 @@ def _check_adapters(checkpoint: Checkpoint, trained: ModelConfig, model: ModelCo
         raise CheckpointError(
             f"checkpoint {checkpoint.path} was trained with Model.lora.alpha / rank = "
             f"{trained.lora.scale:g}, this configuration has {model.lora.scale:g}: "
-            "the adapters would weigh otherwise"
+            "the adapters would have another weight"
         )
 
 
@@ -101,7 +101,7 @@ def _check_data(checkpoint: Checkpoint, now: Fingerprints, *, reset_data: bool) 
     if saved.get("tokenizer") and now.get("tokenizer") and saved["tokenizer"] != now["tokenizer"]:
         raise CheckpointError(
             f"checkpoint {checkpoint.path} was trained with another tokenizer than Data.tokenizer names; to "
-            "start a new run from its weights all the same, use Engine.save_load.init_from"
+            "start a new run from its weights anyway, use Engine.save_load.init_from"
         )
     if saved.get("data") != now.get("data") and not reset_data:
         raise CheckpointError(

@@ -143,7 +143,7 @@ def _sources(cfg: RunConfig, loader: DataLoader) -> list[str]:
     if not cfg.Engine.log_source_loss:
         return []
     if not loader.sources:
-        get_logger().info("Engine.log_source_loss: Data.Train is no blend; its loss is that of one source")
+        get_logger().info("Engine.log_source_loss: Data.Train is not a blend; its loss is that of one source")
     return loader.sources
 
 

@@ -102,7 +102,9 @@ def _prepare(
         documents, tokens = writer.num_documents, writer.num_tokens
         windows = (tokens - 1) // length
         if windows == 0 and split == "train":
-            raise DataError(f"{source}: {tokens} tokens are no window of {length} + 1; read shorter ones")
+            raise DataError(
+                f"{source}: {tokens} tokens are too few for a window of {length} + 1; read shorter ones"
+            )
     return SplitReport(split, str(prefix), documents, tokens, windows)
 
 

@@ -125,7 +125,7 @@ class TextFile:
         if self._is_packed and self._num_bytes > _FREE_BYTES + _MAX_EXPANSION * self.position:
             raise DataError(
                 f"{self._path} cannot be read: {self._num_bytes:,} bytes came out of {self.position:,}, more "
-                f"than {_MAX_EXPANSION} times as much, which text does not do; if it is wanted all the same, "
+                f"than {_MAX_EXPANSION} times as much, which text does not do; if it is wanted anyway, "
                 "unpack the file first"
             )
         return part

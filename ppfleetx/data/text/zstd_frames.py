@@ -77,7 +77,7 @@ class FrameFollower:
         elif self._num_frames == 1:
             raise ValueError("it is not zstandard")
         else:
-            raise ValueError("something that is no zstandard frame follows its last frame")
+            raise ValueError("something that is not a zstandard frame follows its last frame")
 
     def _skippable(self, header: bytes) -> None:
         (self._skip,) = struct.unpack("<I", header)

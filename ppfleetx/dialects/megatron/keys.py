@@ -106,7 +106,7 @@ MODEL: tuple[Key, ...] = (
     fixed("init_method_xavier_uniform", "initial weights are normal", _OFF),
     mapped("attention_dropout", "Model.attention_probs_dropout_prob"),
     mapped("hidden_dropout", "Model.hidden_dropout_prob"),
-    joint("attention_softmax_in_fp32", "Model.softmax_in_fp32", "not given: on all the same"),
+    joint("attention_softmax_in_fp32", "Model.softmax_in_fp32", "not given: on anyway"),
     mapped("apply_query_key_layer_scaling", "Model.scale_qk_by_layer_num"),
     mapped("no_query_key_layer_scaling", "Model.scale_qk_by_layer_num", _inverted, "inverted"),
     mapped("use_flash_attn", "Model.use_flash_attn"),
@@ -185,7 +185,7 @@ TRAINING: tuple[Key, ...] = (
         "accumulate_allreduce_grads_in_fp32",
         "Engine.mix_precision.main_grad_fp32",
         lambda value: True if flag(value) else None,
-        "not given: on all the same",
+        "not given: on anyway",
     ),
     joint("save", "Engine.save_load.output_dir", "not given: ./output, since a run always saves at its end"),
     joint(

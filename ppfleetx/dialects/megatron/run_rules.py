@@ -253,7 +253,7 @@ def checkpoints(reading: Reading, result: Translation) -> None:
     """Where a run is saved, and what it starts from."""
     prefix, save, load = "Engine.save_load", reading.text("save"), reading.text("load")
     if save is None:
-        result.notes.append("without --save a run is saved all the same, at its end, in ./output")
+        result.notes.append("without --save a run is saved anyway, at its end, in ./output")
     else:
         result.put(f"{prefix}.output_dir", save, *reading.origins("save"))
     if "save_interval" in reading:

@@ -218,7 +218,7 @@ def table_of_host(devices: Sequence[int], address: str) -> RankTable:
 
 
 def merged(tables: Sequence[RankTable]) -> RankTable:
-    """One table of several, hosts in the given order and ranks numbered anew.
+    """One table of several, hosts in the given order and ranks numbered again.
 
     Raises:
         ConfigError: a host is in two of them.

@@ -63,7 +63,7 @@ def precision(reading: Reading, result: Translation) -> None:
     if fused in reading:
         words = [word.strip() for word in reading.text(fused).split(",")]
         if strange := [word for word in words if word not in _FUSED]:
-            raise reading.error(fused, f"{strange[0]!r} is none of {', '.join(_FUSED)}")
+            raise reading.error(fused, f"{strange[0]!r} is not one of {', '.join(_FUSED)}")
         if "flash_attention" in words:
             result.put("Model.use_flash_attn", True, *reading.origins(fused))
 

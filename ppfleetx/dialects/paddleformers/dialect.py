@@ -114,7 +114,7 @@ def _network(one: Given) -> Iterator[Given]:
         yield from _read(directory / CONFIG, f"{CONFIG}.", one=one)
     else:
         raise ConfigError(
-            f"is no directory with {CONFIG} here. Nothing is downloaded: take the files of the model to a "
+            f"is not a directory with {CONFIG} here. Nothing is downloaded: take the files of the model to a "
             "directory and name that",
             key=one.key,
             value=one.value,

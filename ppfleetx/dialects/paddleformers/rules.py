@@ -102,7 +102,7 @@ def _degree(reading: Reading, names: tuple[str, ...]) -> int | None:
 def _sharding(reading: Reading, result: Translation, replicas: int | None) -> None:
     words = str(reading.value("sharding", "")).split()
     if strange := [word for word in words if word not in ("stage1", "stage2", "stage3", "offload")]:
-        raise reading.error("sharding", f"{strange[0]!r} is none of stage1, stage2, stage3 and offload")
+        raise reading.error("sharding", f"{strange[0]!r} is not one of stage1, stage2, stage3 and offload")
     stages = [int(word[-1]) for word in words if word != "offload"]
     if len(stages) > 1 or (words and not stages):
         raise reading.error("sharding", "names one stage, e.g. 'stage2 offload'")
@@ -264,7 +264,7 @@ def data(reading: Reading, result: Translation) -> None:
         if os.path.isdir(text):  # noqa: PTH112 - Path.is_dir raises for names that no file can have
             result.put("Data.tokenizer.dir", text, *reading.origins(name))
         else:
-            result.notes.append(f"{name} {text} is no directory here; a corpus of token ids needs none")
+            result.notes.append(f"{name} {text} is not a directory here; a corpus of token ids needs none")
 
 
 def _corpus(reading: Reading, result: Translation, prefix: str) -> None:

@@ -42,7 +42,7 @@ def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
         listener = socket.create_server((address, 0), backlog=2 * world_size + 16)
     except OSError as error:
         raise ConfigError(
-            f"rank {rank} cannot listen there ({error.strerror}): it is no address of this machine. "
+            f"rank {rank} cannot listen there ({error.strerror}): it is not an address of this machine. "
             "--host of the launcher sets the address, GLOO_SOCKET_IFNAME selects an interface",
             key="address",
             value=address,

@@ -49,7 +49,7 @@ def traffic() -> dict[int, dict[str, Any]]:
 
 
 def reset_traffic() -> None:
-    """Start counting anew."""
+    """Start counting again."""
     for group in _groups:
         group.counts.clear()
 

@@ -83,4 +83,4 @@ def test_what_is_no_wikitext(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "empty/wiki.train.tokens").write_bytes(b"\xff\xfe")
     refused(tmp_path / "empty", "no UTF-8")
     (tmp_path / "empty/wiki.train.tokens").write_text("three words here")
-    refused(tmp_path / "empty", "no window of 100", length=100)
+    refused(tmp_path / "empty", "too few for a window of 100", length=100)

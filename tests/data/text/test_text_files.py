@@ -84,8 +84,8 @@ def test_a_zstandard_file_ends_with_a_frame(frames: list[bytes], tmp_path: Path)
                     read(path)
     for rest, why in (
         (b"x", "Unknown frame"),
-        (b"\0\0\0\0", "no zstandard frame"),
-        (b"garbage " * 9, "no zstandard"),
+        (b"\0\0\0\0", "not a zstandard frame"),
+        (b"garbage " * 9, "not a zstandard"),
     ):
         path.write_bytes(whole + rest)
         with pytest.raises(DataError, match=why):

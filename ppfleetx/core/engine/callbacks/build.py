@@ -48,7 +48,7 @@ class CallbackList:
         return {name: state for name, state in states.items() if state}
 
     def load_state(self, states: Any) -> None:
-        """Hand each callback its state; those that have none there begin anew.
+        """Hand each callback its state; those that have none there begin again.
 
         Raises:
             CheckpointError: the states are damaged.
