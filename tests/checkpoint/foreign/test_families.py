@@ -9,6 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from ppfleetx.checkpoint.foreign.convert import Conversion, check_logits, convert
 from ppfleetx.checkpoint.foreign.huggingface import part_shapes, write_hf
+from ppfleetx.checkpoint.foreign.huggingface_config import hf_config
 from ppfleetx.checkpoint.foreign.huggingface_files import read_stored
 from ppfleetx.checkpoint.foreign.logits import our_logits
 from ppfleetx.checkpoint.foreign.ours import read_ppfleetx
@@ -188,6 +189,12 @@ def test_sizes_that_transformers_would_guess_must_be_there(name, absent):
 )
 def test_windows(name, change, window):
     assert model_keys(TOLD[name]["config"] | change)["attention_window"] == window
+
+
+def test_the_quickstarts_model_is_a_gpt_neox():
+    made = hf_config(load_config("gpt/pretrain_gpt_tiny").Model, "F32")
+    assert made["model_type"] == "gpt_neox" and made["tie_word_embeddings"]
+    assert not made["use_parallel_residual"] and made["rotary_pct"] == 1
 
 
 def test_older_files_of_gpt_neox(tmp_path):
