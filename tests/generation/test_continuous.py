@@ -92,6 +92,7 @@ def test_any_course_of_events_gives_the_logits_of_the_full_forward(
             chance.shuffle(going_on)
             batch.select(going_on[: chance.choice([2, 4, 6])])
 
+
 def test_a_window_counts_the_tokens_of_the_row(make_model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns of padding and of wrong guesses between a row's own do not use up its window."""
     blocks = {"attention_window": 4, "qk_layernorm": True, "parallel_residual": True}
