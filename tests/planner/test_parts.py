@@ -149,3 +149,9 @@ def test_plans_are_ranked(capsys):
 def test_what_cannot_be_is_refused(capsys, arguments, words):
     with pytest.raises(ConfigError, match=words):
         planned(capsys, *arguments)
+
+
+@pytest.mark.parametrize(("width", "measured"), [(1024, 99.9), (2048, 248.3), (4096, 315.4)])
+def test_products_of_a_910b_are_those_that_users_measured(width, measured):
+    card, flops = load_card("910B-64GB"), 2.0 * width**3
+    assert flops / card.matmul_seconds(flops, "bfloat16", width) / 1e12 == pytest.approx(measured, rel=0.02)
