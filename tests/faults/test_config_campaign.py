@@ -10,7 +10,7 @@ def test_mutated_configurations_are_accepted_or_refused_in_words():
     assert tally.accepted > 15
     assert tally.refused > 100
     assert 0 < tally.slowest_seconds < MAX_SECONDS
-    assert 20 < tally.peak_mib < 500
+    assert 0 < tally.peak_mib < 500
 
 
 def test_the_campaign_finds_what_is_wrong(monkeypatch):
