@@ -120,7 +120,8 @@ _EFFECTS: dict[str, Effect] = {
         Effect.NOTHING,
         "Engine",
         "max_steps num_train_epochs run_mode accumulate_steps logging_freq log_source_loss eval_freq "
-        "test_iters save_load checks hang_timeout hang_start_timeout on_hang progress_bar callbacks",
+        "test_iters save_load checks hang_timeout hang_start_timeout on_hang straggler_freq progress_bar "
+        "callbacks",
     ),
     **dict.fromkeys(
         ("Distributed", "Generation", "Inference", "Serve", "Offline_Eval", "Profiler"),

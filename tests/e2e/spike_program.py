@@ -48,3 +48,24 @@ def train_with_spikes(
     finally:
         StepRunner._gradients, StepRunner._repeat = gradients, repeat
     return ""
+
+
+def train_with_a_slow_rank(values: Mapping[str, Any], world: int, rank: int, seconds: float) -> str:
+    """:func:`tests.e2e.program.train`, with a rank that computes so much longer in each step."""
+    import os
+    import time
+
+    from ppfleetx.parallel.step import StepRunner
+
+    gradients = StepRunner._gradients
+
+    def slow(runner: StepRunner, *arguments: Any) -> tuple[float, float]:
+        if os.environ["PADDLE_TRAINER_ID"] == str(rank):
+            time.sleep(seconds)
+        return gradients(runner, *arguments)
+
+    StepRunner._gradients = slow
+    try:
+        return train(values, world)
+    finally:
+        StepRunner._gradients = gradients

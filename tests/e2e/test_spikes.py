@@ -122,3 +122,20 @@ def test_too_many_spikes_in_a_row_end_the_run(pools, corpus, tmp_path):
     assert told.endswith("3 steps in a row were spikes (Engine.spike.max_in_a_row)")
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [r["action"] for r in map(json.loads, lines) if r["kind"] == "spike"] == ["skip", "skip", "stop"]
+
+
+def test_a_slow_rank_is_named(pools, corpus, tmp_path):
+    values = {
+        **SETTINGS,
+        **plan_overrides(ParallelPlan(dp=2)),
+        "Engine.straggler_freq": 4,
+        "Engine.max_steps": 6,
+        "Data.Train.dataset.input_dir": str(corpus),
+        "Data.Eval.dataset.input_dir": str(corpus),
+        "Engine.save_load.output_dir": str(tmp_path),
+    }
+    target = "tests.e2e.spike_program:train_with_a_slow_rank"
+    pools(2).run(target, values=values, world=2, rank=1, seconds=1.0)
+    [found] = records(tmp_path, "stragglers")
+    assert found["slowest"][0]["rank"] == 1
+    assert (found["step"], found["steps"]) == (4, 4)

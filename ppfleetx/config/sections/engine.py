@@ -233,6 +233,9 @@ class EngineConfig(Section):
     on_hang: Literal["stop", "wait"] = "stop"
     """`stop`: all ranks end with exit code 4, with which `ppfleetx supervise` starts them again; `wait`:
     report and go on waiting."""
+    straggler_freq: IntervalOrZero = 100
+    """Optimizer steps between two looks at how long each rank works itself; ranks that cost the job more than
+    5% of its time are named in the log and in metrics.jsonl; 0: never. On GPUs only times of data differ."""
     spike: SpikeConfig = SpikeConfig()
     progress_bar: Literal["auto"] | Bool = "auto"
     """A progress bar instead of a stream of lines; `auto`: on a terminal."""

@@ -27,6 +27,7 @@ from ppfleetx.distributed.together import settle
 from ppfleetx.optims.schedules import Schedule
 from ppfleetx.parallel.runner import NonFiniteError, Runner, StepOutput
 from ppfleetx.utils.hangs.progress import EVALUATING, PROGRESS, READING, RESTING, SAVING, STEPPING
+from ppfleetx.utils.hangs.record import RECORD
 from ppfleetx.utils.log import get_logger
 
 Loader = Iterable[Sequence[MicroBatch]]
@@ -199,20 +200,30 @@ class Engine:
     def _train(self, batches: Iterator[Sequence[MicroBatch]], eval_sets: EvalSets, stop: StopRequest) -> None:
         while self.state.step < self.max_steps:
             self._saver.poll()
-            started = time.perf_counter()
+            started, waited = time.perf_counter(), RECORD.waited
             PROGRESS.beat(READING, self.state.step + 1)
             micro_batches, error = self._read(batches)
             reader_cost = time.perf_counter() - started
-            if self._watch.before_step(micro_batches, error, stop):
+            if self._watch.before_step(micro_batches, error, stop, self.state.step):
                 return
+            self._tell_stragglers()
             moved = self._step(micro_batches, started, reader_cost)
             if moved is not None:
                 batches = moved
                 continue
+            took = time.perf_counter() - started
+            self._watch.pace_of_ranks.took(took, reader_cost, RECORD.waited - waited)
             if eval_sets and _is_due(self.state.step, self.pace.eval_every):
                 self._evaluate_and_keep(eval_sets, stop)
             if _is_due(self.state.step, self.pace.save_every):
                 self._save_once()
+
+    def _tell_stragglers(self) -> None:
+        found = self._watch.pace_of_ranks.found
+        if found is not None:
+            if self.ctx.is_main:
+                get_logger().warning(str(found))
+            self._tell("on_stragglers", found)
 
     def _read(
         self, batches: Iterator[Sequence[MicroBatch]]

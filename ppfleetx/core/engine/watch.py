@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ppfleetx.config.errors import UserError
 from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.core.engine.stragglers import StragglerTable
 from ppfleetx.data.loader import MicroBatch
 from ppfleetx.distributed.checks import (
     batch_digest,
@@ -32,19 +33,28 @@ class Watch:
         ctx: this process's place.
         samples_per_epoch: samples in one pass over the training split; a batch larger than that holds
             some of them twice.
+
+    Attributes:
+        pace_of_ranks: how long each rank's steps take.
     """
 
     def __init__(self, cfg: RunConfig, ctx: ParallelContext, samples_per_epoch: float) -> None:
         self._ctx, self._level = ctx, cfg.Engine.checks if ctx.world_size > 1 else "off"
+        self.pace_of_ranks = StragglerTable(ctx, cfg.Engine.straggler_freq)
         train = cfg.Data.Train
         self._distinct = samples_per_epoch >= cfg.batch.global_batch_size and not (
             train is not None and train.shuffles_for_training
         )
 
     def before_step(
-        self, micro_batches: Sequence[MicroBatch] | None, error: UserError | None, stop: StopRequest
+        self,
+        micro_batches: Sequence[MicroBatch] | None,
+        error: UserError | None,
+        stop: StopRequest,
+        step: int,
     ) -> bool:
-        """Tell the other ranks what was read, or what went wrong, or that a signal came.
+        """Tell the other ranks what was read, or what went wrong, or that a signal came, and how long the
+        last step took; ``step`` have been done.
 
         Returns:
             Whether to stop: on all ranks, or on none.
@@ -53,10 +63,11 @@ class Watch:
             UserError: on all ranks, when one brings an error or the batches are not what they should be.
         """
         digest = batch_digest(micro_batches or ()) if self._level != "off" else 0
-        numbers = [stop.signal_name is not None, error is not None, digest]
+        numbers = [stop.signal_name is not None, error is not None, digest, *self.pace_of_ranks.own]
         told = gather_numbers(self._ctx, numbers)
         if told[:, 1].any():
             settle(self._ctx, error)
+        self.pace_of_ranks.add(told[:, 3:], step)
         if stop.agree(told[:, 0].any()):
             return True
         if self._level != "off":

@@ -44,6 +44,7 @@ from ppfleetx.distributed.cpu.wire import (
     read_memory,
 )
 from ppfleetx.utils.hangs.kernel import killed_for_memory
+from ppfleetx.utils.hangs.record import RECORD
 from ppfleetx.utils.peers import note_raised, report_lost
 from ppfleetx.utils.start import seconds_in
 
@@ -297,7 +298,7 @@ class Mesh:
 
     def _wait(self, operation: Operation, deadline: float) -> None:
         """Until some pending operation can advance."""
-        suspicion = 0
+        suspicion, began = 0, time.monotonic()
         self._inquiry.begin(operation)
         try:
             while True:
@@ -317,6 +318,7 @@ class Mesh:
                 self._sleep_unless_ready()
         finally:
             self._inquiry.end()
+            RECORD.waited += time.monotonic() - began
 
     def _woken(self) -> bool:
         if any(other.ready() for other in self.pending):

@@ -54,12 +54,14 @@ class CallRecord:
     Attributes:
         blocked_on: set by a backend that knows which task the program waits for; gives it, or None.
         names: of groups, by Paddle's number of them ("mp").
+        waited: seconds that this process has waited for other ranks, where a backend measures them.
     """
 
     def __init__(self) -> None:
         self.calls: deque[Call] = deque(maxlen=KEPT)
         self.blocked_on: Callable[[], Any] | None = None
         self.names: dict[int, str] = {}
+        self.waited = 0.0
         self._counts: dict[int, list[Any]] = {}
         self._nested = threading.local()
 

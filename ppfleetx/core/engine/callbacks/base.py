@@ -13,6 +13,7 @@ from ppfleetx.distributed.context import ParallelContext
 if TYPE_CHECKING:  # `--check` reads this file, and would wait for all that a run needs
     from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord
 from ppfleetx.core.engine.spikes import Spike
+from ppfleetx.core.engine.stragglers import Stragglers
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,9 @@ class Callback:
     def on_spike(self, run: Run, spike: Spike) -> None:
         """After a step that ``Engine.spike`` found to be one. When the run has gone back to a checkpoint
         (``spike.to_step``), ``run.state`` is that of the checkpoint, and :meth:`load_state` was called."""
+
+    def on_stragglers(self, run: Run, found: Stragglers) -> None:
+        """After every ``Engine.straggler_freq`` steps over which slow ranks have cost more than 5 %."""
 
     def on_fit_end(self, run: Run) -> None:
         """Called once however the run ends: finished, stopped or failed. Nothing is saved after it."""

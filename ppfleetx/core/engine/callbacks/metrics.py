@@ -14,6 +14,7 @@ from ppfleetx.core.engine.callbacks.window import Window
 from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord
 from ppfleetx.core.engine.run_directory import METRICS_FILE
 from ppfleetx.core.engine.spikes import Spike
+from ppfleetx.core.engine.stragglers import Stragglers
 from ppfleetx.utils.files import atomic_write, put_aside
 from ppfleetx.utils.log import get_logger
 
@@ -75,6 +76,9 @@ class MetricsFile(Callback):
         at_step = told.pop("step")
         step = at_step if spike.to_step is None else spike.to_step
         self._append({"kind": "spike", "step": step, "at_step": at_step, **told})
+
+    def on_stragglers(self, run: Run, found: Stragglers) -> None:
+        self._append({"kind": "stragglers", **found.to_json()})
 
     def on_eval_end(self, run: Run, record: EvalRecord) -> None:
         self._append(

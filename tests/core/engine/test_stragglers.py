@@ -1,0 +1,26 @@
+"""Ranks that hold the others up are found by the time in which they do not wait."""
+
+import numpy as np
+
+from ppfleetx.core.engine.stragglers import judged
+
+HOSTS = ["a", "a", "b", "b"]
+
+
+def test_the_rank_that_does_not_wait_is_the_slow_one():
+    times = np.array([[1.0, 0.1, 0.3], [1.0, 0.1, 0.3], [1.0, 0.4, 0.0], [1.0, 0.1, 0.3]])
+    found = judged(times, [0] * 4, HOSTS, 200, 100)
+    assert [(slow.rank, slow.host) for slow in found.slowest] == [(2, "b")]
+    assert abs(found.cost - 0.3) < 1e-9
+    assert str(found) == (
+        "slow ranks cost 30% of the last 100 steps: rank 2 on b (data 0.400 s, computing 0.600 s a step; "
+        "usual are 0.700 s together)"
+    )
+
+
+def test_little_differences_and_the_work_of_other_stages_are_not_told():
+    even = np.array([[1.0, 0.1, 0.30], [1.0, 0.1, 0.31], [1.0, 0.1, 0.27], [1.0, 0.1, 0.32]])
+    assert judged(even, [0] * 4, HOSTS, 200, 100) is None
+    uneven = np.array([[1.0, 0.0, 0.5], [1.0, 0.0, 0.5], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
+    assert judged(uneven, [0, 0, 1, 1], HOSTS, 200, 100) is None
+    assert [slow.rank for slow in judged(uneven, [0] * 4, HOSTS, 200, 100).slowest] == [2, 3]
