@@ -132,7 +132,7 @@ def judged(
     cost = float(excess.max()) / max(seconds, 1e-9)
     if cost <= LEAST_COST:
         return None
-    slow = [rank for rank in np.argsort(-own).tolist() if excess[rank] > LEAST_COST * seconds]
+    slow = [rank for rank in np.argsort(-own, kind="stable").tolist() if excess[rank] > LEAST_COST * seconds]
     told = [
         SlowRank(rank, hosts[rank], float(data[rank]), float(own[rank] - data[rank]), float(usual[rank]))
         for rank in slow
