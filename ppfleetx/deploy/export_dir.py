@@ -9,7 +9,8 @@
       model.pdiparams    its weights
       model_cpu_ops_16.json
                          the same program with our own operators (ppfleetx/nn/cpu_ops) and panels of 16
-                         columns, when the machine that exported it had them compiled
+                         columns, when the machine that exported it had them compiled; of a quantised
+                         model: model_quantized_ops_16.json
       tokenizer/         files that this package and Hugging Face transformers load
 """
 
@@ -85,6 +86,11 @@ class ExportManifest:
 def cpu_ops_file(width: int) -> str:
     """Name of the program that is made with our own operators, for panels of ``width`` columns."""
     return f"{PROGRAM}_cpu_ops_{width}.json"
+
+
+def quantized_ops_file(width: int) -> str:
+    """The same of a quantised model, which takes the operators for few bits as well."""
+    return f"{PROGRAM}_quantized_ops_{width}.json"
 
 
 def describe_files(directory: Path) -> dict[str, FileEntry]:

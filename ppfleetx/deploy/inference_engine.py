@@ -21,6 +21,7 @@ from ppfleetx.deploy.export_dir import (
     ExportManifest,
     cpu_ops_file,
     open_export,
+    quantized_ops_file,
 )
 from ppfleetx.generation.batch import Batch
 from ppfleetx.generation.generator import TextGenerator
@@ -29,6 +30,7 @@ from ppfleetx.generation.search import Row
 from ppfleetx.generation.session import pad_left
 from ppfleetx.generation.text import RowText
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
+from ppfleetx.nn.cpu_ops import quantized
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.memory import back_process_by_huge_pages
 
@@ -188,7 +190,9 @@ def _program_file(files: Collection[str], options: InferenceConfig) -> str:
     if options.onednn:
         return PROGRAM_FILE
     cpu_ops.note_if_missing()
-    faster = cpu_ops_file(cpu_ops.WIDTH)
+    faster, of_few_bits = cpu_ops_file(cpu_ops.WIDTH), quantized_ops_file(cpu_ops.WIDTH)
+    if of_few_bits in files and cpu_ops.are_available() and quantized.are_available():
+        return of_few_bits
     return faster if faster in files and cpu_ops.are_available() else PROGRAM_FILE
 
 

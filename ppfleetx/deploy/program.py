@@ -19,9 +19,9 @@ import paddle.nn.functional as F
 from paddle import nn
 from paddle.static import InputSpec
 
-from ppfleetx.deploy.export_dir import cpu_ops_file
+from ppfleetx.deploy.export_dir import cpu_ops_file, quantized_ops_file
 from ppfleetx.deploy.program_cache import LoopCache, RoomCache, with_room
-from ppfleetx.deploy.program_linear import Matrix, matrices_of, use_panels
+from ppfleetx.deploy.program_linear import Matrix, SmallMatrix, begin, matrices_of, use_panels
 from ppfleetx.deploy.program_lookup import FEWEST_ALIKE, accept, follow, last_occurrence, next_width
 from ppfleetx.deploy.program_top_p import nucleus_by_buckets
 from ppfleetx.deploy.tracing import quick_conversion
@@ -29,6 +29,7 @@ from ppfleetx.generation.draws import draw
 from ppfleetx.generation.processors import by_id, forbid, is_any_of, keep_top_p, penalize_repetition
 from ppfleetx.generation.session import NextTokenModel
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
+from ppfleetx.nn.cpu_ops import quantized
 
 INPUTS: tuple[tuple[str, str, tuple[int | None, ...]], ...] = (
     ("tokens", "int64", (None, None)),  # [b, n] prompts, padded on the left with a token of their own
@@ -66,14 +67,15 @@ def save_program(
     program = GenerationProgram(next_token, max_positions, use_panels=use_panels)
     program.eval()
     _save(program, path)
-    if use_panels and cpu_ops.are_available():
+    if use_panels and cpu_ops.are_available() and (quantized.are_available() or not program.is_quantized):
         program.use_cpu_ops()
         with tempfile.TemporaryDirectory(dir=path.parent) as directory:
             _save(program, Path(directory) / path.name)
             weights = f"{path.name}.pdiparams"
             if not filecmp.cmp(path.with_name(weights), Path(directory) / weights, shallow=False):
                 raise RuntimeError("the two programs of an export do not have the same weights")
-            (Path(directory) / f"{path.name}.json").replace(path.with_name(cpu_ops_file(cpu_ops.WIDTH)))
+            name = quantized_ops_file if program.is_quantized else cpu_ops_file
+            (Path(directory) / f"{path.name}.json").replace(path.with_name(name(cpu_ops.WIDTH)))
 
 
 def _save(program: GenerationProgram, path: Path) -> None:
@@ -111,7 +113,15 @@ class GenerationProgram(nn.Layer):
         if next_token.head_matrix is not None:
             self.register_buffer("head_matrix", next_token.head_matrix)
             self.head = Matrix(self.head_matrix)
+            if next_token.small_head is not None:
+                self.register_buffer("head_scale", next_token.small_head.scale)
+                self.head = SmallMatrix(next_token.small_head)
             self.matrices.append(self.head)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether a matrix has few bits."""
+        return any(isinstance(matrix, SmallMatrix) for matrix in self.matrices)
 
     def use_cpu_ops(self) -> None:
         """From here on, products with panels and top-p are made by our own operators."""
@@ -134,6 +144,7 @@ class GenerationProgram(nn.Layer):
         most_guesses: paddle.Tensor,
     ) -> paddle.Tensor:
         """New tokens ``[b, up to t]`` int64. The arguments are those of :data:`INPUTS`."""
+        begin(self.matrices)
         use_panels(self.matrices, [])
         step = paddle.zeros([1], "int64")
         length = tokens.shape[1]

@@ -19,6 +19,7 @@ from paddle import nn
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
 from ppfleetx.nn.linear import Linear, add_smaller
 from ppfleetx.nn.panels import WIDTH, panels_of, times_panels
+from ppfleetx.nn.quantized import QuantizedLinear, QuantizedMatrix
 
 
 class Matrix:
@@ -33,6 +34,10 @@ class Matrix:
         self.weight, self.by_cpu_ops = weight, False
         self.panels: paddle.Tensor | None = None
         self.single_axis = 0
+
+    def begin(self) -> None:
+        """To be called in the program before anything else, and outside of branches: what is made here is
+        made once, when the program is loaded."""
 
     def make_panels(self) -> paddle.Tensor:
         """:func:`~ppfleetx.nn.panels.panels_of` the matrix."""
@@ -57,16 +62,57 @@ class Matrix:
         return product.unsqueeze(self.single_axis) if x.ndim == 3 else product
 
 
-class ProgramLinear(nn.Layer):
-    """Takes the place of a :class:`~ppfleetx.nn.linear.Linear` and has its parameters."""
+class SmallMatrix(Matrix):
+    """A constant matrix of few bits. Our own operators take it as it is; without them it is widened when the
+    program is loaded, and then a matrix like any other.
 
-    def __init__(self, linear: Linear) -> None:
+    Attributes:
+        stored: the matrix.
+    """
+
+    def __init__(self, stored: QuantizedMatrix) -> None:
+        super().__init__(stored.weight)
+        self.stored = stored
+        self._as_stored: tuple[paddle.Tensor, paddle.Tensor] | None = None
+
+    def begin(self) -> None:
+        if self.by_cpu_ops:
+            self._as_stored = self.stored.make_panels()
+        else:
+            self.weight = self.stored.widened()
+
+    def make_panels(self) -> paddle.Tensor:
+        return self._as_stored[0] if self.by_cpu_ops else super().make_panels()
+
+    def linear(self, x: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
+        if self.by_cpu_ops:
+            return self.stored.multiply_panels(x, self._as_stored, bias)
+        if not self.stored.rounds_activations:
+            return super().linear(x, bias)
+        return self.stored.rescaled(super().linear, x, bias)
+
+
+class ProgramLinear(nn.Layer):
+    """Takes the place of a linear, quantised or not, and has its parameters."""
+
+    def __init__(self, linear: Linear | QuantizedLinear) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
-        self.matrix = Matrix(linear.weight)
+        if isinstance(linear, QuantizedLinear):
+            self.scale = linear.scale
+            self.matrix = SmallMatrix(linear.matrix)
+        else:
+            self.matrix = Matrix(linear.weight)
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         return self.matrix.linear(x, self.bias)
+
+
+@paddle.jit.not_to_static
+def begin(matrices: Sequence[Matrix]) -> None:
+    """:meth:`Matrix.begin` of each."""
+    for matrix in matrices:
+        matrix.begin()
 
 
 @paddle.jit.not_to_static
@@ -88,7 +134,11 @@ def matrices_of(model: nn.Layer) -> list[Matrix]:
     for parent in model.sublayers(include_self=True):
         for name, child in parent.named_children():
             # What carries more than a weight and a bias (adapters, hooks) stays as it is.
-            is_plain = isinstance(child, Linear) and not child.sublayers() and not child._forward_post_hooks
+            is_plain = (
+                isinstance(child, Linear | QuantizedLinear)
+                and not child.sublayers()
+                and not child._forward_post_hooks
+            )
             if is_plain:
                 replacement = ProgramLinear(child)
                 setattr(parent, name, replacement)

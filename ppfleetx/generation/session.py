@@ -16,7 +16,7 @@ from ppfleetx.generation.cache import GrowingCache
 from ppfleetx.models.gpt.layers import TiedHead
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.panels import PanelMatrix, use_huge_pages
-from ppfleetx.nn.quantized import QuantizedEmbedding
+from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedMatrix
 
 
 class NextTokenModel:
@@ -32,17 +32,19 @@ class NextTokenModel:
 
     Attributes:
         head_matrix: that copy ``[h, V]``; None where the model has a head of its own.
+        small_head: the same with its scales, where it is quantised; ``head_matrix`` are its integers.
     """
 
     def __init__(self, model: StagedModel, vocab_size: int, vocab_group: Any = None) -> None:
         self.model, self.vocab_size, self._vocab_group = model, vocab_size, vocab_group
         self.head_matrix: paddle.Tensor | None = None
+        self.small_head: QuantizedMatrix | None = None
         if isinstance(model.stages[-1], TiedHead):
             # [h, V] in memory: on CPU the product with [V, h] transposed takes more than twice as long.
             with paddle.no_grad():
                 table, rows = model.stages[-1].word_embeddings, vocab_size if vocab_group is None else None
                 if isinstance(table, QuantizedEmbedding):
-                    self._head = table.head_matrix(rows)
+                    self._head = self.small_head = table.head_matrix(rows)
                 else:
                     self._head = PanelMatrix(table.weight[:rows].transpose([1, 0]).contiguous())
             self.head_matrix = self._head.weight

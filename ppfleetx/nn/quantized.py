@@ -4,8 +4,9 @@ A linear ``[k, n]`` has ``weight``, int8 ``[k, n]`` or, of 4 bits, uint8 ``[k / 
 2i + 1 in the low and the high half of a byte, two's complement), and ``scale [g, n]`` float32, one per group
 of k / g input features and output feature. The word embedding ``[V, h]`` has int8 and ``scale [V, 1]``.
 
-On a CPU the operators of :mod:`ppfleetx.nn.cpu_ops.quantized` multiply with what is stored. Where they have
-not been compiled, and on a GPU, weights are widened once, when they are first used.
+On a CPU the operators of :mod:`ppfleetx.nn.cpu_ops.quantized` multiply with what is stored; on a GPU, in 16
+bits, Paddle's ``weight_only_linear`` does, of 8-bit weights. Anywhere else weights are widened once, when
+they are first used.
 """
 
 from __future__ import annotations
@@ -17,21 +18,25 @@ from functools import partial
 import paddle
 import paddle.nn.functional as F
 from paddle import nn
+from paddle.nn.quant import weight_only_linear, weight_quantize
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.compress import Form, WeightsConfig
 from ppfleetx.nn.cpu_ops import quantized as cpu_ops
+from ppfleetx.nn.flash import on_gpu
 from ppfleetx.nn.linear import add_smaller
 from ppfleetx.nn.panels import PanelMatrix, use_huge_pages
 from ppfleetx.nn.stage import LayerFactory, NameOf, ParamInfo, Stage
 
 _LEVELS, _SMALLEST_SCALE = 127.0, 1.17549435e-38
+_GPU_ARCHS = (70, 75, 80, 86, 89, 90, 92, 100)
+_GPU_MULTIPLE = 64  # of input and output features
 _ZEROS = nn.initializer.Constant(0.0)
 
 
 def unpack(packed: paddle.Tensor) -> paddle.Tensor:
     """Pairs ``[k / 2, n]`` uint8 as integers ``[k, n]`` float32."""
-    pairs = packed.astype("float32")
+    pairs = paddle.cast(packed, "float32")
     high = (pairs / 16).floor()
     halves = paddle.stack([pairs - high * 16, high], axis=1).reshape([-1, packed.shape[1]])
     return halves - (halves > 7).astype("float32") * 16
@@ -49,6 +54,7 @@ class QuantizedMatrix:
         self.weight, self.scale, self.form = weight, scale, form
         self._panels: tuple[paddle.Tensor, paddle.Tensor] | None = None
         self._widened: PanelMatrix | None = None
+        self._of_gpu: tuple[paddle.Tensor, paddle.Tensor] | None = None
 
     @property
     def in_features(self) -> int:
@@ -64,15 +70,16 @@ class QuantizedMatrix:
 
     def integers(self) -> paddle.Tensor:
         """What is stored, without scales: ``[k, n]`` float32."""
-        return unpack(self.weight) if self.form.bits == 4 else self.weight.astype("float32")
+        return unpack(self.weight) if self.form.bits == 4 else paddle.cast(self.weight, "float32")
 
     def dequantized(self) -> paddle.Tensor:
         """The matrix ``[k, n]`` float32."""
         groups = self.scale.shape[0]
         if groups == 1:
-            return self.integers() * self.scale
+            return paddle.multiply(self.integers(), self.scale)
         grouped = self.integers().reshape([groups, -1, self.out_features])
-        return (grouped * self.scale.unsqueeze(1)).reshape([-1, self.out_features])
+        scaled = paddle.multiply(grouped, paddle.unsqueeze(self.scale, 1))
+        return scaled.reshape([-1, self.out_features])
 
     def make_panels(self) -> tuple[paddle.Tensor, paddle.Tensor]:
         """Weights and scales as our own operators take them; of a program's constants, constants."""
@@ -105,14 +112,43 @@ class QuantizedMatrix:
                 self._panels = tuple(panel.contiguous() for panel in self.make_panels())
                 use_huge_pages(self._panels[0])
             return self.multiply_panels(x, self._panels, bias)
+        arch = self._gpu_arch(x)
+        if arch is not None:
+            if self._of_gpu is None:  # the same integers, in the order that the kernel reads
+                wide = self.dequantized().astype(x.dtype)
+                self._of_gpu = weight_quantize(wide, "weight_only_int8", arch)
+            return weight_only_linear(x, self._of_gpu[0], bias, self._of_gpu[1], "int8", arch)
         if self._widened is None:
-            wide = self.integers() if self.rounds_activations else self.dequantized()
-            self._widened = PanelMatrix(wide.astype(x.dtype))
+            self._widened = PanelMatrix(self.widened().astype(x.dtype))
         if not self.rounds_activations:
             return self._widened.linear(x, bias)
+        return self.rescaled(self._widened.linear, x, bias)
+
+    def widened(self) -> paddle.Tensor:
+        """``[k, n]`` float32 to multiply with where no operator takes what is stored: the matrix, or for
+        rounded activations its integers."""
+        return self.integers() if self.rounds_activations else self.dequantized()
+
+    def rescaled(
+        self,
+        multiply: Callable[[paddle.Tensor], paddle.Tensor],
+        x: paddle.Tensor,
+        bias: paddle.Tensor | None,
+    ) -> paddle.Tensor:
+        """The product from that of integers, which ``multiply`` gives for the rounded rows of ``x``."""
         integers, step = round_rows(x)
-        product = self._widened.linear(integers) * (step * self.scale.astype(x.dtype))
+        product = multiply(integers) * paddle.multiply(step, paddle.cast(self.scale, x.dtype))
         return product if bias is None else add_smaller(product, bias)
+
+    def _gpu_arch(self, x: paddle.Tensor) -> int | None:
+        """Compute capability, as Paddle's kernel for 8-bit weights names it; None where there is none."""
+        fits = self.in_features % _GPU_MULTIPLE == 0 and self.out_features % _GPU_MULTIPLE == 0
+        if self.form != Form(8) or not fits or not on_gpu():
+            return None
+        if x.dtype not in (paddle.float16, paddle.bfloat16):
+            return None
+        major, minor = paddle.device.cuda.get_device_capability()
+        return arch if (arch := 10 * major + minor) in _GPU_ARCHS else None
 
 
 def round_rows(x: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
@@ -194,7 +230,8 @@ class QuantizedEmbedding(nn.Layer):
         return self.join(rows * is_here.unsqueeze(-1).astype(rows.dtype))
 
     def _rows(self, ids: paddle.Tensor) -> paddle.Tensor:
-        return F.embedding(ids, self.weight).astype(self.scale.dtype) * F.embedding(ids, self.scale)
+        scale = F.embedding(ids, self.scale)
+        return F.embedding(ids, self.weight).astype(scale.dtype) * scale
 
     def dequantized(self) -> paddle.Tensor:
         """The table ``[V, h]``, or this rank's rows of it."""

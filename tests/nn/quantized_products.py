@@ -128,7 +128,13 @@ def _build(march: str, width: int, sanitize: bool, directory: Path) -> None:
     options = [f"-march={march}" if option.startswith("-march") else option for option in ops.OPTIONS]
     options = [f"-DPANEL_WIDTH={width}" if option.startswith("-DPANEL") else option for option in options]
     if sanitize:
-        options += ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+        options += [
+            "-g",
+            "-O1",
+            "-fsanitize=address,undefined",
+            "-fno-sanitize=vptr",
+            "-fno-sanitize-recover=undefined",
+        ]
     library = directory / "quantized.so"
     build.OPTIONS = tuple(options)
     for command in build._commands(build.find_compiler(), ops.QUANTIZED_SOURCE, library):

@@ -80,6 +80,37 @@ def test_activations_without_a_grid_give_nan(value: float) -> None:
     assert np.isnan(result[1]).all() and np.isfinite(result[[0, 2]]).all()
 
 
+def test_on_a_gpu_paddles_kernel_takes_8_bit_weights_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no GPU here: what is asked of Paddle is looked at, and for which matrices."""
+    asked = []
+
+    def quantize(wide: paddle.Tensor, algo: str, arch: int) -> tuple[str, str]:
+        asked.append((wide.shape, str(wide.dtype), algo, arch))
+        return "integers", "scale"
+
+    def multiply(x: paddle.Tensor, weight: str, bias: object, scale: str, dtype: str, arch: int) -> str:
+        asked.append((x.shape, weight, bias, scale, dtype, arch))
+        return "product"
+
+    monkeypatch.setattr(quantized, "weight_quantize", quantize)
+    monkeypatch.setattr(quantized, "weight_only_linear", multiply)
+    monkeypatch.setattr(quantized, "on_gpu", lambda: True)
+    monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda: (8, 0))
+    matrix, x = _matrix(Form(8), 64, 128), paddle.randn([2, 64]).astype("float16")
+    assert [matrix.linear(x), matrix.linear(x)] == ["product"] * 2
+    multiplied = ([2, 64], "integers", None, "scale", "int8", 80)
+    assert asked == [([64, 128], "paddle.float16", "weight_only_int8", 80), multiplied, multiplied]
+    for other in (
+        _matrix(Form(8), 64, 50),
+        _matrix(Form(4, 16), 64, 128),
+        _matrix(Form(8, None, 8), 64, 128),
+    ):
+        assert other._gpu_arch(x) is None
+    assert matrix._gpu_arch(x.astype("float32")) is None
+    monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda: (6, 1))
+    assert matrix._gpu_arch(x) is None
+
+
 @needs_operators
 def test_panels_of_another_matrix_are_refused() -> None:
     matrix, other = _matrix(Form(4, 16)), _matrix(Form(4, 16), size=32)

@@ -88,8 +88,13 @@ def _fill(matrix: paddle.Tensor, multiple: int) -> paddle.Tensor:
     """``matrix`` with zeros below and to the right, up to multiples of ``multiple`` and :data:`WIDTH`."""
     rows, columns = matrix.shape
     below, right = -rows % multiple, -columns % WIDTH
+    if not below and not right:
+        return matrix
+    dtype = matrix.dtype
+    if dtype == paddle.uint8:  # which programs of Paddle 3.3.1 do not join
+        matrix = paddle.cast(matrix, "int16")
     if below:
         matrix = paddle.concat([matrix, paddle.zeros([below, columns], dtype=matrix.dtype)], axis=0)
     if right:
         matrix = paddle.concat([matrix, paddle.zeros([rows + below, right], dtype=matrix.dtype)], axis=1)
-    return matrix
+    return paddle.cast(matrix, dtype) if dtype == paddle.uint8 else matrix

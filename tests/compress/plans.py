@@ -1,0 +1,41 @@
+"""A quantised checkpoint in the ranks of a pool (tests/helpers/ranks.py): its loss, and what it generates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+def use(config: str, plan: Sequence[str], world: int, generate: bool) -> dict[str, Any]:
+    """In a rank: the loss of some tokens, and greedy continuations where the plan can generate."""
+    import paddle
+
+    from ppfleetx.config.loader import load_config
+    from ppfleetx.core.programs.generate import load_generator
+    from ppfleetx.core.programs.train import build_runner, find_weights
+    from ppfleetx.distributed.context import ParallelContext
+    from ppfleetx.distributed.init import init_distributed
+
+    cfg = load_config(config, [*plan, "Generation.decode_strategy=greedy_search"], world_size=world)
+    ctx = ParallelContext.single() if world == 1 else init_distributed(cfg)
+    rng = np.random.default_rng(7)
+    tokens = rng.integers(0, 300, (2, 33))
+    batch = {
+        "tokens": tokens[:, :-1].astype(np.int64),
+        "labels": tokens[:, 1:].astype(np.int64),
+        "position_ids": np.ascontiguousarray(np.broadcast_to(np.arange(32), (2, 32))),
+        "loss_mask": np.ones((2, 32), np.float32),
+    }
+    with paddle.utils.unique_name.guard():
+        start = find_weights(cfg, ctx)
+        runner = build_runner(cfg, ctx, train=False)
+        start.restore_weights(runner, cfg.Model)
+        total, count = runner.eval_step([batch])
+        ids = []
+        if generate:
+            generator = load_generator(cfg, ctx)
+            results = generator.generate(["the cat", "and"], cfg.Generation)
+            ids = [list(one[0].ids) for one in results]
+    return {"loss": total / count if count else None, "ids": ids}

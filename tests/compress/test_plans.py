@@ -1,0 +1,84 @@
+"""A quantised checkpoint computes the same under every plan, or is refused in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from ppfleetx.config.loader import load_config
+from ppfleetx.core.programs.quantize import Request, run
+from tests.compress.plans import use
+from tests.compress.runs import MODELS, write_run
+from tests.helpers.ranks import Pools, RanksFailedError
+
+PLANS = {
+    "mp2": ["Distributed.mp_degree=2"],
+    "mp2_sequences": ["Distributed.mp_degree=2", "Model.sequence_parallel=True"],
+    "pp2": ["Distributed.pp_degree=2"],
+    "sharding2": ["Distributed.sharding.sharding_degree=2", "Distributed.sharding.sharding_stage=2"],
+    "sep2": ["Distributed.sep_degree=2"],
+}
+FORMS = {"int8": {"to": "int8"}, "int4": {"to": "int4", "group": 8}}
+
+
+@pytest.fixture(scope="module")
+def pools():
+    pools = Pools()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> dict[tuple[str, str], str]:
+    """Configuration of each style in each form; its checkpoint is named in it."""
+    configs = {}
+    for style, model in MODELS.items():
+        room = tmp_path_factory.mktemp(style)
+        run_dir = write_run(room / "run", model)
+        for form, options in FORMS.items():
+            step = run(Request(checkpoint=str(run_dir), output=str(room / form), **options))
+            config = room / f"{form}.yaml"
+            text = (step / "config.yaml").read_text()
+            place = f"Engine: {{save_load: {{ckpt_dir: '{step}'}}}}\n"
+            config.write_text(f"{text}\n{place}")
+            configs[style, form] = str(config)
+    return configs
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("style", MODELS)
+def test_two_ranks_compute_what_one_process_does(pools, small, style, form) -> None:
+    config = small[style, form]
+    alone = use(config, ["Generation.max_dec_len=6"], 1, True)
+    for name, plan in PLANS.items():
+        generates = name in ("mp2", "sharding2")
+        ranks = pools(2).run(
+            "tests.compress.plans:use",
+            timeout=120.0,
+            config=config,
+            plan=["Generation.max_dec_len=6", *plan],
+            world=2,
+            generate=generates,
+        )
+        losses = [rank["loss"] for rank in ranks if rank["loss"] is not None]
+        assert losses and all(abs(loss - alone["loss"]) < 2e-5 for loss in losses), (name, losses, alone)
+        if generates:
+            assert ranks[0]["ids"] == alone["ids"], name
+
+
+def test_groups_that_ranks_would_share(pools, tmp_path) -> None:
+    run_dir = write_run(tmp_path / "run", MODELS["gpt2_style"])
+    step = run(Request(checkpoint=str(run_dir), output=str(tmp_path / "small"), to="int4", group=16))
+    config = tmp_path / "small.yaml"
+    config.write_text(
+        (step / "config.yaml").read_text() + f"\nEngine: {{save_load: {{ckpt_dir: '{step}'}}}}\n"
+    )
+    assert load_config(config).Compress.Weights.group_size == 16
+    with pytest.raises(RanksFailedError, match=r"groups of 16 do not divide 24 .*leaves 24 of 48 to a rank"):
+        pools(2).run(
+            "tests.compress.plans:use",
+            timeout=120.0,
+            config=str(config),
+            plan=PLANS["mp2"],
+            world=2,
+            generate=False,
+        )
