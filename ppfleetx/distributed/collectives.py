@@ -52,21 +52,47 @@ def _packed(tensors: Sequence[paddle.Tensor], start: Callable[[paddle.Tensor], A
     everything that is sent.
     """
     for bucket in _buckets(tensors):
-        if len(bucket) == 1:
-            start(bucket[0]).wait()
-        else:
-            _run_packed(bucket, start)
+        Packed(bucket, start).complete()
 
 
-def _run_packed(bucket: list[paddle.Tensor], start: Callable[[paddle.Tensor], Any]) -> None:
-    """Pack, start the operation, wait, unpack; nothing of it is left afterwards."""
-    flat = paddle.concat([tensor.reshape([-1]) for tensor in bucket])
-    start(flat).wait()
-    end = 0
-    for tensor in bucket:
-        begin, end = end, end + tensor.size
-        part = flat._slice(begin, end)  # the bucket's own memory, whatever FLAGS_use_stride_kernel says
-        paddle.assign(part.reshape_(tensor.shape), tensor)
+class Packed:
+    """An operation on tensors that travel as one, under way.
+
+    Args:
+        tensors: of one type; they get the result in :meth:`complete` and must be left alone until then.
+        start: starts it on a flat tensor, in place, and returns the task.
+        keeps_result: False where nobody reads the tensors any more: they may go at once.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[paddle.Tensor],
+        start: Callable[[paddle.Tensor], Any],
+        *,
+        keeps_result: bool = True,
+    ) -> None:
+        self._tensors = list(tensors) if keeps_result else []
+        flat = tensors[0] if len(tensors) == 1 else paddle.concat([t.reshape([-1]) for t in tensors])
+        self._flat, self._task = flat, start(flat)
+
+    @paddle.no_grad()
+    def complete(self) -> None:
+        """Wait, and write the result into the tensors; nothing of the operation is left afterwards."""
+        self._task.wait()
+        end, flat = 0, self._flat
+        for tensor in self._tensors if len(self._tensors) > 1 else ():
+            begin, end = end, end + tensor.size
+            part = flat._slice(begin, end)  # the bucket's own memory, whatever FLAGS_use_stride_kernel says
+            paddle.assign(part.reshape_(tensor.shape), tensor)
+        self._tensors, self._flat, self._task = [], None, None
+
+
+@paddle.no_grad()
+def start_packed(
+    tensors: Sequence[paddle.Tensor], start: Callable[[paddle.Tensor], Any], *, keeps_result: bool = True
+) -> Packed:
+    """Start an operation on tensors of one type, packed into one message; see :class:`Packed`."""
+    return Packed(tensors, start, keeps_result=keeps_result)
 
 
 def _buckets(tensors: Sequence[paddle.Tensor]) -> Iterator[list[paddle.Tensor]]:

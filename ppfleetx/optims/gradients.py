@@ -37,3 +37,32 @@ def add_to_main_gradient(parameter: Tensor) -> None:
         main = getattr(parameter, "main_grad", None)
         parameter.main_grad = gradient if main is None else main.add_(gradient)
     parameter.clear_gradient(False)
+
+
+def take_gradient(parameter: Tensor) -> Tensor:
+    """The gradient, which there must be; the parameter has none afterwards, and the next backward pass makes
+    a new one."""
+    import paddle
+
+    gradient = gradient_of(parameter)
+    if getattr(parameter, "main_grad", None) is None:
+        # Dropping empties the tensor that `grad` gives: the memory needs another.
+        taken = paddle.empty(gradient.shape, gradient.dtype)
+        gradient._share_buffer_to(taken)
+        gradient = taken
+    drop_gradient(parameter)
+    return gradient
+
+
+def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    """Add to the gradient; where there is none, ``gradient`` itself becomes it."""
+    import paddle
+
+    with paddle.no_grad():
+        there = gradient_of(parameter)
+        if there is not None:
+            there.add_(gradient)
+        elif gradient.dtype == parameter.dtype:
+            parameter.grad = gradient
+        else:
+            parameter.main_grad = gradient

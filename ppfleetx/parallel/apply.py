@@ -123,5 +123,12 @@ def _optimizer_and_sync(
             ParameterSharding(sharding, group, layers)
     if optimizer is not None:
         optimizer.keep_masters(masters)  # after sharding: of what is updated here
-    sync = GradientSync(trainable, ctx, tied_group=tied_group, tied_names=tied_names, sharding=sharding)
+    sync = GradientSync(
+        trainable,
+        ctx,
+        tied_group=tied_group,
+        tied_names=tied_names,
+        sharding=sharding,
+        bucket_bytes=cfg.Distributed.bucket_bytes if train else None,
+    )
     return optimizer, sync

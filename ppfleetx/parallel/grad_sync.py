@@ -13,14 +13,17 @@ equal at the end.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import paddle
+from paddle import distributed
 
 from ppfleetx.distributed.collectives import all_reduce_packed, equalize_packed
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.optims.grad_clip import clip_by_global_norm
 from ppfleetx.optims.gradients import gradient_of
+from ppfleetx.parallel.overlap import Bucket, BucketSums, cut
 
 if TYPE_CHECKING:
     from ppfleetx.parallel.sharding import Sharding
@@ -35,6 +38,7 @@ class GradientSync:
         tied_group: pipeline ranks that hold copies of the tied parameters, when this rank is one of them.
         tied_names: canonical names of the tied parameters.
         sharding: gives each parameter an owner, who alone needs its gradient; None: every rank does.
+        bucket_bytes: send sums of about this size while the backward pass runs; None: all at its end.
     """
 
     def __init__(
@@ -45,13 +49,38 @@ class GradientSync:
         tied_group: Any = None,
         tied_names: Sequence[str] = (),
         sharding: Sharding | None = None,
+        bucket_bytes: int | None = None,
     ) -> None:
         self.parameters, self._ctx, self._sharding = list(parameters), ctx, sharding
         self._tied_group, self._tied_names = tied_group, frozenset(tied_names)
+        self._early: set[int] = set()  # parameters that are summed over the replicas during the backward pass
+        self._sums = None if bucket_bytes is None else self._bucket_sums(bucket_bytes)
+
+    def _bucket_sums(self, nbytes: int) -> BucketSums | None:
+        """The sums that need not wait for the end: into the owners, or over the replicas.
+
+        What is still to be summed over the tensor-parallel ranks is small, and waits.
+        """
+        if self._sharding is not None:
+            return self._sharding.bucket_sums(nbytes)
+        group = replica_group(self._ctx)
+        if group is None:
+            return None
+        early = [p for p in reversed(self.parameters) if not getattr(p, "sequence_parallel", False)]
+        self._early = {id(parameter) for parameter in early}
+        start = partial(distributed.all_reduce, group=group, sync_op=False)
+        return BucketSums([Bucket(bucket, start) for _, bucket in cut(early, nbytes)])
+
+    def begin(self, num_micro_batches: int) -> None:
+        """Before the passes of a step: how many backward passes its gradients come from."""
+        if self._sums is not None:
+            self._sums.begin(num_micro_batches)
 
     def reduce(self) -> None:
         """Complete the gradients: into the owners, over parts of the sequence, replicas, tied copies."""
         ctx, mine = self._ctx, self.parameters
+        if self._sums is not None:
+            self._sums.finish()
         if self._sharding is not None:
             mine = self._sharding.finish_gradients()
         partial = [p for p in mine if getattr(p, "partial_gradient", False)]
@@ -59,7 +88,7 @@ class GradientSync:
             all_reduce_packed(_gradients(partial), ctx.group_of("mp"))
         replicas = replica_group(ctx)
         if replicas is not None:
-            all_reduce_packed(_gradients(mine), replicas)
+            all_reduce_packed(_gradients([p for p in mine if id(p) not in self._early]), replicas)
         # After the replicas: a sum of two numbers has one order, so the copies stay equal along them too.
         tied = [p for p in mine if self._is_tied(p)]
         if tied:

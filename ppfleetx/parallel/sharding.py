@@ -8,7 +8,8 @@ needs just before its forward and its backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import paddle
@@ -16,9 +17,10 @@ from paddle import distributed
 from paddle.autograd import PyLayer
 from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import DygraphShardingOptimizer
 
-from ppfleetx.distributed.collectives import BUCKET_BYTES, broadcast_packed, reduce_packed
+from ppfleetx.distributed.collectives import BUCKET_BYTES, broadcast_packed, reduce_packed, start_packed
 from ppfleetx.nn.pieces import LogitsInPieces, PieceHead
-from ppfleetx.optims.gradients import drop_gradient, gradient_of
+from ppfleetx.optims.gradients import add_gradient, drop_gradient, gradient_of, take_gradient
+from ppfleetx.parallel.overlap import Bucket, BucketSums, cut
 
 if TYPE_CHECKING:
     from ppfleetx.optims.adamw import Optimizer
@@ -87,6 +89,8 @@ class Sharding:
         # Apart, so that both states and values are shared evenly.
         self.owners = {**deal_out(frozen, group.nranks, tied), **deal_out(parameters, group.nranks, tied)}
         self._pending: dict[int, dict[str, paddle.Tensor]] = {rank: {} for rank in range(group.nranks)}
+        self._bucket_bytes = BUCKET_BYTES
+        self._overlaps, self._under_way = False, None
         if stage > 1:
             for parameter in self._parameters:
                 parameter._register_backward_hook(lambda *_, p=parameter: self._on_gradient(p))
@@ -108,13 +112,41 @@ class Sharding:
         optimizer.stepper.sends_values = self._stage < 3
         optimizer.named_params = [(name, p) for name, p in optimizer.named_params if self.owns(p)]
 
+    def bucket_sums(self, nbytes: int) -> BucketSums | None:
+        """Let gradients travel while the backward pass goes on, in messages of about ``nbytes``.
+
+        Returns:
+            Of stage 1, whose gradients leave once a step, the sums to begin and to finish in each step.
+        """
+        self._bucket_bytes, self._overlaps = nbytes, True
+        if self._stage > 1:
+            return None
+        buckets = cut(list(reversed(self._parameters)), nbytes, self.owner_of)
+        return BucketSums(
+            [
+                Bucket(bucket, self._start(owner), partial(self._drop, owner, bucket))
+                for owner, bucket in buckets
+            ]
+        )
+
+    def _start(self, owner: int) -> Callable[[paddle.Tensor], Any]:
+        destination = self._group.ranks[owner]
+        return lambda flat: distributed.reduce(flat, destination, group=self._group, sync_op=False)
+
+    def _drop(self, owner: int, parameters: Iterable[paddle.Tensor]) -> None:
+        """Forget gradients that have been summed into another rank."""
+        if owner != self._group.rank:
+            for parameter in parameters:
+                drop_gradient(parameter)
+
     def finish_gradients(self) -> list[paddle.Tensor]:
         """Complete the owners' sums; give the parameters owned here, which alone have gradients then."""
-        if self._stage == 1:
+        if self._stage == 1 and not self._overlaps:
             for parameter in self._parameters:
                 self._pending[self.owners[parameter.info.name]][parameter.info.name] = parameter
         for owner in self._pending:
             self._send(owner)
+        self._complete()
         if self._stage == 3:
             # The first layer's input carries no gradient that could tell when its backward pass is over.
             for parameter in self._parameters:
@@ -126,18 +158,33 @@ class Sharding:
         """A backward pass has added to the gradient: send it when enough has come together."""
         owner = self.owners[parameter.info.name]
         self._pending[owner][parameter.info.name] = parameter
-        if sum(p.size * p.element_size() for p in self._pending[owner].values()) >= BUCKET_BYTES:
+        if sum(p.size * p.element_size() for p in self._pending[owner].values()) >= self._bucket_bytes:
             self._send(owner)
 
     def _send(self, owner: int) -> None:
         """Sum pending gradients into the owner, who keeps the sum and adds to it in the next pass."""
         parameters = [p for p in self._pending[owner].values() if gradient_of(p) is not None]
         self._pending[owner] = {}
-        if parameters:
+        if not parameters:
+            return
+        if not self._overlaps:
             reduce_packed([gradient_of(p) for p in parameters], self._group, owner)
-        if owner != self._group.rank:
-            for parameter in parameters:
-                drop_gradient(parameter)
+            self._drop(owner, parameters)
+            return
+        self._complete()
+        gradients = [take_gradient(p) for p in parameters]
+        mine = owner == self._group.rank
+        packed = start_packed(gradients, self._start(owner), keeps_result=mine)
+        self._under_way = packed, list(zip(parameters, gradients, strict=True)) if mine else []
+
+    def _complete(self) -> None:
+        """Wait for what is under way; the owner adds it to what passes have given since."""
+        if self._under_way is None:
+            return
+        (packed, received), self._under_way = self._under_way, None
+        packed.complete()
+        for parameter, gradient in received:
+            add_gradient(parameter, gradient)
 
 
 class ParameterSharding:

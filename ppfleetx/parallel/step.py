@@ -181,6 +181,7 @@ class StepRunner(ABC):
 
     def _passes(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> float:
         """Forward and backward in the types of the precision, of the loss times its scale; the loss sum."""
+        self._sync.begin(len(micro_batches))
         with self._precision.autocast(), self._loss_follows():
             return self._forward_backward(micro_batches, num_valid / self._precision.loss_scale)
 

@@ -20,6 +20,7 @@ from ppfleetx.config.plan import CONFIG_KEYS
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "ppfleetx/configs/debug/gpt_nano.yaml"
+BUCKET_BYTES = 8192
 SEQ_LEN, VOCAB, GLOBAL_BATCH, STEPS = 16, 125, 16, 5
 
 SIZES = {
@@ -77,6 +78,7 @@ def overrides(
         "Data.Eval.dataset.max_seq_len": SEQ_LEN,
         "Optimizer.lr.warmup_steps": 2,
         "Optimizer.grad_clip.clip_norm": 0.5,
+        "Distributed.bucket_size": BUCKET_BYTES / 2**20,
         **{f"Optimizer.{key}": value for key, value in OPTIMIZERS[optimizer].items()},
         **{f"Model.{key}": value for key, value in {**SIZES, **MODELS[model]}.items()},
         **{CONFIG_KEYS[key]: value for key, value in plan.items()},
@@ -199,7 +201,7 @@ def build(
     from ppfleetx.parallel.apply import parallelize
 
     # Many buckets, and gradients that are sent in the middle of a step, with a model this small.
-    collectives.BUCKET_BYTES = sharding.BUCKET_BYTES = 8192
+    collectives.BUCKET_BYTES = sharding.BUCKET_BYTES = BUCKET_BYTES
     given = overrides(plan, model, optimizer, micro_batch_size, extra)
     cfg = load_config(CONFIG, given, world_size=world_size)
     ctx = init_distributed(cfg)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import model_validator
 
-from ppfleetx.config.fields import Bool, CountInt, Degree, NumberChoice, RuleError, Section
+from ppfleetx.config.fields import Bool, CountInt, Degree, NumberChoice, PositiveFloat, RuleError, Section
 
 
 class ShardingConfig(Section):
@@ -19,8 +19,9 @@ class ShardingConfig(Section):
     """1 divides optimizer states, 2 also gradients, 3 also parameters."""
     sharding_offload: Bool = False
     """Keep optimizer states and master weights in host memory and update there (stages 2 and 3)."""
-    reduce_overlap: Bool = False
-    """Reduce gradients while the backward pass still runs (no effect yet: it waits for each sum)."""
+    reduce_overlap: Bool = True
+    """Sum gradients over replicas, parts of the sequence and sharding ranks while the backward pass still
+    runs; false: after it (of stages 2 and 3: the pass waits for each sum). No number changes."""
     broadcast_overlap: Bool = False
     """Broadcast updated parameters while the next forward pass runs (no effect yet: it waits for them)."""
 
@@ -37,6 +38,9 @@ class DistributedConfig(Section):
     sep_degree: Degree = 1
     """Ranks that split each sequence."""
     sharding: ShardingConfig = ShardingConfig()
+    bucket_size: PositiveFloat = 64.0
+    """MiB of gradients that travel in one message (a larger gradient travels alone). With
+    `sharding.reduce_overlap` smaller ones begin earlier and cost more messages."""
     pp_layers: tuple[CountInt | tuple[CountInt, ...], ...] | None = None
     """Layers of each pipeline stage in model order; null: equal parts. With virtual stages, of each chunk:
     one number each, or one list per virtual stage with a number per pipeline stage. The first also holds
@@ -44,6 +48,11 @@ class DistributedConfig(Section):
     noop_layers: tuple[CountInt, ...] | None = None
     """Places left empty when `num_layers` and these are dealt out in equal parts, counted from 0 in model
     order: a shorter way to say `pp_layers`. They are not counted in `num_layers`."""
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        """Bytes of a bucket of gradients that leaves during the backward pass; None: none does."""
+        return int(self.bucket_size * 2**20) if self.sharding.reduce_overlap else None
 
     @model_validator(mode="after")
     def _check(self) -> DistributedConfig:

@@ -82,10 +82,12 @@ class Member:
             self._number += 1
         signature = Signature(CODES[name], dtype, nbytes, root)
         text = f"{name} of group {self.group_id} ({nbytes} bytes)"
-        operation = self._operation(steps(number, signature), text, number, signature)
+        operation = self._operation(steps(number, signature), text, number, signature, background=not sync)
         return self._mesh.launch(operation, sync=sync)
 
-    def _operation(self, steps: Steps, text: str, number: int, signature: Signature) -> Operation:
+    def _operation(
+        self, steps: Steps, text: str, number: int, signature: Signature, *, background: bool = False
+    ) -> Operation:
         mesh = self._mesh
         return Operation(
             mesh.inbox,
@@ -95,6 +97,7 @@ class Member:
             group=self._key,
             number=number,
             signature=signature,
+            background=background,
         )
 
     def _exchange(

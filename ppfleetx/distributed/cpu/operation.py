@@ -23,6 +23,10 @@ class Operation:
         text: for people.
         group, number: which operation of which group it is; ``number`` is -1 between two ranks.
         signature: what all who take part must agree on.
+        background: it advances in the mesh's own thread while the program computes.
+
+    Attributes:
+        busy: a thread is advancing it. Set and reset under the mesh's ``state``.
     """
 
     def __init__(
@@ -35,7 +39,9 @@ class Operation:
         group: int,
         number: int,
         signature: Signature,
+        background: bool = False,
     ) -> None:
+        self.background, self.busy = background, False
         self.text, self.group, self.number, self.signature = text, group, number, signature
         self._inbox, self._complete, self._steps = inbox, complete, steps
         self._receives: list[Receive] = []
@@ -43,6 +49,10 @@ class Operation:
         self.failure: BaseException | None = None
 
     def ready(self) -> bool:
+        """Whether some thread may advance it now."""
+        return not self.busy and not self.done and self._has_arrived()
+
+    def _has_arrived(self) -> bool:
         return all(receive.done for receive in self._receives)
 
     def missing(self) -> list[int]:
@@ -51,7 +61,7 @@ class Operation:
 
     def advance(self) -> None:
         """Run until the next receives are not there yet."""
-        while not self.done and self.ready():
+        while not self.done and self._has_arrived():
             for receive in self._receives:
                 self._inbox.settle(receive, self.text)
             try:
@@ -63,7 +73,8 @@ class Operation:
         """Forget the posted receives of an operation that failed."""
         self.failure = failure
         self._inbox.unpost(self._receives)
-        self._steps.close()
+        if not self.busy:  # else the thread that is at it comes to its end by itself
+            self._steps.close()
 
     def wait(self, timeout: float | None = None) -> bool:
         self._complete(self)

@@ -2,9 +2,12 @@
 
 One connection per pair of ranks, made once and shared by every process group. A reader thread per
 connection drains it for as long as the process lives, so a send never waits for the receiver's program and
-no order of sends and receives can deadlock. ``handshake.py`` makes the connections, ``wire.py``
-knows the frames on them, ``inbox.py`` brings messages and receives together, ``inquiry.py`` asks ranks that
-do not come what they are doing, ``watch.py`` and ``ends.py`` know who is gone.
+no order of sends and receives can deadlock. A collective that nobody waits for yet (``sync_op=False``)
+advances in one more thread (``progress.py``), so that its messages travel while the program computes.
+
+``handshake.py`` makes the connections, ``wire.py`` knows the frames on them, ``inbox.py`` brings messages
+and receives together, ``inquiry.py`` asks ranks that do not come what they are doing, ``watch.py`` and
+``ends.py`` know who is gone.
 
 Nothing in these files knows Paddle: memory is ``memoryview`` and NumPy.
 """
@@ -25,6 +28,7 @@ from ppfleetx.distributed.cpu.handshake import connect_ranks
 from ppfleetx.distributed.cpu.inbox import BufferPool, Inbox
 from ppfleetx.distributed.cpu.inquiry import Inquiry
 from ppfleetx.distributed.cpu.operation import Operation
+from ppfleetx.distributed.cpu.progress import Progress
 from ppfleetx.distributed.cpu.watch import Watch
 from ppfleetx.distributed.cpu.wire import (
     ACK,
@@ -67,6 +71,7 @@ class Mesh:
         self.pending: list[Operation] = []
         self.inbox = Inbox(rank, self.state, self.pool)
         self._ends = Ends(rank, {other: peer.name for other, peer in peers.items()})
+        self._progress = Progress(self)
         self._inquiry = Inquiry(rank, peers, self.state, self.pending)
         self._closed, self._killed_before = False, killed_for_memory()
 
@@ -143,14 +148,17 @@ class Mesh:
         if peer is None:
             raise CommError(f"rank {self.rank}: the connections of this process are closed")
         try:
-            peer.frames_sent += 1
             if not peer.direct or view.nbytes < DIRECT_BYTES:
+                with peer.counting:
+                    peer.frames_sent += 1
                 peer.send(make_header(DATA, signature, phase, group, number, view.nbytes), view)
                 return None
-            peer.direct_sent += 1
-            ticket = peer.direct_sent
-            address = address_of(view)
-            peer.send(make_header(DIRECT, signature, phase, group, number, view.nbytes, address))
+            with peer.counting:  # tickets are in the order of the frames: so the peer acknowledges them
+                peer.frames_sent += 1
+                peer.direct_sent += 1
+                ticket = peer.direct_sent
+                address = address_of(view)
+                peer.send(make_header(DIRECT, signature, phase, group, number, view.nbytes, address))
         except BlockingIOError as error:  # the socket's own time limit
             raise self._not_taken(peer, signature) from error
         except OSError as error:
@@ -244,24 +252,23 @@ class Mesh:
     # -- running operations -------------------------------------------------------------------
 
     def launch(self, operation: Operation, *, sync: bool) -> Operation:
-        """Start an operation, and complete it if ``sync``."""
+        """Start an operation, and complete it if ``sync``. One in the background is started by its thread."""
+        if operation.number >= 0:
+            self._inquiry.remember(operation)
+        if operation.background:
+            self._progress.begin(operation)
+            return operation
         with self.engine:
-            if operation.number >= 0:
-                self._inquiry.remember(operation)
-            self.pending.append(operation)
-            try:
-                operation.advance()
-            except BaseException as error:
-                self._drop(operation, error)
-                raise
-            if operation.done:
-                self.pending.remove(operation)
+            with self.state:
+                self.pending.append(operation)
+                operation.busy = True
+            self.advance(operation)
         if sync:
             self.complete(operation)
         return operation
 
     def complete(self, operation: Operation) -> None:
-        """Wait for ``operation``, advancing every other one under way meanwhile.
+        """Wait for ``operation``, advancing every other one of the program's own meanwhile.
 
         Raises:
             PeerLostError, OutOfStepError, CommTimeoutError: it cannot complete; the message names the
@@ -272,28 +279,46 @@ class Mesh:
             while not operation.done:
                 if operation.failure is not None:
                     raise operation.failure
-                self._advance_ready()
-                if not operation.done:
+                self._advance_ready(operation)
+                if not operation.done and operation.failure is None:
                     try:
                         self._wait(operation, deadline)
                     except BaseException as error:
                         self._drop(operation, error)
                         raise
 
-    def _advance_ready(self) -> None:
-        for operation in [*self.pending]:
-            if operation.ready():
-                try:
-                    operation.advance()
-                except BaseException as error:
-                    self._drop(operation, error)
-                    raise
-                if operation.done:
+    def advance(self, operation: Operation) -> None:
+        """Advance an operation that this thread has made ``busy``, and forget it if it is done.
+
+        Raises:
+            CommError: it failed, and keeps the reason for whoever waits for it.
+        """
+        try:
+            operation.advance()
+        except BaseException as error:
+            self._drop(operation, error)
+            raise
+        finally:
+            with self.state:
+                operation.busy = False
+                if operation.done and operation in self.pending:
                     self.pending.remove(operation)
+                self.state.notify_all()
+
+    def _advance_ready(self, wanted: Operation) -> None:
+        with self.state:
+            mine = [o for o in self.pending if o is wanted or not o.background]
+        for operation in mine:
+            with self.state:
+                if not operation.ready():
+                    continue
+                operation.busy = True
+            self.advance(operation)
 
     def _drop(self, operation: Operation, error: BaseException) -> None:
-        if operation in self.pending:
-            self.pending.remove(operation)
+        with self.state:
+            if operation in self.pending:
+                self.pending.remove(operation)
         operation.withdraw(error)
 
     def _wait(self, operation: Operation, deadline: float) -> None:
@@ -306,7 +331,7 @@ class Mesh:
                     if self.state.wait_for(
                         self._woken, min(STALL_SECONDS, max(deadline - time.monotonic(), 0))
                     ):
-                        if any(other.ready() for other in self.pending):
+                        if self._can_go_on(operation):
                             return
                         self._check_lost(operation)
                     if time.monotonic() >= deadline:
@@ -315,20 +340,29 @@ class Mesh:
                         raise note_raised(CommTimeoutError(f"{text}; {TIMEOUT_VARIABLE} sets the limit"))
                     suspicion = self._inquiry.judge(operation, suspicion)
                 self._inquiry.ask(operation, self._ends)
-                self._sleep_unless_ready()
+                self._sleep_unless_ready(operation)
         finally:
             self._inquiry.end()
             RECORD.waited += time.monotonic() - began
 
-    def _woken(self) -> bool:
-        if any(other.ready() for other in self.pending):
+    def _can_go_on(self, operation: Operation) -> bool:
+        """Whether there is something to do but to wait for ``operation``; the caller holds the state."""
+        if operation.done or operation.failure is not None:
             return True
+        return any(o.ready() for o in self.pending if o is operation or not o.background)
+
+    def _woken(self) -> bool:
+        blocked = self._inquiry.blocked
+        if self._can_go_on(blocked):
+            return True
+        if blocked.busy:  # another thread is at it, and will say what is wrong
+            return False
         return self._ends.is_broken or any(rank in self._ends for rank in self._inquiry.blocked.missing())
 
-    def _sleep_unless_ready(self) -> None:
+    def _sleep_unless_ready(self, operation: Operation) -> None:
         """Let the answers come in; a failure found meanwhile is judged by the caller."""
         with self.state:
-            self.state.wait_for(lambda: any(other.ready() for other in self.pending), 0.05)
+            self.state.wait_for(lambda: self._can_go_on(operation), 0.05)
 
     def _check_lost(self, operation: Operation) -> None:
         missing = operation.missing()

@@ -102,6 +102,7 @@ class Peer:
         self.name = f"rank {rank}"
         self.watch: socket.socket | None = None
         self.sending = threading.Lock()
+        self.counting = threading.Lock()  # of the counters below that senders change
         self.control: deque[bytes] = deque()
         self.pid = 0  # of the peer, where its memory can be read
         self.direct = False  # whether the peer reads ours

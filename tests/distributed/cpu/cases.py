@@ -212,6 +212,27 @@ def asynchronous() -> None:
         check(t, np.full(50000, sum(range(n)) + n * i, np.float64))
 
 
+def in_the_background(count: int) -> bool:
+    """Sums end while nobody waits for them; meanwhile the program's own operation on another group runs."""
+    start()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ours, theirs = (group_of(list(range(world))), group_of(list(range(world))[::-1]))
+    tensors = [paddle.full([count], float(rank + i)) for i in range(3)]
+    tasks = [dist.all_reduce(t, group=ours, sync_op=False) for t in tensors]
+    alone = paddle.full([4], 1.0)
+    dist.all_reduce(alone, group=theirs)
+    deadline = time.monotonic() + 30
+    while not all(task.is_completed() for task in tasks) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    ended = all(task.is_completed() for task in tasks)
+    for task in tasks:
+        task.wait()
+    expected = [sum(r + i for r in range(world)) for i in range(3)]
+    assert [t.unique().tolist() for t in tensors] == [[float(e)] for e in expected]
+    assert alone.unique().tolist() == [float(world)]
+    return ended
+
+
 def ring(rounds: int, count: int) -> None:
     """Everybody sends to the next and receives from the one before, receive first or send first."""
     start()

@@ -51,6 +51,12 @@ def test_groups_do_not_collide(ranks):
     ranks(4).run(CASES + "groups_side_by_side")
 
 
+@pytest.mark.parametrize("direct", ["0", "1"])
+def test_sums_travel_while_the_program_computes(ranks, direct):
+    pool = ranks(3, PADDLE_CPU_COMM_DIRECT=direct)
+    assert pool.run(CASES + "in_the_background", count=200000) == [True] * 3
+
+
 def test_asynchronous_operations_complete_in_any_order(ranks):
     ranks(4).run(CASES + "asynchronous")
 

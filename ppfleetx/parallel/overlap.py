@@ -1,0 +1,137 @@
+"""Sums of gradients that travel while the backward pass still runs.
+
+Parameters are put into buckets in the reverse of the model's order, in which the backward pass reaches them.
+A bucket is sent when all its gradients are complete: in the last micro batch, or in a pipeline when the
+stage's last backward pass has come by. Buckets are sent in their order and no other, whatever is
+ready first, at points of the program that do not depend on time: so the ranks of a group issue the same
+operations in the same order, those of the model between them included.
+
+One bucket is packed and under way at a time, which bounds the memory beside the gradients. Where the next one
+is complete sooner, the pass waits: the link is busy then and could take no more. :meth:`BucketSums.finish`
+sends what is left.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import paddle
+
+from ppfleetx.distributed.collectives import Packed, start_packed
+from ppfleetx.optims.gradients import gradient_of
+
+Start = Callable[[paddle.Tensor], Any]
+"""Starts the sum of a flat tensor, in place, and returns the task to wait for."""
+
+
+class Bucket:
+    """Parameters whose gradients travel together.
+
+    Args:
+        parameters: in the order of the backward pass.
+        start: see :data:`Start`.
+        done: called when the sums are there.
+    """
+
+    def __init__(
+        self, parameters: Sequence[paddle.Tensor], start: Start, done: Callable[[], None] = lambda: None
+    ) -> None:
+        self.parameters, self.start, self.done = list(parameters), start, done
+
+
+class BucketSums:
+    """Sends buckets of gradients as they become complete.
+
+    How often a backward pass adds to a parameter's gradient (recomputation may do so in parts) is counted in
+    the first step, whose sums are all sent at its end.
+
+    Args:
+        buckets: in the order in which they are sent; no parameter is in two.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self._buckets = list(buckets)
+        self._of = {id(p): index for index, bucket in enumerate(self._buckets) for p in bucket.parameters}
+        self._per_pass: dict[int, int] | None = None
+        self._num_passes, self._counts = 0, Counter[int]()
+        self._missing: list[int] = []
+        self._next = 0
+        self._under_way: Packed | None = None
+        for bucket in self._buckets:
+            for parameter in bucket.parameters:
+                parameter._register_backward_hook(lambda *_, p=parameter: self._on_gradient(p))
+
+    def begin(self, num_passes: int) -> None:
+        """A step begins, with so many micro batches."""
+        self._num_passes, self._counts, self._next = num_passes, Counter(), 0
+        self._missing = [len(bucket.parameters) for bucket in self._buckets]
+
+    def finish(self) -> None:
+        """Send what has not been sent, and wait until all sums are there."""
+        self._complete()
+        while self._next < len(self._buckets):
+            self._send()
+            self._complete()
+        if self._per_pass is None and self._num_passes:
+            self._per_pass = {
+                key: count // self._num_passes
+                for key, count in self._counts.items()
+                if count % self._num_passes == 0
+            }
+
+    def _on_gradient(self, parameter: paddle.Tensor) -> None:
+        """A backward pass has added to the gradient."""
+        key = id(parameter)
+        self._counts[key] += 1
+        expected = (self._per_pass or {}).get(key, 0) * self._num_passes
+        if not expected:
+            return
+        if self._counts[key] > expected:
+            raise RuntimeError(
+                f"{parameter.info.name}: more was added to its gradient in this step than in the first one; "
+                "set Distributed.sharding.reduce_overlap to False"
+            )
+        if self._counts[key] == expected:
+            self._missing[self._of[key]] -= 1
+            self._send_complete()
+
+    def _send_complete(self) -> None:
+        while self._next < len(self._buckets) and self._missing[self._next] == 0:
+            self._complete()
+            self._send()
+
+    def _send(self) -> None:
+        bucket = self._buckets[self._next]
+        found = [gradient_of(parameter) for parameter in bucket.parameters]
+        gradients = [gradient for gradient in found if gradient is not None]
+        self._next += 1
+        if gradients:
+            self._under_way = start_packed(gradients, bucket.start)
+
+    def _complete(self) -> None:
+        if self._under_way is not None:
+            self._under_way.complete()
+            self._under_way = None
+            self._buckets[self._next - 1].done()
+
+
+def cut(
+    parameters: Sequence[paddle.Tensor], nbytes: int, key: Callable[[paddle.Tensor], Any] = lambda _: None
+) -> Iterator[tuple[Any, list[paddle.Tensor]]]:
+    """(key, parameters) of buckets of up to ``nbytes``, one key and one type in each.
+
+    In the order in which they fill up when the parameters come in their order; what is not full comes last.
+    """
+    open_buckets: dict[Any, tuple[list[paddle.Tensor], int]] = {}
+    for parameter in parameters:
+        kind = (key(parameter), parameter.dtype)
+        bucket, size = open_buckets.pop(kind, ([], 0))
+        more = parameter.size * parameter.element_size()
+        if bucket and size + more > nbytes:
+            yield kind[0], bucket
+            bucket, size = [], 0
+        open_buckets[kind] = ([*bucket, parameter], size + more)
+    for (name, _), (bucket, _) in open_buckets.items():
+        yield name, bucket

@@ -1,0 +1,1 @@
+from tests.parity.conftest import comparison  # noqa: F401
