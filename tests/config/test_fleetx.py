@@ -140,7 +140,7 @@ Distributed: {sharding: {comm_overlap: True}}
 """
     cfg = load_config(write("t.yaml", text))
     assert (cfg.Engine.mix_precision.level, cfg.Distributed.sharding.reduce_overlap) == ("O2", True)
-    assert len(cfg.warnings) == 2
+    assert len(cfg.warnings) == 3
     assert load_config(small, ["Engine.mix_precision.level=o1"]).Engine.mix_precision.level == "O1"
 
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from ppfleetx.distributed.cpu.operation import Operation
-
-if TYPE_CHECKING:
-    from ppfleetx.distributed.cpu.transport import Mesh
 
 
 class Progress:
@@ -19,32 +16,35 @@ class Progress:
     thread advances what is ready of any group, so groups cannot wait for each other in a circle.
 
     Args:
-        mesh: whose operations.
+        state: lock of what all threads share; its waiters are told when receives are complete.
+        pending: all operations under way, of which those in the background are this thread's.
+        advance: advances an operation that has been made ``busy``.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+    def __init__(
+        self, state: threading.Condition, pending: list[Operation], advance: Callable[[Operation], None]
+    ) -> None:
+        self._state, self._pending, self._advance = state, pending, advance
         self._thread: threading.Thread | None = None
 
     def begin(self, operation: Operation) -> None:
         """Take an operation over; returns at once."""
-        with self._mesh.state:
-            self._mesh.pending.append(operation)
-            self._mesh.state.notify_all()
+        with self._state:
+            self._pending.append(operation)
+            self._state.notify_all()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="cpu-comm-progress", daemon=True)
                 self._thread.start()
 
     def _next(self) -> Operation | None:
-        return next((o for o in self._mesh.pending if o.background and o.ready()), None)
+        return next((o for o in self._pending if o.background and o.ready()), None)
 
     def _run(self) -> None:
-        state = self._mesh.state
         while True:
-            with state:
-                state.wait_for(lambda: self._next() is not None)
+            with self._state:
+                self._state.wait_for(lambda: self._next() is not None)
                 operation = self._next()
                 operation.busy = True
             # Whoever waits for the operation is given the error.
             with contextlib.suppress(BaseException):
-                self._mesh.advance(operation)
+                self._advance(operation)

@@ -71,7 +71,7 @@ class Mesh:
         self.pending: list[Operation] = []
         self.inbox = Inbox(rank, self.state, self.pool)
         self._ends = Ends(rank, {other: peer.name for other, peer in peers.items()})
-        self._progress = Progress(self)
+        self._progress = Progress(self.state, self.pending, self.advance)
         self._inquiry = Inquiry(rank, peers, self.state, self.pending)
         self._closed, self._killed_before = False, killed_for_memory()
 
