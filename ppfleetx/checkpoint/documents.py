@@ -57,8 +57,10 @@ def portable_config(cfg: RunConfig, tokenizer: Tokenizer | None) -> str:
     }
     for key in OF_ONE_CALL:
         del tree["Generation"][key]
-    if plain["Compress"] != type(cfg.Compress)().model_dump(mode="json"):
-        tree["Compress"] = plain["Compress"]
+    # How the weights came about; what they are like stays.
+    compress = {**plain["Compress"], "Distill": None, "Prune": None}
+    if compress != type(cfg.Compress)().model_dump(mode="json"):
+        tree["Compress"] = compress
     return _HEAD + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=110)
 
 

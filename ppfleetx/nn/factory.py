@@ -90,9 +90,11 @@ class LocalFactory:
     Attributes:
         tell_rows: is told the loss of each row that ``token_loss`` computes; None: nobody is.
         keeps_weights: whether weights stay what and where they are once they have been used.
+        group: tensor-parallel ranks, which share the columns of logits; None: this rank has all of them.
     """
 
     keeps_weights = False
+    group: Any = None
     linear_cls: type[Linear] = Linear
     tell_rows: TellRows | None = None
 

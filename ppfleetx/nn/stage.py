@@ -100,9 +100,11 @@ class LayerFactory(Protocol):
 
     Attributes:
         tell_rows: is told the loss of each row that :meth:`token_loss` computes; None: nobody is.
+        group: ranks that share the columns of logits; None: this rank has all of them.
     """
 
     tell_rows: Callable[[paddle.Tensor], None] | None
+    group: Any
 
     def local_count(self, count: int, what: str) -> int:
         """How many of ``count`` equal parts (``what``: "key/value heads") one rank holds."""

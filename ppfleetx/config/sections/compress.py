@@ -11,7 +11,19 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from ppfleetx.config.fields import Bool, Fraction, Int, RuleError, Section, Size, Text, UnitFloat
+from ppfleetx.config.fields import (
+    Bool,
+    Fraction,
+    Int,
+    NonNegativeFloat,
+    PathText,
+    PositiveFloat,
+    RuleError,
+    Section,
+    Size,
+    Text,
+    UnitFloat,
+)
 from ppfleetx.config.sections.lora import BLOCK_LINEARS
 
 GROUP_MULTIPLE = 8
@@ -189,6 +201,28 @@ class PruneConfig(Section):
     """Share removed."""
 
 
+class DistillConfig(Section):
+    """A teacher whose outputs training learns from, beside the text (Hinton et al., 2015).
+
+    The loss of a token is `hard_weight` times its cross entropy plus `soft_weight` times `temperature^2`
+    times the divergence of the student's distribution from the teacher's, both at `temperature`."""
+
+    teacher: PathText
+    """Checkpoint of the teacher: any plan, the same tokenizer; its own sizes."""
+    temperature: PositiveFloat = 2.0
+    """Divides the logits of both; more tells more of what is unlikely."""
+    hard_weight: NonNegativeFloat = 0.5
+    """Weight of the cross entropy."""
+    soft_weight: NonNegativeFloat = 0.5
+    """Weight of the divergence."""
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> DistillConfig:
+        if self.soft_weight == 0:
+            raise RuleError(("soft_weight",), "of 0 learns nothing of the teacher; leave out the section")
+        return self
+
+
 class CompressConfig(Section):
     """Smaller models."""
 
@@ -198,6 +232,8 @@ class CompressConfig(Section):
     """How the weights of a quantised checkpoint are stored; null: they are not quantised."""
     Prune: PruneConfig | None = None
     """Pruning; null: none."""
+    Distill: DistillConfig | None = None
+    """Distillation; null: none."""
 
     @property
     def quantization(self) -> QuantizationConfig | None:

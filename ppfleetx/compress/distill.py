@@ -1,0 +1,172 @@
+"""Distillation (Hinton et al., 2015): a smaller model learns from the outputs of a larger one.
+
+The loss of a token is ``hard_weight`` times its cross entropy plus ``soft_weight`` times T^2 KL(p || q),
+where p and q are the distributions of teacher and student at temperature T. The teacher is built by the
+student's layer factory, so that under every plan its logits lie where the student's do, in parts.
+Evaluation measures the cross entropy alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import paddle
+from paddle import distributed
+from paddle.autograd import PyLayer
+
+from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.foreign.weights import with_vocabulary
+from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.checkpoint.tensors import load_model
+from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.sections.compress import DistillConfig, is_of_quantizer
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.models.gpt.stages import model_stages
+from ppfleetx.models.module import BasicModule, Tensors
+from ppfleetx.models.staged import StagedModel
+from ppfleetx.nn.stage import LayerFactory, Stage, canonical_parameters
+from ppfleetx.utils.log import get_logger
+
+_HIDDEN = -1e9  # logit of what takes no probability
+
+
+class Distillation(BasicModule):
+    """A language-modelling task whose training loss has a teacher.
+
+    Args:
+        task: the task itself.
+        cfg: the section.
+    """
+
+    def __init__(self, task: BasicModule, cfg: DistillConfig) -> None:
+        super().__init__(task.cfg)
+        self._task, self._distill = task, cfg
+        self._factory: LayerFactory | None = None
+        self._teacher: StagedModel | None = None
+
+    def stages(self, factory: LayerFactory) -> list[Stage]:
+        self._factory = factory
+        return self._task.stages(factory)
+
+    def forward(self, model: Any, batch: Tensors) -> Any:
+        """What the task gives; in training with the teacher's logits beside it."""
+        if not paddle.is_grad_enabled():
+            return self._task.forward(model, batch)
+        with paddle.no_grad():
+            teacher = self._task.forward(self._loaded(), batch)
+        return self._task.forward(model, batch), teacher
+
+    def loss(
+        self, outputs: Any, batch: Tensors, factory: LayerFactory
+    ) -> tuple[paddle.Tensor, paddle.Tensor]:
+        if not isinstance(outputs, tuple):
+            return self._task.loss(outputs, batch, factory)
+        student, teacher = outputs
+        hard, count = self._task.loss(student, batch, factory)
+        cfg = self._distill
+        each = divergence(student, teacher, self.cfg.Model.vocab_size, cfg.temperature, factory.group)
+        mask = factory.local_positions(batch["loss_mask"]).transpose([1, 0])
+        soft = (each * mask.astype(each.dtype)).sum().astype(hard.dtype)
+        return cfg.hard_weight * hard + cfg.soft_weight * cfg.temperature**2 * soft, count
+
+    def _loaded(self) -> StagedModel:
+        if self._teacher is None:
+            self._teacher = load_teacher(self._distill.teacher, self.cfg.Model, self._factory)
+        return self._teacher
+
+
+def load_teacher(place: str, student: ModelConfig, factory: LayerFactory) -> StagedModel:
+    """The model of a checkpoint, made by ``factory`` and with this rank's part of the weights.
+
+    Raises:
+        CheckpointError: there is no such model, or it has another vocabulary.
+    """
+    checkpoint = open_resolved(resolve_checkpoint(place, verify=False))
+    model = _model_of(checkpoint)
+    if model.vocab_size != student.vocab_size:
+        raise CheckpointError(
+            f"Compress.Distill.teacher: {checkpoint.path} has a vocabulary of {model.vocab_size}, the "
+            f"student (Model.vocab_size) of {student.vocab_size}: their outputs cannot be compared"
+        )
+    rows = "vocab_size_divisible_unit"  # their columns must lie alike
+    model = model.model_copy(update={rows: getattr(student, rows), "lora": None, "loss_chunks": 1})
+    teacher = StagedModel(model_stages(model, factory), seed=None)
+    teacher.eval()
+    parameters = canonical_parameters(teacher)
+    scales = [name for name in checkpoint.names() if is_of_quantizer(name)]
+    weights = with_vocabulary(checkpoint, model.vocab_size)
+    load_model(parameters.items(), weights, vocab_size=model.vocab_size, allow_extra=scales)
+    for parameter in parameters.values():
+        parameter.stop_gradient = True
+    get_logger().info(f"the teacher is {checkpoint.path}, of {model.num_layers} layers")
+    return teacher
+
+
+def _model_of(checkpoint: Checkpoint) -> ModelConfig:
+    saved = checkpoint.manifest.config
+    section = saved.get("Model") if isinstance(saved, Mapping) else None
+    if not section:
+        raise CheckpointError(
+            f"Compress.Distill.teacher: checkpoint {checkpoint.path} does not say what network it is"
+        )
+    return ModelConfig(**{key: value for key, value in section.items() if key in ModelConfig.model_fields})
+
+
+def divergence(
+    student: paddle.Tensor, teacher: paddle.Tensor, true_vocab: int, temperature: float, group: Any
+) -> paddle.Tensor:
+    """KL(p || q) of each position ``[s, b]``, of logits ``[s, b, V]``, or of this rank's columns of them.
+
+    Args:
+        student: q is its softmax at ``temperature``; gets the gradient.
+        teacher: p.
+        true_vocab: columns from here on are padding.
+        temperature: T.
+        group: tensor-parallel ranks with the other columns; None: there are no others.
+    """
+    return _Divergence.apply(student, teacher, true_vocab, temperature, group)
+
+
+class _Divergence(PyLayer):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        student: paddle.Tensor,
+        teacher: paddle.Tensor,
+        true_vocab: int,
+        temperature: float,
+        group: Any,
+    ) -> paddle.Tensor:
+        log_q = _log_softmax(student, true_vocab, temperature, group)
+        log_p = _log_softmax(teacher, true_vocab, temperature, group)
+        p = log_p.exp()
+        ctx.gradient = ((log_q.exp() - p) / temperature).astype(student.dtype)
+        each = (p * (log_p - log_q)).sum(axis=-1)
+        return each if group is None else _over(group, each, distributed.ReduceOp.SUM)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor, None]:
+        return upstream.astype(ctx.gradient.dtype).unsqueeze(-1) * ctx.gradient, None
+
+
+def _log_softmax(logits: paddle.Tensor, true_vocab: int, temperature: float, group: Any) -> paddle.Tensor:
+    width = logits.shape[-1]
+    here = true_vocab if group is None else min(max(true_vocab - group.rank * width, 0), width)
+    wide = logits if logits.dtype == paddle.float64 else logits.astype("float32")
+    wide = wide.detach() / temperature
+    if here < width:
+        wide[..., here:] = _HIDDEN
+    peak = wide.max(axis=-1, keepdim=True)
+    if group is not None:
+        _over(group, peak, distributed.ReduceOp.MAX)
+    wide = wide - peak
+    total = wide.exp().sum(axis=-1, keepdim=True)
+    if group is not None:
+        _over(group, total, distributed.ReduceOp.SUM)
+    return wide - total.log()
+
+
+def _over(group: Any, tensor: paddle.Tensor, operation: Any) -> paddle.Tensor:
+    distributed.all_reduce(tensor, op=operation, group=group)
+    return tensor

@@ -1,0 +1,76 @@
+"""Distillation: the divergence against NumPy, its gradient, and plans against one card."""
+
+import numpy as np
+import paddle
+import pytest
+
+from ppfleetx.compress.distill import divergence
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_config
+from ppfleetx.config.plan import ParallelPlan as Plan
+from tests.helpers.ranks import Pools
+from tests.parity.comparison import TOLERANCE, Comparison
+from tests.parity.training import CONFIG
+
+
+def _log_softmax(logits):
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def test_divergence_and_its_gradient():
+    generator = np.random.default_rng(0)
+    student, teacher = (generator.normal(size=(3, 2, 7)) for _ in range(2))
+    log_q, log_p = (_log_softmax(logits[..., :5] / 2.0) for logits in (student, teacher))
+    q = paddle.to_tensor(student, dtype="float64", stop_gradient=False)
+    each = divergence(q, paddle.to_tensor(teacher, dtype="float64"), 5, 2.0, None)
+    expected = (np.exp(log_p) * (log_p - log_q)).sum(-1)
+    np.testing.assert_allclose(each.numpy(), expected, rtol=1e-12)
+    assert (expected > 0).all()
+    (each * 3.0).sum().backward()
+    gradient = np.zeros_like(student)
+    gradient[..., :5] = 3.0 * (np.exp(log_q) - np.exp(log_p)) / 2.0
+    np.testing.assert_allclose(q.grad.numpy(), gradient, rtol=1e-12, atol=1e-15)
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory):
+    pools = Pools()
+    yield Comparison(pools, tmp_path_factory.mktemp("distill"), short=True)
+    pools.close()
+
+
+@pytest.fixture(scope="module")
+def teacher(comparison, tmp_path_factory):
+    """A checkpoint of a model with other sizes."""
+    place = tmp_path_factory.mktemp("teacher")
+    comparison.pools(1).run("tests.compress.distilling:save_teacher", place=str(place))
+    return place
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [Plan(dp=2), Plan(mp=2, sequence_parallel=True), Plan(mp=2, sep=2), Plan(sharding=2, sharding_stage=3)],
+    ids=str,
+)
+def test_every_plan_learns_from_the_teacher_as_one_card(comparison, teacher, plan):
+    extra = {"Compress.Distill": f"{{teacher: {teacher}, temperature: 3.0, hard_weight: 0.25}}"}
+    found = comparison.run(plan, "gpt", "sgd", extra=extra)
+    assert found.worst <= TOLERANCE, str(found)
+    plain, _ = comparison.reference("gpt", "sgd", 8, steps=3, extra={"Model.num_layers": 4})
+    distilled, _ = comparison.reference("gpt", "sgd", 8, steps=3, extra={"Model.num_layers": 4} | extra)
+    assert distilled["loss"][0] == plain["loss"][0], "evaluation measures the cross entropy alone"
+    assert abs(distilled["loss"][1] / plain["loss"][1] - 1) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("Distributed.pp_degree=2", "not divided into pipeline stages; use dp, sharding, mp or sep"),
+        ("Model.loss_chunks=2", "set loss_chunks to 1"),
+        ("Compress.Distill.soft_weight=0", "of 0 learns nothing of the teacher"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(more, words):
+    with pytest.raises(ConfigError, match=words):
+        load_config(CONFIG, ["Compress.Distill.teacher=x", more])
