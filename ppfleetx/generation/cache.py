@@ -14,6 +14,8 @@ ROOM = 32
 """Columns that memory is made for ahead."""
 
 Pair = tuple[paddle.Tensor, paddle.Tensor]
+Layers = dict[int, Pair]
+"""Keys and values ``[b, g, n, d]`` of each layer."""
 
 
 class GrowingCache:
@@ -24,7 +26,7 @@ class GrowingCache:
     """
 
     def __init__(self) -> None:
-        self._layers: dict[int, Pair] = {}  # [b, g, k, d], contiguous; columns behind the first n are finite
+        self._layers: Layers = {}  # [b, g, k, d], contiguous; columns behind the first n are finite
         self._past = self._length = 0
         self._num_new, self._visible = 0, np.zeros((0, 0), dtype=bool)
         self._penalties: dict[int | None, paddle.Tensor] = {}  # of this pass, by window

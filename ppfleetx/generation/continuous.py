@@ -6,14 +6,12 @@ Shape letters: b rows, n columns of the cache, V true vocabulary, g key/value he
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import paddle
 
-from ppfleetx.generation.cache import GrowingCache
-from ppfleetx.generation.draws import draw
-from ppfleetx.generation.processors import candidates, forbid, penalize_repetition
+from ppfleetx.generation.cache import GrowingCache, Layers
+from ppfleetx.generation.prefixes import PrefixStore, SeededPrompts, without_prefixes
 from ppfleetx.generation.session import NextTokenModel, pad_left
 
 # Of a prompt's columns so many are run at a time: attention's scores, and the masks kept for them, would
@@ -40,6 +38,23 @@ class JoinableCache(GrowingCache):
                     value[:, :, columns:].contiguous(),
                 )
             self._length -= columns
+
+    def seed(self, layers: Layers, columns: int, rows: int) -> None:
+        """Begin with the first ``columns`` of one row's ``layers``, the same in each of ``rows``."""
+        index = paddle.zeros([rows], dtype="int64")
+        self._layers = {
+            layer: tuple(held[:, :, :columns].index_select(index, axis=0) for held in pair)
+            for layer, pair in layers.items()
+        }
+        self._length = columns
+
+    def copy_of(self, row: int, columns: np.ndarray) -> Layers:
+        """Keys and values ``[1, g, m, d]`` of one row's ``columns [m]``, in memory of their own."""
+        index = paddle.to_tensor(columns)
+        return {
+            layer: tuple(held[row : row + 1].index_select(index, axis=2) for held in pair)
+            for layer, pair in self._layers.items()
+        }
 
     def take(self, columns: np.ndarray) -> None:
         """Keep of each row its ``columns [b, m]``, in this order."""
@@ -82,10 +97,11 @@ class ContinuousBatch:
 
     Args:
         model: gives the logits.
+        prefixes: keys and values of earlier rows, which prompts that begin like them need not compute.
     """
 
-    def __init__(self, model: NextTokenModel) -> None:
-        self._model = model
+    def __init__(self, model: NextTokenModel, prefixes: PrefixStore | None = None) -> None:
+        self._model, self._prefixes = model, prefixes
         self.history: list[list[int]] = []
         """Tokens of each row, its prompt first."""
         self._clear()
@@ -136,8 +152,13 @@ class ContinuousBatch:
         self._visible = self._visible[:, :used]
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order. Columns that no row needs any more are given back."""
+        """Keep these rows, in this order. Columns that no row needs any more are given back.
+
+        The others are remembered by the store of prefixes, if there is one.
+        """
         assert not self._newcomers, "rows are chosen between a step and the next join"
+        for row in {*range(self.num_rows)} - {*rows}:
+            self._remember(self.history[row], self._cache, row, self._visible[row])
         self.history = [self.history[row] for row in rows]
         if not rows:
             self._clear()
@@ -184,20 +205,36 @@ class ContinuousBatch:
             self._visible = np.take_along_axis(self._visible, columns, axis=1)
 
     def _prefill(self) -> paddle.Tensor:
-        """Run the newcomers' prompts together and put their keys and values below the others'."""
+        """Run the newcomers' prompts and put their keys and values below the others'."""
         prompts, copies = [prompt for prompt, _ in self._newcomers], [n for _, n in self._newcomers]
-        tokens, padding = pad_left(prompts)
-        cache = JoinableCache()
-        positions = np.arange(tokens.shape[1], dtype=np.int64) - padding[:, None]
-        visible = positions >= 0
+        groups = without_prefixes(prompts) if self._prefixes is None else self._prefixes.groups(prompts)
+        parts, first = [], 0
+        for group in groups:
+            parts.append(self._run_prompts(group, copies[first : first + len(group.prompts)]))
+            first += len(group.prompts)
+        self._before = self._cache.length - 1
+        self._newcomers = []
+        return parts[0] if len(parts) == 1 else paddle.concat(parts)
+
+    def _run_prompts(self, group: SeededPrompts, copies: Sequence[int]) -> paddle.Tensor:
+        """Logits ``[copies, V]`` after prompts that are run together, which become rows of the cache."""
+        tokens, padding = pad_left(group.rests)
+        cache, past = JoinableCache(), group.length
+        if past:
+            cache.seed(group.layers, past, len(group.prompts))
+        columns = np.arange(tokens.shape[1], dtype=np.int64) - padding[:, None]
+        visible = np.pad(columns >= 0, ((0, 0), (past, 0)), constant_values=True)
+        positions = np.maximum(columns, 0) + past
         for start in range(0, tokens.shape[1], _PREFILL_COLUMNS):
             part = slice(start, start + _PREFILL_COLUMNS)
-            ids, places = tokens[:, part], np.maximum(positions[:, part], 0)
-            logits = self._model.with_cache(
-                paddle.to_tensor(ids), paddle.to_tensor(places), visible[:, : part.stop], cache
-            )
+            ids, places = paddle.to_tensor(tokens[:, part]), paddle.to_tensor(positions[:, part])
+            logits = self._model.with_cache(ids, places, visible[:, : past + part.stop], cache)
+        if self._prefixes is not None:
+            self._prefixes.count(group)
+            for row, prompt in enumerate(group.prompts):
+                self._remember(prompt, cache, row, visible[row])
         if max(copies) > 1:
-            repeated = np.repeat(np.arange(len(prompts)), copies)
+            repeated = np.repeat(np.arange(len(copies)), copies)
             index = paddle.to_tensor(repeated)
             cache.select(index)
             visible = visible[repeated]
@@ -208,64 +245,10 @@ class ContinuousBatch:
             for rows in (self._visible, visible)
         )
         self._visible = np.concatenate([old, new])
-        self._before = self._cache.length - 1
-        self._newcomers = []
         return logits
 
-
-@dataclass(frozen=True)
-class RowOptions:
-    """How the tokens of one row are chosen; terms as in the ``Generation`` section.
-
-    Attributes:
-        temperature: 0 takes the likeliest token, and ``top_k`` and ``top_p`` have no effect.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    repetition_penalty: float = 1.0
-
-
-@dataclass(frozen=True)
-class RowChoice:
-    """What one row's next token is chosen by.
-
-    Attributes:
-        history: tokens of the row so far.
-        exponentials: ``[n]`` numbers of the row's `RandomStream`; not needed at temperature 0.
-        forbidden: ids that cannot come now (the end tokens, before the minimum length).
-    """
-
-    options: RowOptions
-    history: Sequence[int]
-    exponentials: np.ndarray | None = None
-    forbidden: tuple[int, ...] = ()
-
-
-def choose_tokens(logits: paddle.Tensor, choices: Sequence[RowChoice]) -> list[int]:
-    """One token per row of ``logits [b, V]``. Rows of equal options are treated together."""
-    groups: dict[tuple[RowOptions, tuple[int, ...]], list[int]] = {}
-    for row, choice in enumerate(choices):
-        groups.setdefault((choice.options, choice.forbidden), []).append(row)
-    tokens = [0] * len(choices)
-    for (options, forbidden), rows in groups.items():
-        part = logits if len(groups) == 1 else logits.index_select(paddle.to_tensor(rows), axis=0)
-        if options.repetition_penalty != 1.0:
-            history, _ = pad_left([choices[row].history for row in rows])
-            part = penalize_repetition(part, paddle.to_tensor(history), options.repetition_penalty)
-        if forbidden:
-            part = forbid(part, paddle.to_tensor(forbidden))
-        chosen = _choose(part, options, [choices[row].exponentials for row in rows])
-        for row, token in zip(rows, chosen.numpy().tolist(), strict=True):
-            tokens[row] = token
-    return tokens
-
-
-def _choose(
-    logits: paddle.Tensor, options: RowOptions, exponentials: Sequence[np.ndarray | None]
-) -> paddle.Tensor:
-    if options.temperature == 0.0:
-        return logits.argmax(-1)
-    weights = candidates(logits, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
-    return draw(weights, paddle.to_tensor(np.stack(exponentials)))
+    def _remember(self, tokens: Sequence[int], cache: JoinableCache, row: int, visible: np.ndarray) -> None:
+        """Keep the keys and values of ``tokens`` for prompts that begin with them."""
+        if self._prefixes is not None and self._prefixes.wants(tokens):
+            columns = np.flatnonzero(visible)[: self._prefixes.max_tokens]
+            self._prefixes.put(tokens[: len(columns)], cache.copy_of(row, columns))

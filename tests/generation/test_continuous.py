@@ -8,7 +8,8 @@ import pytest
 
 from ppfleetx.config.sections.root import GenerationConfig
 from ppfleetx.generation import continuous
-from ppfleetx.generation.continuous import ContinuousBatch, RowChoice, RowOptions, choose_tokens
+from ppfleetx.generation.choosing import RowChoice, RowOptions, choose_tokens
+from ppfleetx.generation.continuous import ContinuousBatch
 from ppfleetx.generation.draws import RandomStream
 from ppfleetx.generation.generator import Generator
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
