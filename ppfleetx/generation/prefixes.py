@@ -54,7 +54,7 @@ class PrefixStore:
     """The least recently used goes first.
 
     Args:
-        max_tokens: most positions that are held; at least :data:`SHORTEST`.
+        max_tokens: most positions that are held; 0: none.
 
     Attributes:
         num_tokens: positions that are held.

@@ -66,7 +66,7 @@ class GenerationConfig(Section):
     """Greedy search for at most 3 prompts at a time: up to so many tokens of each are guessed from earlier
     text and checked in one pass. It changes the speed, not the text; 0: no guesses. An exported
     program guesses for a prompt that is alone in its batch, from `min_dec_len` on and without a
-    `repetition_penalty`; the server never does."""
+    `repetition_penalty`; the server does as `Serve.prompt_lookup_num_tokens` says."""
     use_cache: Bool = True
     """Keep keys and values of past tokens; false recomputes them, for comparison."""
     seed: Seed | None = None

@@ -6,7 +6,16 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ppfleetx.config.fields import Bool, CountInt, PositiveFloat, PositiveInt, Says, Section, Text
+from ppfleetx.config.fields import (
+    Bool,
+    CountInt,
+    PathText,
+    PositiveFloat,
+    PositiveInt,
+    Says,
+    Section,
+    Text,
+)
 
 Port = Annotated[int, Field(strict=True, ge=0, le=65535), Says("an integer from 0 to 65535")]
 Name = Annotated[str, Field(strict=True, min_length=1), Says("a text of at least one character")]
@@ -37,6 +46,15 @@ class ServeConfig(Section):
     """Sequences that wait for a place in the batch; a request beyond is answered 429."""
     max_prefill_tokens: PositiveInt = 2048
     """Prompt tokens, padding included, that are run in one step; a longer prompt is run alone."""
+    prefix_cache_tokens: CountInt = 4096
+    """Positions whose keys and values are kept after their sequence has ended, for prompts that begin in the
+    same way: shared system messages, further turns of a chat. 0: none."""
+    prompt_lookup_num_tokens: CountInt = 16
+    """While at most 3 sequences grow, up to so many tokens of each are guessed from its earlier text and
+    checked in one pass. It changes the speed, not the text; 0: no guesses."""
+    chat_template: PathText | None = None
+    """Chat template: a name of one of those that lie with the tokenizer, or a file; null: the default one,
+    or a plain one where the model has none."""
     max_body_bytes: PositiveInt = 1 << 20
     """Largest request body; a larger one is answered 413."""
     request_timeout: PositiveFloat = 300.0

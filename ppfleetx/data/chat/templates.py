@@ -12,10 +12,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppfleetx.config.errors import ConfigError, DataError, UserError, shown
 from ppfleetx.data.chat.bounds import TemplateLimitError
+from ppfleetx.data.tokenizer.files import MAX_TEMPLATE_BYTES
+from ppfleetx.utils.foreign_files import read_bounded
 
 if TYPE_CHECKING:
     from ppfleetx.data.chat.sandbox import CompiledTemplate, Span
@@ -70,6 +73,10 @@ class ChatTemplate:
     def marks_answers(self) -> bool:
         """Whether ``generation`` blocks say what is the assistant's."""
         return _GENERATION.search(self.source) is not None
+
+    def check(self) -> None:
+        """Raise DataError unless it is a template."""
+        _ = self._compiled
 
     @cached_property
     def _compiled(self) -> CompiledTemplate:
@@ -187,3 +194,23 @@ def find_template(tokenizer: Tokenizer, name: str | None = None) -> ChatTemplate
         raise ConfigError(f"{tokenizer.place} has no chat template {chosen!r}; it has: {listed}")
     place = "the chat template" if chosen == DEFAULT else f"the chat template {chosen!r}"
     return ChatTemplate(sources[chosen], tokens, f"{place} of {tokenizer.place}")
+
+
+def chosen_template(tokenizer: Tokenizer, given: str | None) -> ChatTemplate:
+    """The template of a name, or in a file; None: the model's own, or the plain one.
+
+    Raises:
+        UserError: there is neither such a name nor such a file, or what is there is no template.
+    """
+    if given is None or given in tokenizer.chat_templates:
+        template = find_template(tokenizer, given)
+    elif not Path(given).exists():
+        listed = ", ".join(sorted(tokenizer.chat_templates)) or "none"
+        raise ConfigError(
+            f"there is no file {given}, and no chat template of this name (there are: {listed})"
+        )
+    else:
+        content = read_bounded(given, MAX_TEMPLATE_BYTES, DataError)
+        template = ChatTemplate(content.decode("utf-8", "replace"), tokenizer.special_token_texts, given)
+    template.check()
+    return template

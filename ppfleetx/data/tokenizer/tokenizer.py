@@ -118,6 +118,11 @@ class Tokenizer:
         """``tiktoken`` or ``tokenizers``: the library that encodes."""
         return self._engine.name
 
+    @property
+    def is_byte_level(self) -> bool:
+        """Whether tokens are bytes, and not pieces whose text depends on those before them."""
+        return self._engine.is_byte_level
+
     # ---- vocabulary
 
     @cached_property

@@ -15,16 +15,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ppfleetx.config.sections.root import ServeConfig
-from ppfleetx.deploy.server.completions import Answer, Answering, EventStream, PromptReader
+from ppfleetx.deploy.server.answering import Answer, Answering, EventStream
+from ppfleetx.deploy.server.chat import ChatAnswer, ChatRequest
+from ppfleetx.deploy.server.completions import CompletionAnswer, CompletionRequest
 from ppfleetx.deploy.server.errors import ApiError, JsonResponse
 from ppfleetx.deploy.server.limits import Accounting, check_key, read_json_body
+from ppfleetx.deploy.server.logprobs import TokenTexts
 from ppfleetx.deploy.server.metrics import Metrics
 from ppfleetx.deploy.server.page import page_response
-from ppfleetx.deploy.server.protocol import CompletionRequest, model_body, quoted, read_request
+from ppfleetx.deploy.server.prompts import PromptReader
+from ppfleetx.deploy.server.protocol import GenerationRequest, model_body, quoted, read_request
 from ppfleetx.deploy.server.scheduler import Scheduler
 from ppfleetx.utils.log import get_logger
 
-COMPLETIONS = "/v1/completions"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _THREAD_END_SECONDS = 5.0
 
 
@@ -37,6 +41,7 @@ class Service:
     prompts: PromptReader
     scheduler: Scheduler
     metrics: Metrics
+    texts: TokenTexts
     created: int
 
 
@@ -46,7 +51,7 @@ def create_app(service: Service) -> FastAPI:
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _our_error)
-    app.add_middleware(Accounting, path=COMPLETIONS, metrics=service.metrics)
+    app.add_middleware(Accounting, paths=(COMPLETIONS, CHAT), metrics=service.metrics)
 
     def needs_key(request: Request) -> None:
         check_key(request, service.api_key)
@@ -54,7 +59,12 @@ def create_app(service: Service) -> FastAPI:
     @app.post(COMPLETIONS, dependencies=[Depends(needs_key)])
     async def completions(request: Request) -> Response:
         body = await read_json_body(request, service.cfg.max_body_bytes)
-        return await _complete(service, request, read_request(body))
+        return await _complete(service, request, read_request(body, CompletionRequest))
+
+    @app.post(CHAT, dependencies=[Depends(needs_key)])
+    async def chat(request: Request) -> Response:
+        body = await read_json_body(request, service.cfg.max_body_bytes)
+        return await _chat(service, request, read_request(body, ChatRequest))
 
     @app.get("/v1/models", dependencies=[Depends(needs_key)])
     async def models() -> Response:
@@ -81,28 +91,44 @@ def create_app(service: Service) -> FastAPI:
 
 
 async def _complete(service: Service, request: Request, wanted: CompletionRequest) -> Response:
-    if wanted.model is not None:
-        _check_model(service, wanted.model)
+    _check_model(service, wanted.model)
     # Tokenizing takes its time and must not hold up the other clients' streams.
-    jobs = await asyncio.to_thread(service.prompts.jobs, wanted)
-    answer = Answer(
+    jobs = await asyncio.to_thread(service.prompts.of_completion, wanted)
+    answer = CompletionAnswer(
         wanted,
         jobs,
-        service.cfg.model_name,
-        [service.prompts.text(prompt) for prompt in wanted.prompt] if wanted.echo else (),
-        f"cmpl-{secrets.token_hex(12)}",
-        int(time.time()),
+        *_named(service, "cmpl"),
+        texts=service.texts,
+        echoes=[service.prompts.text(prompt) for prompt in wanted.prompt] if wanted.echo else (),
+        end_ids=service.scheduler.end_ids,
     )
+    return await _answer(service, request, wanted, answer)
+
+
+async def _chat(service: Service, request: Request, wanted: ChatRequest) -> Response:
+    _check_model(service, wanted.model)
+    jobs = await asyncio.to_thread(service.prompts.of_chat, wanted)
+    end_ids = service.scheduler.end_ids
+    answer = ChatAnswer(wanted, jobs, *_named(service, "chatcmpl"), texts=service.texts, end_ids=end_ids)
+    return await _answer(service, request, wanted, answer)
+
+
+def _named(service: Service, kind: str) -> tuple[str, str, int]:
+    """The model's name, and a name and time for an answer."""
+    return service.cfg.model_name, f"{kind}-{secrets.token_hex(12)}", int(time.time())
+
+
+async def _answer(service: Service, request: Request, wanted: GenerationRequest, answer: Answer) -> Response:
     timeout = service.cfg.request_timeout
-    answering = Answering(service.scheduler, jobs, request.receive, timeout, service.metrics)
+    answering = Answering(service.scheduler, answer.jobs, request.receive, timeout, service.metrics)
     if wanted.stream:
         return EventStream(answer, answering, timeout)
     async with answering:
         return await answer.whole(answering)
 
 
-def _check_model(service: Service, name: str) -> None:
-    if name != service.cfg.model_name:
+def _check_model(service: Service, name: str | None) -> None:
+    if name is not None and name != service.cfg.model_name:
         raise ApiError(
             404,
             f"model: there is no {quoted(name)}; this server has {service.cfg.model_name!r} "

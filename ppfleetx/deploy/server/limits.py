@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
+from collections.abc import Collection
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -72,13 +73,13 @@ async def read_json_body(request: Request, max_bytes: int) -> bytes:
 
 
 class Accounting:
-    """Middleware that counts, times and logs the requests to one path. Texts are never logged."""
+    """Middleware that counts, times and logs the requests to some paths. Texts are never logged."""
 
-    def __init__(self, app: ASGIApp, path: str, metrics: Metrics) -> None:
-        self._app, self._path, self._metrics = app, path, metrics
+    def __init__(self, app: ASGIApp, paths: Collection[str], metrics: Metrics) -> None:
+        self._app, self._paths, self._metrics = app, paths, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != self._path:
+        if scope["type"] != "http" or scope["path"] not in self._paths:
             await self._app(scope, receive, send)
             return
         started, status = time.monotonic(), 500
@@ -93,9 +94,11 @@ class Accounting:
             await self._app(scope, receive, watch)
         finally:
             # A stream begins with 200, whatever becomes of it.
-            self._note(scope.get("state", {}).get("ended_as", status), time.monotonic() - started)
+            self._note(
+                scope["path"], scope.get("state", {}).get("ended_as", status), time.monotonic() - started
+            )
 
-    def _note(self, status: int, seconds: float) -> None:
+    def _note(self, path: str, status: int, seconds: float) -> None:
         self._metrics.requests.labels(status=str(status)).inc()
         self._metrics.request_seconds.observe(seconds)
-        get_logger().info("%s: %d after %.3f s", self._path, status, seconds)
+        get_logger().info("%s: %d after %.3f s", path, status, seconds)

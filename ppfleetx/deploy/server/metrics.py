@@ -25,6 +25,16 @@ class Metrics:
         self.prompt_tokens = Counter(
             "ppfleetx_prompt_tokens", "Prompt tokens that were run.", registry=registry
         )
+        self.reused_tokens = Counter(
+            "ppfleetx_reused_prompt_tokens",
+            "Prompt tokens that were not run, because an earlier sequence had begun with them.",
+            registry=registry,
+        )
+        self.prefix_tokens = Gauge(
+            "ppfleetx_prefix_cache_tokens",
+            "Positions whose keys and values are held for prompts to come (Serve.prefix_cache_tokens).",
+            registry=registry,
+        )
         self.generated_tokens = Counter(
             "ppfleetx_generated_tokens", "Tokens that were generated.", registry=registry
         )

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.errors import ConfigError, UserError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig, ServeConfig
 from ppfleetx.config.sections.serve import API_KEY_VARIABLE
@@ -24,6 +24,8 @@ from ppfleetx.utils.log import get_logger
 if TYPE_CHECKING:
     import uvicorn
 
+    from ppfleetx.data.chat.templates import ChatTemplate
+    from ppfleetx.data.tokenizer.tokenizer import Tokenizer
     from ppfleetx.deploy.server.app import Service
     from ppfleetx.distributed.context import ParallelContext
 
@@ -136,8 +138,9 @@ def build_service(cfg: RunConfig, ctx: ParallelContext, api_key: str | None) -> 
     """
     from ppfleetx.core.programs.generate import load_generator
     from ppfleetx.deploy.server.app import Service
-    from ppfleetx.deploy.server.completions import PromptReader
+    from ppfleetx.deploy.server.logprobs import TokenTexts
     from ppfleetx.deploy.server.metrics import Metrics
+    from ppfleetx.deploy.server.prompts import PromptReader
     from ppfleetx.deploy.server.scheduler import Scheduler
 
     generator = load_generator(cfg, ctx)
@@ -145,17 +148,40 @@ def build_service(cfg: RunConfig, ctx: ParallelContext, api_key: str | None) -> 
     model.eval()
     item_size = next(iter(model.parameters())).element_size()
     get_logger().info(
-        "keys and values of %d sequences of %d tokens: at most %.2f GiB (Serve.max_batch_size)",
+        "keys and values of %d sequences of %d tokens and of %d earlier ones: at most %.2f GiB "
+        "(Serve.max_batch_size, Serve.prefix_cache_tokens)",
         cfg.Serve.max_batch_size,
         generator.max_positions,
-        cfg.Serve.max_batch_size * cache_bytes(cfg, item_size) / 2**30,
+        cfg.Serve.prefix_cache_tokens,
+        (cfg.Serve.max_batch_size + cfg.Serve.prefix_cache_tokens / generator.max_positions)
+        * cache_bytes(cfg, item_size)
+        / 2**30,
     )
     metrics = Metrics()
     scheduler = Scheduler(
         generator.next_token_model, generator.tokenizer, generator.end_ids(cfg.Generation), cfg.Serve, metrics
     )
-    prompts = PromptReader(generator, cfg.Serve, scheduler.capacity)
-    return Service(cfg.Serve, api_key, prompts, scheduler, metrics, int(time.time()))
+    template = _chat_template(cfg, generator.tokenizer)
+    prompts = PromptReader(generator, template, cfg.Serve, scheduler.capacity)
+    texts = TokenTexts(generator.tokenizer)
+    return Service(cfg.Serve, api_key, prompts, scheduler, metrics, texts, int(time.time()))
+
+
+def _chat_template(cfg: RunConfig, tokenizer: Tokenizer) -> ChatTemplate:
+    """The template of ``Serve.chat_template``, or the model's; what is wrong with it is said now."""
+    from ppfleetx.data.chat.templates import chosen_template
+
+    try:
+        template = chosen_template(tokenizer, cfg.Serve.chat_template)
+    except UserError as error:
+        raise ConfigError(
+            str(error), key="Serve.chat_template", place=cfg.origins.get("Serve.chat_template")
+        ) from error
+    if template.is_plain:
+        get_logger().info(
+            "the model has no chat template: chats are written with the plain one (docs/chat.md)"
+        )
+    return template
 
 
 def cache_bytes(cfg: RunConfig, item_size: int) -> int:

@@ -7,21 +7,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
-import numpy as np
 import paddle
 
 from ppfleetx.config.sections.root import ServeConfig
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.deploy.server.errors import ApiError
 from ppfleetx.deploy.server.metrics import Metrics
-from ppfleetx.deploy.server.work import Event, Failed, Job, Progress, Work
-from ppfleetx.generation.continuous import ContinuousBatch, RowChoice, choose_tokens
-from ppfleetx.generation.draws import RandomStream
-from ppfleetx.generation.search import Row
+from ppfleetx.deploy.server.running import Running, Waiting
+from ppfleetx.deploy.server.work import Event, Failed, Progress, Scored, Work
+from ppfleetx.generation.choosing import TokenScore, choose_tokens, score_tokens
+from ppfleetx.generation.continuous import ContinuousBatch
+from ppfleetx.generation.lookup import MOST_ROWS, worthwhile
+from ppfleetx.generation.prefixes import PrefixStore
+from ppfleetx.generation.scoring import score_prompt
 from ppfleetx.generation.session import NextTokenModel
-from ppfleetx.generation.text import RowText
 from ppfleetx.utils.log import get_logger
 
 _RETRY_SECONDS = 1
@@ -50,14 +51,15 @@ class Scheduler:
         metrics: Metrics,
     ) -> None:
         self._model, self._tokenizer, self._cfg, self._metrics = model, tokenizer, cfg, metrics
-        self._end_ids = end_ids
+        self.end_ids = end_ids
         self._changed = threading.Condition()  # guards the next four
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[Waiting] = deque()
         self._num_rows = 0  # waiting and running, for the limit
         self._closing_at: float | None = None
         self._died = False
-        self._batch = ContinuousBatch(model)
-        self._rows: list[_Running] = []
+        self._prefixes = PrefixStore(cfg.prefix_cache_tokens)
+        self._batch = ContinuousBatch(model, self._prefixes)
+        self._rows: list[Running] = []
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -102,7 +104,7 @@ class Scheduler:
                     headers={"Retry-After": str(_RETRY_SECONDS)},
                 )
             self._num_rows += work.num_rows
-            self._waiting.extend(_Waiting(work, job) for job in work.jobs)
+            self._waiting.extend(Waiting(work, job) for job in work.jobs)
             self._show_waiting()
             self._changed.notify()
 
@@ -154,32 +156,102 @@ class Scheduler:
 
     def _step(self) -> None:
         self._drop_cancelled()
-        joining = self._admit()
+        joining = self._score_prompts(self._admit())
         self._rows += [
-            _Running(one, copy, self._tokenizer, self._model.vocab_size)
-            for one in joining
-            for copy in range(one.copies)
+            Running(one, copy, self._tokenizer, self.end_ids) for one in joining for copy in range(one.copies)
         ]
         self._batch.join([one.job.ids for one in joining], [one.copies for one in joining])
         if not self._rows:
             return
+        reused = self._prefixes.num_reused
         try:
-            logits = self._batch.next_logits()
-            choices = map(self._choice, self._rows, self._batch.history)
-            tokens = choose_tokens(logits, list(choices))
-            events = [
-                (row.work, row.take(token, self._end_ids))
-                for row, token in zip(self._rows, tokens, strict=True)
-            ]
+            logits = self._next_logits(has_newcomers=bool(joining))
+            tokens, events = self._choose(logits)
         except Exception:  # noqa: BLE001 it is logged, and other requests are not to blame
             self._fail_step()
             return
-        self._metrics.prompt_tokens.inc(sum(len(one.job.ids) for one in joining))
-        self._metrics.generated_tokens.inc(len(tokens))
+        reused = self._prefixes.num_reused - reused
+        self._metrics.prompt_tokens.inc(sum(len(one.job.ids) for one in joining) - reused)
+        self._metrics.reused_tokens.inc(reused)
+        self._metrics.generated_tokens.inc(sum(map(len, tokens)))
         self._metrics.steps.inc()
-        self._batch.append([[token] for token in tokens])
+        self._batch.append(tokens)
         self._keep([not row.is_finished for row in self._rows])
+        self._metrics.prefix_tokens.set(self._prefixes.num_tokens)
         self._deliver(events)
+
+    def _next_logits(self, *, has_newcomers: bool) -> paddle.Tensor:
+        """``[1 + s, b, V]``: after the last token of each row, and after each of its s guesses or fewer."""
+        most = self._cfg.prompt_lookup_num_tokens
+        if has_newcomers or not most or len(self._rows) > MOST_ROWS:
+            return self._batch.next_logits().unsqueeze(0)
+        count = worthwhile([row.guess(most) for row in self._rows])
+        for row in self._rows:
+            row.guesses = row.guesses[:count]
+        return self._batch.logits_with_guesses([row.guesses for row in self._rows])
+
+    def _choose(self, logits: paddle.Tensor) -> tuple[list[list[int]], list[tuple[Work, Event]]]:
+        """The new tokens of each row by ``logits [1 + s, b, V]``, as many as were guessed and one more, and
+        what the clients learn."""
+        new: list[list[int]] = [[] for _ in self._rows]
+        events: list[tuple[Work, Event]] = []
+        active = list(range(len(self._rows)))
+        for place in range(logits.shape[0]):
+            here = logits[place]
+            if len(active) < len(self._rows):
+                here = here.index_select(paddle.to_tensor(active), axis=0)
+            tokens = choose_tokens(here, [self._rows[i].choice() for i in active])
+            scores = self._scores(here, active, tokens)
+            right = []
+            for i, token, score in zip(active, tokens, scores, strict=True):
+                row = self._rows[i]
+                events.append((row.work, row.take(token, score)))
+                new[i].append(token)
+                if not row.is_finished and place < len(row.guesses) and row.guesses[place] == token:
+                    right.append(i)
+            active = right
+            if not active:
+                break
+        for row, tokens in zip(self._rows, new, strict=True):
+            row.learn(len(tokens) - 1, self._cfg.prompt_lookup_num_tokens)
+        return new, events
+
+    def _scores(
+        self, logits: paddle.Tensor, rows: Sequence[int], tokens: Sequence[int]
+    ) -> list[TokenScore | None]:
+        """Scores of new tokens, for the rows that want them."""
+        scores: list[TokenScore | None] = [None] * len(rows)
+        wants = [place for place, i in enumerate(rows) if self._rows[i].job.num_top is not None]
+        if wants:
+            part = logits.index_select(paddle.to_tensor(wants), axis=0)
+            most = max(self._rows[rows[place]].job.num_top or 0 for place in wants)
+            found = score_tokens(part, [tokens[place] for place in wants], most)
+            for place, score in zip(wants, found, strict=True):
+                scores[place] = replace(score, top=score.top[: self._rows[rows[place]].job.num_top])
+        return scores
+
+    def _score_prompts(self, admitted: list[Waiting]) -> list[Waiting]:
+        """Tell the scores of prompts that are asked for, and give back what goes on to be continued."""
+        going_on, events = [], []
+        for one in admitted:
+            try:
+                if one.job.scores_prompt:
+                    scores = score_prompt(self._model, one.job.ids, one.job.num_top or 0)
+                    self._metrics.prompt_tokens.inc(len(one.job.ids))
+                    events.append((one.work, Scored(one.job.number, scores)))
+            except Exception:  # noqa: BLE001 it is logged, and other requests are not to blame
+                get_logger().exception("the scores of a prompt could not be computed")
+                one.work.cancelled = True
+                events.append((one.work, Failed(_failed_step())))
+            if one.job.max_new_tokens and not one.work.cancelled:
+                going_on.append(one)
+                continue
+            rows = range(one.job.first_index, one.job.first_index + one.copies)
+            events += [(one.work, Progress(index, "", "length", num_tokens=0)) for index in rows]
+            with self._changed:
+                self._num_rows -= one.copies
+        self._deliver(events)
+        return going_on
 
     def _drop_cancelled(self) -> None:
         with self._changed:
@@ -189,9 +261,9 @@ class Scheduler:
             self._show_waiting()
         self._keep([not row.work.cancelled for row in self._rows])
 
-    def _admit(self) -> list[_Waiting]:
+    def _admit(self) -> list[Waiting]:
         """Take from the queue what the batch and one prompt pass have room for; nothing overtakes."""
-        admitted: list[_Waiting] = []
+        admitted: list[Waiting] = []
         longest, num_rows = 0, len(self._rows)
         with self._changed:
             while self._waiting:
@@ -206,10 +278,6 @@ class Scheduler:
             self._show_waiting()
         return admitted
 
-    def _choice(self, row: _Running, history: Sequence[int]) -> RowChoice:
-        forbidden = self._end_ids if row.num_new < row.job.min_new_tokens else ()
-        return RowChoice(row.job.options, history, row.next_exponentials(), forbidden)
-
     def _keep(self, kept: list[bool]) -> None:
         """Let go of the other sequences."""
         if not all(kept):
@@ -223,18 +291,15 @@ class Scheduler:
     def _fail_step(self) -> None:
         """The model has raised: the requests of this step fail, and the others go on with a new batch."""
         get_logger().exception("a step of %d sequences has failed", len(self._rows))
-        error = ApiError(
-            500, "the model has failed on this request; see the server's log", code="step_failed"
-        )
         failed = list(dict.fromkeys(row.work for row in self._rows))
-        self._batch = ContinuousBatch(self._model)
+        self._batch = ContinuousBatch(self._model, self._prefixes)
         with self._changed:
             for work in failed:
                 work.cancelled = True  # its other prompts need not begin
             self._num_rows -= len(self._rows)
         self._rows = []
         self._metrics.running.set(0)
-        self._deliver((work, Failed(error)) for work in failed)
+        self._deliver((work, Failed(_failed_step())) for work in failed)
 
     def _fail_all(self, error: ApiError) -> None:
         with self._changed:
@@ -264,50 +329,9 @@ class Scheduler:
         self._metrics.waiting.set(sum(one.copies for one in self._waiting))
 
 
+def _failed_step() -> ApiError:
+    return ApiError(500, "the model has failed on this request; see the server's log", code="step_failed")
+
+
 def _closing() -> ApiError:
     return ApiError(503, "the server is shutting down", code="shutting_down")
-
-
-@dataclass(frozen=True, eq=False)
-class _Waiting:
-    work: Work
-    job: Job
-
-    @property
-    def copies(self) -> int:
-        return self.job.copies
-
-
-class _Running:
-    """One sequence of the batch: its text, its length and its random numbers."""
-
-    def __init__(self, one: _Waiting, copy: int, tokenizer: Tokenizer, vocab_size: int) -> None:
-        job = one.job
-        self.work, self.job = one.work, job
-        self._index = job.first_index + copy
-        self._row = Row(job.max_new_tokens)
-        self._pieces: list[str] = []
-        self._text = RowText(tokenizer, job.stops, job.ids, self._pieces.append)
-        self._stream = (
-            RandomStream(job.seed, job.number, copy, vocab_size) if job.options.temperature > 0 else None
-        )
-
-    @property
-    def num_new(self) -> int:
-        return len(self._row.ids)
-
-    @property
-    def is_finished(self) -> bool:
-        return self._row.finish_reason is not None
-
-    def next_exponentials(self) -> np.ndarray | None:
-        return None if self._stream is None else self._stream.numbers(self.num_new)[0]
-
-    def take(self, token: int, end_ids: tuple[int, ...]) -> Progress:
-        """Add a token; what the client learns of it."""
-        is_stopped = self._text.feed(token)
-        if not self._row.add(token, is_last=token in end_ids or is_stopped):
-            self._text.finish()
-        text = "".join(self._pieces)
-        self._pieces.clear()
-        return Progress(self._index, text, self._row.finish_reason)

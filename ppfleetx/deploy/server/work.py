@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ppfleetx.deploy.server.errors import ApiError
-from ppfleetx.generation.continuous import RowOptions
+from ppfleetx.generation.choosing import RowOptions, TokenScore
 from ppfleetx.generation.search import FinishReason
 
 
@@ -17,11 +17,28 @@ class Progress:
     Attributes:
         index: of the continuation in its request.
         finish_reason: given with the last one.
+        score: of the token, where it was asked for.
+        num_tokens: 1; 0 for a continuation that has no token.
     """
 
     index: int
     text: str
     finish_reason: FinishReason | None
+    score: TokenScore | None = None
+    num_tokens: int = 1
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The scores of a prompt's tokens.
+
+    Attributes:
+        number: of the prompt in its request.
+        scores: of each token, the first included.
+    """
+
+    number: int
+    scores: Sequence[TokenScore]
 
 
 @dataclass(frozen=True)
@@ -31,7 +48,7 @@ class Failed:
     error: ApiError
 
 
-Event = Progress | Failed
+Event = Progress | Scored | Failed
 
 
 @dataclass(frozen=True)
@@ -43,7 +60,9 @@ class Job:
         first_index: number of its first continuation among all of the request.
         ids: tokens, at least one.
         copies: continuations.
-        max_new_tokens: fits the model together with ``ids``.
+        max_new_tokens: fits the model together with ``ids``; 0: nothing is generated.
+        num_top: how many of the likeliest tokens are told with each token's score; None: there are no scores.
+        scores_prompt: the tokens of the prompt get scores, too.
     """
 
     number: int
@@ -55,6 +74,8 @@ class Job:
     options: RowOptions
     seed: int
     stops: tuple[str, ...]
+    num_top: int | None = None
+    scores_prompt: bool = False
 
 
 @dataclass(eq=False)

@@ -11,15 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
 
 from ppfleetx.checkpoint.tensors import model_slices
 from ppfleetx.checkpoint.writer import save_checkpoint
+from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import ModelConfig
+from ppfleetx.core.programs.generate import load_generator
 from ppfleetx.data.tokenizer.training import train_tokenizer
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.generation.generator import Generator
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import LocalFactory
+from tests.goldens.chat_styles import GPT2
 from tests.helpers import programs
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -135,6 +141,7 @@ def served_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         fingerprints={"tokenizer": tokenizer.fingerprint},
     )
     tokenizer.save(directory / "run" / "tokenizer")
+    (directory / "run/tokenizer/chat_template.jinja").write_text(GPT2)
     sections = {"Global": {"device": "cpu", "local_batch_size": 1}, "Model": MODEL}
     (directory / "config.yaml").write_text(json.dumps(sections))
     return directory
@@ -161,3 +168,14 @@ def strict_server(served_checkpoint: Path, tmp_path_factory: pytest.TempPathFact
     yield running
     running.stop()
     assert "Traceback" not in running.log
+
+
+@pytest.fixture(scope="session")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="session")
+def offline(served_checkpoint: Path) -> Generator:
+    options = [f"Engine.save_load.ckpt_dir={served_checkpoint / 'run'}"]
+    return load_generator(load_config(served_checkpoint / "config.yaml", options), ParallelContext.single())

@@ -12,10 +12,13 @@ import pytest
 
 from ppfleetx.config.loader import load_config
 from ppfleetx.core.programs.generate import load_generator
+from ppfleetx.data.chat.templates import find_template
+from ppfleetx.deploy.server.answering import Answering, EventStream
 from ppfleetx.deploy.server.app import Service, create_app
-from ppfleetx.deploy.server.completions import Answer, Answering, EventStream, PromptReader
+from ppfleetx.deploy.server.completions import CompletionAnswer, CompletionRequest
+from ppfleetx.deploy.server.logprobs import TokenTexts
 from ppfleetx.deploy.server.metrics import Metrics
-from ppfleetx.deploy.server.protocol import CompletionRequest
+from ppfleetx.deploy.server.prompts import PromptReader
 from ppfleetx.deploy.server.run import _make_server
 from ppfleetx.deploy.server.scheduler import Scheduler
 from ppfleetx.distributed.context import ParallelContext
@@ -59,7 +62,9 @@ def in_server(served_checkpoint: Path, generator) -> Callable[[Use], Fragile]:
         model, metrics = Fragile(generator.next_token_model, POISON), Metrics()
         vars(model).update(attributes)
         scheduler = Scheduler(model, generator.tokenizer, generator.tokenizer.end_ids, cfg, metrics)
-        service = Service(cfg, None, PromptReader(generator, cfg, scheduler.capacity), scheduler, metrics, 0)
+        prompts = PromptReader(generator, find_template(generator.tokenizer), cfg, scheduler.capacity)
+        texts = TokenTexts(generator.tokenizer)
+        service = Service(cfg, None, prompts, scheduler, metrics, texts, 0)
 
         async def main() -> None:
             app = create_app(service)
@@ -122,7 +127,7 @@ def test_a_defect_of_ours_is_a_500_without_details(
     def defect(*_: object) -> None:
         raise KeyError("secret detail")
 
-    monkeypatch.setattr(PromptReader, "jobs", defect)
+    monkeypatch.setattr(PromptReader, "of_completion", defect)
 
     async def use(client: httpx.AsyncClient, service: Service) -> None:
         answer = await complete(client, prompt="a")
@@ -164,11 +169,11 @@ def test_an_idle_server_sleeps(in_server) -> None:
 
 
 def test_a_client_that_does_not_read_is_given_up(in_server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ppfleetx.deploy.server.completions._SEND_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("ppfleetx.deploy.server.answering._SEND_GRACE_SECONDS", 0.1)
 
     async def use(client: httpx.AsyncClient, service: Service) -> None:
         wanted = CompletionRequest(prompt="the cat", stream=True, **ENDLESS)
-        jobs = service.prompts.jobs(wanted)
+        jobs = service.prompts.of_completion(wanted)
         never = asyncio.Event()
 
         async def receive() -> dict:
@@ -180,7 +185,8 @@ def test_a_client_that_does_not_read_is_given_up(in_server, monkeypatch: pytest.
                 await never.wait()
 
         answering = Answering(service.scheduler, jobs, receive, 0.3, service.metrics)
-        answer = Answer(wanted, jobs, "gpt", (), "cmpl-1", 0)
+        named = ("gpt", "cmpl-1", 0)
+        answer = CompletionAnswer(wanted, jobs, *named, texts=service.texts, echoes=(), end_ids=())
         scope: dict = {}
         await asyncio.wait_for(EventStream(answer, answering, 0.3)(scope, receive, send), 30)
         assert scope["state"]["ended_as"] == 504

@@ -1,0 +1,247 @@
+"""A request under way: its events, and how an answer is made of them, whole or in pieces."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from ppfleetx.deploy.server.errors import ApiError, JsonResponse, to_json
+from ppfleetx.deploy.server.metrics import Metrics
+from ppfleetx.deploy.server.protocol import GenerationRequest, usage_of
+from ppfleetx.deploy.server.scheduler import Scheduler
+from ppfleetx.deploy.server.work import Event, Failed, Job, Progress, Scored, Work
+from ppfleetx.generation.choosing import TokenScore
+from ppfleetx.generation.search import FinishReason
+from ppfleetx.utils.log import get_logger
+
+CLIENT_LEFT = 499  # nginx's number; no client ever sees it
+_SEND_GRACE_SECONDS = 10.0
+
+
+class Answering:
+    """Context of one request under way: its events, the client's leaving and the time limit in one queue.
+
+    Whatever ends it, the model's thread is told to stop when it has not finished.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, jobs: Sequence[Job], receive: Receive, timeout: float, metrics: Metrics
+    ) -> None:
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._work = Work(jobs, self._events.put_nowait)
+        self._scheduler, self._receive, self._timeout, self._metrics = scheduler, receive, timeout, metrics
+        self._num_left = self._work.num_rows
+        self._started = time.monotonic()
+        self.num_tokens = 0
+        self.status = 200
+
+    async def __aenter__(self) -> Self:
+        self._scheduler.submit(self._work)
+        loop = asyncio.get_running_loop()
+        self._watch = loop.create_task(self._watch_client())
+        self._timer = loop.call_later(self._timeout, self._events.put_nowait, Failed(self._late()))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._watch.cancel()
+        self._timer.cancel()
+        if self._num_left:
+            self._scheduler.cancel(self._work)
+
+    def __aiter__(self) -> AsyncIterator[Progress | Scored]:
+        return self._iterate()
+
+    async def _iterate(self) -> AsyncIterator[Progress | Scored]:
+        """Events until every continuation is finished.
+
+        Raises:
+            ApiError: the request ended without its answer.
+        """
+        while self._num_left:
+            event = await self._events.get()
+            if isinstance(event, Failed):
+                self.status = event.error.status
+                raise event.error
+            if isinstance(event, Scored):
+                yield event
+                continue
+            if not self.num_tokens:
+                self._metrics.first_token_seconds.observe(time.monotonic() - self._started)
+            self.num_tokens += event.num_tokens
+            self._num_left -= event.finish_reason is not None
+            yield event
+
+    async def _watch_client(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        left = ApiError(CLIENT_LEFT, "the client has left", code="client_left")
+        self._events.put_nowait(Failed(left))
+
+    def _late(self) -> ApiError:
+        return ApiError(
+            504, f"not finished within {self._timeout:g} s (Serve.request_timeout)", code="timeout"
+        )
+
+
+@dataclass
+class RowAnswer:
+    """One continuation as it grows.
+
+    Attributes:
+        texts: its pieces.
+        scores: of its tokens, where they are asked for; the end token's too, which is no part of the text.
+        reason: why it has ended.
+    """
+
+    texts: list[str] = field(default_factory=list)
+    scores: list[TokenScore] = field(default_factory=list)
+    reason: FinishReason | None = None
+
+    def add(self, event: Progress) -> None:
+        self.texts.append(event.text)
+        self.reason = event.finish_reason
+        if event.score is not None:
+            self.scores.append(event.score)
+
+    @property
+    def mean_logprob(self) -> float:
+        """By which the best of several are found."""
+        known = [score.logprob for score in self.scores if score.logprob is not None]
+        return sum(known) / len(known) if known else 0.0
+
+
+class Answer(ABC):
+    """What every piece of an answer says.
+
+    Args:
+        request: what was asked.
+        jobs: of it.
+        model_name: as answers call the model.
+        answer_id, created: as well.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        jobs: Sequence[Job],
+        model_name: str,
+        answer_id: str,
+        created: int,
+    ) -> None:
+        self.request, self.jobs, self.model_name = request, jobs, model_name
+        self.answer_id, self.created = answer_id, created
+
+    @abstractmethod
+    def whole_choice(
+        self, index: int, prompt: int, row: RowAnswer, prompt_scores: Sequence[TokenScore]
+    ) -> Any:
+        """Choice ``index``, a continuation of prompt number ``prompt``."""
+
+    @abstractmethod
+    def opening(self, index: int, prompt_scores: Sequence[TokenScore]) -> Any | None:
+        """What a stream says of choice ``index`` before its first token; None: nothing."""
+
+    @abstractmethod
+    def piece(self, event: Progress) -> Any | None:
+        """What a stream says of a new token; None: nothing."""
+
+    @abstractmethod
+    def body(self, choices: Sequence[Any], usage: Any = None, *, is_piece: bool) -> dict[str, Any]:
+        """The answer, or one piece of a streamed one."""
+
+    def usage(self, num_tokens: int) -> dict[str, int]:
+        return usage_of(sum(len(job.ids) for job in self.jobs), num_tokens)
+
+    async def whole(self, answering: Answering) -> JsonResponse:
+        """All continuations at once; of more candidates than are asked for, the likeliest."""
+        made, wanted = self.request.candidates, self.request.n
+        rows = [RowAnswer() for _ in range(len(self.jobs) * made)]
+        prompt_scores: dict[int, Sequence[TokenScore]] = {}
+        async for event in answering:
+            if isinstance(event, Scored):
+                prompt_scores[event.number] = event.scores
+            else:
+                rows[event.index].add(event)
+        choices = []
+        for number in range(len(self.jobs)):
+            own = rows[number * made : (number + 1) * made]
+            if made > wanted:
+                own = sorted(own, key=lambda row: row.mean_logprob, reverse=True)[:wanted]
+            for row in own:
+                scores = prompt_scores.get(number, ())
+                choices.append(self.whole_choice(len(choices), number, row, scores))
+        return JsonResponse(self.body(choices, self.usage(answering.num_tokens), is_piece=False))
+
+    async def pieces(self, answering: Answering) -> AsyncIterator[dict[str, Any]]:
+        """Text as it comes, then the reason for the end; at last the usage, if it is wanted."""
+        started: set[int] = set()
+        prompt_scores: dict[int, Sequence[TokenScore]] = {}
+        async for event in answering:
+            if isinstance(event, Scored):
+                prompt_scores[event.number] = event.scores
+                continue
+            said = []
+            if event.index not in started:
+                started.add(event.index)
+                scores = prompt_scores.get(event.index // self.request.candidates, ())
+                said.append(self.opening(event.index, scores))
+            said.append(self.piece(event))
+            for choice in said:
+                if choice is not None:
+                    yield self.body([choice], is_piece=True)
+        options = self.request.stream_options
+        if options is not None and options.include_usage:
+            yield self.body([], self.usage(answering.num_tokens), is_piece=True)
+
+
+class EventStream(Response):
+    """Server-sent events of one answer. It begins with the first piece, so that what goes wrong before has
+    a status of its own; what goes wrong later is the last event but one."""
+
+    def __init__(self, answer: Answer, answering: Answering, max_seconds: float) -> None:
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        del self.headers["content-length"]
+        self._answer, self._answering, self._max_seconds = answer, answering, max_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._answering:
+            pieces = self._answer.pieces(self._answering)
+            first = await anext(pieces)
+            try:
+                # The model's side ends by itself; a client that does not read what it is sent would not.
+                async with asyncio.timeout(self._max_seconds + _SEND_GRACE_SECONDS):
+                    await self._send_all(first, pieces, send)
+            except TimeoutError:
+                self._answering.status = 504
+                get_logger().warning("%s: the client does not read its answer", self._answer.answer_id)
+            finally:
+                scope.setdefault("state", {})["ended_as"] = self._answering.status
+
+    async def _send_all(
+        self, first: dict[str, Any], pieces: AsyncIterator[dict[str, Any]], send: Send
+    ) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send(_event(to_json(first)))
+        try:
+            async for piece in pieces:
+                await send(_event(to_json(piece)))
+        except ApiError as error:
+            if error.status == CLIENT_LEFT:
+                return
+            await send(_event(to_json(error.body())))
+        await send(_event("[DONE]"))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _event(data: str) -> Message:
+    return {"type": "http.response.body", "body": f"data: {data}\n\n".encode("ascii"), "more_body": True}

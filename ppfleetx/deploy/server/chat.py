@@ -1,0 +1,150 @@
+"""Requests and answers of ``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from ppfleetx.deploy.server.answering import Answer, RowAnswer
+from ppfleetx.deploy.server.logprobs import TokenTexts, chat_logprobs
+from ppfleetx.deploy.server.protocol import MOST_TOP, GenerationRequest, NotSupported
+from ppfleetx.deploy.server.work import Job, Progress
+from ppfleetx.generation.choosing import TokenScore
+from ppfleetx.generation.search import FinishReason
+
+_MAX_MESSAGES = 4096
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be a list of at least one message")
+    if len(value) > _MAX_MESSAGES:
+        raise ValueError(f"may be {_MAX_MESSAGES} at most")
+    return [_message(one, f"message {number}") for number, one in enumerate(value)]
+
+
+def _message(value: Any, name: str) -> dict[str, Any]:
+    """A message whose content is one text."""
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str) or not value["role"]:
+        raise ValueError(f"{name} must be an object with role and content")
+    content = value.get("content")
+    if content is None and value["role"] == "assistant":
+        return value
+    if isinstance(content, list):
+        parts = [one.get("text") if _is_text_part(one) else None for one in content]
+        if not all(isinstance(part, str) for part in parts):
+            raise ValueError(f'{name} has a content of parts that are not {{"type": "text", "text": "..."}}')
+        return {**value, "content": "\n".join(parts)}
+    if not isinstance(content, str):
+        raise ValueError(f"{name} must have a text as its content, or a list of parts of text")
+    return value
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text"
+
+
+def _no_tools(value: Any) -> None:
+    if value not in ([], "none"):
+        raise ValueError("is not supported; leave it out")
+
+
+def _text_format(value: Any) -> None:
+    if value != {"type": "text"}:
+        raise ValueError("only text is supported; leave it out")
+
+
+class ChatRequest(GenerationRequest):
+    """Body of ``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[dict[str, Any]], BeforeValidator(_messages)]
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    response_format: Annotated[None, BeforeValidator(_text_format)] = None
+    tools: Annotated[None, BeforeValidator(_no_tools)] = None
+    tool_choice: Annotated[None, BeforeValidator(_no_tools)] = None
+    store: NotSupported = None
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: needs logprobs: true")
+        both = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(both) > 1:
+            raise ValueError("max_completion_tokens: means the same as max_tokens, and says something else")
+        reserved = {"messages", "add_generation_prompt", "tools", "documents"} & {*self.chat_template_kwargs}
+        if reserved:
+            raise ValueError(f"chat_template_kwargs: {min(reserved)} is not for requests to set")
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def must_have_room(self) -> bool:
+        return self.token_limit is not None
+
+    @property
+    def num_top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class ChatAnswer(Answer):
+    """An answer to :class:`ChatRequest`; further arguments:
+
+    Args:
+        texts: of tokens.
+        end_ids: tokens that end an answer, which are no part of it.
+    """
+
+    def __init__(
+        self, request: ChatRequest, jobs: Sequence[Job], *more: Any, texts: TokenTexts, end_ids: Sequence[int]
+    ) -> None:
+        super().__init__(request, jobs, *more)
+        self._texts, self._end_ids = texts, end_ids
+
+    def body(self, choices: Sequence[Any], usage: Any = None, *, is_piece: bool) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "id": self.answer_id,
+            "object": "chat.completion.chunk" if is_piece else "chat.completion",
+            "created": self.created,
+            "model": self.model_name,
+            "choices": list(choices),
+        }
+        return body if usage is None else {**body, "usage": usage}
+
+    def whole_choice(
+        self, index: int, prompt: int, row: RowAnswer, prompt_scores: Sequence[TokenScore]
+    ) -> Any:
+        message = {"role": "assistant", "content": "".join(row.texts), "refusal": None}
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._scores(row.scores),
+            "finish_reason": row.reason,
+        }
+
+    def opening(self, index: int, prompt_scores: Sequence[TokenScore]) -> Any | None:
+        return _chunk(index, {"role": "assistant", "content": ""}, None, None)
+
+    def piece(self, event: Progress) -> Any | None:
+        logprobs = self._scores([] if event.score is None else [event.score])
+        if not (event.text or event.finish_reason or (logprobs and logprobs["content"])):
+            return None
+        delta = {"content": event.text} if event.text else {}
+        return _chunk(event.index, delta, event.finish_reason, logprobs)
+
+    def _scores(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
+        if self.request.num_top is None:
+            return None
+        return chat_logprobs(self._texts, [one for one in scores if one.token not in self._end_ids])
+
+
+def _chunk(index: int, delta: dict[str, str], reason: FinishReason | None, logprobs: Any) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
