@@ -47,6 +47,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
     ),
     "use a model": (
         Verb("generate", "generate", "continue prompts with a checkpoint"),
+        Verb("chat", "chat", "talk with a model"),
         Verb("eval", "evaluate", "loss and perplexity of a checkpoint, or a classifier's scores"),
         Verb("lm-eval", "lm_eval", "tasks of lm-evaluation-harness"),
         Verb("export", "export", "export a checkpoint as a program that generates by itself"),
