@@ -15,6 +15,9 @@ from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.config.effects import Effect, effect_of
 from ppfleetx.config.loader import CONFIG_FILE
 from ppfleetx.config.sections.root import ModelConfig, RunConfig
+from ppfleetx.data.chat.templates import DEFAULT
+from ppfleetx.data.tasks.chats import NAME, template_of
+from ppfleetx.data.tokenizer.files import CHAT_TEMPLATE
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 TOKENIZER_DIR = "tokenizer"
@@ -32,9 +35,20 @@ OF_ONE_CALL = ("prompt", "prompt_file", "seed")
 
 def documents_of(cfg: RunConfig, tokenizer: Tokenizer | None) -> dict[str, bytes]:
     """Path in the checkpoint -> content, of a model configured like this."""
-    texts = {} if tokenizer is None else tokenizer.files()
+    texts = {} if tokenizer is None else {**tokenizer.files(), **_learnt_template(cfg, tokenizer)}
     documents = {f"{TOKENIZER_DIR}/{name}": text.encode() for name, text in texts.items()}
     return {CONFIG_FILE: portable_config(cfg, tokenizer).encode(), **documents}
+
+
+def _learnt_template(cfg: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
+    """The chat template of the conversations that are learnt: one is to talk to the model in the same way."""
+    dataset = None if cfg.Data.Train is None else cfg.Data.Train.dataset
+    if dataset is None or dataset.name != NAME:
+        return {}
+    template = template_of(dataset, tokenizer)
+    return (
+        {} if template.source == tokenizer.chat_templates.get(DEFAULT) else {CHAT_TEMPLATE: template.source}
+    )
 
 
 def documents_in(checkpoint: Checkpoint) -> dict[str, bytes]:

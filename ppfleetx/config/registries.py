@@ -237,6 +237,7 @@ SCHEDULES.register("wsd", f"{_SCHEDULES}:wsd")
 _DATA = "ppfleetx.data.build"
 DATASETS.register("GPTDataset", f"{_DATA}:gpt_dataset", traits=DatasetTraits("corpus"))
 DATASETS.register("PromptResponseDataset", f"{_DATA}:prompt_response", traits=DatasetTraits("texts"))
+DATASETS.register("ChatDataset", f"{_DATA}:chats", traits=DatasetTraits("texts", options=("chat_template",)))
 for _task, _outputs in {
     "CoLA": 2,
     "SST2": 2,

@@ -26,6 +26,7 @@ from ppfleetx.data.loader import DataLoader, Dataset
 from ppfleetx.data.prefixes import find_prefixes, open_tokens
 from ppfleetx.data.sampler import GlobalBatchSampler, Tail
 from ppfleetx.data.split import MODES, split_ranges
+from ppfleetx.data.tasks.chats import ChatDataset
 from ppfleetx.data.tasks.glue import TASKS
 from ppfleetx.data.tasks.glue_metrics import require_libraries
 from ppfleetx.data.tasks.records import GlueDataset, PromptResponseDataset
@@ -168,6 +169,13 @@ def prompt_response(cfg: RunConfig, mode: Mode) -> PromptResponseDataset:
     dataset_cfg = getattr(cfg.Data, mode).dataset
     tokenizer, multiple = _encoding(cfg, dataset_cfg)
     return PromptResponseDataset(dataset_cfg, tokenizer, multiple)
+
+
+def chats(cfg: RunConfig, mode: Mode) -> ChatDataset:
+    """Conversations, of which the assistant's turns are learnt."""
+    dataset_cfg = getattr(cfg.Data, mode).dataset
+    tokenizer, multiple = _encoding(cfg, dataset_cfg)
+    return ChatDataset(dataset_cfg, tokenizer, multiple)
 
 
 def glue(cfg: RunConfig, mode: Mode) -> GlueDataset:

@@ -53,10 +53,12 @@ class DatasetConfig(Section):
     """Where samples come from and how they are cut."""
 
     name: Annotated[str, Registered(DATASETS)] = "GPTDataset"
-    """GPTDataset (preprocessed corpora), PromptResponseDataset (jsonl, loss on the response alone), a GLUE
-    task, or a data set of your own (docs/extending.md)."""
+    """GPTDataset (preprocessed corpora), PromptResponseDataset (jsonl, loss on the response alone),
+    ChatDataset (jsonl, loss on the assistant's turns), a GLUE task, or a data set of your own
+    (docs/extending.md)."""
     options: dict[str, Bool | Int | Float | Text] = Field(default_factory=dict)
-    """Further options of a data set of your own, as it was registered with."""
+    """ChatDataset: `chat_template`, a name of one of the tokenizer's or a file. Of a data set of your own:
+    what it was registered with."""
     input_dir: PathText | tuple[PathText, ...] = "./data"
     """A corpus prefix, a directory of corpora, or a list of them. Of the others: the directory of the files
     `{split}.jsonl` (or `.jsonl.gz`, `.jsonl.zst`) or `{split}.tsv`."""
@@ -68,7 +70,7 @@ class DatasetConfig(Section):
     weights; `weights` is then null."""
     split: Text | tuple[NonNegativeFloat, ...] = (969, 30, 1)
     """Shares of documents for Train, Eval and Test, e.g. `[969, 30, 1]`. Of GLUE tasks and
-    PromptResponseDataset: name of the part's file, e.g. `train`."""
+    of files with records (PromptResponseDataset, ChatDataset): name of the part's file, e.g. `train`."""
     max_seq_len: Size = 1024
     """Tokens per sample; what is longer is cut."""
     prompt_field: Text = "prompt"
@@ -176,11 +178,11 @@ class SamplerConfig(Section):
     name: Literal["GPTBatchSampler"] = "GPTBatchSampler"
     """Walks the data by consumed samples; the same global batches for every parallel plan."""
     shuffle: Bool = False
-    """Shuffle again on top of the dataset's own order. Train of a GLUE task or PromptResponseDataset is
-    always read in a new order in each pass; Eval and Test of these are read as the file is."""
+    """Shuffle again on top of the dataset's own order. Train of a GLUE task or of records is always read in a
+    new order in each pass; Eval and Test of these are read as the file is."""
     drop_last: Bool = True
-    """Leave out the last incomplete global batch. Eval and Test of a GLUE task or PromptResponseDataset are
-    always read whole."""
+    """Leave out the last incomplete global batch. Eval and Test of a GLUE task or of records are always
+    read whole."""
 
 
 class LoaderConfig(Section):

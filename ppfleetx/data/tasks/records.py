@@ -39,7 +39,13 @@ class RecordDataset:
     """
 
     def __init__(
-        self, cfg: DatasetConfig, tokenizer: Tokenizer, path: Path, digest: str, length_multiple: int
+        self,
+        cfg: DatasetConfig,
+        tokenizer: Tokenizer,
+        path: Path,
+        digest: str,
+        length_multiple: int,
+        more: Sequence[object] = (),
     ) -> None:
         self.max_seq_len, self.tokenizer, self.path = cfg.max_seq_len, tokenizer, path
         self.length_multiple = length_multiple
@@ -53,6 +59,7 @@ class RecordDataset:
         ]
         if tokenizer.prefix_ids:  # fingerprints of runs without are older than it
             decisive.append(tokenizer.prefix_ids)
+        decisive += more  # what else decides the samples of a data set, as JSON-able values
         self.fingerprint = blake2b(json.dumps(decisive).encode(), digest_size=16).hexdigest()
 
     def __len__(self) -> int:
@@ -173,8 +180,7 @@ class PromptResponseDataset(RecordDataset):
 
     @os_errors(DataError)
     def __init__(self, cfg: DatasetConfig, tokenizer: Tokenizer, length_multiple: int = 1) -> None:
-        paths = [Path(cfg.input_dir) / f"{cfg.split}.jsonl{packed}" for packed in ("", ".gz", ".zst")]
-        path = next((path for path in paths if path.exists()), paths[0])
+        path = record_file(cfg)
         self.pairs, digest = read_pairs(path, cfg.prompt_field, cfg.response_field)
         super().__init__(cfg, tokenizer, path, digest, length_multiple)
 
@@ -213,17 +219,24 @@ class PromptResponseDataset(RecordDataset):
         return [*prefix, *given[first:]] or [self.tokenizer.eod_id], learnt
 
 
+def record_file(cfg: DatasetConfig) -> Path:
+    """The jsonl file of a section. Raises DataError: there is none."""
+    paths = [Path(str(cfg.input_dir)) / f"{cfg.split}.jsonl{packed}" for packed in ("", ".gz", ".zst")]
+    found = next((path for path in paths if path.exists()), None)
+    if found is None:
+        raise DataError(
+            f"there is no file {paths[0]}; {cfg.name} reads {{split}}.jsonl (or .jsonl.gz, .jsonl.zst) in "
+            "the directory Data.*.dataset.input_dir"
+        )
+    return found
+
+
 def read_pairs(path: Path, prompt_field: str, response_field: str) -> tuple[list[tuple[str, str]], str]:
     """(prompt, response) of each line of a jsonl file, and a hash of the file.
 
     Raises:
         DataError: see :class:`PromptResponseDataset`.
     """
-    if not path.exists():
-        raise DataError(
-            f"there is no file {path}; PromptResponseDataset reads {{split}}.jsonl (or .jsonl.gz, "
-            ".jsonl.zst) in the directory Data.*.dataset.input_dir"
-        )
     pairs, digest = [], blake2b(digest_size=16)
     for number, line in read_lines(path, digest.update):
         if line.strip():

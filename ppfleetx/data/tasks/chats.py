@@ -1,0 +1,168 @@
+"""Conversations to learn from, written by a chat template, with the loss on what the assistant says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ppfleetx.config.counts import counted
+from ppfleetx.config.errors import ConfigError, DataError, UserError, shown
+from ppfleetx.data.chat.answers import ASSISTANT, render_with_answers
+from ppfleetx.data.chat.templates import chosen_template
+from ppfleetx.data.gpt_dataset import PADDING, Sample
+from ppfleetx.data.tasks.records import RecordDataset, record_file
+from ppfleetx.data.text.files import read_lines
+from ppfleetx.data.text.json_lines import load_line
+from ppfleetx.utils.foreign_files import os_errors
+from ppfleetx.utils.log import get_logger
+
+if TYPE_CHECKING:
+    from ppfleetx.config.sections.data import DatasetConfig
+    from ppfleetx.data.chat.templates import ChatTemplate, Message
+    from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+
+NAME, FIELD = "ChatDataset", "messages"
+TEMPLATE_OPTION = "chat_template"
+
+
+class ChatDataset(RecordDataset):
+    """Conversations, for causal language modelling with the loss on the assistant's turns.
+
+    A line of the file is ``{"messages": [{"role": ..., "content": ...}, ...]}``, perhaps with ``tools``. The
+    template decides about BOS and about what ends a turn. A conversation that is too long loses its oldest
+    turns, but not the system message; when one question with its answer is left, it loses its end.
+
+    Args:
+        cfg: the section, with directory, part, and the template in ``options``.
+        tokenizer: makes the tokens; its template is used where none is given.
+        length_multiple: see :class:`RecordDataset`.
+
+    Raises:
+        DataError: the file is missing, or a line holds no conversation with an answer; with file and line.
+        ConfigError: there is no such template.
+    """
+
+    @os_errors(DataError)
+    def __init__(self, cfg: DatasetConfig, tokenizer: Tokenizer, length_multiple: int = 1) -> None:
+        path = record_file(cfg)
+        self.template = template_of(cfg, tokenizer)
+        self._lines, digest = _read(path)
+        more = [self.template.source, dict(self.template.special_tokens)]
+        super().__init__(cfg, tokenizer, path, digest, length_multiple, more)
+        self._has_told = False
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def describe(self) -> str:
+        """One line for people."""
+        return f"{super().describe()}, written with {self.template.place}"
+
+    def __getitem__(self, index: int) -> Sample:
+        """Conversation ``index``, or for `PADDING` one whose loss mask is 0.
+
+        Returns:
+            As of ``PromptResponseDataset``.
+
+        Raises:
+            DataError: the template refuses the conversation; with file and line.
+        """
+        number, line = self._lines[max(index, 0)]
+        place = f"{self.path}:{number}"
+        record = _conversation(line, place)
+        try:
+            ids, learnt = self._fitting(record[FIELD], record.get("tools"), place)
+        except UserError as error:
+            raise DataError(f"{place}: {error}") from error
+        mask = np.zeros(self.max_seq_len, np.float32)
+        if index != PADDING:
+            mask[: len(ids) - 1] = learnt[1:]
+        return {
+            "tokens": self.padded(ids[:-1]),
+            "labels": self.padded(ids[1:]),
+            "position_ids": np.arange(self.max_seq_len, dtype=np.int64),
+            "loss_mask": mask,
+            "lengths": np.array(max(1, len(ids) - 1), np.int64),
+            "sample_ids": np.array(index, np.int64),
+        }
+
+    def _fitting(self, messages: list[Message], tools: Any, place: str) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of as much of a conversation as fits, at most ``max_seq_len + 1``, and which are learnt."""
+        kept = messages
+        while True:
+            text, spans = render_with_answers(self.template, kept, tools=tools)
+            ids, learnt = self.tokenizer.encode_marked(text, spans)
+            shorter = _without_oldest(kept)
+            if len(ids) <= self.max_seq_len + 1 or shorter is None:
+                break
+            kept = shorter
+        if len(kept) < len(messages) or len(ids) > self.max_seq_len + 1:
+            self._tell(place, len(messages) - len(kept), len(ids))
+        return ids[: self.max_seq_len + 1], learnt[: self.max_seq_len + 1]
+
+    def _tell(self, place: str, left_out: int, length: int) -> None:
+        if self._has_told:
+            return
+        self._has_told = True
+        what = f"{counted(left_out, 'message')} at the beginning" if left_out else "its end"
+        if length > self.max_seq_len + 1:
+            what = f"{what}, and its end" if left_out else what
+        get_logger().warning(
+            f"{place}: is longer than max_seq_len = {self.max_seq_len} and loses {what} (this is said once)"
+        )
+
+
+def template_of(cfg: DatasetConfig, tokenizer: Tokenizer) -> ChatTemplate:
+    """The template that a section's conversations are written with. Raises ConfigError."""
+    given = cfg.options.get(TEMPLATE_OPTION)
+    try:
+        return chosen_template(tokenizer, None if given is None else str(given))
+    except UserError as error:
+        raise ConfigError(str(error), key=f"Data.*.dataset.options.{TEMPLATE_OPTION}", value=given) from error
+
+
+def _without_oldest(messages: Sequence[Message]) -> list[Message] | None:
+    """Without the first exchange behind the system message; None where only one is left."""
+    head = 1 if messages[0]["role"] == "system" else 0
+    questions = [i for i, one in enumerate(messages) if i >= head and one["role"] == "user"]
+    following = next((i for i in questions if i > head), None)
+    if following is None or not any(one["role"] == ASSISTANT for one in messages[following:]):
+        return None
+    return [*messages[:head], *messages[following:]]
+
+
+def _read(path: Path) -> tuple[list[tuple[int, bytes]], str]:
+    """(number, line) of each conversation of a jsonl file, and a hash of the file."""
+    digest = blake2b(digest_size=16)
+    lines = [(number, line) for number, line in read_lines(path, digest.update) if line.strip()]
+    for number, line in lines:
+        _conversation(line, f"{path}:{number}")
+    if not lines:
+        raise DataError(f"{path} holds no record")
+    return lines, digest.hexdigest()
+
+
+def _conversation(line: bytes, place: str) -> dict[str, Any]:
+    """The record in a line, which must hold messages and an answer among them."""
+    try:
+        record = load_line(line)
+    except ValueError as error:
+        raise DataError(f"{place}: this is not a line of JSON: {error}") from error
+    messages = record.get(FIELD) if isinstance(record, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f'{place}: must be an object with "{FIELD}", a list of messages')
+    for number, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, dict) else None
+        content = message.get("content") if isinstance(message, dict) else None
+        says = isinstance(content, str) or (content is None and "tool_calls" in message)
+        if not isinstance(role, str) or not says:
+            raise DataError(f"{place}: message {number} must have role and content, texts: {shown(message)}")
+        if isinstance(content, str) and any("\ud800" <= character <= "\udfff" for character in content):
+            raise DataError(f"{place}: message {number} holds a lone surrogate, which is not text")
+    if not any(message["role"] == ASSISTANT for message in messages):
+        raise DataError(f"{place}: has no message of the role assistant, so there is nothing to learn")
+    return record

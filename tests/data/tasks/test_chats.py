@@ -1,0 +1,162 @@
+"""Conversations to learn from: which tokens count, what is cut, what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ppfleetx.checkpoint.documents import documents_of
+from ppfleetx.config.errors import ConfigError, DataError
+from ppfleetx.config.loader import load_config
+from ppfleetx.config.sections.data import DatasetConfig
+from ppfleetx.data.chat.answers import render_with_answers
+from ppfleetx.data.chat.templates import ChatError, ChatTemplate
+from ppfleetx.data.gpt_dataset import PADDING
+from ppfleetx.data.tasks.chats import ChatDataset
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from tests.goldens.chat_styles import QWEN, STYLES, write_style
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "the dog?"},
+    {"role": "assistant", "content": "the fox"},
+    {"role": "user", "content": "12 34"},
+    {"role": "assistant", "content": "caf\u00e9"},
+]
+ENDS = {"gpt2": "<|endoftext|>", "llama2": " </s>", "llama3": "<|eot_id|>", "qwen": "<|im_end|>"}
+
+
+def section(directory: Path, max_seq_len: int = 200, **options: str) -> DatasetConfig:
+    return DatasetConfig(
+        name="ChatDataset", input_dir=str(directory), split="train", max_seq_len=max_seq_len, options=options
+    )
+
+
+def write(directory: Path, *conversations: list[dict]) -> None:
+    lines = [json.dumps({"messages": one}) + "\n" for one in conversations]
+    (directory / "train.jsonl").write_text("".join(lines))
+
+
+def learnt(dataset: ChatDataset, index: int = 0) -> str:
+    sample = dataset[index]
+    return dataset.tokenizer.decode(sample["labels"][sample["loss_mask"] > 0])
+
+
+def text_of(dataset: ChatDataset, index: int = 0) -> str:
+    sample = dataset[index]
+    return dataset.tokenizer.decode(sample["tokens"][: int(sample["lengths"])])
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("marked", [True, False], ids=["generation blocks", "prefixes"])
+def test_the_loss_is_on_what_the_assistant_says(tmp_path: Path, style: str, marked: bool) -> None:
+    tokenizer = Tokenizer.load(write_style(style, tmp_path / style))
+    write(tmp_path, CHAT)
+    source = tokenizer.chat_templates["default"]
+    if not marked:
+        for word in ("generation", "endgeneration"):
+            for left in ("{%-", "{%"):
+                source = source.replace(
+                    f"{left} {word} %}}", f"{left} if true %}}" if word[0] == "g" else f"{left} endif %}}"
+                )
+        (tmp_path / "own.jinja").write_text(source)
+    options = {} if marked else {"chat_template": str(tmp_path / "own.jinja")}
+    dataset = ChatDataset(section(tmp_path, **options), tokenizer)
+    assert dataset.template.marks_answers is marked
+    ids = dataset.template.encode(tokenizer, CHAT, date_string="x")
+    sample, end = dataset[0], ENDS[style]
+    if style != "llama3":  # whose template writes the date
+        assert [*sample["tokens"][: sample["lengths"]], ids[-1]] == ids
+    size = int(sample["lengths"])
+    assert (sample["labels"][: size - 1] == sample["tokens"][1:size]).all()
+    found = learnt(dataset)
+    between = found.replace("the fox" + end, "", 1).replace("caf\u00e9" + end, "", 1)
+    assert found.count(end.strip()) == 2
+    assert between.strip() == "", "and at most the line ends behind a turn"
+    assert dataset[PADDING]["loss_mask"].sum() == 0
+    assert f"written with {dataset.template.place}" in dataset.describe()
+
+
+def test_what_is_too_long_loses_its_oldest_turns_then_its_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = Tokenizer.load(write_style("qwen", tmp_path / "qwen"))
+    write(tmp_path, CHAT, [*CHAT[:2], {"role": "assistant", "content": "1234567890 " * 30}])
+    whole = len(ChatDataset(section(tmp_path), tokenizer).template.encode(tokenizer, CHAT))
+    exact = ChatDataset(section(tmp_path, whole - 1), tokenizer)
+    assert learnt(exact).count("<|im_end|>") == 2
+    assert "and loses" not in caplog.text
+    dataset = ChatDataset(section(tmp_path, whole - 2), tokenizer)
+    assert learnt(dataset) == "caf\u00e9<|im_end|>"
+    assert "Be brief." in text_of(dataset)
+    assert "the dog" not in text_of(dataset)
+    assert (
+        f"train.jsonl:1: is longer than max_seq_len = {whole - 2} and loses 2 messages at the" in caplog.text
+    )
+    assert learnt(dataset, 1).startswith("1234567890 1234567890")
+    assert "<|im_end|>" not in learnt(dataset, 1)
+    assert int(dataset[1]["lengths"]) == whole - 2
+    assert caplog.text.count("and loses") == 1
+
+
+def test_a_template_that_rewrites_earlier_turns_must_mark_them() -> None:
+    source = (
+        "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }};{% endif %}{% endfor %}"
+    )
+    with pytest.raises(ChatError, match="does not write message 2 as it would at the end"):
+        render_with_answers(ChatTemplate(source, {}), CHAT)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "this is not a line of JSON"),
+        ("[]", 'must be an object with "messages"'),
+        ('{"messages": []}', 'must be an object with "messages"'),
+        ('{"messages": [{"role": "user"}]}', "message 0 must have role and content"),
+        ('{"messages": ["x"]}', "message 0 must have role and content"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "no message of the role assistant"),
+        ('{"messages": [{"role": "assistant", "content": "\\ud800"}]}', "a lone surrogate"),
+    ],
+)
+def test_wrong_lines_are_named(tmp_path: Path, line: str, words: str) -> None:
+    tokenizer = Tokenizer.load(write_style("gpt2", tmp_path / "gpt2"))
+    write(tmp_path, CHAT)
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write(line)
+    with pytest.raises(DataError) as caught:
+        ChatDataset(section(tmp_path), tokenizer)
+    assert words in str(caught.value)
+    assert "train.jsonl:2: " in str(caught.value)
+
+
+def test_what_a_template_refuses_is_told_with_its_line(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_style("llama2", tmp_path / "llama2"))
+    write(tmp_path, CHAT, [CHAT[1], CHAT[1], CHAT[2]])
+    dataset = ChatDataset(section(tmp_path), tokenizer)
+    with pytest.raises(DataError, match=r"train\.jsonl:2: .* user and assistant must take turns"):
+        dataset[1]
+    with pytest.raises(ConfigError, match="there is no file nothing, and no chat template of this name"):
+        ChatDataset(section(tmp_path, chat_template="nothing"), tokenizer)
+    with pytest.raises(DataError, match=r"there is no file .*other\.jsonl; ChatDataset reads"):
+        ChatDataset(section(tmp_path).model_copy(update={"split": "other"}), tokenizer)
+
+
+def test_a_checkpoint_keeps_the_template_that_was_learnt(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_style("gpt2", tmp_path / "gpt2"))
+    (tmp_path / "own.jinja").write_text(QWEN)
+    write(tmp_path, CHAT)
+    fingerprints = set()
+    for options, expected in (
+        ({}, tokenizer.chat_templates["default"]),
+        ({"chat_template": str(tmp_path / "own.jinja")}, QWEN),
+    ):
+        dataset = section(tmp_path, **options)
+        data = {"Train": {"dataset": dataset.model_dump(mode="json", exclude_unset=True)}}
+        sizes = {"vocab_size": 600, "hidden_size": 8, "num_layers": 1, "num_attention_heads": 1}
+        sections = {"Global": {"local_batch_size": 1}, "Model": sizes, "Data": data}
+        (tmp_path / "config.yaml").write_text(json.dumps(sections))
+        cfg = load_config(tmp_path / "config.yaml")
+        assert documents_of(cfg, tokenizer)["tokenizer/chat_template.jinja"].decode() == expected
+        fingerprints.add(ChatDataset(dataset, tokenizer).fingerprint)
+    assert len(fingerprints) == 2
