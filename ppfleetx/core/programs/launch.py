@@ -17,6 +17,7 @@ from ppfleetx.core.programs.sources import refuse_foreign, sources
 from ppfleetx.core.programs.watching import watch_start
 from ppfleetx.data.build import build_dataset, open_corpora
 from ppfleetx.utils.devices import expected_device
+from ppfleetx.utils.hangs.progress import MEETING, PROGRESS
 from ppfleetx.utils.log import configure_logging
 from ppfleetx.utils.process_env import import_paddle, prepare_process
 
@@ -69,7 +70,8 @@ def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig,
     from ppfleetx.distributed.tf32 import allow_tf32
 
     tf32 = allow_tf32(cfg.Global.allow_tf32)  # before Global.flags, which may say otherwise
-    ctx = init_distributed(cfg)
+    with PROGRESS.at(MEETING):
+        ctx = init_distributed(cfg)
     if ctx.device == "gpu":
         logger.info(tf32)
     check_configuration(cfg, ctx)

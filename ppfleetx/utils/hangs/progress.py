@@ -45,5 +45,6 @@ class Progress:
 PROGRESS = Progress()
 """Of this process."""
 
+MEETING = "meeting the other ranks"
 READING, STEPPING = "reading data", "in its step"
 EVALUATING, SAVING, RESTING = "evaluating", "saving a checkpoint", "between two steps"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -11,14 +12,18 @@ from pathlib import Path
 from ppfleetx.utils.hangs.report import Report, read_reports
 
 PATIENCE_SECONDS = 5.0
+PRIVATE = 0o700
 
 
 class Shelf:
-    """One directory. All that touches it runs in a thread of its own, which may block for ever; when
-    it has not answered once, the directory counts as dead and is left alone."""
+    """One directory, made with ``mode``.
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    All that touches it runs in a thread of its own, which may block for ever; when it has not answered once,
+    the directory counts as dead and is left alone.
+    """
+
+    def __init__(self, directory: Path, mode: int = 0o777) -> None:
+        self.directory, self._mode = directory, mode
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_dead, self._is_started = False, False
 
@@ -39,7 +44,9 @@ class Shelf:
 
         def write() -> bool:
             try:
-                self.directory.mkdir(parents=True, exist_ok=True)
+                self.directory.mkdir(mode=self._mode, parents=True, exist_ok=True)
+                if self._mode == PRIVATE and self.directory.stat().st_uid != os.getuid():
+                    return False  # somebody else has made it where all may write
                 base = self.directory / f"rank_{report.rank:05d}"
                 base.with_suffix(".txt").write_text(text, encoding="utf-8")
                 partial = base.with_suffix(f".{report.pid}.part")
@@ -54,6 +61,19 @@ class Shelf:
     def reports(self, since: float) -> dict[int, Report]:
         """What the ranks have laid down after ``since``."""
         return self._do(lambda: read_reports(self.directory, since=since)) or {}
+
+    def clear(self, rank: int) -> None:
+        """Take away what this rank has laid down here, if anything."""
+        if not self._is_started:
+            return
+
+        def remove() -> None:
+            with contextlib.suppress(OSError):
+                for path in self.directory.glob(f"rank_{rank:05d}.*"):
+                    path.unlink()
+                self.directory.rmdir()  # by the last one
+
+        self._do(remove)
 
     def say(self, sentence: str) -> None:
         """Keep the sentence beside the reports."""

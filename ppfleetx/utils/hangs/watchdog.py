@@ -24,10 +24,10 @@ from typing import Any
 
 from ppfleetx.utils.hangs.explain import Explanation, explain
 from ppfleetx.utils.hangs.kernel import Activity, birth_of, killed_for_memory, machine, state_of
-from ppfleetx.utils.hangs.progress import EVALUATING, PROGRESS, STEPPING, Progress
+from ppfleetx.utils.hangs.progress import EVALUATING, MEETING, PROGRESS, STEPPING, Progress
 from ppfleetx.utils.hangs.record import RECORD, CallRecord
 from ppfleetx.utils.hangs.report import Identity, Report, take
-from ppfleetx.utils.hangs.shelf import Shelf
+from ppfleetx.utils.hangs.shelf import PRIVATE, Shelf
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.peers import decide_end
 
@@ -110,7 +110,7 @@ class Watchdog:
         self.directory = directory
         self._shelves = [Shelf(directory)]
         if who.world_size > 1 or not directory.exists():
-            self._shelves.append(Shelf(_beside(directory)))
+            self._shelves.append(Shelf(_beside(directory), PRIVATE))
         self._tick = min(1.0, min(t for t in (limits.timeout, limits.start_timeout) if t) / 10)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -121,6 +121,8 @@ class Watchdog:
     def stop(self) -> None:
         """The run is over."""
         self._stop.set()
+        for shelf in self._shelves[1:]:
+            shelf.clear(self._who.rank)
 
     # -- watching ------------------------------------------------------------------------------
 
@@ -130,7 +132,9 @@ class Watchdog:
         return limits.timeout if self._progress.is_under_way else limits.start_timeout
 
     def _quiet(self) -> float:
-        """Seconds since the last progress."""
+        """Seconds since the last progress. Ranks that meet have a limit of their own, and say who is late."""
+        if self._progress.place == MEETING:
+            return 0.0
         latest = max(self._progress.since, self._record.last_activity, self._worked, self._excused)
         return time.monotonic() - latest
 
