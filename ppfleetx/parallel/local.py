@@ -12,7 +12,7 @@ from ppfleetx.data.loader import MicroBatch
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.parallel.grad_sync import GradientSync
 from ppfleetx.parallel.sources import SourceLosses
-from ppfleetx.parallel.step import StepOptions, StepRunner, to_tensors
+from ppfleetx.parallel.step import StepOptions, StepRunner, read_sum, to_tensors
 
 if TYPE_CHECKING:
     from ppfleetx.models.module import BasicModule
@@ -55,10 +55,10 @@ class LocalRunner(StepRunner):
             micro_loss = self._loss_sum(batch)
             (micro_loss / num_valid).backward()
             losses.append(micro_loss.detach())
-        return sum(micro.item() for micro in losses)
+        return read_sum(losses)
 
     def _forward(self, micro_batches: Sequence[MicroBatch]) -> float:
-        return sum(self._loss_sum(batch).item() for batch in micro_batches)
+        return read_sum([self._loss_sum(batch) for batch in micro_batches])
 
     def _loss_sum(self, micro_batch: MicroBatch) -> paddle.Tensor:
         batch = to_tensors(micro_batch)

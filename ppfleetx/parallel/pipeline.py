@@ -21,7 +21,7 @@ from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.stage import Stage, build_stage
 from ppfleetx.parallel.grad_sync import GradientSync
 from ppfleetx.parallel.sources import SourceLosses
-from ppfleetx.parallel.step import StepOptions, StepRunner, to_tensors
+from ppfleetx.parallel.step import StepOptions, StepRunner, read_sum, to_tensors
 
 if TYPE_CHECKING:
     from ppfleetx.config.plan import ParallelPlan
@@ -179,7 +179,7 @@ class PipelineLoss:
 
     def total(self) -> float:
         """Sum over the micro batches since :meth:`begin`; 0 where the pipeline does not end."""
-        return float(sum(loss.item() for loss in self._sums))
+        return read_sum(self._sums)
 
     def __call__(self, logits: paddle.Tensor, batch: dict[str, paddle.Tensor]) -> paddle.Tensor:
         with self.sources.listening(batch):

@@ -231,3 +231,10 @@ class StepRunner(ABC):
 def to_tensors(batch: MicroBatch) -> dict[str, paddle.Tensor]:
     """Arrays of a micro batch as tensors on the current device; ``sample_ids`` stay on the host."""
     return {name: paddle.to_tensor(array) for name, array in batch.items() if name != "sample_ids"}
+
+
+def read_sum(losses: Sequence[paddle.Tensor]) -> float:
+    """Sum of scalars in float64, added up on the device: the host waits for it once."""
+    if not losses:
+        return 0.0
+    return paddle.stack([loss.astype("float64") for loss in losses]).sum().item()

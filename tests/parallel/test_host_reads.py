@@ -1,0 +1,32 @@
+"""How often a step waits for the device: numbers that may only fall."""
+
+import paddle
+
+from ppfleetx.parallel.step import read_sum
+from tests.parity.training import build, take_step
+
+
+def test_a_step_reads_two_numbers(monkeypatch):
+    """The loss and the gradient norm, whatever the number of micro batches."""
+    cfg, ctx, runner = build({}, 1, "gpt", "adamw", 4, {"Model.num_layers": 1})
+    take_step(runner, 0, cfg, ctx)
+    reads = []
+    for name in ("item", "numpy", "tolist"):
+        original = getattr(paddle.Tensor, name)
+
+        def counting(self, *args, original=original, name=name):
+            reads.append(name)
+            return original(self, *args)
+
+        monkeypatch.setattr(paddle.Tensor, name, counting)
+    take_step(runner, 1, cfg, ctx)
+    assert cfg.batch.accumulate_steps == 4
+    assert reads.count("item") <= 2
+    assert len(reads) - reads.count("item") <= 2, "item may itself ask for an array"
+
+
+def test_sum_of_losses_is_that_of_the_host():
+    values = [1.0, 2.5e-7, 3.25, 1e8]
+    losses = [paddle.to_tensor(value, dtype="float32") for value in values]
+    assert read_sum(losses) == sum(loss.item() for loss in losses)
+    assert read_sum([]) == 0.0
