@@ -185,9 +185,10 @@ def json_schema() -> dict[str, Any]:
             "description": "False drops what the bases have in this section.",
         }
     _describe_properties(schema, RunConfig)
-    callbacks = schema["$defs"]["EngineConfig"]["properties"]["callbacks"]
-    name = schema["$defs"]["CallbackConfig"]["properties"]["name"]
-    callbacks["items"] = {"anyOf": [callbacks["items"], {"anyOf": name["anyOf"]}]}
+    for key, kind in (("callbacks", "CallbackConfig"), ("loggers", "LoggerConfig")):
+        listed = schema["$defs"]["EngineConfig"]["properties"][key]
+        name = schema["$defs"][kind]["properties"]["name"]
+        listed["items"] = {"anyOf": [listed["items"], {"anyOf": name["anyOf"]}]}
     sets = schema["$defs"]["EvalConfig"]["properties"]["sets"]
     sets["additionalProperties"] = {"anyOf": [sets["additionalProperties"], {"type": "string"}]}
     names = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}

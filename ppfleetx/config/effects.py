@@ -107,7 +107,7 @@ _EFFECTS: dict[str, Effect] = {
     **_table(Effect.DATA, "Data.tokenizer", "name dir tokenizer_file vocab_file merges_file"),
     **_table(Effect.TRAINING, "Data.tokenizer", "eos_token"),
     **_table(Effect.TRAINING, "Global", "seed global_batch_size allow_tf32 flags"),
-    **_table(Effect.NOTHING, "Global", "device local_batch_size micro_batch_size plugins card"),
+    **_table(Effect.NOTHING, "Global", "device local_batch_size micro_batch_size plugins card peak_tflops"),
     **_table(
         Effect.TRAINING,
         "Engine.mix_precision",
@@ -121,7 +121,7 @@ _EFFECTS: dict[str, Effect] = {
         "Engine",
         "max_steps num_train_epochs run_mode accumulate_steps logging_freq log_source_loss eval_freq "
         "test_iters save_load checks hang_timeout hang_start_timeout on_hang straggler_freq progress_bar "
-        "callbacks",
+        "loggers callbacks",
     ),
     **dict.fromkeys(
         ("Distributed", "Generation", "Inference", "Serve", "Offline_Eval", "Profiler"),

@@ -28,6 +28,23 @@ class CallbackTraits:
 
 
 @dataclass(frozen=True)
+class LoggerTraits:
+    """What has to be known of a log writer before it is made.
+
+    Attributes:
+        package: the library it imports; None: none.
+        extra: the extra of this program that brings it.
+        options: the names it takes in its ``options``; None: they are looked at when it is made.
+        callback: the callback that does the writing, for one that is no ``LogWriter``.
+    """
+
+    package: str | None = None
+    extra: str | None = None
+    options: tuple[str, ...] | None = None
+    callback: str | None = None
+
+
+@dataclass(frozen=True)
 class ModuleTraits:
     """What a task is, for whoever has to know before it is made.
 
@@ -140,6 +157,9 @@ class DatasetTraits:
 CALLBACKS: Registry[Callable[..., Any] | tuple[str, ...], CallbackTraits] = Registry(
     "a callback", "Engine.callbacks", CallbackTraits()
 )
+LOGGERS: Registry[Callable[..., Any], LoggerTraits] = Registry(
+    "a log writer", "Engine.loggers", LoggerTraits()
+)
 MODULES: Registry[Callable[..., Any], ModuleTraits] = Registry("a module", "Model.module", ModuleTraits())
 ARCHITECTURES: Registry[Callable[..., Any], ArchitectureTraits] = Registry(
     "an architecture", "Model.name", ArchitectureTraits()
@@ -168,7 +188,7 @@ CALLBACKS.register("train_log", f"{_CALLBACKS}.train_log:TrainLog.of", traits=Ca
 CALLBACKS.register("metrics", f"{_CALLBACKS}.metrics:MetricsFile.of")
 CALLBACKS.register("memory", f"{_CALLBACKS}.memory:MemoryLog.of")
 CALLBACKS.register("forecast", f"{_CALLBACKS}.forecast:Forecast.of")
-CALLBACKS.register("visual_dl", f"{_CALLBACKS}.visual_dl:VisualDL.of")
+CALLBACKS.register("visual_dl", f"{_CALLBACKS}.log_writers:LogWriters.visual_dl")
 CALLBACKS.register("profiler", f"{_CALLBACKS}.profiler:ProfilerCallback.of")
 CALLBACKS.register("predictions", f"{_CALLBACKS}.predictions:Predictions.of")
 # Log lines of other toolkits, for programs that read them.
@@ -182,6 +202,30 @@ CALLBACKS.register(
 CALLBACKS.register(
     "default",
     ("progress", "train_log", "metrics", "memory", "forecast", "visual_dl", "profiler", "predictions"),
+)
+
+_LOGGERS = "ppfleetx.core.loggers"
+LOGGERS.register(
+    "jsonl", f"{_CALLBACKS}.metrics:MetricsFile.of", traits=LoggerTraits(options=(), callback="metrics")
+)
+LOGGERS.register(
+    "tensorboard",
+    f"{_LOGGERS}.tensorboard:TensorBoard",
+    traits=LoggerTraits("tensorboardX", "tensorboard", ("dir",)),
+)
+LOGGERS.register(
+    "wandb",
+    f"{_LOGGERS}.wandb:Wandb",
+    traits=LoggerTraits("wandb", "wandb", ("project", "name", "entity", "group", "mode", "dir")),
+)
+LOGGERS.register(
+    "visualdl", f"{_LOGGERS}.visual_dl:VisualDL", traits=LoggerTraits("visualdl", "vdl", ("dir",))
+)
+LOGGERS.register("csv", f"{_LOGGERS}.csv_file:CsvFile", traits=LoggerTraits(options=()))
+LOGGERS.register(
+    "mlflow",
+    f"{_LOGGERS}.mlflow:MLflow",
+    traits=LoggerTraits("mlflow", "mlflow", ("uri", "experiment", "name")),
 )
 
 _MODULES = "ppfleetx.core.module"

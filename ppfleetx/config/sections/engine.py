@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from ppfleetx.config.counts import counted
 from ppfleetx.config.fields import (
     Bool,
     CountInt,
@@ -22,7 +23,7 @@ from ppfleetx.config.fields import (
     Seed,
     Text,
 )
-from ppfleetx.config.registries import CALLBACKS
+from ppfleetx.config.registries import CALLBACKS, LOGGERS, check_options
 from ppfleetx.config.registry import Registered
 
 
@@ -51,6 +52,9 @@ class GlobalConfig(Section):
     """The card that the run is meant for: a name that `ppfleetx plan` knows (`V100-32GB`, `A100-80GB`, ...)
     or a YAML file that describes one. `--check` says whether the run fits its memory; the run itself does
     not depend on it."""
+    peak_tflops: PositiveFloat | None = None
+    """Dense matrix products of one device in the type of the run, in TFLOP/s: what MFU is a share of. null:
+    that of `card`, or of the GPU that the run finds itself on, if it is one that `ppfleetx plan` knows."""
     flags: dict[str, Bool | Int | Float | Text] = Field(default_factory=dict)
     """Paddle flags set before the first operation, e.g. `FLAGS_cudnn_deterministic: true`."""
     plugins: tuple[Text, ...] = ()
@@ -195,6 +199,29 @@ class CallbackConfig(Section):
         return {"name": value} if isinstance(value, str) else value
 
 
+class LoggerConfig(Section):
+    """One place that the numbers of a run are written to."""
+
+    SAYS: ClassVar[str] = "a name, or a mapping with name and options"
+
+    name: Annotated[str, Registered(LOGGERS)]
+    """A name that ships or that a plugin has registered."""
+    options: dict[str, Bool | Int | Float | Text] = Field(default_factory=dict)
+    """What the writer is made with (docs/logging.md)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _check_options(self) -> LoggerConfig:
+        takes = LOGGERS.traits(self.name).options
+        if takes is not None:
+            check_options(self.name, self.options, takes)
+        return self
+
+
 class EngineConfig(Section):
     """The training loop."""
 
@@ -239,12 +266,23 @@ class EngineConfig(Section):
     spike: SpikeConfig = SpikeConfig()
     progress_bar: Literal["auto"] | Bool = "auto"
     """A progress bar instead of a stream of lines; `auto`: on a terminal."""
+    loggers: tuple[LoggerConfig, ...] = ()
+    """Where the records of metrics.jsonl are written to as well; each item is a name or
+    `{name: ..., options: {...}}`: tensorboard, wandb (offline unless told otherwise), visualdl, csv, mlflow,
+    or one of your own (docs/logging.md). `jsonl` is metrics.jsonl itself, which is written anyway."""
     callbacks: tuple[CallbackConfig, ...] = (CallbackConfig(name="default"),)
     """Who is told of steps and evaluations, in this order; each item is a name or
     `{name: ..., options: {...}}`. The list replaces the default one. `default` stands for progress,
     train_log, metrics, memory, forecast, visual_dl, profiler and predictions, so
     `[default, {name: my_csv, options: {file: loss.csv}}]` adds one to them. docs/extending.md says how
     to write one."""
+
+    @model_validator(mode="after")
+    def _check_loggers(self) -> EngineConfig:
+        names = [item.name for item in self.loggers]
+        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            raise RuleError(("loggers",), f"{twice[0]} is named {counted(names.count(twice[0]), 'time')}")
+        return self
 
 
 class ProfilerSummaryConfig(Section):

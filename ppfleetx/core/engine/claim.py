@@ -30,6 +30,7 @@ from ppfleetx.core.engine.run_directory import (
     lies_in,
     output_dir_of,
 )
+from ppfleetx.core.loggers.csv_file import CSV_FILE
 from ppfleetx.core.programs.sources import sources
 from ppfleetx.utils.files import atomic_write, put_aside, remove_unfinished
 from ppfleetx.utils.log import get_logger
@@ -68,7 +69,8 @@ def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) ->
             write_run(output_dir, record)
         goes_on = earlier is not None and earlier.run == record.run
         if goes_on and start.state.step == 0 and not step_directories(output_dir):
-            (output_dir / METRICS_FILE).unlink(missing_ok=True)  # this run's, before its first checkpoint
+            for name in (METRICS_FILE, CSV_FILE):  # this run's, before its first checkpoint
+                (output_dir / name).unlink(missing_ok=True)
         _write_configuration(output_dir, cfg)
         if start.found_by == RESUME and options.resume == "auto":
             mend_latest(start.checkpoint)
@@ -149,8 +151,8 @@ def _overwrite(output_dir: Path, earlier: RunRecord | None, leaving: list[Path])
         )
     if earlier is None:
         return
-    (output_dir / METRICS_FILE).unlink(missing_ok=True)
-    for path in output_dir.glob("vdl/vdlrecords.*.log"):
+    curves = (METRICS_FILE, CSV_FILE, "vdl/vdlrecords.*.log", "tensorboard/events.out.tfevents.*")
+    for path in (path for pattern in curves for path in output_dir.glob(pattern)):
         path.unlink()
     get_logger().warning(
         f"overwriting run {earlier.run} in {output_dir}: deleted its metrics and "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import islice
 
 from ppfleetx.config.counts import counted
+from ppfleetx.config.loggers import absent_loggers
 from ppfleetx.config.plan import AXES, ParallelPlan
 from ppfleetx.config.registries import OPTIMIZERS, SCHEDULES
 from ppfleetx.config.sections.engine import EngineConfig
@@ -53,9 +54,13 @@ def check_report(cfg: RunConfig, device: str | None = None) -> str:
         _line("run", _run(cfg)),
     ]
     lines += [_line("note", note) for note in (*cfg.warnings, *without_effect(cfg))]
-    lines += [_line("missing", reason) for reason in missing(cfg)]
+    lines += [_line("missing", reason) for reason in (*missing(cfg), *_missing_loggers(cfg))]
     lines += [_line("not yet", reason) for reason in not_supported_reasons(cfg, device)]
     return "\n".join([*lines, "The configuration is valid."])
+
+
+def _missing_loggers(cfg: RunConfig) -> list[str]:
+    return [f"Engine.loggers: {name} needs {wanted}" for name, wanted in absent_loggers(cfg).items()]
 
 
 def _memory_lines(cfg: RunConfig, device: str) -> list[str]:

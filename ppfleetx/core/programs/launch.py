@@ -10,6 +10,7 @@ from ppfleetx.checkpoint.directory import newest_complete, resolve_checkpoint
 from ppfleetx.config.data_sets import data_sets
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
+from ppfleetx.config.loggers import refuse_absent
 from ppfleetx.config.reading.tree import is_index
 from ppfleetx.config.unsupported import not_supported_reasons, without_effect
 from ppfleetx.core.engine.run_directory import CKPT_DIR, check_beginning, output_dir_of
@@ -89,6 +90,7 @@ def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
             look(one, mode)
     refuse_foreign(cfg)
     if "Train" in reads:
+        refuse_absent(cfg)
         check_beginning(cfg)
     for key, directory in sources(cfg):
         if _is_needed(key, cfg, trains="Train" in reads):

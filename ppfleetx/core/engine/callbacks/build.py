@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from ppfleetx.config.errors import CheckpointError, ConfigError, shown
-from ppfleetx.config.registries import CALLBACKS
+from ppfleetx.config.registries import CALLBACKS, LOGGERS
 from ppfleetx.config.sections.engine import CallbackConfig
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
+from ppfleetx.core.engine.callbacks.log_writers import LogWriters
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import joint_errors
 
@@ -88,7 +89,22 @@ def build_callbacks(setup: CallbackSetup) -> CallbackList:
                 callback = make(setup, **item.options)
                 if callback is not None:
                     named.append((name, _checked(callback, item.name)))
+        if setup.ctx.is_main:
+            named += _loggers(setup, {name for name, _ in named})
     return CallbackList(named)
+
+
+def _loggers(setup: CallbackSetup, there: Set[str]) -> Iterator[tuple[str, Callback]]:
+    """What ``Engine.loggers`` adds to the callbacks that are ``there``."""
+    for item in setup.cfg.Engine.loggers:
+        name = LOGGERS.traits(item.name).callback
+        if name is not None and name not in there:
+            callback = CALLBACKS.load(name)(setup)
+            if callback is not None:
+                yield name, callback
+    writers = LogWriters.of(setup)
+    if writers is not None:
+        yield "loggers", writers
 
 
 def _checked(callback: Any, name: str) -> Callback:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
 
-from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
-from ppfleetx.core.engine.callbacks.window import Window
-from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord
+from ppfleetx.core.engine.callbacks.base import CallbackSetup
+from ppfleetx.core.engine.callbacks.records import Recorder
+from ppfleetx.core.engine.run import Run
 from ppfleetx.core.engine.run_directory import METRICS_FILE
 from ppfleetx.core.engine.spikes import Spike
 from ppfleetx.core.engine.stragglers import Stragglers
@@ -19,7 +18,7 @@ from ppfleetx.utils.files import atomic_write, put_aside
 from ppfleetx.utils.log import get_logger
 
 
-class MetricsFile(Callback):
+class MetricsFile(Recorder):
     """Appends one JSON object a line.
 
     On resume, lines later than the step resumed from are dropped first, so that the file always reads
@@ -27,8 +26,8 @@ class MetricsFile(Callback):
     """
 
     def __init__(self, path: Path, logging_freq: int) -> None:
-        self._path, self._logging_freq = path, logging_freq
-        self._window = Window()
+        super().__init__(logging_freq)
+        self._path = path
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> MetricsFile | None:
@@ -43,57 +42,19 @@ class MetricsFile(Callback):
         elif self._path.exists():
             get_logger().info(f"the metrics of an earlier run are now {put_aside(self._path)}")
 
-    def on_step_end(self, run: Run, record: StepRecord) -> None:
-        self._window.add(record)
-        if record.step % self._logging_freq and record.step != run.max_steps:
-            return
-        self._append(
-            {
-                "kind": "train",
-                "step": record.step,
-                "epoch": record.epoch,
-                "loss": _number(record.loss),
-                "lr": record.lr,
-                "weight_decay": record.weight_decay,
-                "grad_norm": _number(record.grad_norm),
-                "tokens": record.num_valid_tokens,
-                "consumed_samples": run.state.consumed_samples,
-                "reader_cost": self._window.reader_cost,
-                "batch_cost": self._window.batch_cost,
-                "ips_total": self._window.ips_total,
-                "ips": self._window.ips,
-                **_scaling(record, run.state.skipped_steps),
-                **_sources(record),
-            }
-        )
-        self._window = Window()
-
     def on_spike(self, run: Run, spike: Spike) -> None:
+        super().on_spike(run, spike)
         if spike.to_step is not None:  # what came after that checkpoint has not happened
             keep_until(self._path, spike.to_step)
-            self._window = Window()
         told = spike.to_json()
         at_step = told.pop("step")
         step = at_step if spike.to_step is None else spike.to_step
-        self._append({"kind": "spike", "step": step, "at_step": at_step, **told})
+        self.keep({"kind": "spike", "step": step, "at_step": at_step, **told})
 
     def on_stragglers(self, run: Run, found: Stragglers) -> None:
-        self._append({"kind": "stragglers", **found.to_json()})
+        self.keep({"kind": "stragglers", **found.to_json()})
 
-    def on_eval_end(self, run: Run, record: EvalRecord) -> None:
-        self._append(
-            {
-                "kind": "eval",
-                "step": record.step,
-                **({} if record.name is None else {"set": record.name}),
-                "loss": _number(record.loss),
-                **({"metrics": dict(record.metrics)} if record.ppl is None else {"ppl": _number(record.ppl)}),
-                "examples" if record.ppl is None else "tokens": record.num_valid_tokens,
-                "seconds": record.seconds,
-            }
-        )
-
-    def _append(self, record: dict[str, Any]) -> None:
+    def keep(self, record: dict[str, Any]) -> None:
         """Add a whole line or nothing: a full disk ends no training, unless by its checkpoints."""
         line = (json.dumps(record) + "\n").encode()
         try:
@@ -105,28 +66,6 @@ class MetricsFile(Callback):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             get_logger().error(f"global step {record['step']} is not in {self._path}: {error.strerror}")
-
-
-def _number(value: float) -> float | None:
-    """JSON knows neither infinity nor NaN: they are null."""
-    return value if math.isfinite(value) else None
-
-
-def _scaling(record: StepRecord, skipped_steps: int) -> dict[str, Any]:
-    if record.loss_scale is None:
-        return {}
-    return {
-        "loss_scale": record.loss_scale,
-        "found_inf": int(record.skipped),
-        "skipped_steps": skipped_steps,
-    }
-
-
-def _sources(record: StepRecord) -> dict[str, Any]:
-    if not record.sources:
-        return {}
-    told = record.sources.items()
-    return {"sources": {k: {"loss": _number(s.loss), "tokens": s.num_valid_tokens} for k, s in told}}
 
 
 def keep_until(path: Path, step: int) -> None:

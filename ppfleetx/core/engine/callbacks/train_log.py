@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
+from ppfleetx.core.engine.callbacks.utilization import device_utilization
 from ppfleetx.core.engine.callbacks.window import Window
 from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord
 from ppfleetx.utils.log import get_logger
@@ -20,10 +23,17 @@ class TrainLog(Callback):
         """For any run."""
         return cls(setup.cfg.Engine.logging_freq)
 
+    def on_fit_start(self, run: Run) -> None:
+        utilization = device_utilization(run.cfg, run.ctx.device)
+        if utilization is not None:
+            get_logger().info(utilization.describe())
+
     def on_step_end(self, run: Run, record: StepRecord) -> None:
         self._window.add(record)
         if record.step % self._logging_freq == 0 or record.step == run.max_steps:
-            get_logger().info(train_line(record, self._window))
+            utilization = device_utilization(run.cfg, run.ctx.device)
+            rates = {} if utilization is None else utilization.rates(self._window.batch_cost)
+            get_logger().info(train_line(record, self._window, rates))
             if record.sources:
                 get_logger().info(sources_line(record))
             self._window = Window()
@@ -50,8 +60,8 @@ def sources_line(record: StepRecord) -> str:
     return f"loss per source at global step {record.step}, {listed}"
 
 
-def train_line(record: StepRecord, window: Window) -> str:
-    """The line's text; its shape is a contract."""
+def train_line(record: StepRecord, window: Window, rates: Mapping[str, float] | None = None) -> str:
+    """The line's text; its shape is a contract. ``rates`` are those of ``Utilization.rates``."""
     text = (
         f"global step {record.step}, epoch: {record.epoch}, batch: {record.batch}, "
         f"loss: {record.loss:.9f}, avg_reader_cost: {window.reader_cost:.5f} sec, "
@@ -59,6 +69,9 @@ def train_line(record: StepRecord, window: Window) -> str:
         f"ips_total: {window.ips_total:.0f} tokens/s, ips: {window.ips:.0f} tokens/s, "
         f"learning rate: {record.lr:.5e}, grad norm: {record.grad_norm:.5f}"
     )
+    rates = rates or {}
+    for name, key in (("TFLOP/s per device", "tflops_per_device"), ("MFU", "mfu")):
+        text += f", {name}: {rates[key]:.4g}" if key in rates else ""
     if record.loss_scale is None:
         return text
     return f"{text}, loss_scale: {record.loss_scale:g}, found_inf: {int(record.skipped)}"

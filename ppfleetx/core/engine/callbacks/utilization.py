@@ -1,0 +1,36 @@
+"""The rates of a run on its device."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.planner.utilization import Utilization, run_utilization
+
+
+def device_utilization(cfg: RunConfig, device: str) -> Utilization | None:
+    """What TFLOP/s and MFU of the run are counted with; None where a step's operations are not known."""
+    return _of(_ById(cfg), device)
+
+
+class _ById:
+    """A configuration by its identity, which is asked for again at every log line."""
+
+    def __init__(self, cfg: RunConfig) -> None:
+        self.cfg = cfg
+
+    def __hash__(self) -> int:
+        return id(self.cfg)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById) and self.cfg is other.cfg
+
+
+@lru_cache(maxsize=2)
+def _of(by_id: _ById, device: str) -> Utilization | None:
+    name = ""
+    if device.startswith("gpu"):
+        import paddle
+
+        name = paddle.device.cuda.get_device_name()
+    return run_utilization(by_id.cfg, device, name)
