@@ -88,7 +88,7 @@ def test_named_evaluation_sets(both: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sets", "expected"),
     [
-        ("{a b: x}", r"Data\.Eval\.sets = .*'a b' is no name"),
+        ("{a b: x}", r"Data\.Eval\.sets = .*'a b' is not a name"),
         ("{a: {input_dir: x, weights: [1, 2]}}", r"Data\.Eval\.sets\.a\.weights .*2 weights for 1 corpus"),
         ("{a: {inputs: x}}", r"Data\.Eval\.sets\.a\.inputs .*no such key in Data\.Eval\.sets\.a"),
         ("{a: {split: [0, 0]}}", r"Data\.Eval\.sets\.a\.split .*needs up to three shares"),
