@@ -317,9 +317,9 @@ class TensorParallelFactory(LocalFactory):
         )
         _describe_quantizer(quantizer)
         if quantizer.weight_clip is not None:
-            quantizer.weight_clip.sequence_parallel = True
+            quantizer.weight_clip.partial_gradient = True
         if quantizer.input_clip is not None:
-            quantizer.input_clip.sequence_parallel = has_sliced_input or self.sequence_parallel
+            quantizer.input_clip.partial_gradient = has_sliced_input or self.sequence_parallel
         return quantizer
 
     def _largest(self, maxima: paddle.Tensor) -> paddle.Tensor:
