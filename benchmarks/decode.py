@@ -29,9 +29,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ppfleetx.generation.session import NextTokenModel
@@ -64,7 +64,7 @@ def main() -> None:
     try:
         for batch in args.batches:
             fitting = {m: worker for m, worker in workers.items() if batch == 1 or m not in ONE_ROW}
-            report(batch, measure(fitting, batch, args.pairs))
+            report(batch, measure(fitting, batch, args.pairs), COMPARED)
     finally:
         for worker in workers.values():
             worker.close()
@@ -81,7 +81,11 @@ def measure(workers: dict[str, Worker], batch: int, pairs: int) -> dict[str, lis
     return results
 
 
-def report(batch: int, results: dict[str, list[dict[str, float]]]) -> None:
+def report(
+    batch: int,
+    results: dict[str, list[dict[str, float]]],
+    compared: Sequence[tuple[str, str]],
+) -> None:
     """Print every mode, and its ratio to Hugging Face's (or to our greedy search) round by round."""
     for mode, runs in results.items():
         cpu = [run["tokens_per_cpu_s"] for run in runs]
@@ -90,7 +94,7 @@ def report(batch: int, results: dict[str, list[dict[str, float]]]) -> None:
             f"batch {batch}  {mode:17} {statistics.median(cpu):7.2f} tokens per CPU second "
             f"({min(cpu):.2f} to {max(cpu):.2f}), {wall:.2f} per second"
         )
-    for mode, reference in COMPARED:
+    for mode, reference in compared:
         if mode in results and reference in results:
             pairs = zip(results[mode], results[reference], strict=True)
             ratios = [ours["tokens_per_cpu_s"] / theirs["tokens_per_cpu_s"] for ours, theirs in pairs]
@@ -102,9 +106,13 @@ def report(batch: int, results: dict[str, list[dict[str, float]]]) -> None:
 class Worker:
     """A process that has one mode's model and generates when it is asked to."""
 
-    def __init__(self, mode: str, threads: int) -> None:
+    def __init__(
+        self, mode: str, threads: int, program: str = __file__, python: str = sys.executable
+    ) -> None:
         environ = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        command = [sys.executable, __file__, "--worker", mode, "--threads", str(threads)]
+        command = [python, program, "--worker", mode]
+        if program == __file__:
+            command += ["--threads", str(threads)]
         self._process = subprocess.Popen(
             command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -136,9 +144,15 @@ def serve(generate: Generate) -> None:
         print(json.dumps({"tokens_per_cpu_s": tokens / cpu, "tokens_per_s": tokens / wall}), flush=True)
 
 
-def ours(threads: int, *, most_guesses: int = 0, **sampling: float) -> Generate:
+def ours(
+    threads: int,
+    *,
+    most_guesses: int = 0,
+    model: Callable[[], NextTokenModel] | None = None,
+    **sampling: float,
+) -> Generate:
     """The decoding loops that the generation program runs, on random weights."""
-    next_token = our_model()
+    next_token = (model or our_model)()
     import paddle
 
     from ppfleetx.generation.lookup import decode_with_lookup
@@ -160,9 +174,16 @@ def ours(threads: int, *, most_guesses: int = 0, **sampling: float) -> Generate:
     return generate
 
 
-def exported(threads: int, *, top_k: int = 1, top_p: float = 1.0, most_guesses: int = 0) -> Generate:
+def exported(
+    threads: int,
+    *,
+    top_k: int = 1,
+    top_p: float = 1.0,
+    most_guesses: int = 0,
+    model: Callable[[], NextTokenModel] | None = None,
+) -> Generate:
     """The same model as an exported program. Exporting takes a minute before the first round."""
-    next_token = our_model()
+    next_token = (model or our_model)()
     import numpy as np
 
     from ppfleetx.config.sections.root import InferenceConfig
@@ -222,8 +243,12 @@ def our_model() -> NextTokenModel:
     return NextTokenModel(model, VOCAB)
 
 
-def hugging_face(threads: int, **options: int) -> Generate:
-    """``generate`` of transformers on a GPT-2 of the same shape with its own random weights."""
+def hugging_face(threads: int, *, prepare: Callable[[Any], Any] | None = None, **options: int) -> Generate:
+    """``generate`` of transformers on a GPT-2 of the same shape with its own random weights.
+
+    Args:
+        prepare: what is done to the model first.
+    """
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -232,6 +257,8 @@ def hugging_face(threads: int, **options: int) -> Generate:
     shape = GPT2Config(vocab_size=VOCAB, n_positions=POSITIONS, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS)
     shape.bos_token_id = shape.eos_token_id = None
     model = GPT2LMHeadModel(shape).eval()
+    if prepare is not None:
+        model = prepare(model)
 
     def generate(prompts: list[list[int]]) -> list[list[int]]:
         ids = torch.tensor(prompts)

@@ -1,0 +1,176 @@
+#!/usr/bin/env python3
+"""Decoding speed of quantised models on a CPU, in pairs against our float32 and Hugging Face transformers.
+
+    python benchmarks/quantized.py [--pairs 5] [--batches 1 8] [--modes float32 int8 ...] [--hf-python PYTHON]
+
+The model, the prompts and the way of measuring are those of benchmarks/decode.py: 12 layers, hidden size 768,
+64 greedy tokens after 64, no guesses, tokens per CPU second of a process, in rounds. Weights are random, and
+rounded to the nearest.
+
+float32, int8, int4, w8a8: this project; int4 has groups of 128, and 8 bits in the embedding and the head;
+w8a8 rounds activations too. exported_*: the same as a program that Paddle Inference runs.
+hf: transformers in float32. hf_int8: the same with PyTorch's dynamic quantisation of all linears (weights and
+activations of 8 bits). Both run with the Python of --hf-python, which has torch and transformers.
+
+Before that the memory is measured: how fast one core reads a block of 1 GiB, which no cache holds. Bytes of
+weights that a token reads over that speed is the time that no program can go below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import decode
+
+if TYPE_CHECKING:
+    from ppfleetx.config.sections.compress import WeightsConfig
+    from ppfleetx.generation.session import NextTokenModel
+
+FORMS: dict[str, dict[str, int]] = {
+    "int8": {"bits": 8},
+    "int4": {"bits": 4, "group_size": 128},
+    "w8a8": {"bits": 8, "activation_bits": 8},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=5, help="rounds in which every mode runs once")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--hf-python", default=sys.executable)
+    parser.add_argument("--worker", choices=list(MODES), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        decode.serve(MODES[args.worker]())
+        return
+    subprocess.run([sys.executable, "-m", "ppfleetx.nn.cpu_ops", "--if-possible"], cwd=ROOT, check=True)
+    report_memory()
+    pythons = {mode: args.hf_python if mode.startswith("hf") else sys.executable for mode in args.modes}
+    workers = {mode: decode.Worker(mode, 1, __file__, pythons[mode]) for mode in args.modes}
+    try:
+        for batch in args.batches:
+            decode.report(batch, decode.measure(workers, batch, args.pairs), COMPARED)
+    finally:
+        for worker in workers.values():
+            worker.close()
+
+
+def report_memory() -> None:
+    """Print how fast one core reads, and the least time of a token that follows from it."""
+    import numpy as np
+
+    block = np.ones(1 << 27, np.float64)
+    speeds = []
+    for _ in range(5):
+        cpu = time.process_time()
+        block.max()
+        speeds.append(block.nbytes / (time.process_time() - cpu) / 1e9)
+    print(f"memory: one core reads {max(speeds):.1f} GB/s")
+    blocks = 12 * decode.HIDDEN**2 * decode.LAYERS
+    head = decode.HIDDEN * decode.VOCAB
+    for name, num_bytes in (
+        ("float32", 4 * (blocks + head)),
+        ("int8", blocks + head),
+        ("int4", blocks // 2 + blocks // 128 * 4 + head),
+    ):
+        least = num_bytes / max(speeds) / 1e6
+        print(f"memory: a token of {name} reads {num_bytes / 1e6:.0f} MB: {least:.1f} ms at least")
+    sys.stdout.flush()
+
+
+def small_model(weights: WeightsConfig) -> NextTokenModel:
+    """The model of benchmarks/decode.py with its weights rounded to the nearest."""
+    from ppfleetx.utils.process_env import import_paddle, prepare_process
+
+    prepare_process()
+    import_paddle()
+    import numpy as np
+
+    from ppfleetx.compress.rounding import nearest
+    from ppfleetx.config.sections.root import ModelConfig
+    from ppfleetx.generation.session import NextTokenModel
+    from ppfleetx.models.gpt.stages import gpt_stages
+    from ppfleetx.models.staged import StagedModel
+    from ppfleetx.nn.factory import InferenceFactory
+    from ppfleetx.nn.quantized import with_small_weights
+    from ppfleetx.nn.stage import canonical_parameters
+
+    cfg = ModelConfig(
+        vocab_size=decode.VOCAB,
+        hidden_size=decode.HIDDEN,
+        num_layers=decode.LAYERS,
+        num_attention_heads=decode.HEADS,
+        max_position_embeddings=decode.POSITIONS,
+    )
+    factory = InferenceFactory()
+    model = StagedModel(with_small_weights(gpt_stages(cfg, factory), weights, factory), None)
+    rng = np.random.default_rng(0)
+    parameters = canonical_parameters(model)
+    for name, parameter in parameters.items():
+        if "int8" not in str(parameter.dtype):
+            if name.endswith("norm.weight"):
+                parameter.set_value(np.ones(parameter.shape, np.float32))
+            continue
+        layer = name.removesuffix(".weight")
+        form = weights.form_of(layer)
+        rows, columns = parameter.shape
+        values = rng.standard_normal((rows * 8 // form.bits, columns)).astype(np.float32) * 0.02
+        is_table = layer.startswith("embedding")
+        stored = nearest(values.T if is_table else values, form)
+        parameter.set_value(stored.packed().T.copy() if is_table else stored.packed())
+        parameters[f"{layer}.scale"].set_value(stored.scale.T.copy() if is_table else stored.scale)
+    model.eval()
+    return NextTokenModel(model, decode.VOCAB)
+
+
+def small(form: str, run: Callable[..., decode.Generate]) -> decode.Generate:
+    from ppfleetx.config.sections.compress import WeightsConfig
+
+    return run(1, model=partial(small_model, WeightsConfig(**FORMS[form])))
+
+
+def hugging_face_int8() -> decode.Generate:
+    """transformers with PyTorch's dynamic quantisation; GPT-2's Conv1D layers become linears first."""
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    def prepare(model: torch.nn.Module) -> torch.nn.Module:
+        for module in list(model.modules()):
+            for name, child in list(module.named_children()):
+                if isinstance(child, Conv1D):
+                    linear = torch.nn.Linear(*child.weight.shape)
+                    linear.weight.data, linear.bias.data = child.weight.data.t().contiguous(), child.bias.data
+                    setattr(module, name, linear)
+        return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+
+    return decode.hugging_face(1, prepare=prepare)
+
+
+MODES: dict[str, Callable[[], decode.Generate]] = {
+    "float32": lambda: decode.ours(1),
+    **{form: partial(small, form, decode.ours) for form in FORMS},
+    "exported_float32": lambda: decode.exported(1),
+    **{f"exported_{form}": partial(small, form, decode.exported) for form in FORMS},
+    "hf": lambda: decode.hugging_face(1),
+    "hf_int8": hugging_face_int8,
+}
+COMPARED = (
+    *((form, "float32") for form in FORMS),
+    *((f"exported_{form}", "exported_float32") for form in FORMS),
+    *((form, other) for other in ("hf", "hf_int8") for form in FORMS),
+)
+
+
+if __name__ == "__main__":
+    main()
