@@ -4,6 +4,7 @@ Both are packages of Debian (chromium, chromium-driver).
 """
 
 import contextlib
+import json
 import re
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 from tests.deploy.server.conftest import KEY, Server
 from tests.helpers.ranks import free_port
 
-ENTER, ESCAPE, TAB, CONTROL = "\ue007", "\ue00c", "\ue004", "\ue009"
+ENTER, ESCAPE, TAB, CONTROL, SHIFT = "\ue007", "\ue00c", "\ue004", "\ue009", "\ue008"
 _FLAGS = [
     "--headless",
     "--no-sandbox",
@@ -119,12 +120,26 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         process.wait(10)
 
 
-def test_text_comes_as_it_is_made_and_can_be_stopped(server: Server, browser: Browser) -> None:
-    browser.open(server.url)
+def opened(browser: Browser, url: str, *, mode: str = "chat", **settings: object) -> None:
+    """Open the page and change settings, which are hidden at first."""
+    browser.open(url)
+    browser.run("localStorage.clear()")
+    browser.open(url)
     browser.wait(lambda: browser.text("model") == "gpt", "the name of the model is shown")
+    if mode != "chat":
+        browser.run(f"mode.value = '{mode}'; mode.dispatchEvent(new Event('change'))")
+    for name, value in {"temperature": 0, **settings}.items():
+        browser.run(f"document.getElementById('{name}').value = {json.dumps(value)}")
+
+
+def ended(browser: Browser, tokens: int) -> Callable[[], bool]:
+    pattern = rf"{tokens} tokens in [\d.]+ s \([\d.]+ per second\), ended by length\."
+    return lambda: re.fullmatch(pattern, browser.text("note")) is not None
+
+
+def test_text_comes_as_it_is_made_and_can_be_stopped(server: Server, browser: Browser) -> None:
+    opened(browser, server.url, mode="text", max_tokens=8000)
     browser.write("prompt", "the cat")
-    browser.write("max_tokens", "8000")
-    browser.run("document.getElementById('temperature').value = 0")
     browser.click("go")
     browser.wait(lambda: len(browser.text("text")) > 30, "text is shown while it is made")
     assert browser.text("text").startswith("the cat")
@@ -133,39 +148,120 @@ def test_text_comes_as_it_is_made_and_can_be_stopped(server: Server, browser: Br
     browser.click("stop")
     browser.wait(lambda: browser.text("note") == "Stopped.", "the page says that it has stopped")
     server.wait_for_metric("ppfleetx_sequences_running", 0)
-
-
-def test_the_keyboard_is_enough(server: Server, browser: Browser) -> None:
-    """The prompt has the focus; Ctrl+Enter starts, Escape stops, and a whole answer is the server's."""
-    browser.open(server.url)
-    # Right after a page is opened, a headless browser may lose keys: it has not yet got the focus itself.
-    browser.wait(lambda: browser.text("model") == "gpt", "the name of the model is shown")
-    browser.press("!")
-    assert browser.run("return document.getElementById('prompt').value.includes('!')")
     browser.write("prompt", "the <b>hat</b>")
-    browser.press(TAB)
-    assert browser.run("return document.activeElement.id") == "max_tokens"
-    browser.write("max_tokens", "20")
-    browser.run("document.getElementById('temperature').value = 0")
+    browser.run("document.getElementById('max_tokens').value = 20")
     browser.press(CONTROL, ENTER)
-    pattern = r"20 tokens in [\d.]+ s \([\d.]+ per second\), ended by length\."
-    browser.wait(lambda: re.fullmatch(pattern, browser.text("note")) is not None, "the end is told")
+    browser.wait(ended(browser, 20), "the end is told")
     expected = server.complete(prompt="the <b>hat</b>", temperature=0, max_tokens=20, echo=True)
     assert browser.text("text") == expected.json()["choices"][0]["text"], "markup is only text"
-    browser.write("max_tokens", "8000")
-    browser.press(CONTROL, ENTER)
-    browser.wait(lambda: browser.text("note") == "Writing …", "it goes on")
+
+
+def messages(browser: Browser) -> list[str]:
+    script = "return [...document.querySelectorAll('#log .body')].map(one => one.textContent)"
+    return list(browser.run(script))
+
+
+def chat_answer(server: Server, turns: list[dict], tokens: int) -> str:
+    body = {"messages": turns, "temperature": 0, "top_p": 0.95, "max_tokens": tokens}
+    answer = server.http.post("/v1/chat/completions", json=body)
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+def test_a_chat_with_the_keyboard_alone(server: Server, browser: Browser) -> None:
+    """The field has the focus; Enter sends, Escape stops, and each question goes on from what was said."""
+    opened(browser, server.url, max_tokens=12, system="Be brief.")
+    browser.press("h")
+    browser.press("i")
+    browser.press(SHIFT, ENTER)
+    browser.press("x")
+    browser.press(ENTER)
+    browser.wait(ended(browser, 12), "the end is told")
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi\nx"}]
+    first = chat_answer(server, turns, 12)
+    browser.wait(lambda: messages(browser)[1:] == [shown(first)], "the answer is shown")
+    browser.write("prompt", "<i>and</i>")
+    browser.press(ENTER)
+    browser.wait(lambda: len(messages(browser)) == 4 and ended(browser, 12)(), "the end is told")
+    turns += [{"role": "assistant", "content": first}, {"role": "user", "content": "<i>and</i>"}]
+    second = chat_answer(server, turns, 12)
+    browser.wait(lambda: messages(browser)[2:] == ["<i>and</i>", shown(second)], "the second answer is shown")
+    browser.run("document.getElementById('max_tokens').value = 8000")
+    browser.write("prompt", "the cat")
+    browser.press(ENTER)
+    browser.wait(
+        lambda: len(messages(browser)) == 6 and len(messages(browser)[5]) > 30, "it is being written"
+    )
     browser.press(ESCAPE)
     browser.wait(lambda: browser.text("note") == "Stopped.", "it stops")
+    server.wait_for_metric("ppfleetx_sequences_running", 0)
+    assert len(messages(browser)[5]) > 30, "and what was said stays"
+
+
+def shown(text: str) -> str:
+    """As the page shows a text without code: a line's end at the end of a paragraph is not seen."""
+    return text.removesuffix("\n") if text.strip() else ""
+
+
+def test_chats_are_kept_until_they_are_deleted(server: Server, browser: Browser) -> None:
+    opened(browser, server.url, max_tokens=3)
+    for question in ("the first", "the second"):
+        browser.click("new")
+        browser.write("prompt", question)
+        browser.click("go")
+        browser.wait(ended(browser, 3), "the end is told")
+        browser.run("say('')")
+    titles = (
+        "return [...document.querySelectorAll('#chats li button:first-child')].map(one => one.textContent)"
+    )
+    browser.open(server.url)
+    browser.wait(lambda: browser.run(titles) == ["the second", "the first"], "they are listed")
+    assert messages(browser) == []
+    browser.run("document.querySelectorAll('#chats li button:first-child')[1].click()")
+    assert messages(browser)[0] == "the first"
+    assert len(messages(browser)) == 2
+    browser.run("document.querySelectorAll('#chats li button:last-child')[1].click()")
+    assert messages(browser) == []
+    assert browser.run(titles) == ["the second"]
+
+
+def test_code_is_monospaced_and_can_be_copied(server: Server, browser: Browser) -> None:
+    opened(browser, server.url)
+    text = "Use `len`:\n\n```python\nprint(len([1]))  # <b>one</b>\n```\nor\n\n```\nan open one\n"
+    browser.run(f"showMessage({{ role: 'assistant', content: {json.dumps(text)} }})")
+    code = "[...document.querySelectorAll('#log pre code')]"
+    blocks = browser.run(f"return {code}.map(one => one.textContent)")
+    assert blocks == ["print(len([1]))  # <b>one</b>\n", "an open one\n"]
+    assert "mono" in str(browser.run(f"return getComputedStyle({code}[0]).fontFamily"))
+    assert browser.run("return document.querySelector('#log p code').textContent") == "len"
+    assert browser.run("return document.querySelector('#log pre span').textContent") == "python"
+    copied = "let copied; navigator.clipboard.writeText = async text => { copied = text; };"
+    click = "document.querySelectorAll('#log button').forEach(one => { one.click(); seen.push(copied); });"
+    found = browser.run(f"{copied} const seen = []; {click} return seen")
+    assert found == [text, *blocks]
+
+
+def test_light_and_dark(server: Server, browser: Browser) -> None:
+    opened(browser, server.url)
+    color = "return getComputedStyle(document.body).backgroundColor"
+    first = browser.run(color)
+    browser.click("theme")
+    second = browser.run(color)
+    assert {first, second} == {"rgb(246, 247, 249)", "rgb(18, 22, 30)"}
+    browser.open(server.url)
+    assert browser.run(color) == second, "the choice is kept"
+    browser.click("theme")
+    assert browser.run(color) == first
 
 
 def test_what_the_server_refuses_is_shown(server: Server, browser: Browser) -> None:
-    browser.open(server.url)
-    browser.write("max_tokens", "9000")
+    opened(browser, server.url, max_tokens=9000)
+    browser.write("prompt", "the cat")
     browser.click("go")
     browser.wait(lambda: browser.text("note").startswith("max_tokens: "), "the message is shown")
     assert browser.run("return document.getElementById('note').className") == "bad"
     assert browser.run("return document.getElementById('go').disabled") is False
+    assert messages(browser) == []
+    assert browser.run("return document.getElementById('prompt').value") == "the cat", "to be sent again"
 
 
 def test_a_key_is_asked_for(strict_server: Server, browser: Browser) -> None:
@@ -178,7 +274,7 @@ def test_a_key_is_asked_for(strict_server: Server, browser: Browser) -> None:
     browser.write("key", KEY)
     browser.press(TAB)
     browser.wait(lambda: browser.text("model") == "tiny", "it is taken")
-    browser.write("max_tokens", "5")
-    browser.run("document.getElementById('temperature').value = 0")
+    browser.run("document.getElementById('max_tokens').value = 5")
+    browser.write("prompt", "the cat")
     browser.click("go")
     browser.wait(lambda: browser.text("note").startswith("5 tokens"), "it is used")
