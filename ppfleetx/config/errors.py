@@ -38,6 +38,10 @@ class UserError(ValueError):
     """A mistake in what the user gave us. Tools print its message and exit with code 2."""
 
 
+class OutOfMemoryError(RuntimeError):
+    """No memory is left, here or on the card. Tools print its message and exit with code 5."""
+
+
 class PeerEndedError(RuntimeError):
     """Another process of the job has ended, and this one cannot go on. The cause is reported there."""
 

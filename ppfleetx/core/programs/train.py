@@ -28,6 +28,7 @@ from ppfleetx.core.engine.saving import Saver
 from ppfleetx.core.engine.start import Start, find_start
 from ppfleetx.core.module.build import build_module
 from ppfleetx.core.programs.check import check_report
+from ppfleetx.core.programs.out_of_memory import explained_memory
 from ppfleetx.core.programs.sources import named_checkpoint
 from ppfleetx.core.programs.token_ids import token_id_lines
 from ppfleetx.core.programs.watching import watched
@@ -69,6 +70,7 @@ def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = 
             if ctx.is_main:
                 hold(cfg, stack)
         stack.enter_context(watched(cfg, ctx))
+        stack.enter_context(explained_memory(cfg, ctx))
         return _train_in(output_dir_of(cfg), cfg, ctx, callbacks)
 
 

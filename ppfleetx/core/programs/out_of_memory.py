@@ -1,0 +1,89 @@
+"""Out of memory: one message with what holds the memory and what would need less."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ppfleetx.config.errors import OutOfMemoryError
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.planner.cards import GIB
+from ppfleetx.planner.memory import CARD_PARTS
+from ppfleetx.planner.relief import reliefs
+from ppfleetx.planner.summary import run_prediction
+from ppfleetx.utils.hangs.progress import PROGRESS
+
+_OF_PADDLE = (
+    "ResourceExhaustedError",
+    "Out of memory error on",
+    "CUDA error(2)",
+    "cudaErrorMemoryAllocation",
+)
+_SAID = re.compile(r"Cannot (?:malloc|allocate)[^\n]*|Fail to alloc[^\n]*|Unable to allocate[^\n]*")
+_CURES = 3
+_WORTH_SHOWING = 0.01
+
+
+@contextmanager
+def explained_memory(cfg: RunConfig, ctx: ParallelContext) -> Iterator[None]:
+    """Within, running out of memory is raised as one message.
+
+    Raises:
+        OutOfMemoryError: this process, or the card, has none left.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(message(error, cfg, ctx)) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that memory has run out: Python's own error, NumPy's, or Paddle's, also quoted
+    in another error of Paddle's."""
+    return isinstance(error, MemoryError) or (
+        type(error) in (RuntimeError, OSError, SystemError) and any(word in str(error) for word in _OF_PADDLE)
+    )
+
+
+def message(error: BaseException, cfg: RunConfig, ctx: ParallelContext) -> str:
+    """What ran out where, what holds the memory, and the cheapest settings that need less."""
+    where = f"rank {ctx.rank}, " if ctx.world_size > 1 else ""
+    step = "" if PROGRESS.step is None else f", step {PROGRESS.step}"
+    place = f"{where}{PROGRESS.place}{step}"
+    found = _SAID.search(str(error))
+    said = found.group().strip() if found else (str(error).strip().splitlines() or ["no memory is left"])[-1]
+    return "\n".join([f"out of memory ({place}): {said}", *_holders_and_cures(cfg, ctx)])
+
+
+def _holders_and_cures(cfg: RunConfig, ctx: ParallelContext) -> Iterator[str]:
+    prediction = run_prediction(cfg, ctx.device)
+    if prediction is None:
+        yield (
+            "A smaller Global.micro_batch_size, Model.use_recompute=True or more devices need less memory; "
+            "what holds it is not known for this model."
+        )
+        return
+    memory = prediction.memory[ctx.rank_on("pp")]
+    parts = {part: getattr(memory, part) for part in CARD_PARTS}
+    shown = [
+        f"{part} {_size(size)}"
+        for part, size in sorted(parts.items(), key=lambda item: -item[1])
+        if size > _WORTH_SHOWING * memory.total
+    ]
+    yield f"What should hold it at the worst moment: {', '.join(shown)}; together {_size(memory.total)}."
+    cures = reliefs(prediction)[:_CURES]
+    if not cures:
+        yield "No setting alone saves much: this run needs more devices (ppfleetx plan ranks what fits)."
+        return
+    yield "What needs less, the cheapest first:"
+    for cure in cures:
+        price = "in the same time" if cure.costs < 0.005 else f"a step takes {cure.costs:.0%} longer"
+        yield f"  {cure.options}   saves {_size(cure.saves)}, {price}"
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.0f} MiB"

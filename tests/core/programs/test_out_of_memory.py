@@ -1,0 +1,70 @@
+"""Out of memory: one message with what holds the memory and the cheapest cures."""
+
+import re
+
+import pytest
+
+from ppfleetx.config.errors import OutOfMemoryError
+from ppfleetx.config.loader import load_config
+from ppfleetx.core.programs.out_of_memory import explained_memory
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.planner.relief import reliefs
+from ppfleetx.planner.summary import run_prediction
+
+PADDLE = """
+
+--------------------------------------
+C++ Traceback (most recent call last):
+--------------------------------------
+0   paddle::memory::allocation::CUDAAllocator::AllocateImpl(unsigned long)
+
+----------------------
+Error Message Summary:
+----------------------
+ResourceExhaustedError:
+
+Out of memory error on GPU 0. Cannot allocate 2.000000GB memory on GPU 0, 30.1GB memory has been allocated.
+
+Please check whether there is any other process using GPU 0.
+"""
+CONFIG = "gpt/pretrain_gpt_345M_single_card"
+
+
+def config(*overrides: str):
+    return load_config(CONFIG, ["Data.Train.dataset.input_dir=x", *overrides], world_size=1)
+
+
+@pytest.mark.parametrize("kind", [MemoryError, RuntimeError, OSError])
+def test_one_message_says_what_holds_the_memory_and_what_would_not(kind):
+    cfg = config("Global.micro_batch_size=8", "Global.local_batch_size=8", "Global.global_batch_size=8")
+    with pytest.raises(OutOfMemoryError) as caught, explained_memory(cfg, ParallelContext.single("gpu")):
+        raise kind(PADDLE)
+    first, holds, cheapest, *cures = str(caught.value).splitlines()
+    assert first.startswith("out of memory (")
+    assert first.endswith("Cannot allocate 2.000000GB memory on GPU 0, 30.1GB memory has been allocated.")
+    assert re.fullmatch(
+        r"What should hold it at the worst moment: (\w+ [\d.]+ [GM]iB, )+\w+ [\d.]+ [GM]iB; together .*",
+        holds,
+    )
+    assert "activations" in holds and "optimizer" in holds
+    assert cheapest == "What needs less, the cheapest first:"
+    assert len(cures) == 3
+    assert all(re.fullmatch(r"  (-o \S+ ?)+  saves [\d.]+ [GM]iB, .*", cure) for cure in cures), cures
+
+
+def test_other_errors_pass():
+    with pytest.raises(RuntimeError, match=r"^something else$"), explained_memory(None, None):
+        raise RuntimeError("something else")
+
+
+def test_each_cure_can_be_pasted_and_keeps_its_promise():
+    sizes = ["Global.micro_batch_size=8", "Global.local_batch_size=8", "Global.global_batch_size=8"]
+    before = run_prediction(config(*sizes), "gpu")
+    found = reliefs(before)
+    assert len(found) >= 3
+    assert [round(cure.costs, 2) for cure in found] == sorted(round(cure.costs, 2) for cure in found)
+    for cure in found:
+        options = [word for word in cure.options.split() if word != "-o"]
+        kept = [one for one in sizes if one.split("=")[0] not in cure.options]
+        after = run_prediction(config(*kept, *options), "gpu")
+        assert before.fullest - after.fullest == pytest.approx(cure.saves, rel=1e-6), cure
