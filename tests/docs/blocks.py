@@ -6,7 +6,8 @@ A comment above a code block says what a test does with it:
     <!-- test: check -->              needs GPUs or many machines: `tools/train.py --check` of the same plan
     <!-- test: tiny -o A.b=c ... -->  with the overrides of TINY, and those given here
     <!-- test: with WORDS -->         with these words behind each command
-    <!-- test: serve -->              started in the background; the next blocks talk to it
+    <!-- test: serve WORDS -->        started in the background, with these words behind it if there are any;
+                                      the next blocks talk to it
     <!-- test: quickstart -->         `make quickstart` with a small model
     <!-- test: exit N -->             the command ends with this code
 
@@ -25,6 +26,7 @@ from pathlib import Path
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w+)(?: title=\"(?P<title>[^\"]+)\")?\s*$")
 _MARK = re.compile(r"^ *<!-- test: (?P<mark>.+?) -->\s*$")
 _GIVEN = "given "
+_PORT = 8000  # of `Serve.port`
 
 TINY = [
     *("Global.device=cpu", "Global.seed=1", "Global.local_batch_size=4", "Global.micro_batch_size=2"),
@@ -131,11 +133,11 @@ def to_run(command: Command) -> str | None:
             return f"{only_the_tool(text)} --check"
         case "tiny":
             return with_words(with_words(text, _overrides(TINY)), rest)
-        case "with":
+        case "with" | "serve":
             return with_words(text, rest)
         case "quickstart":
             return f"{text} --assume-old=.venv/.run ARGS='{_overrides(_QUICKSTART)}'"
-        case "" | "serve" | "exit":
+        case "" | "exit":
             return text
     raise ValueError(f"{command.place}: there is no mark {word!r}")
 
@@ -179,6 +181,17 @@ def only_the_tool(text: str) -> str:
         raise ValueError(f"only training can be checked: {text}")
     head = ["python"] if words[tool].endswith(".py") else words[tool - 1 : tool]
     return shlex.join([*head, *words[tool:]])
+
+
+def is_server(command: Command) -> bool:
+    """Whether the command goes on until it is ended."""
+    return command.block.mark.partition(" ")[0] == "serve"
+
+
+def port(text: str) -> int:
+    """Where a server that is started like this listens."""
+    told = re.findall(r"Serve\.port=(\d+)", text)
+    return int(told[-1]) if told else _PORT
 
 
 def _without_comment(text: str) -> str:

@@ -24,10 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.docs import scene
-from tests.docs.blocks import Command, blocks, commands, exit_code, given, to_run
+from tests.docs.blocks import Command, blocks, commands, exit_code, given, is_server, port, to_run
 
 ROOT = scene.ROOT
-_HEALTH = "http://127.0.0.1:8000/health"
 _SECONDS = 600.0
 
 
@@ -123,14 +122,14 @@ def run_command(
         cwd=directory,
         env=scene.environment(directory) if environment is None else environment,
         stdin=subprocess.DEVNULL,
-        stdout=(directory / "output.txt").open("w") if command.block.mark == "serve" else subprocess.PIPE,
+        stdout=(directory / "output.txt").open("w") if is_server(command) else subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
     )
-    if command.block.mark == "serve":
+    if is_server(command):
         servers.append(process)
-        code = _wait_for_health(process)
+        code = _wait_for_health(process, port(text))
         output = (directory / "output.txt").read_text()
     else:
         code, output = _wait(process)
@@ -146,14 +145,14 @@ def _wait(process: subprocess.Popen) -> tuple[int, str]:
     return process.returncode, output
 
 
-def _wait_for_health(process: subprocess.Popen) -> int:
+def _wait_for_health(process: subprocess.Popen, port: int) -> int:
     """0 when the server answers, else its exit code; 124 when it never does."""
     deadline = time.monotonic() + _SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
             return process.returncode or 1
         try:
-            with urllib.request.urlopen(_HEALTH, timeout=5) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
                 if answer.status == 200:
                     return 0
         except (urllib.error.URLError, OSError):

@@ -161,12 +161,29 @@ def _book(directory: Path) -> None:
 
 
 def _fleetx(directory: Path) -> None:
-    """FleetX's own files: a corpus, a checkpoint of rank directories in `GPT_345M`."""
+    """A corpus in FleetX's own files."""
     import numpy as np
 
     (directory / "old").mkdir()
     np.save(directory / "old" / "corpus_ids.npy", np.arange(300, dtype=np.uint16) % 50)
     np.savez(directory / "old" / "corpus_idx.npz", lens=np.array([200, 100]), docs=np.array([0, 1, 2]))
+
+
+_AS_FLEETX = """
+from pathlib import Path
+import ppfleetx
+from tests.checkpoint.foreign.test_fleetx import save, theirs
+
+model = ppfleetx.load("small", overrides={"Global.device": "cpu"})
+save(Path("GPT_345M"), {theirs(name): p.numpy() for name, p in model.named_parameters()})
+"""
+
+
+def _fleetx_weights(directory: Path) -> None:
+    """A small model in FleetX's format in `GPT_345M`, and the run it comes from in `small`."""
+    _data(directory)
+    _train(directory, "small", "data/corpus_text_document", "tokenizer")
+    _run(directory, "-c", _AS_FLEETX)
 
 
 def _train(directory: Path, output: str, data: str, tokenizer: str) -> None:
@@ -218,4 +235,5 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     "responses": _responses,
     "book": _book,
     "fleetx": _fleetx,
+    "fleetx_weights": _fleetx_weights,
 }
