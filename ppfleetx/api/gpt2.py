@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 
 from ppfleetx.api.model import GPT, Tokens
+from ppfleetx.checkpoint.foreign.hub import local_directory
 from ppfleetx.config.errors import CheckpointError, DataError, MissingDataError
 from ppfleetx.core.programs.model_place import find_model
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
@@ -136,6 +137,7 @@ class GPT2Tokenizer:
         Raises:
             DataError: there is none; nothing is downloaded.
         """
+        directory = local_directory(directory)
         try:
             return cls(Tokenizer.load(directory))
         except MissingDataError as error:

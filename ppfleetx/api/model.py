@@ -69,7 +69,8 @@ class GPT:
         """The model in a directory: of a run, of one of its checkpoints, of Hugging Face or of FleetX.
 
         Args:
-            directory: where it is.
+            directory: where it is; or ``hf:ORG/NAME`` or ``hf:ORG/NAME@REVISION``, a model of the Hugging
+                Face hub, which is downloaded.
             config: used in place of what the checkpoint says of itself.
             overrides: change single values, e.g. ``{"Global.device": "cpu"}``.
 

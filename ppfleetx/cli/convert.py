@@ -1,7 +1,7 @@
 """Convert checkpoints: Hugging Face, FleetX and Megatron-LM in; ppfleetx and Hugging Face out.
 
-  --from hf        GPT-2 and Llama directories of Hugging Face, Llamas of PaddleNLP and PaddleFormers
-                   (safetensors, pytorch_model.bin or model_state.pdparams, sharded or not)
+  --from hf        GPT-2, Llama, Mistral, Qwen2, Qwen3 and GPT-NeoX of Hugging Face, Llamas of PaddleNLP and
+                   PaddleFormers (safetensors, pytorch_model.bin or model_state.pdparams, sharded or not)
   --from fleetx    model.pdparams, alone or in rank directories (tensor and pipeline parallel)
   --from megatron  classic mp_rank_XX[_YYY]/model_optim_rng.pt, weights only
   --from ppfleetx  anything Engine.save_load.ckpt_dir accepts
@@ -22,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--from", dest="source", required=True, choices=["hf", "fleetx", "megatron", "ppfleetx"])
     add("--to", dest="target", required=True, choices=["ppfleetx", "hf"])
-    add("--input", required=True, metavar="DIR", help="what to convert")
+    add("--input", required=True, metavar="DIR", help="what to convert; with --from hf also hf:ORG/NAME or "
+        "hf:ORG/NAME@REVISION, a model of the Hugging Face hub")  # fmt: skip
     add("--output", required=True, metavar="DIR", help="a new or empty directory")
     add("--config", metavar="YAML", help="configuration whose Model section describes the network, where the "
         "source does not (always with --from fleetx)")  # fmt: skip
@@ -42,6 +43,7 @@ def run(args: argparse.Namespace) -> None:
     """Do what was asked for."""
     plan = None if args.plan is None else parse_plan(args.plan)
     from ppfleetx.checkpoint.foreign.convert import Conversion, check_logits, convert, load_model_section
+    from ppfleetx.checkpoint.foreign.hub import local_directory
     from ppfleetx.config.plan import ParallelPlan
     from ppfleetx.utils.log import configure_logging
 
@@ -51,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
     job = Conversion(
         args.source,
         args.target,
-        Path(args.input),
+        local_directory(args.input) if args.source == "hf" else Path(args.input),
         Path(args.output),
         model=None if args.config is None else load_model_section(args.config, tuple(args.override)),
         dtype=args.dtype,

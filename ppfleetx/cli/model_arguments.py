@@ -11,8 +11,9 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.utils.cli import add_config_arguments
 
 CHECKPOINT_HELP = (
-    "a run's directory, one of its checkpoints, or a directory of Hugging Face or FleetX; it needs nothing "
-    "else. Without it: -c FILE, which names the checkpoint in Engine.save_load.ckpt_dir"
+    "a run's directory, one of its checkpoints, a directory of Hugging Face or FleetX, or hf:ORG/NAME, which "
+    "is downloaded from the Hugging Face hub; it needs nothing else. Without it: -c FILE, which names the "
+    "checkpoint in Engine.save_load.ckpt_dir"
 )
 
 

@@ -22,6 +22,7 @@ from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.core.programs.model_place import ModelPlace, find_model, override
+from ppfleetx.core.programs.shared_directory import shared_directory
 from ppfleetx.data.indexed import IndexedDatasetWriter
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
@@ -182,12 +183,45 @@ def test_what_is_missing_is_said(place: Path, tmp_path: Path, monkeypatch: pytes
     ):
         with pytest.raises(error, match=rule):
             call(words[0], words[1:])
+
+
+def test_processes_of_a_job_convert_once(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """All of them are told the same directory, which the last one removes."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
-    with (
-        pytest.raises(CheckpointError, match="several processes would each convert it"),
-        ExitStack() as stack,
-    ):
-        find_model("hf", stack)
+    monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", "127.0.0.1:1,127.0.0.1:2")
+    with ExitStack() as second:
+        with ExitStack() as first:
+            found = [find_model(place / "hf", stack) for stack in (first, second)]
+            assert found[0] == found[1] and capsys.readouterr().out.count("it is converted into") == 1
+            monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", "127.0.0.1:1,127.0.0.1:3")
+            with ExitStack() as other_job:
+                assert find_model(place / "hf", other_job).checkpoint != found[0].checkpoint
+        assert found[1].config.is_file()
+    assert not any(path.is_file() or path.name == "content" for path in tmp_path.rglob("*"))
+
+
+def test_a_process_that_fails_leaves_nothing_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    source = tmp_path / "source"
+    source.mkdir()
+
+    def fail(target: Path) -> None:
+        target.mkdir()
+        raise CheckpointError("it is damaged")
+
+    with ExitStack() as stack:
+        with pytest.raises(CheckpointError, match="damaged"):
+            shared_directory(source, {}, fail, stack)
+        assert shared_directory(source, {}, Path.mkdir, stack).is_dir()
+    monkeypatch.setattr("os.getuid", lambda: 12345678)
+    (tmp_path / "ppfleetx-12345678").mkdir()
+    with pytest.raises(CheckpointError, match="can be changed by somebody else"), ExitStack() as stack:
+        shared_directory(source, {}, Path.mkdir, stack)
 
 
 def test_nothing_that_was_made_stays(place: Path) -> None:

@@ -32,6 +32,8 @@ from ppfleetx.models.gpt.hf_keys import model_keys, of_paddle
 
 _WEIGHTS = (INDEX, SINGLE, PICKLE_INDEX, PICKLE, PADDLE_INDEX, PADDLE_PICKLE)
 _WEIGHT_FILE = re.compile(r"(.*\.safetensors|pytorch_model.*\.bin|model_state.*\.pdparams)(\.index\.json)?")
+HUB = "hf:"
+"""What a model of the Hugging Face hub begins with, in the place of a directory."""
 _ITERATION = re.compile(r"iter_\d+|release")
 
 
@@ -51,6 +53,12 @@ def described(path: Path) -> str | None:
     Args:
         path: a directory or a file, which need not exist.
     """
+    if str(path).startswith(HUB):
+        return (
+            f"{path} is a model of the Hugging Face hub, which is downloaded where a model is an argument "
+            f"(ppfleetx finetune --from {path}). Here, convert it first: ppfleetx convert --from hf --to "
+            f"ppfleetx --input {path} --output DIR, and name DIR"
+        )
     if _is_ours(path):
         return None
     if path.is_file():

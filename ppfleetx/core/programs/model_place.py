@@ -1,8 +1,8 @@
 """A directory with a model, whoever wrote it, as a configuration and a checkpoint that programs take.
 
 Of ours, what the checkpoint says of itself is used (`checkpoint/documents.py`). A directory of Hugging Face
-is converted into a temporary place. FleetX's is read as it is: its network is that of the shipped
-configuration which has its sizes.
+is converted into a temporary place, and so is a model of its hub (`hf:NAME`), once it is downloaded. FleetX's
+is read as it is: its network is that of the shipped configuration which has its sizes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ppfleetx.checkpoint.documents import OF_ONE_CALL, PORTABLE_SECTIONS, portab
 from ppfleetx.checkpoint.foreign.convert import Conversion, convert
 from ppfleetx.checkpoint.foreign.detect import is_hugging_face
 from ppfleetx.checkpoint.foreign.fleetx import is_fleetx, read_fleetx
+from ppfleetx.checkpoint.foreign.hub import hub_name, local_directory
 from ppfleetx.checkpoint.foreign.ours import find_tokenizer_dir
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.config.errors import CheckpointError, ConfigError
@@ -29,6 +30,7 @@ from ppfleetx.config.loader import CONFIG_FILE, load_config
 from ppfleetx.config.reading.parse import Budget, read_yaml
 from ppfleetx.config.shipped import shipped_configs
 from ppfleetx.core.programs.launch import world_size
+from ppfleetx.core.programs.shared_directory import shared_directory
 from ppfleetx.utils.log import configure_logging, get_logger
 
 ONE_SEQUENCE = {"Global": {"local_batch_size": 1}}
@@ -82,10 +84,10 @@ def override(key: str, value: Any) -> str:
 
 
 def find_model(place: str | Path, stack: ExitStack, *, with_config: bool = True) -> ModelPlace:
-    """The model in ``place``: a run, a step directory, or a directory of Hugging Face or FleetX.
+    """The model in ``place``: a run, a step directory, a directory of Hugging Face or FleetX, or ``hf:NAME``.
 
     Args:
-        place: the directory.
+        place: the directory, or the name of a model on the Hugging Face hub, which is downloaded.
         stack: what was made for it is removed when this ends.
         with_config: look for its configuration too; not needed where the user gives one.
 
@@ -93,14 +95,14 @@ def find_model(place: str | Path, stack: ExitStack, *, with_config: bool = True)
         CheckpointError: there is none, it is damaged, or it does not say what network it is.
         ConfigError: its configuration sets more than a model and its data.
     """
-    path = Path(place)
+    is_of_hub = hub_name(place) is not None
+    if is_of_hub:
+        configure_logging()
+    path = local_directory(place)
     if is_hugging_face(path):
-        if world_size(os.environ) > 1:
-            raise CheckpointError(
-                f"{path} is Hugging Face's, and several processes would each convert it. Do that once, "
-                f"with `ppfleetx convert --from hf --to ppfleetx --input {path} --output DIR`"
-            )
         return _converted(path, stack)
+    if is_of_hub:
+        raise CheckpointError(f"{place} is not whole in {path}, and the hub cannot be asked for the rest")
     checkpoint = open_resolved(resolve_checkpoint(path, verify=False))
     tokenizer = find_tokenizer_dir(checkpoint.path)
     if not with_config:
@@ -137,12 +139,21 @@ def _is_lasting(key: str) -> bool:
 
 
 def _converted(path: Path, stack: ExitStack) -> ModelPlace:
-    target = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ppfleetx-")))
-    _log().info(
-        f"{path} is Hugging Face's; it is converted into {target}, which is removed at the end (`ppfleetx "
-        "convert` makes a copy that stays)"
-    )
-    step = convert(Conversion("hf", "ppfleetx", path, target))
+    """One process of a machine converts, for all that are there."""
+
+    def fill(target: Path) -> None:
+        _log().info(
+            f"{path} is Hugging Face's; it is converted into {target}, which is removed at the end "
+            "(`ppfleetx convert` makes a copy that stays)"
+        )
+        convert(Conversion("hf", "ppfleetx", path, target))
+
+    if world_size(os.environ) > 1:
+        target = shared_directory(path, os.environ, fill, stack)
+    else:
+        target = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ppfleetx-")))
+        fill(target)
+    step = resolve_checkpoint(target)
     return ModelPlace(step / CONFIG_FILE, step, find_tokenizer_dir(step))
 
 
