@@ -170,6 +170,17 @@ def test_evaluation_export_and_finetuning_need_nothing_else(place: Path, text: s
     assert "Prompt: x" in verb("generate", "new", "x", cwd=tmp_path)
 
 
+def test_two_processes_start_from_hugging_faces_files(place: Path, tmp_path: Path) -> None:
+    """The model cut in two has the loss that it has whole."""
+    whole = verb("eval", place / "run", cwd=tmp_path).splitlines()[-1].partition(", loss: ")[2]
+    given = ["--from", place / "hf", "-c", place / "run.yaml", "--output", "new", "--nproc", "2"]
+    cut = ["Distributed.mp_degree=2", "Engine.max_steps=1", "Engine.eval_freq=1"]
+    log = verb("finetune", *given, *(word for one in cut for word in ("-o", one)), cwd=tmp_path)
+    before = next(line for line in log.splitlines() if "eval at global step 0" in line)
+    found = float(before.partition(", loss: ")[2].split(",")[0])
+    assert found == pytest.approx(float(whole.split(",")[0]), rel=1e-6)
+
+
 def test_what_is_missing_is_said(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     for words, error, rule in (
