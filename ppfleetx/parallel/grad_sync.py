@@ -59,14 +59,14 @@ class GradientSync:
     def _bucket_sums(self, nbytes: int) -> BucketSums | None:
         """The sums that need not wait for the end: into the owners, or over the replicas.
 
-        What is still to be summed over the tensor-parallel ranks is small, and waits.
+        What is to be summed over the tensor-parallel ranks before that is small, and waits.
         """
         if self._sharding is not None:
             return self._sharding.bucket_sums(nbytes)
         group = replica_group(self._ctx)
         if group is None:
             return None
-        early = [p for p in reversed(self.parameters) if not getattr(p, "sequence_parallel", False)]
+        early = [p for p in reversed(self.parameters) if not getattr(p, "partial_gradient", False)]
         self._early = {id(parameter) for parameter in early}
         start = partial(distributed.all_reduce, group=group, sync_op=False)
         return BucketSums([Bucket(bucket, start) for _, bucket in cut(early, nbytes)])

@@ -7,6 +7,7 @@ import pytest
 from paddle.base import core
 
 from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.parallel.grad_sync import GradientSync
 from ppfleetx.parallel.overlap import Bucket, BucketSums, cut
 from tests.parity.comparison import TRAIN, fields_of
 
@@ -151,3 +152,12 @@ def test_pipelines_send_by_stage(comparison, model):
     extra = {"Model.num_layers": 2, "Model.use_recompute": True}
     found = comparison.run(Plan(dp=2, pp=2), model, "sgd", extra=extra)
     assert found.worst <= 1e-5, str(found)
+
+
+def test_partial_gradients_wait_for_the_sum_over_tensor_ranks():
+    """Summed over replicas first, then over tensor ranks, copies could differ in the last bit."""
+    whole, part = (paddle.nn.Linear(4, 4, bias_attr=False).weight for _ in range(2))
+    part.partial_gradient = True
+    ctx = SimpleNamespace(size_of=lambda axis: 2 if axis in ("dp", "mp") else 1, group_of=lambda axis: axis)
+    sync = GradientSync([whole, part], ctx, bucket_bytes=1 << 20)
+    assert sync._early == {id(whole)}
