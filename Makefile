@@ -8,7 +8,7 @@ OUT     := quickstart# where the configuration below reads and writes
 CONFIG  := ppfleetx/configs/nlp/gpt/pretrain_gpt_tiny.yaml
 ARGS    ?=# further -o Section.key=value of the quickstart
 
-.PHONY: help quickstart test parity planner-accuracy lint docs site docs-test clean
+.PHONY: help quickstart test parity hangs planner-accuracy lint docs site docs-test clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' 'BEGIN { n = 0 } /^[a-z-]+:.*## / { name[n] = $$1; text[n++] = $$2; if (length($$1) > w) w = length($$1) } \
@@ -57,6 +57,9 @@ parity: $(VENV)/.test  ## Run every legal plan of 1, 2, 4 and 8 processes agains
 	$(PY) -m tests.parity.every_plan
 	$(PY) -m tests.e2e.resumption
 	$(PY) -m tests.dialects.every_configuration
+
+hangs: $(VENV)/.test  ## Let jobs come to a halt in ten ways, and read what they say (two of the ways need root)
+	$(PY) -m tests.faults.hang_campaign
 
 planner-accuracy: $(VENV)/.test  ## Compare the planner with this machine and with published runs; writes the table of docs/planner.md
 	$(PY) -m tests.planner.accuracy

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ppfleetx.config.errors import UserError
 from ppfleetx.utils.hangs.explain import explain
-from ppfleetx.utils.hangs.report import Report, read_reports
+from ppfleetx.utils.hangs.report import Report, latest, read_reports
 
 EXAMPLES = """\
 examples:
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Read the reports, join them, and print what they say."""
-    reports = read_reports(args.directory / "hang") or read_reports(args.directory)
+    reports = latest(read_reports(args.directory / "hang") or read_reports(args.directory))
     if not reports:
         raise UserError(
             f"{args.directory} has no report of a rank (rank_*.json): no job has come to a halt there, or "

@@ -75,6 +75,13 @@ def memory() -> dict[str, int]:
     return found
 
 
+def _queued_seconds() -> float:
+    """How long the main thread could have run, and had to wait for a core."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
+
+
 class Activity:
     """Whether this process works: computes, or moves bytes to or from files."""
 
@@ -88,10 +95,11 @@ class Activity:
             for line in Path("/proc/self/io").read_text().splitlines():
                 name, _, number = line.partition(":")
                 moved += int(number) if name in ("rchar", "wchar") else 0
-        return time.monotonic(), time.process_time(), moved
+        return time.monotonic(), time.process_time() + _queued_seconds(), moved
 
     def works(self, *, share: float, size: int) -> bool:
-        """Since the last call: it has used ``share`` of a core's time, or moved ``size`` bytes a second."""
+        """Since the last call: it has used ``share`` of a core's time, or would have if one had been free, or
+        moved ``size`` bytes a second."""
         before, self._seen = self._seen, self._now()
         seconds, computed, moved = (now - then for now, then in zip(self._seen, before, strict=True))
         return seconds > 0 and (computed / seconds >= share or moved / seconds >= size)

@@ -260,6 +260,15 @@ def shown_ranks(ranks: Sequence[int]) -> str:
     return f"[{', '.join(map(str, ranks))}]"
 
 
+_SAME_HANG_SECONDS = 120.0  # within which the ranks report
+
+
+def latest(reports: Mapping[int, Report]) -> dict[int, Report]:
+    """The reports of the last of several hangs of a run."""
+    newest = max((report.written for report in reports.values()), default=0.0)
+    return {rank: one for rank, one in reports.items() if one.written > newest - _SAME_HANG_SECONDS}
+
+
 def read_reports(*directories: Path, since: float = 0.0) -> dict[int, Report]:
     """The reports in the directories, by rank: of several of one rank the newest.
 

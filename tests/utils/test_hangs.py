@@ -1,0 +1,209 @@
+"""The sentence that the reports of a job's ranks are joined into, and how it is read again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppfleetx.cli.main import call
+from ppfleetx.config.errors import UserError
+from ppfleetx.utils.hangs.explain import explain
+from ppfleetx.utils.hangs.progress import MEETING, Progress
+from ppfleetx.utils.hangs.record import CallRecord
+from ppfleetx.utils.hangs.report import CallNote, Identity, Report, read_reports, take
+from ppfleetx.utils.hangs.watchdog import Limits, Watchdog
+
+MP, PP = tuple(range(4)), (0, 4)
+NAMES = {
+    MP: ("the mp group [0..3]", 7),
+    (*MP, 4): ("the tp group [0..4]", 7),
+    PP: ("the pp group [0, 4]", 9),
+}
+
+
+def note(operation: str = "all_reduce", number: int = 5, ranks=MP, shape=(2, 8), **more: Any) -> CallNote:
+    group, group_id = NAMES[ranks]
+    fields = {"peer": -1, "dtype": "float32", "seconds_ago": 600.0, "state": "in the call", **more}
+    return CallNote(operation, number, group=group, group_id=group_id, ranks=ranks, shape=shape, **fields)
+
+
+def report(rank: int, waits_for: CallNote | None = None, **more: Any) -> Report:
+    fields: dict[str, Any] = {
+        "world_size": 4,
+        "host": "node0",
+        "pid": 100 + rank,
+        "written": 1000.0,
+        "step": 7,
+        "place": "in its step",
+        "place_seconds": 600.0,
+        "quiet_seconds": 600.0,
+        "timeout": 600.0,
+        "works": False,
+        "where": "stages.py:12 in forward",
+        "waits_for": waits_for,
+        "counts": {"7": 6},
+        "calls": [] if waits_for is None else [waits_for],
+    }
+    return Report(rank=rank, **{**fields, **more})
+
+
+def told(*reports: Report) -> str:
+    return explain({one.rank: one for one in reports}).sentence
+
+
+WAITING = [report(rank, note()) for rank in range(3)]
+CALL = "all_reduce #5 of the mp group [0..3] (shape [2, 8], float32)"
+
+
+def test_who_never_arrived_is_named_with_its_place():
+    reading = report(3, place="reading data", where="npy.py:3 in load", counts={"7": 5})
+    assert told(*WAITING, reading) == (
+        f"ranks 0-2 wait in {CALL}; rank 3 never arrived: it is reading data (npy.py:3 in load) (step 7)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("peers", "killed", "said"),
+    [
+        ({}, 0, "its process cannot be seen from here (stopped, ended, or cut off from the others)"),
+        ({3: "has ended"}, 0, "its process has ended"),
+        (
+            {3: "has ended"},
+            1,
+            "its process has ended; meanwhile the kernel has killed a process because memory ran out",
+        ),
+        ({3: "is stopped (SIGSTOP or Ctrl-Z)"}, 0, "its process is stopped (SIGSTOP or Ctrl-Z)"),
+        (
+            {3: ""},
+            0,
+            "its process runs, but not its Python threads (a call of C code that holds the interpreter)",
+        ),
+    ],
+)
+def test_of_a_silent_rank_the_others_know_what_the_kernel_says(peers, killed, said):
+    reports = [report(rank, note(), peers=peers, killed_for_memory=killed) for rank in range(3)]
+    assert (
+        told(*reports)
+        == f"ranks 0-2 wait in {CALL}; rank 3 never arrived and wrote no report: {said} (step 7)"
+    )
+
+
+def test_calls_that_differ_are_told_with_who_calls_what():
+    other = report(3, note(shape=(2, 9)))
+    assert told(*WAITING, other).startswith(
+        f"rank 0 waits in {CALL}, and the calls differ: as number 5 ranks 0-2 call all_reduce with shape "
+        "[2, 8] of float32, rank 3 calls all_reduce with shape [2, 9] of float32"
+    )
+    assert "rank 3 calls broadcast with" in told(*WAITING, report(3, note("broadcast")))
+    gathers = [report(rank, note("all_to_all", shape=(rank, 2))) for rank in range(4)]
+    assert "the messages do not get through" in told(*gathers)  # its parts may differ
+
+
+def test_each_waits_for_the_other():
+    before, other = note(number=4), note("all_gather", 1, PP)
+    one = report(0, note(), counts={"7": 6, "9": 1}, world_size=5, calls=[before, note()])
+    others = [report(rank, note(), world_size=5) for rank in (1, 2, 3)]
+    crossed = report(4, other, counts={"7": 5, "9": 2}, world_size=5, calls=[before, other])
+    waits = note(ranks=(*MP, 4))
+    one, *others = [replace(each, waits_for=waits) for each in (one, *others)]
+    assert told(one, *others, crossed) == (
+        "rank 0 waits in all_reduce #5 of the tp group [0..4] (shape [2, 8], float32), rank 4 waits in "
+        "all_gather #1 of the pp group [0, 4] (shape [2, 8], float32), so each waits for the other; the last "
+        "that both called was all_reduce #4 of the mp group [0..3]; the ranks do not run the same operations "
+        "in the same order: one was left out, or two are swapped (step 7)"
+    )
+
+
+def test_a_message_that_was_not_sent_is_missed_from_its_sender():
+    receiver = report(4, note("recv", 3, PP, peer=0), world_size=5, counts={"9<0": 4})
+    sender = report(
+        0, place="saving a checkpoint", where="writer.py:9 in write", counts={"9>4": 3}, world_size=5
+    )
+    others = [report(rank, note(ranks=MP), world_size=5) for rank in (1, 2, 3)]
+    sentence = told(sender, *others, receiver)
+    assert "rank 4 waits in recv #3 from rank 0" in sentence
+    assert "rank 0 never arrived: it is saving a checkpoint (writer.py:9 in write)" in sentence
+
+
+def test_all_have_come_and_nothing_gets_through():
+    reports = [report(rank, note(), host=f"node{rank // 2}") for rank in range(4)]
+    assert told(*reports) == (
+        f"ranks 0-3 wait in {CALL}, and all that take part have called it: the messages do not get through; "
+        "the network between node0 and node1 is down, or one of its ends drops packets (step 7)"
+    )
+
+
+def test_ranks_at_another_step_are_told():
+    ahead = report(3, place="evaluating", counts={"7": 5}, step=8)
+    assert told(*WAITING, ahead).endswith("; rank 3 is at step 8, the others at step 7")
+
+
+def test_a_process_that_is_alone():
+    alone = report(0, world_size=1, place="reading data", where="npy.py:3 in load")
+    assert told(alone) == "no rank waits for another: it is reading data (npy.py:3 in load) (step 7)"
+
+
+def test_a_rank_that_works_keeps_the_job():
+    working = report(3, works=True, quiet_seconds=0.1, counts={"7": 5})
+    assert explain({one.rank: one for one in (*WAITING, working)}).goes_on == (3,)
+
+
+def test_a_report_is_read_as_it_was_written(tmp_path):
+    written = report(2, note(), peers={3: "has ended"}, memory={"resident": 5}, stacks={"main": ["a", "b"]})
+    (tmp_path / "rank_00002.json").write_text(written.to_json())
+    (tmp_path / "rank_00003.json").write_text(written.to_json()[:50])  # torn by a full disk
+    assert read_reports(tmp_path) == {2: written}
+    assert read_reports(tmp_path, since=1000.5) == {}
+
+
+def test_the_command_prints_sentence_and_ranks(tmp_path, capsys):
+    (tmp_path / "hang").mkdir()
+    for one in WAITING:
+        (tmp_path / "hang" / f"rank_{one.rank:05d}.json").write_text(one.to_json())
+    old = report(3, written=10.0)  # of an earlier hang of the run
+    (tmp_path / "hang" / "rank_00003.json").write_text(old.to_json())
+    call("hang-report", [str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"ranks 0-2 wait in {CALL}; rank 3 never arrived and wrote no report: ")
+    assert lines[2] == (
+        "rank 0 on node0, step 7: waits in all_reduce #5 of the mp group [0..3]; no progress for 600 s"
+    )
+    assert lines[5] == "rank 3: no report"
+    call("hang-report", [str(tmp_path / "hang"), "--json"])
+    told_again = json.loads(capsys.readouterr().out)
+    assert told_again["sentence"] == lines[0]
+    assert told_again["silent"] == [3]
+    assert told_again["ranks"]["1"]["waits_for"]["number"] == 5
+
+
+def test_without_reports_it_says_so(tmp_path):
+    with pytest.raises(UserError, match="has no report of a rank"):
+        call("hang-report", [str(tmp_path)])
+
+
+def test_progress_is_what_the_program_or_its_communication_does(tmp_path: Path):
+    progress, record = Progress(), CallRecord()
+    ended: list[bool] = []
+    limits = Limits(timeout=0.4, start_timeout=0.4, counts_work=False)
+    watchdog = Watchdog(
+        Identity(),
+        limits,
+        tmp_path / "hang",
+        end=lambda: ended.append(True),
+        progress=progress,
+        record=record,
+    )
+    progress.place = MEETING
+    progress.since = 0.0
+    assert watchdog._quiet() == 0.0  # ranks that meet have a limit of their own
+    progress.place = "in its step"
+    assert watchdog._quiet() < 10  # it has begun a moment ago
+    record.begin("barrier", object(), ())
+    assert watchdog._quiet() < 0.1
+    quiet = take(Identity(), progress, record, quiet=1.0, timeout=0.4, works=False)
+    assert quiet.waits_for.operation == "barrier"
+    assert quiet.asks and not quiet.goes_on
