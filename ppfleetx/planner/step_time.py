@@ -1,8 +1,9 @@
 """Seconds of one optimizer step under a plan, part by part.
 
-What overlaps in this engine and what does not: nothing does. Gradients are summed after the last backward
-pass (sharding stages 2 and 3 send during it, and wait), tensor-parallel sums and pipeline messages are waited
-for where they stand.
+Nothing overlaps here. In the engine tensor-parallel sums and pipeline messages are indeed waited for where
+they stand. Sums of gradients travel during the last backward pass (``parallel/overlap.py``), and are
+predicted as if they came after it: how much of them a card hides has not been measured, and a plan that is
+chosen should not be slower than predicted.
 """
 
 from __future__ import annotations

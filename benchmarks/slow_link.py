@@ -1,0 +1,196 @@
+#!/usr/bin/env python3
+"""Two data-parallel ranks over a slow link: is the sum of the gradients hidden behind the backward pass?
+
+    sudo python benchmarks/slow_link.py [--rates 1000 200] [--steps 5] [--hidden 512] [--layers 6]
+
+Two network namespaces are joined by a cable that lets so many Mbit/s through in each direction (a token
+bucket, ``tc qdisc ... tbf``). Each rank has a core of its own. For each rate the same steps are trained
+twice, with ``Distributed.sharding.reduce_overlap`` False and True. Of the first the time of the sums is
+measured beside that of the step: what is left is the computation. Prints, in seconds and as medians over the
+steps: computation, communication, the step without and with overlap, and 1.1 x max(both) + 5 %.
+
+``--sleep 0.2`` lets each block sleep so many seconds in the forward pass and twice as many in the backward
+pass: the link is then measured against a computation that needs no core, on a machine that has other work.
+
+The link cannot be busy before the first gradient is there: a step takes at least the forward pass and the
+communication. Needs root and iproute2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+VOCAB = 8192
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rates", type=int, nargs="+", default=[1000, 200], help="Mbit/s")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps, after two untimed")
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--rows", type=int, default=4, help="sequences in a step of one rank")
+    parser.add_argument("--length", type=int, default=256, help="tokens of a sequence")
+    parser.add_argument("--bucket", type=float, default=8.0, help="Distributed.bucket_size, MiB")
+    parser.add_argument("--sleep", type=float, default=0.0, metavar="SECONDS", help="of each block")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        print(json.dumps({str(overlaps): _work(args, overlaps) for overlaps in (False, True)}), flush=True)
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the nodes go in any case
+    print("Mbit/s  compute  communicate  one after the other  overlapped  1.1 max + 5 %")
+    for rate in args.rates:
+        plain, overlapped = _ranks(rate)
+        compute, sums = plain["step"] - plain["sums"], plain["sums"]
+        limit = 1.1 * max(compute, sums) * 1.05
+        row = (compute, sums, plain["step"], overlapped["step"], limit)
+        print(f"{rate:6d}" + "".join(f"  {value:8.2f}" for value in row), flush=True)
+
+
+def _ranks(rate: int) -> list[dict[str, float]]:
+    """Run both ranks; the slower one's times without overlap and with it."""
+    from tests.multinode.nodes import two_nodes
+
+    with two_nodes() as nodes:
+        for node in nodes:
+            shape = f"tc qdisc add dev {node.cable} root tbf rate {rate}mbit burst 256kb latency 200ms"
+            subprocess.run(node.command(*shape.split()), check=True)
+        addresses = [f"{node.address}:{_free_port()}" for node in nodes]
+        ranks = []
+        for rank, node in enumerate(nodes):
+            environ = {
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PADDLE_TRAINER_ID": str(rank),
+                "PADDLE_TRAINERS_NUM": "2",
+                "PADDLE_TRAINER_ENDPOINTS": ",".join(addresses),
+                "PADDLE_CURRENT_ENDPOINT": addresses[rank],
+                "PADDLE_CPU_COMM_DIRECT": "0",
+            }
+            own = [sys.executable, __file__, *sys.argv[1:], "--worker"]
+            command = node.command("taskset", "-c", str(rank), *own)
+            ranks.append(
+                subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    env=environ,
+                    text=True,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                )
+            )
+        try:
+            results = []
+            for process in ranks:
+                out, errors = process.communicate(timeout=1800)
+                if process.returncode:
+                    raise SystemExit(f"a rank failed:\n{out[-2000:]}\n{errors[-3000:]}")
+                results.append(json.loads(out.splitlines()[-1]))
+        finally:
+            for process in ranks:
+                process.kill()
+    both = ([result[str(overlaps)] for result in results] for overlaps in (False, True))
+    return [{key: max(one[key] for one in times) for key in times[0]} for times in both]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _work(args: argparse.Namespace, overlaps: bool) -> dict[str, float]:
+    """One rank: median seconds of a step, and of that spent in sums after the backward pass."""
+    import numpy as np
+
+    from ppfleetx.config.loader import load_config
+
+    values = {
+        "Global.global_batch_size": 2 * args.rows,
+        "Global.local_batch_size": "null",
+        "Global.micro_batch_size": args.rows,
+        "Model.vocab_size": VOCAB,
+        "Model.hidden_size": args.hidden,
+        "Model.num_layers": args.layers,
+        "Model.num_attention_heads": args.hidden // 64,
+        "Model.max_position_embeddings": args.length,
+        "Model.hidden_dropout_prob": 0.0,
+        "Model.attention_probs_dropout_prob": 0.0,
+        "Data.Train.dataset.max_seq_len": args.length,
+        "Data.Eval.dataset.max_seq_len": args.length,
+        "Distributed.dp_degree": 2,
+        "Distributed.bucket_size": args.bucket,
+        "Distributed.sharding.reduce_overlap": overlaps,
+    }
+    overrides = [f"{key}={value}" for key, value in values.items()]
+    cfg = load_config(ROOT / "ppfleetx/configs/debug/gpt_nano.yaml", overrides, world_size=2)
+    from ppfleetx.utils.process_env import import_paddle, prepare_process
+
+    prepare_process()
+    import_paddle()
+    from ppfleetx.core.module.build import build_module
+    from ppfleetx.distributed.init import init_distributed
+    from ppfleetx.parallel.apply import parallelize
+
+    ctx = init_distributed(cfg)
+    runner = parallelize(build_module(cfg), cfg, ctx, train=True)
+    if args.sleep:
+        _let_sleep(runner.model, args.sleep)
+    tokens = np.random.default_rng(ctx.rank).integers(0, VOCAB, (args.rows, args.length + 1))
+    batch = {
+        "tokens": tokens[:, :-1],
+        "labels": tokens[:, 1:],
+        "loss_mask": np.ones((args.rows, args.length), np.float32),
+        "position_ids": np.tile(np.arange(args.length), (args.rows, 1)),
+    }
+    spent, reduce = [], runner._sync.reduce
+
+    def timed() -> None:
+        begin = time.perf_counter()
+        reduce()
+        spent.append(time.perf_counter() - begin)
+
+    runner._sync.reduce = timed
+    seconds = []
+    for step in range(args.steps + 2):
+        begin = time.perf_counter()
+        runner.train_step([batch], step=step + 1, lr=1e-4, weight_decay=0.0)
+        seconds.append(time.perf_counter() - begin)
+    return {"step": statistics.median(seconds[2:]), "sums": statistics.median(spent[2:])}
+
+
+def _let_sleep(model: Any, seconds: float) -> None:
+    """Each block of ``model`` takes ``seconds`` longer in its forward and twice that in its backward pass."""
+    from paddle.autograd import PyLayer
+
+    class Pause(PyLayer):
+        @staticmethod
+        def forward(ctx: Any, hidden: Any) -> Any:
+            time.sleep(seconds)
+            return hidden.clone()
+
+        @staticmethod
+        def backward(ctx: Any, upstream: Any) -> Any:
+            time.sleep(2 * seconds)
+            return upstream
+
+    for block in list(model.stages)[1:-2]:
+        block.register_forward_post_hook(lambda _, __, state: (Pause.apply(state[0]), *state[1:]))
+
+
+if __name__ == "__main__":
+    main()
