@@ -28,6 +28,7 @@ def run(args: argparse.Namespace) -> None:
     from ppfleetx.data.build import build_dataloader
     from ppfleetx.data.verify import verify_corpora
     from ppfleetx.utils.log import configure_logging
+    from ppfleetx.utils.progress import ProgressBar
 
     configure_logging()
     cfg = load_config(args.config, args.override)
@@ -38,7 +39,8 @@ def run(args: argparse.Namespace) -> None:
             print(f"{title}: not configured")
             continue
         started = time.perf_counter()
-        loader = build_dataloader(one, mode, data_size=cfg.plan.data_size)
+        with ProgressBar(f"{title}: index maps", total=None, unit="map"):
+            loader = build_dataloader(one, mode, data_size=cfg.plan.data_size)
         print(f"{title}: {loader.describe()}")
         print(
             f"{title}: {counted(len(loader.dataset), 'sample', ',')} prepared, order {loader.fingerprint}, "

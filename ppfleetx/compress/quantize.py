@@ -41,6 +41,7 @@ from ppfleetx.nn.loss import token_loss
 from ppfleetx.nn.quantized import with_small_weights
 from ppfleetx.nn.stage import Stage, build_stage, canonical_parameters
 from ppfleetx.utils.log import get_logger
+from ppfleetx.utils.progress import track
 
 Method = Literal["rtn", "gptq"]
 _VOCAB_DIM = {**VOCAB_DIM, "embedding.word_embeddings.scale": 0, "head.scale": 1}
@@ -116,7 +117,8 @@ class Quantizer:
         small_stages = with_small_weights(stages, self._options.weights, factory)
         shared: dict[str, nn.Layer] = {}
         small_shared: dict[str, nn.Layer] = {}
-        for stage, small_stage in zip(stages, small_stages, strict=True):
+        both = zip(stages, small_stages, strict=True)
+        for stage, small_stage in track(both, "quantising", total=len(stages), unit="stage"):
             layer = build_stage(stage, None, shared)
             layer.eval()
             new = {n: p for n, p in canonical_parameters(layer).items() if n not in self._ready}

@@ -32,6 +32,7 @@ from ppfleetx.deploy.export_dir import (
 from ppfleetx.deploy.replicas import as_replicas
 from ppfleetx.utils.files import exclusive_lock
 from ppfleetx.utils.log import get_logger
+from ppfleetx.utils.progress import ProgressBar
 
 if TYPE_CHECKING:
     from ppfleetx.distributed.context import ParallelContext
@@ -75,7 +76,8 @@ def export(cfg: RunConfig, ctx: ParallelContext) -> Path:
             unfinished.mkdir()
             try:
                 use_panels = cfg.Inference.panels and ctx.device.startswith("cpu")
-                _write(unfinished, cfg, generator, use_panels)
+                with ProgressBar("exporting", total=None, unit="program"):
+                    _write(unfinished, cfg, generator, use_panels)
                 check_target(cfg)
                 publish(unfinished, target)
             finally:

@@ -1,21 +1,35 @@
-"""A progress bar on terminals, and silence elsewhere."""
+"""A progress bar on terminals and in notebooks, and silence elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import time
+from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self, TypeVar
+
+ItemT = TypeVar("ItemT")
+
+_REDRAWS_PER_SECOND = 4
+
+
+class _Drawing(Protocol):
+    def start(self) -> None: ...
+
+    def advance(self, amount: float, text: str | None) -> None: ...
+
+    def stop(self) -> None: ...
 
 
 class ProgressBar:
-    """A ``rich`` bar: description, share, rate, time left, and a free text that changes.
+    """A bar: description, share, rate, time left, and a free text that changes.
 
     Args:
         description: the words in front.
         total: the amount at which the bar is full; None where it is unknown.
         unit: what is counted, e.g. ``step`` or ``MB``.
-        show: "auto" draws on a terminal only.
+        show: "auto" draws on a terminal (the standard error) and in a notebook only.
     """
 
     def __init__(
@@ -27,33 +41,111 @@ class ProgressBar:
         completed: float = 0,
         show: bool | Literal["auto"] = "auto",
     ) -> None:
-        self._progress = None
-        self._above = contextlib.ExitStack()
-        if sys.stderr.isatty() if show == "auto" else show:
-            self._progress = _make_progress(unit)
-            self._task = self._progress.add_task(description, total=total, completed=completed, text="")
+        self._drawing: _Drawing | None = None
+        if show is not False and in_notebook():
+            self._drawing = _NotebookLine(description, total, unit, completed)
+        elif sys.stderr.isatty() if show == "auto" else show:
+            self._drawing = _TerminalBar(description, total, unit, completed)
 
     def __enter__(self) -> Self:
-        if self._progress is not None:
-            self._progress.start()
-            # Lines for a file or a pipe must reach it; only a terminal's own lines are drawn above the bar.
-            if sys.stdout.isatty():
-                above = _AboveBar(self._progress.console)
-                self._above.enter_context(contextlib.redirect_stdout(above))
-                self._above.callback(above.finish)
+        if self._drawing is not None:
+            self._drawing.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._progress is not None:
-            self._above.close()
-            self._progress.stop()
+        if self._drawing is not None:
+            self._drawing.stop()
 
     def advance(self, amount: float, text: str | None = None) -> None:
         """Add ``amount``; ``text`` replaces the words at the end of the line."""
-        if self._progress is None:
-            return
+        if self._drawing is not None:
+            self._drawing.advance(amount, text)
+
+
+def track(
+    items: Iterable[ItemT],
+    description: str,
+    *,
+    total: int | None,
+    unit: str,
+    show: bool | Literal["auto"] = "auto",
+) -> Iterator[ItemT]:
+    """The items, with a bar that counts those whose turn is over."""
+    with ProgressBar(description, total=total, unit=unit, show=show) as bar:
+        for item in items:
+            yield item
+            bar.advance(1)
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook, whose standard error is no terminal."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and hasattr(shell, "kernel")
+
+
+class _NotebookLine:
+    """One line below the cell, drawn anew in its place."""
+
+    def __init__(self, description: str, total: float | None, unit: str, completed: float) -> None:
+        self._description, self._total, self._unit = description, total, unit
+        self._begin = self._done = completed
+        self._text, self._started, self._drawn = "", time.monotonic(), 0.0
+        self._handle: Any = None
+
+    def start(self) -> None:
+        from IPython.display import display
+
+        self._handle = display({"text/plain": self._line()}, raw=True, display_id=True)
+
+    def advance(self, amount: float, text: str | None) -> None:
+        self._done += amount
+        self._text = self._text if text is None else text
+        if time.monotonic() - self._drawn >= 1 / _REDRAWS_PER_SECOND:
+            self._draw()
+
+    def stop(self) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
+        self._drawn = time.monotonic()
+        self._handle.update({"text/plain": self._line()}, raw=True)
+
+    def _line(self) -> str:
+        rate = (self._done - self._begin) / max(time.monotonic() - self._started, 1e-9)
+        parts = [f"{self._done:.0f} {self._unit}"]
+        if self._total:
+            parts = [
+                f"{100 * self._done / self._total:.0f}%",
+                f"{self._done:.0f}/{self._total:.0f} {self._unit}",
+            ]
+        parts += [f"{rate:.2f} {self._unit}/s", self._text]
+        return f"{self._description}: " + ", ".join(part for part in parts if part)
+
+
+class _TerminalBar:
+    """A bar of ``rich``; what is printed meanwhile goes above it."""
+
+    def __init__(self, description: str, total: float | None, unit: str, completed: float) -> None:
+        self._progress = _make_progress(unit)
+        self._above = contextlib.ExitStack()
+        self._task = self._progress.add_task(description, total=total, completed=completed, text="")
+
+    def start(self) -> None:
+        self._progress.start()
+        # Lines for a file or a pipe must reach it; only a terminal's own lines are drawn above the bar.
+        if sys.stdout.isatty():
+            above = _AboveBar(self._progress.console)
+            self._above.enter_context(contextlib.redirect_stdout(above))
+            self._above.callback(above.finish)
+
+    def stop(self) -> None:
+        self._above.close()
+        self._progress.stop()
+
+    def advance(self, amount: float, text: str | None) -> None:
         if text is None:
             self._progress.update(self._task, advance=amount)
         else:
@@ -108,7 +200,7 @@ def _make_progress(unit: str):  # rich is imported here only: --help stays quick
         TimeRemainingColumn(),
         TextColumn("{task.fields[text]}"),
         console=Console(file=sys.stderr),
-        refresh_per_second=4,
+        refresh_per_second=_REDRAWS_PER_SECOND,
         redirect_stdout=False,
         redirect_stderr=False,
     )

@@ -8,11 +8,12 @@ import struct
 import sys
 import termios
 import threading
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from ppfleetx.utils.log import configure_logging
-from ppfleetx.utils.progress import ProgressBar
+from ppfleetx.utils.progress import ProgressBar, track
 
 
 @contextlib.contextmanager
@@ -71,3 +72,36 @@ def test_without_a_terminal_nothing_is_drawn(capsys: pytest.CaptureFixture[str])
         bar.advance(1)
         print("line")
     assert capsys.readouterr() == ("line\n", "")
+
+
+def test_a_notebook_has_one_line_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a real kernel: docs/notebooks, which `make docs-test` executes."""
+    drawn: list[list[str]] = []
+
+    class Handle:
+        def update(self, bundle: dict, *, raw: bool) -> None:
+            assert raw
+            drawn[-1].append(bundle["text/plain"])
+
+    def display(bundle: dict, *, raw: bool, display_id: bool) -> Handle:
+        assert raw and display_id
+        drawn.append([bundle["text/plain"]])
+        return Handle()
+
+    ipython = ModuleType("IPython")
+    ipython.get_ipython = lambda: SimpleNamespace(kernel=object())
+    ipython.display = ModuleType("IPython.display")
+    ipython.display.display = display
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setitem(sys.modules, "IPython.display", ipython.display)
+    assert list(track("abcd", "counting", total=4, unit="letter")) == list("abcd")
+    with ProgressBar("silent", total=1, unit="x", show=False) as bar:
+        bar.advance(1)
+    (lines,) = drawn
+    assert lines[0].startswith("counting: 0%, 0/4 letter")
+    assert lines[-1].startswith("counting: 100%, 4/4 letter, ")
+
+
+def test_elsewhere_nothing_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(track([1, 2], "counting", total=None, unit="number")) == [1, 2]
+    assert capsys.readouterr() == ("", "")

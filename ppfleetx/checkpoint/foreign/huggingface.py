@@ -23,6 +23,7 @@ from ppfleetx.checkpoint.foreign.huggingface_files import (
 )
 from ppfleetx.checkpoint.foreign.lazy import LazyTensor, derive
 from ppfleetx.checkpoint.foreign.paddle_layout import in_hf_layout
+from ppfleetx.checkpoint.foreign.progress import shown_reading
 from ppfleetx.checkpoint.foreign.safetensors_file import write_sharded
 from ppfleetx.checkpoint.foreign.weights import Weights, network_of
 from ppfleetx.config.counts import counted
@@ -134,7 +135,8 @@ def write_hf(
     for rule in rules(config):
         theirs |= _split(rule, tensors[rule.ours], part_shapes(rule, tensors[rule.ours].shape))
     directory.mkdir(parents=True, exist_ok=True)
-    write_sharded(directory, theirs, max_bytes=max_file_bytes, metadata={"format": "pt"})
+    with shown_reading(theirs, "writing") as shown:
+        write_sharded(directory, shown, max_bytes=max_file_bytes, metadata={"format": "pt"})
     _write_json(directory / CONFIG, config)
     ids = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     made = {"_from_model_config": True} | {key: value for key, value in ids.items() if value is not None}

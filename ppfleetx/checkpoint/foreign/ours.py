@@ -17,6 +17,7 @@ from ppfleetx.checkpoint.foreign.generation_defaults import of_configuration
 from ppfleetx.checkpoint.foreign.huggingface import copy_tokenizer
 from ppfleetx.checkpoint.foreign.huggingface_files import GENERATION_CONFIG
 from ppfleetx.checkpoint.foreign.lazy import LazyTensor
+from ppfleetx.checkpoint.foreign.progress import shown_reading
 from ppfleetx.checkpoint.foreign.weights import Weights, slices_of
 from ppfleetx.checkpoint.manifest import Manifest
 from ppfleetx.checkpoint.reader import Checkpoint
@@ -118,22 +119,23 @@ def write_ppfleetx(
         fingerprints["tokenizer"] = tokenizer.fingerprint
     _write_config(output, model, tokenizer, weights.generation)
     cfg = load_config(output / CONFIG_FILE)
-    return save_checkpoint(
-        output,
-        epoch=weights.epoch,
-        step=weights.step,
-        tensors=slices_of(tensors),
-        state={"source": dict(weights.source)},
-        plan=asdict(ParallelPlan()),
-        config=cfg.model_dump(mode="json"),
-        fingerprints=fingerprints,
-        vocab_size=model.vocab_size,
-        documents={
-            CONFIG_FILE: portable_config(cfg, tokenizer).encode(),
-            **_files_of(output / TOKENIZER_DIR),
-        },
-        max_file_bytes=max_file_bytes,
-    )
+    with shown_reading(tensors, "writing") as shown:
+        return save_checkpoint(
+            output,
+            epoch=weights.epoch,
+            step=weights.step,
+            tensors=slices_of(shown),
+            state={"source": dict(weights.source)},
+            plan=asdict(ParallelPlan()),
+            config=cfg.model_dump(mode="json"),
+            fingerprints=fingerprints,
+            vocab_size=model.vocab_size,
+            documents={
+                CONFIG_FILE: portable_config(cfg, tokenizer).encode(),
+                **_files_of(output / TOKENIZER_DIR),
+            },
+            max_file_bytes=max_file_bytes,
+        )
 
 
 def _add_generation_config(directory: Path, source: Mapping[str, Any]) -> None:

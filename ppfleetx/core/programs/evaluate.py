@@ -32,6 +32,7 @@ from ppfleetx.data.tasks.evaluation import (
 from ppfleetx.data.vocabulary import check_tokenizer
 from ppfleetx.utils.files import atomic_write
 from ppfleetx.utils.log import get_logger
+from ppfleetx.utils.progress import track
 
 if TYPE_CHECKING:
     from ppfleetx.distributed.context import ParallelContext
@@ -212,7 +213,8 @@ def sum_over_windows(
     num_steps = num_batches(windows, section.batch_size, ctx.data_size)
     total = scored = 0.0
     since = time.perf_counter()
-    for step, batch in enumerate(batches, 1):
+    shown = track(batches, "evaluating", total=num_steps, unit="batch", show="auto" if ctx.is_main else False)
+    for step, batch in enumerate(shown, 1):
         batch_total, batch_scored = runner.eval_step([batch])
         total, scored = total + batch_total, scored + batch_scored
         if step % section.logging_freq == 0 or step == num_steps:

@@ -18,7 +18,7 @@ from ppfleetx.core.engine.beginning import begin, find_sources
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.callbacks.build import CallbackList, build_callbacks
 from ppfleetx.core.engine.callbacks.predictions import predictions_directory, write_predictions
-from ppfleetx.core.engine.engine import Engine, EvalSets
+from ppfleetx.core.engine.engine import Engine, EvalSets, Loader
 from ppfleetx.core.engine.measure import Measure, TokenLoss
 from ppfleetx.core.engine.pace import Pace
 from ppfleetx.core.engine.ranks import offload_notes, rank_table
@@ -43,6 +43,7 @@ from ppfleetx.optims.schedules import build_schedule
 from ppfleetx.parallel.apply import parallelize
 from ppfleetx.parallel.runner import Runner
 from ppfleetx.utils.log import get_logger
+from ppfleetx.utils.progress import track
 
 
 def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = ()) -> Engine:
@@ -249,7 +250,12 @@ def _loader(cfg: RunConfig, ctx: ParallelContext, mode: str, *, consumed_samples
 def _evaluation_data(cfg: RunConfig, ctx: ParallelContext) -> EvalSets:
     sets = _eval_sets(cfg, ctx)
     _verify(cfg, ["Eval"])
-    return sets
+    return {name: _with_bar(loader, name, ctx) for name, loader in sets.items()}
+
+
+def _with_bar(loader: Loader, name: str | None, ctx: ParallelContext) -> Loader:
+    what = "evaluating" if name is None else f"evaluating {name}"
+    return track(loader, what, total=None, unit="batch", show="auto" if ctx.is_main else False)
 
 
 def _eval_sets(cfg: RunConfig, ctx: ParallelContext) -> EvalSets:

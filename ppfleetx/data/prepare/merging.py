@@ -9,6 +9,7 @@ from ppfleetx.config.errors import DataError
 from ppfleetx.data.checksums import BLOCK_BYTES, read_checksums
 from ppfleetx.data.indexed import IndexedDataset, IndexedDatasetWriter, bin_path, refuse_to_replace
 from ppfleetx.utils.foreign_files import opened
+from ppfleetx.utils.progress import ProgressBar
 
 
 def merge(
@@ -26,12 +27,22 @@ def merge(
     if any(bin_path(prefix).resolve() == bin_path(out).resolve() for prefix in prefixes):
         raise DataError(f"{os.fspath(out)} is both input and output of the merge")
     refuse_to_replace(out, overwrite)
-    with IndexedDatasetWriter(out, IndexedDataset(prefixes[0]).dtype) as writer:
+    total = sum(bin_path(prefix).stat().st_size for prefix in prefixes if bin_path(prefix).is_file())
+    with (
+        IndexedDatasetWriter(out, IndexedDataset(prefixes[0]).dtype) as writer,
+        ProgressBar("merging", total=total / 1e6, unit="MB") as bar,
+    ):
         for prefix in prefixes:
             other = IndexedDataset(prefix)
             if other.dtype != writer.dtype:
                 raise DataError(f"{prefix} stores {other.dtype}, {prefixes[0]} stores {writer.dtype}")
-            writer.add_index(other, _sound_blocks(other.prefix))
+            writer.add_index(other, _counted(_sound_blocks(other.prefix), bar))
+
+
+def _counted(blocks: Iterable[bytes], bar: ProgressBar) -> Iterator[bytes]:
+    for block in blocks:
+        yield block
+        bar.advance(len(block) / 1e6)
 
 
 def _sound_blocks(prefix: str) -> Iterator[bytes]:
