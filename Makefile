@@ -82,9 +82,10 @@ $(VENV)/.docs: $(VENV)/.run
 site: $(VENV)/.docs  ## Build the documentation site into ./site; dead links and pages outside the menu are errors
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build
 
-docs-test: $(VENV)/.test  ## Run every shell command of README and docs/ in scratch directories, shrunk where a page says so
+docs-test: $(VENV)/.test  ## Run every shell command and notebook of README and docs/ in scratch directories, shrunk where a page says so
 	$(PY) -m tests.docs.run_pages
 	$(PY) -m tests.docs.wheel
+	$(PY) -m tests.docs.run_notebooks
 
 clean:  ## Remove what the quickstart made (not the virtual environment)
 	rm -rf $(OUT)
