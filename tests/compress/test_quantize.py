@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.foreign.convert import Conversion, convert
 from ppfleetx.config.errors import CheckpointError, ConfigError, UserError
 from ppfleetx.config.loader import load_config
 from ppfleetx.core.programs.generate import load_generator
@@ -148,6 +149,8 @@ def test_what_a_quantised_checkpoint_is_not(run_dir, tmp_path) -> None:
     _quantize(run_dir, small)
     with pytest.raises(CheckpointError, match="quantised already"):
         _quantize(small, tmp_path / "again")
+    with pytest.raises(CheckpointError, match=r"is quantised .* and is not converted"):
+        convert(Conversion("ppfleetx", "hf", small, tmp_path / "hf"))
     occupied = tmp_path / "small"
     with pytest.raises(ConfigError, match="not empty"):
         _quantize(run_dir, occupied)

@@ -24,7 +24,7 @@ from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import MODEL, OPTIMIZER
 from ppfleetx.checkpoint.tensors import MASTER_WEIGHT
 from ppfleetx.checkpoint.writer import MAX_FILE_BYTES, save_checkpoint
-from ppfleetx.config.errors import DataError
+from ppfleetx.config.errors import CheckpointError, DataError
 from ppfleetx.config.loader import CONFIG_FILE, load_config
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.reading.parse import Budget, parse_yaml
@@ -47,6 +47,7 @@ def read_ppfleetx(path: str | Path, *, masters: bool = False) -> Weights:
     """
     checkpoint = open_resolved(resolve_checkpoint(path))
     manifest = checkpoint.manifest
+    _refuse_quantized(checkpoint)
     tensors = {}
     for name in checkpoint.names():
         use_master = masters and (OPTIMIZER, name, MASTER_WEIGHT) in manifest.tensors
@@ -63,6 +64,17 @@ def read_ppfleetx(path: str | Path, *, masters: bool = False) -> Weights:
         tokenizer_dir=find_tokenizer_dir(checkpoint.path),
         generation=of_configuration(manifest.config),
     )
+
+
+def _refuse_quantized(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError for weights of few bits, which no other format here holds."""
+    entries = ((name, checkpoint.entry(name).dtype) for name in checkpoint.names())
+    small = next((name for name, dtype in entries if dtype in ("I8", "U8")), None)
+    if small is not None:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} is quantised ({small} has 8 bits or fewer) and is not converted; "
+            "convert the checkpoint it was made from"
+        )
 
 
 def model_section(manifest: Manifest) -> dict[str, Any]:
