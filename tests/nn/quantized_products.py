@@ -7,7 +7,8 @@ instructions, and under the sanitizers of GCC:
     python -m tests.nn.quantized_products --cases 10000 --march haswell --width 16
     python -m tests.nn.quantized_products --cases 2000 --march x86-64 --width 16
     export LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)"
-    ASAN_OPTIONS=detect_leaks=0:alloc_dealloc_mismatch=0 python -m tests.nn.quantized_products --cases 1000 --sanitize
+    export ASAN_OPTIONS=detect_leaks=0:alloc_dealloc_mismatch=0
+    python -m tests.nn.quantized_products --cases 1000 --sanitize
 """
 
 from __future__ import annotations
