@@ -174,16 +174,16 @@ class Watchdog:
         self._seen_until = time.time()
         if explanation.goes_on:
             self._excused = time.monotonic()
-            if report.rank == min(rank for rank in reports if rank not in explanation.goes_on):
-                quiet = f"no progress for {report.quiet_seconds:.0f} s"
-                get_logger().warning(f"{quiet}: {explanation.sentence}; this is waited for")
+            quiet = [rank for rank in reports if rank not in explanation.goes_on]
+            if quiet and report.rank == min(quiet):
+                get_logger().warning(f"{_since(reports)}: {explanation.sentence}; this is waited for")
             return
         if self._limits.ends:
             decide_end()
             # The others decide at about the same time, and then take the end of this process for what it is.
             last = max(one.written for one in reports.values()) + self._patience(timeout) + 2 * self._tick
             time.sleep(min(max(last - time.time(), 0.0), _GATHERING_MOST))
-        self._tell(explanation, report, is_first=report.rank == min(reports))
+        self._tell(f"{_since(reports)}: {explanation.sentence}", explanation, report.rank == min(reports))
 
     def _report(self, timeout: float, works: bool) -> Report:
         report = take(
@@ -209,8 +209,7 @@ class Watchdog:
         """Seconds that the reports of the other ranks are waited for."""
         return min(_GATHERING * timeout, _GATHERING_MOST) + 2 * self._tick
 
-    def _tell(self, explanation: Explanation, report: Report, *, is_first: bool) -> None:
-        text = f"no progress for {report.quiet_seconds:.0f} s: {explanation.sentence}"
+    def _tell(self, text: str, explanation: Explanation, is_first: bool) -> None:
         if is_first:
             for shelf in self._shelves:
                 shelf.say(explanation.sentence)
@@ -218,6 +217,10 @@ class Watchdog:
         if self._limits.ends:
             self._end()
         self._excused = time.monotonic()
+
+
+def _since(reports: Mapping[int, Report]) -> str:
+    return f"no progress for {max(report.quiet_seconds for report in reports.values()):.0f} s"
 
 
 def readable(report: Report) -> str:
