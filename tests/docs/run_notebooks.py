@@ -23,6 +23,7 @@ from nbclient.exceptions import CellExecutionError
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = ROOT / "docs" / "notebooks"
 _SECONDS = 600
+_DIRECTORIES = re.compile(r"/\S*/(?:tmp|notebook-|ppfleetx-)\w*/")  # that were made for it
 
 
 def main() -> int:
@@ -75,7 +76,7 @@ def _make_plain(output: Any) -> None:
     """Without the places of this machine, and without lines that tell of it."""
     if output.get("output_type") == "stream":
         kept = [line for line in output["text"].splitlines(keepends=True) if not _of_machine(line)]
-        output["text"] = re.sub(r"/\S*/tmp\w+/", "", "".join(kept))
+        output["text"] = _DIRECTORIES.sub("", "".join(kept))
 
 
 def _of_machine(line: str) -> bool:
