@@ -1,4 +1,4 @@
-"""The notebooks of docs/ as they are committed: executed, in order, and small. `make docs-test` executes them."""
+"""The notebooks of docs/ as they are committed: executed in order, and small."""
 
 from __future__ import annotations
 
