@@ -58,6 +58,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("inspect", "inspect_checkpoint", "show a checkpoint, verify its checksums, compare two"),
         Verb("convert", "convert", "convert checkpoints: Hugging Face, FleetX, Megatron-LM, ppfleetx"),
         Verb("quantize", "quantize", "store the weights of a checkpoint in 8 or 4 bits"),
+        Verb("prune", "prune", "take heads, units and layers out of a checkpoint"),
         Verb("merge", "merge_lora", "add trained adapters to the weights they belong to"),
     ),
     "data": (

@@ -37,7 +37,9 @@ def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
         ),
         (
             bool(compress.Prune and compress.Prune.enable),
-            "Compress.Prune.enable = True: pruning cannot be run yet",
+            "Compress.Prune.enable = True: training does not change the sizes of a model. Prune the checkpoint "
+            f"with `ppfleetx prune CHECKPOINT --ratio {compress.Prune and compress.Prune.ratio} --criterion "
+            f"{compress.Prune and compress.Prune.criterion} --output DIR`, and train from that",
         ),
     ]
     return [reason for applies, reason in table if applies]

@@ -1,0 +1,74 @@
+"""What the loss would lose with each part of a layer, to first order, on calibration data.
+
+The derivative of the loss by a factor on a group's output, which is 1, is the sum of the weights that read
+this output times their gradients (Michel et al., "Are Sixteen Heads Really Better than One?", 2019). Its
+magnitude is summed over batches of windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import paddle
+
+from ppfleetx.checkpoint.foreign.weights import with_vocabulary
+from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.checkpoint.tensors import load_model
+from ppfleetx.compress.prune import Scores
+from ppfleetx.config.sections.compress import is_of_quantizer
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.models.gpt.stages import model_stages
+from ppfleetx.models.staged import StagedModel
+from ppfleetx.nn.factory import LocalFactory
+from ppfleetx.nn.loss import token_loss
+from ppfleetx.nn.stage import canonical_parameters
+
+_ROWS = 4  # windows of a batch
+
+
+def saliency_scores(checkpoint: Checkpoint, model: ModelConfig, windows: np.ndarray) -> dict[int, Scores]:
+    """Scores of every layer.
+
+    Args:
+        checkpoint: the weights.
+        model: the network.
+        windows: ``[c, s + 1]`` token ids.
+    """
+    stages = model_stages(model.model_copy(update={"loss_chunks": 1}), LocalFactory())
+    network = StagedModel(stages, seed=None)
+    network.eval()  # nothing is dropped; gradients flow all the same
+    parameters = canonical_parameters(network)
+    scales = [name for name in checkpoint.names() if is_of_quantizer(name)]
+    load_model(
+        parameters.items(),
+        with_vocabulary(checkpoint, model.vocab_size),
+        vocab_size=model.vocab_size,
+        allow_extra=scales,
+    )
+    layers = range(model.num_layers)
+    read = {(i, name): parameters[f"decoder.layers.{i}.{name}.weight"] for i in layers for name in _READING}
+    for parameter in parameters.values():
+        parameter.stop_gradient = not any(parameter is weight for weight in read.values())
+    sums = dict.fromkeys(read, 0.0)
+    for start in range(0, len(windows), _ROWS):
+        _backward(network, windows[start : start + _ROWS], model.vocab_size)
+        for (layer, name), weight in read.items():
+            parts = _READING[name](model)
+            product = (weight.detach() * weight.grad).sum(axis=1).numpy().astype(np.float64)
+            sums[layer, name] = sums[layer, name] + np.abs(product.reshape(parts, -1).sum(axis=1))
+            weight.clear_gradient(set_to_zero=False)
+    return {i: Scores(sums[i, "attention.out_proj"], sums[i, "mlp.fc2"]) for i in layers}
+
+
+_READING: dict[str, Callable[[ModelConfig], int]] = {
+    "attention.out_proj": lambda model: model.kv_heads,
+    "mlp.fc2": lambda model: model.ffn_size,
+}
+"""Linears that read what is pruned -> how many parts they read."""
+
+
+def _backward(network: StagedModel, windows: np.ndarray, vocab_size: int) -> None:
+    tokens, labels = (paddle.to_tensor(part) for part in (windows[:, :-1], windows[:, 1:]))
+    total, count = token_loss(network(tokens), labels, paddle.ones(labels.shape), vocab_size)
+    (total / count).backward()

@@ -1,0 +1,193 @@
+"""Pruning: what is left computes what the whole computed without the rest; plans; words."""
+
+import json
+
+import numpy as np
+import paddle
+import pytest
+
+from ppfleetx.checkpoint.foreign.lazy import LazyTensor
+from ppfleetx.checkpoint.reader import open_checkpoint
+from ppfleetx.compress.prune import (
+    Sizes,
+    kept_of,
+    magnitude_scores,
+    pruned_model,
+    pruned_tensors,
+    sizes_after,
+)
+from ppfleetx.compress.saliency import saliency_scores
+from ppfleetx.config.errors import UserError
+from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.core.programs.prune import REPORT_FILE, Request, run
+from ppfleetx.models.gpt.shape import parameter_shapes
+from ppfleetx.models.gpt.stages import gpt_stages
+from ppfleetx.models.staged import StagedModel
+from ppfleetx.nn.factory import LocalFactory
+from ppfleetx.nn.loss import token_loss
+from ppfleetx.nn.stage import canonical_parameters
+from tests.helpers.ranks import Pools
+from tests.models.gpt_builders import LLAMA_STYLE, build, random_tokens, tiny_config
+from tests.parity.comparison import fields_of
+
+SHAPES = {"gpt": {}, "llama": LLAMA_STYLE}
+IDLE = 32  # units of a layer
+
+
+def lazy(model):
+    arrays = {name: parameter.numpy() for name, parameter in canonical_parameters(model).items()}
+    return {name: LazyTensor("F32", a.shape, lambda a=a: a) for name, a in arrays.items()}
+
+
+def make_idle(model, cfg):
+    """Let one group and some units of each layer add nothing, and be small."""
+    generator, parameters = np.random.default_rng(0), canonical_parameters(model)
+    for index in range(cfg.num_layers):
+        for reads, writes, parts, count in (
+            ("attention.qkv", "attention.out_proj", cfg.kv_heads, 1),
+            ("mlp.fc1", "mlp.fc2", cfg.ffn_size, IDLE),
+        ):
+            idle = generator.choice(parts, count, replace=False)
+            into, out = (parameters[f"decoder.layers.{index}.{name}.weight"] for name in (reads, writes))
+            values = out.numpy().reshape(parts, -1)
+            values[idle] = 0
+            out.set_value(values.reshape(out.shape))
+            values = into.numpy().reshape(into.shape[0], parts, -1)
+            values[:, idle] *= 1e-3
+            into.set_value(values.reshape(into.shape))
+
+
+@pytest.mark.parametrize("criterion", ["l1_norm", "l2_norm"])
+@pytest.mark.parametrize("kind", SHAPES)
+def test_without_what_is_idle_a_model_computes_the_same(kind, criterion):
+    cfg = tiny_config(**SHAPES[kind], initializer_range=0.2, num_layers=3)
+    model, tokens = build(cfg), random_tokens()
+    for name, parameter in canonical_parameters(model).items():
+        if name.endswith("bias"):
+            parameter.set_value(np.random.default_rng(1).normal(0, 0.1, parameter.shape).astype(np.float32))
+    make_idle(model, cfg)
+    sizes = Sizes(cfg.kv_heads - 1, cfg.ffn_size - IDLE, (0, 1, 2))
+    tensors = lazy(model)
+    kept = {i: kept_of(magnitude_scores(tensors, cfg, i, criterion), sizes) for i in sizes.layers}
+    small = pruned_model(cfg, sizes)
+    left = dict(pruned_tensors(tensors, cfg, sizes, kept))
+    assert {name: tensor.shape for name, tensor in left.items()} == parameter_shapes(small)
+    network = build(small)
+    for name, parameter in canonical_parameters(network).items():
+        parameter.set_value(left[name].read())
+    with paddle.no_grad():
+        np.testing.assert_allclose(network(tokens).numpy(), model(tokens).numpy(), rtol=0, atol=2e-6)
+
+
+def test_sizes():
+    cfg = tiny_config(num_layers=4)
+    assert sizes_after(cfg, 0.25, drop_layers=(1,)) == Sizes(3, 96, (0, 2, 3))
+    assert sizes_after(cfg, 0.3, multiple=2) == Sizes(4, 90, (0, 1, 2, 3))
+    assert sizes_after(cfg, 0.5, part="mlp") == Sizes(4, 64, (0, 1, 2, 3))
+    with pytest.raises(UserError, match="leaves no key/value head: each layer has one only"):
+        sizes_after(tiny_config(num_query_groups=1), 0.5)
+
+
+@pytest.fixture(scope="module")
+def pools():
+    pools = Pools()
+    yield pools
+    pools.close()
+
+
+def steps(pools, plan, number, *, load_from=None, save_to=None, **more):
+    return pools(plan.world_size).run(
+        "tests.parity.training:train_part",
+        plan=fields_of(plan),
+        world_size=plan.world_size,
+        model="llama",
+        micro_batch_size=4,
+        first_step=0,
+        end_step=number,
+        load_from=load_from,
+        save_to=save_to,
+        **more,
+    )[0]
+
+
+@pytest.fixture(scope="module")
+def saved(pools, tmp_path_factory):
+    """The same weights, saved under three plans."""
+    place = tmp_path_factory.mktemp("saved")
+    plans = {"one": Plan(), "sliced": Plan(mp=2, pp=2), "sharded": Plan(sharding=2, sharding_stage=3)}
+    for name, plan in plans.items():
+        steps(pools, plan, 0, save_to=str(place / name))
+    return {name: place / name for name in plans}
+
+
+def test_every_plan_gives_the_same_model_bit_for_bit(saved, tmp_path):
+    arrays = {}
+    for name, place in saved.items():
+        step = run(Request(str(place), str(tmp_path / name), ratio=0.25, drop_layers=(3,)))
+        checkpoint = open_checkpoint(step)
+        arrays[name] = {key: checkpoint.read(key) for key in checkpoint.names()}
+        report = json.loads((tmp_path / name / REPORT_FILE).read_text())
+        assert [layer["was"] for layer in report["layers"]] == [0, 1, 2, 4, 5, 6, 7]
+        assert report["after"]["parameters"] == sum(array.size for array in arrays[name].values())
+    for name in ("sliced", "sharded"):
+        assert arrays[name].keys() == arrays["one"].keys()
+        assert all(np.array_equal(arrays[name][key], arrays["one"][key]) for key in arrays["one"])
+    qkv = arrays["one"]["decoder.layers.0.attention.qkv.weight"]
+    assert qkv.shape == (32, 6 * 4 * 4), "six of eight groups of two queries, a key and a value"
+    assert arrays["one"]["decoder.layers.6.mlp.fc2.weight"].shape == (48, 32)
+
+
+def test_a_pruned_model_trains_under_a_plan(pools, saved, tmp_path):
+    step = run(Request(str(saved["one"]), str(tmp_path / "small"), ratio=0.25))
+    sizes = {"num_attention_heads": 12, "num_query_groups": 6, "ffn_hidden_size": 48}
+    extra = {f"Model.{key}": value for key, value in sizes.items()}
+    one, sliced = (
+        steps(pools, plan, 1, load_from=str(step), extra=extra, fresh_optimizer=True)
+        for plan in (Plan(), Plan(mp=2, sequence_parallel=True))
+    )
+    assert sliced == pytest.approx(one, rel=1e-5)
+
+
+def test_saliency_is_what_the_loss_loses_to_first_order(saved):
+    checkpoint = open_checkpoint(saved["one"] / "epoch_0_step_0")
+    section = checkpoint.manifest.config["Model"]
+    cfg = ModelConfig(**section)
+    windows = np.random.default_rng(0).integers(0, 125, (4, 17))
+    scores = saliency_scores(checkpoint, cfg, windows)[1]
+    model = StagedModel(gpt_stages(cfg, LocalFactory()), seed=None)
+    for name, parameter in canonical_parameters(model).items():
+        parameter.set_value(checkpoint.read(name))
+    weight = canonical_parameters(model)["decoder.layers.1.mlp.fc2.weight"]
+    tokens, labels = paddle.to_tensor(windows[:, :-1]), paddle.to_tensor(windows[:, 1:])
+
+    def loss(factor, unit):
+        values = checkpoint.read("decoder.layers.1.mlp.fc2.weight").copy()
+        values[unit] *= factor
+        weight.set_value(values)
+        with paddle.no_grad():
+            total, count = token_loss(model(tokens), labels, paddle.ones(labels.shape), cfg.vocab_size)
+        return total.item() / count.item()
+
+    for unit in np.argsort(scores.units)[-3:]:
+        slope = (loss(1.05, unit) - loss(0.95, unit)) / 0.1
+        assert scores.units[unit] == pytest.approx(abs(slope), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"ratio": 1.0}, "is the share taken out: from 0 to below 1"),
+        ({"ratio": -0.1}, "from 0 to below 1"),
+        ({"ratio": 0.0}, "takes nothing out of 8 key/value heads and 64 feed-forward units"),
+        ({"ratio": 0.1, "multiple": 64}, "takes nothing out .* a multiple of 64"),
+        ({"ratio": 0.5, "drop_layers": (8,)}, "the model has the layers 0 to 7"),
+        ({"drop_layers": tuple(range(8))}, "leaves no layer"),
+        ({"ratio": 0.5, "criterion": "saliency"}, "give --calibration DATA"),
+        ({"ratio": 0.5, "calibration": "x"}, "is read with --criterion saliency only"),
+    ],
+)
+def test_what_cannot_be_done_is_said(saved, tmp_path, options, words):
+    with pytest.raises(UserError, match=words):
+        run(Request(str(saved["one"]), str(tmp_path / "out"), **options))
+    assert not (tmp_path / "out").exists()
