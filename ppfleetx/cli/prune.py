@@ -14,7 +14,7 @@ examples:
   ppfleetx prune output --ratio 0.25 --output output-pruned
   ppfleetx prune output --ratio 0.25 --criterion saliency --calibration data/train --output output-pruned
   ppfleetx prune output --drop-layers 9 10 --output output-shallow
-  ppfleetx finetune -c output-pruned --from output-pruned
+  ppfleetx finetune --from output-pruned --output recovered
 """
 
 

@@ -31,8 +31,14 @@ from ppfleetx.compress.rounding import (
 )
 from ppfleetx.compress.samples import Samples
 from ppfleetx.compress.smoothing import smooth_block
+from ppfleetx.compress.trained import on_trained_grid
 from ppfleetx.config.errors import DataError
-from ppfleetx.config.sections.compress import Form, WeightsConfig
+from ppfleetx.config.sections.compress import (
+    Form,
+    QuantizationConfig,
+    WeightsConfig,
+    is_of_quantizer,
+)
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.shape import parameter_shapes
 from ppfleetx.models.gpt.stages import model_stages
@@ -57,11 +63,14 @@ class Options:
         weights: how weights are stored.
         method: round to nearest, or GPTQ; the latter, and ``smooth``, need samples.
         smooth: move outliers of activations into the weights first.
+        trained: how the weights were trained with quantisation; rounding to the nearest then takes the grid
+            that they were trained on. None: they were not.
     """
 
     weights: WeightsConfig
     method: Method = "rtn"
     smooth: bool = False
+    trained: QuantizationConfig | None = None
 
 
 def check_options(model: ModelConfig, options: Options) -> None:
@@ -123,7 +132,11 @@ class Quantizer:
             layer.eval()
             new = {n: p for n, p in canonical_parameters(layer).items() if n not in self._ready}
             load_model(
-                new.items(), self._checkpoint, vocab_size=self._model.vocab_size, model_names=self._names
+                new.items(),
+                self._checkpoint,
+                vocab_size=self._model.vocab_size,
+                allow_extra=[name for name in self._checkpoint.names() if is_of_quantizer(name)],
+                model_names=self._names,
             )
             stored = self._quantize(stage, layer, new)
             self._keep(new, stored)
@@ -171,7 +184,7 @@ class Quantizer:
             if hessian is not None and self._options.method == "gptq":
                 stored = compensated(weight, hessian, form)
             else:
-                stored = nearest(weight, form)
+                stored = self._on_trained_grid(linear, weight, form) or nearest(weight, form)
         except DataError as error:
             raise DataError(f"{linear}.weight of {self._checkpoint.path}: {error}") from error
         entry = self._checkpoint.entry(f"{linear}.weight")
@@ -186,6 +199,12 @@ class Quantizer:
             )
         )
         return Stored(stored.levels.T, stored.scale.T, form) if is_table else stored
+
+    def _on_trained_grid(self, linear: str, weight: np.ndarray, form: Form) -> Stored | None:
+        cfg = self._options.trained
+        if cfg is None or self._options.smooth:  # smoothing changes the weights
+            return None
+        return on_trained_grid(weight, linear, form, cfg, self._checkpoint)
 
     def _keep(self, parameters: Mapping[str, paddle.Tensor], stored: Mapping[str, Stored]) -> None:
         for name, parameter in parameters.items():

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.registries import OPTIMIZERS, SCHEDULES
-from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.config.sections.root import PruneConfig, RunConfig
 
 _SHIPPED = Path(__file__).resolve().parents[1] / "configs"
 
@@ -24,7 +24,7 @@ def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
         cfg: a loaded configuration.
         device: the device the run has resolved to, ``cpu`` or ``gpu`` (or another name of Global.device).
     """
-    compress, precision = cfg.Compress, cfg.Engine.mix_precision
+    prune, precision = cfg.Compress.Prune or PruneConfig(), cfg.Engine.mix_precision
     table: list[tuple[bool, str]] = [
         (
             device == "cpu" and precision.enable,
@@ -36,10 +36,10 @@ def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
             f"Global.device = {device}: only cpu and gpu can be used yet",
         ),
         (
-            bool(compress.Prune and compress.Prune.enable),
-            "Compress.Prune.enable = True: training does not change the sizes of a model. Prune the checkpoint "
-            f"with `ppfleetx prune CHECKPOINT --ratio {compress.Prune and compress.Prune.ratio} --criterion "
-            f"{compress.Prune and compress.Prune.criterion} --output DIR`, and train from that",
+            prune.enable,
+            "Compress.Prune.enable = True: training does not change the sizes of a model. Prune the "
+            f"checkpoint with `ppfleetx prune CHECKPOINT --ratio {prune.ratio} --criterion {prune.criterion} "
+            "--output DIR`, and train from that",
         ),
     ]
     return [reason for applies, reason in table if applies]

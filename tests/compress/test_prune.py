@@ -1,13 +1,18 @@
 """Pruning: what is left computes what the whole computed without the rest; plans; words."""
 
 import json
+from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import paddle
 import pytest
 
+from ppfleetx.checkpoint.foreign.layout import reshard
 from ppfleetx.checkpoint.foreign.lazy import LazyTensor
+from ppfleetx.checkpoint.foreign.weights import slices_of
 from ppfleetx.checkpoint.reader import open_checkpoint
+from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.compress.prune import (
     Sizes,
     kept_of,
@@ -18,6 +23,7 @@ from ppfleetx.compress.prune import (
 )
 from ppfleetx.compress.saliency import saliency_scores
 from ppfleetx.config.errors import UserError
+from ppfleetx.config.loader import load_config
 from ppfleetx.config.plan import ParallelPlan as Plan
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.core.programs.prune import REPORT_FILE, Request, run
@@ -27,10 +33,9 @@ from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.loss import token_loss
 from ppfleetx.nn.stage import canonical_parameters
-from tests.helpers.ranks import Pools
 from tests.models.gpt_builders import LLAMA_STYLE, build, random_tokens, tiny_config
-from tests.parity.comparison import fields_of
 
+CONFIG = Path(__file__).parents[2] / "ppfleetx/configs/debug/gpt_nano.yaml"
 SHAPES = {"gpt": {}, "llama": LLAMA_STYLE}
 IDLE = 32  # units of a layer
 
@@ -90,35 +95,28 @@ def test_sizes():
 
 
 @pytest.fixture(scope="module")
-def pools():
-    pools = Pools()
-    yield pools
-    pools.close()
-
-
-def steps(pools, plan, number, *, load_from=None, save_to=None, **more):
-    return pools(plan.world_size).run(
-        "tests.parity.training:train_part",
-        plan=fields_of(plan),
-        world_size=plan.world_size,
-        model="llama",
-        micro_batch_size=4,
-        first_step=0,
-        end_step=number,
-        load_from=load_from,
-        save_to=save_to,
-        **more,
-    )[0]
-
-
-@pytest.fixture(scope="module")
-def saved(pools, tmp_path_factory):
-    """The same weights, saved under three plans."""
+def saved(tmp_path_factory):
+    """The same weights as one card saves them, and as ranks of a plan do."""
     place = tmp_path_factory.mktemp("saved")
-    plans = {"one": Plan(), "sliced": Plan(mp=2, pp=2), "sharded": Plan(sharding=2, sharding_stage=3)}
-    for name, plan in plans.items():
-        steps(pools, plan, 0, save_to=str(place / name))
-    return {name: place / name for name in plans}
+    sizes = {"num_layers": 8, "num_attention_heads": 16, "head_dim": 4, "hidden_size": 32}
+    sizes |= {**LLAMA_STYLE, "num_query_groups": 8, "ffn_hidden_size": 64, "vocab_size": 125}
+    cfg = load_config(CONFIG, [f"Model.{key}={value}" for key, value in sizes.items()])
+    generator, shapes = np.random.default_rng(3), parameter_shapes(cfg.Model)
+    arrays = {n: generator.normal(0, 0.2, shape).astype(np.float32) for n, shape in shapes.items()}
+    save_checkpoint(
+        place / "one",
+        epoch=0,
+        step=0,
+        tensors=slices_of({n: LazyTensor("F32", a.shape, lambda a=a: a) for n, a in arrays.items()}),
+        state={},
+        plan=asdict(Plan()),
+        config=cfg.model_dump(mode="json"),
+        fingerprints={},
+        vocab_size=cfg.Model.vocab_size,
+    )
+    reshard(place / "one", place / "sliced", Plan(mp=2, pp=2))
+    reshard(place / "one", place / "cut", Plan(mp=4))
+    return {name: place / name for name in ("one", "sliced", "cut")}
 
 
 def test_every_plan_gives_the_same_model_bit_for_bit(saved, tmp_path):
@@ -130,23 +128,12 @@ def test_every_plan_gives_the_same_model_bit_for_bit(saved, tmp_path):
         report = json.loads((tmp_path / name / REPORT_FILE).read_text())
         assert [layer["was"] for layer in report["layers"]] == [0, 1, 2, 4, 5, 6, 7]
         assert report["after"]["parameters"] == sum(array.size for array in arrays[name].values())
-    for name in ("sliced", "sharded"):
+    for name in ("sliced", "cut"):
         assert arrays[name].keys() == arrays["one"].keys()
         assert all(np.array_equal(arrays[name][key], arrays["one"][key]) for key in arrays["one"])
     qkv = arrays["one"]["decoder.layers.0.attention.qkv.weight"]
     assert qkv.shape == (32, 6 * 4 * 4), "six of eight groups of two queries, a key and a value"
     assert arrays["one"]["decoder.layers.6.mlp.fc2.weight"].shape == (48, 32)
-
-
-def test_a_pruned_model_trains_under_a_plan(pools, saved, tmp_path):
-    step = run(Request(str(saved["one"]), str(tmp_path / "small"), ratio=0.25))
-    sizes = {"num_attention_heads": 12, "num_query_groups": 6, "ffn_hidden_size": 48}
-    extra = {f"Model.{key}": value for key, value in sizes.items()}
-    one, sliced = (
-        steps(pools, plan, 1, load_from=str(step), extra=extra, fresh_optimizer=True)
-        for plan in (Plan(), Plan(mp=2, sequence_parallel=True))
-    )
-    assert sliced == pytest.approx(one, rel=1e-5)
 
 
 def test_saliency_is_what_the_loss_loses_to_first_order(saved):

@@ -229,7 +229,6 @@ def train_part(
     save_to: str | None,
     extra: dict[str, Any] | None = None,
     dtype: str = "float32",
-    fresh_optimizer: bool = False,
 ) -> list[float]:
     """Losses and gradient norms of some steps with AdamW, from a checkpoint and to another."""
     import paddle
@@ -243,7 +242,7 @@ def train_part(
         if load_from is not None:
             checkpoint, names = open_checkpoint(Path(load_from)), runner.model_names()
             load_model(runner.named_parameters(), checkpoint, model_names=names)
-            state = {} if fresh_optimizer else runner.optimizer_state()
+            state = runner.optimizer_state()
             load_optimizer(state, runner.named_parameters(), checkpoint, model_names=names)
         with sliced_embedding(dtype):
             outputs = [take_step(runner, step, cfg, ctx) for step in range(first_step, end_step)]
@@ -252,8 +251,7 @@ def train_part(
             names = {name for name, _ in written}
             state = {key: value for key, value in runner.optimizer_state().items() if key[0] in names}
             tensors = [*model_slices(written), *optimizer_slices(state, written)]
-            config = cfg.model_dump(mode="json")
-            manager = CheckpointManager(save_to, ctx=ctx, vocab_size=VOCAB, config=config)
+            manager = CheckpointManager(save_to, ctx=ctx, vocab_size=VOCAB)
             manager.save(epoch=0, step=end_step, tensors=tensors, state={})
     return [number for output in outputs for number in (output.loss, output.grad_norm)]
 

@@ -191,10 +191,11 @@ class WeightsConfig(Section):
 
 
 class PruneConfig(Section):
-    """Structured pruning of attention heads and MLP columns."""
+    """FleetX's section for structured pruning. Training with it is refused: `ppfleetx prune` makes the
+    smaller model, and training goes on from that."""
 
     enable: Bool = False
-    """Prune before training."""
+    """Refused in training, with the command that prunes."""
     criterion: Literal["l1_norm", "l2_norm"] = "l1_norm"
     """What is small is removed: by sum of magnitudes or of squares."""
     ratio: UnitFloat = 0.125

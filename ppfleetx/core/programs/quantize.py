@@ -130,7 +130,7 @@ def _quantize(
 ) -> Path:
     from ppfleetx.compress.quantize import Options, Quantizer, check_options
 
-    options = Options(weights, request.method, request.smooth)
+    options = Options(weights, request.method, request.smooth, cfg.Compress.quantization)
     check_options(cfg.Model, options)
     checkpoint = open_resolved(resolve_checkpoint(checkpoint_dir, verify=True))
     samples = _samples(cfg, request, tokenizer)
