@@ -102,7 +102,10 @@ def saved(tmp_path_factory):
     sizes |= {**LLAMA_STYLE, "num_query_groups": 8, "ffn_hidden_size": 64, "vocab_size": 125}
     cfg = load_config(CONFIG, [f"Model.{key}={value}" for key, value in sizes.items()])
     generator, shapes = np.random.default_rng(3), parameter_shapes(cfg.Model)
-    arrays = {n: generator.normal(0, 0.2, shape).astype(np.float32) for n, shape in shapes.items()}
+    arrays = {
+        n: (generator.normal(0, 0.2, shape) + n.endswith("norm.weight")).astype(np.float32)
+        for n, shape in shapes.items()
+    }
     save_checkpoint(
         place / "one",
         epoch=0,
@@ -145,6 +148,7 @@ def test_saliency_is_what_the_loss_loses_to_first_order(saved):
     model = StagedModel(gpt_stages(cfg, LocalFactory()), seed=None)
     for name, parameter in canonical_parameters(model).items():
         parameter.set_value(checkpoint.read(name))
+    model.eval()
     weight = canonical_parameters(model)["decoder.layers.1.mlp.fc2.weight"]
     tokens, labels = paddle.to_tensor(windows[:, :-1]), paddle.to_tensor(windows[:, 1:])
 
