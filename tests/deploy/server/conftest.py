@@ -125,8 +125,11 @@ def command(checkpoint: Path, *overrides: str) -> list[str]:
 
 @pytest.fixture(scope="session")
 def served_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_served_checkpoint(tmp_path_factory.mktemp("served"))
+
+
+def make_served_checkpoint(directory: Path) -> Path:
     """``config.yaml`` and ``run/`` with one checkpoint and its tokenizer."""
-    directory = tmp_path_factory.mktemp("served")
     tokenizer = train_tokenizer(["the cat and the hat and the other cat"] * 3, MODEL["vocab_size"])
     # Weights so large that the likeliest token changes often.
     stages = gpt_stages(ModelConfig(**MODEL, initializer_range=0.3), LocalFactory())
