@@ -1,34 +1,22 @@
-"""The page in headless Chromium, driven through chromedriver by W3C's WebDriver protocol.
+"""The page in headless Chromium."""
 
-Both are packages of Debian (chromium, chromium-driver).
-"""
-
-import contextlib
 import json
 import re
-import shutil
-import subprocess
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-import httpx
 import pytest
 
+from tests.deploy.server.browser import (
+    CONTROL,
+    ENTER,
+    ESCAPE,
+    SHIFT,
+    TAB,
+    Browser,
+    is_installed,
+    started,
+)
 from tests.deploy.server.conftest import KEY, Server
-from tests.helpers.ranks import free_port
-
-ENTER, ESCAPE, TAB, CONTROL, SHIFT = "\ue007", "\ue00c", "\ue004", "\ue009", "\ue008"
-_FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-dev-shm-usage",
-    "--no-first-run",
-]
 
 
 def test_the_page_allows_itself_and_nothing_else(server: Server) -> None:
@@ -42,82 +30,12 @@ def test_the_page_allows_itself_and_nothing_else(server: Server) -> None:
     assert "https:" not in answer.text
 
 
-class Browser:
-    """One WebDriver session."""
-
-    def __init__(self, driver_url: str, profile: Path) -> None:
-        self._http = httpx.Client(base_url=driver_url, timeout=30)
-        options = {"binary": shutil.which("chromium"), "args": [*_FLAGS, f"--user-data-dir={profile}"]}
-        wanted = {"alwaysMatch": {"browserName": "chrome", "goog:chromeOptions": options}}
-        self._session = ""
-        answer = self._post("/session", capabilities={**wanted, "firstMatch": [{}]})
-        self._session = f"/session/{answer['sessionId']}"
-
-    def close(self) -> None:
-        self._http.delete(self._session)
-        self._http.close()
-
-    def open(self, url: str) -> None:
-        self._post("/url", url=url)
-
-    def click(self, element_id: str) -> None:
-        self._post(f"/element/{self._find(element_id)}/click")
-
-    def write(self, element_id: str, text: str) -> None:
-        """Replace what a field holds."""
-        self._post(f"/element/{self._find(element_id)}/clear")
-        self._post(f"/element/{self._find(element_id)}/value", text=text)
-
-    def press(self, *keys: str) -> None:
-        """Keys on whatever has the focus, held down together."""
-        actions = [{"type": "keyDown", "value": key} for key in keys]
-        actions += [{"type": "keyUp", "value": key} for key in reversed(keys)]
-        self._post("/actions", actions=[{"type": "key", "id": "keyboard", "actions": actions}])
-
-    def run(self, script: str) -> object:
-        return self._post("/execute/sync", script=script, args=[])
-
-    def text(self, element_id: str) -> str:
-        return str(self.run(f"return document.getElementById('{element_id}').textContent"))
-
-    def wait(self, condition: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
-        end = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < end, f"{what}; the page says: {self.text('note')}"
-            time.sleep(0.02)
-
-    def _find(self, element_id: str) -> str:
-        found = self._post("/element", using="css selector", value=f"#{element_id}")
-        return next(iter(found.values()))
-
-    def _post(self, path: str, **body: object):
-        answer = self._http.post(self._session + path, json=body).json()["value"]
-        assert not (isinstance(answer, dict) and "error" in answer), answer
-        return answer
-
-
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if not (shutil.which("chromium") and shutil.which("chromedriver")):
+    if not is_installed():
         pytest.skip("needs chromium and chromedriver (apt-get install chromium chromium-driver)")
-    port = free_port()
-    process = subprocess.Popen(
-        ["chromedriver", f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        end = time.monotonic() + 20
-        while time.monotonic() < end:
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{url}/status").json()["value"]["ready"]:
-                    break
-            time.sleep(0.05)
-        opened = Browser(url, tmp_path_factory.mktemp("profile"))
+    with started(tmp_path_factory.mktemp("profile")) as opened:
         yield opened
-        opened.close()
-    finally:
-        process.terminate()
-        process.wait(10)
 
 
 def opened(browser: Browser, url: str, *, mode: str = "chat", **settings: object) -> None:
