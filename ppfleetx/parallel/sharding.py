@@ -88,7 +88,12 @@ class Sharding:
         self._parameters, self._group, self._stage = list(parameters), group, stage
         # Apart, so that both states and values are shared evenly.
         self.owners = {**deal_out(frozen, group.nranks, tied), **deal_out(parameters, group.nranks, tied)}
-        self._pending: dict[int, dict[str, paddle.Tensor]] = {rank: {} for rank in range(group.nranks)}
+        # By owner and type, since what travels together is of one type; the same keys in the same order on
+        # every rank.
+        types = dict.fromkeys(parameter.dtype for parameter in self._parameters)
+        self._pending: dict[tuple[int, Any], dict[str, paddle.Tensor]] = {
+            (rank, dtype): {} for rank in range(group.nranks) for dtype in types
+        }
         self._bucket_bytes = BUCKET_BYTES
         self._overlaps, self._under_way = False, None
         if stage > 1:
@@ -143,9 +148,9 @@ class Sharding:
         """Complete the owners' sums; give the parameters owned here, which alone have gradients then."""
         if self._stage == 1 and not self._overlaps:
             for parameter in self._parameters:
-                self._pending[self.owners[parameter.info.name]][parameter.info.name] = parameter
-        for owner in self._pending:
-            self._send(owner)
+                self._pending_with(parameter)[parameter.info.name] = parameter
+        for owner, dtype in self._pending:
+            self._send(owner, dtype)
         self._complete()
         if self._stage == 3:
             # The first layer's input carries no gradient that could tell when its backward pass is over.
@@ -156,15 +161,19 @@ class Sharding:
 
     def _on_gradient(self, parameter: paddle.Tensor) -> None:
         """A backward pass has added to the gradient: send it when enough has come together."""
-        owner = self.owners[parameter.info.name]
-        self._pending[owner][parameter.info.name] = parameter
-        if sum(p.size * p.element_size() for p in self._pending[owner].values()) >= self._bucket_bytes:
-            self._send(owner)
+        pending = self._pending_with(parameter)
+        pending[parameter.info.name] = parameter
+        if sum(p.size * p.element_size() for p in pending.values()) >= self._bucket_bytes:
+            self._send(self.owner_of(parameter), parameter.dtype)
 
-    def _send(self, owner: int) -> None:
+    def _pending_with(self, parameter: paddle.Tensor) -> dict[str, paddle.Tensor]:
+        """What travels together with the parameter's gradient."""
+        return self._pending[self.owner_of(parameter), parameter.dtype]
+
+    def _send(self, owner: int, dtype: Any) -> None:
         """Sum pending gradients into the owner, who keeps the sum and adds to it in the next pass."""
-        parameters = [p for p in self._pending[owner].values() if gradient_of(p) is not None]
-        self._pending[owner] = {}
+        parameters = [p for p in self._pending[owner, dtype].values() if gradient_of(p) is not None]
+        self._pending[owner, dtype] = {}
         if not parameters:
             return
         if not self._overlaps:

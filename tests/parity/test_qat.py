@@ -11,6 +11,7 @@ CHOICE = [
     (Plan(mp=2, sep=2), "per channel, each token"),
     (Plan(pp=2), "frozen embedding, 5 bits"),
     (Plan(mp=2, sharding=2, sharding_stage=3), "per tensor, moving average"),
+    (Plan(sharding=2, sharding_stage=2), "PACT"),  # bounds are float32, weights are not
 ]
 
 
