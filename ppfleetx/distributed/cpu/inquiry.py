@@ -99,9 +99,10 @@ class Inquiry:
         """
         waiting = False
         for rank in operation.missing():
-            differs, waits_for_us, text = self._answers.get(rank, (None, False, ""))
-            if differs is not None:
-                raise OutOfStepError(mismatch(self._rank, rank, operation.text, differs))
+            issued, waits_for_us, text = self._answers.get(rank, (None, False, ""))
+            # The same operation, of which a message has still to come: its link, or its sender, is slow.
+            if issued is not None and issued != operation.signature:
+                raise OutOfStepError(mismatch(self._rank, rank, operation.text, issued))
             if waits_for_us and len(self._pending) == 1:
                 waiting = True
                 # Twice, so that an answer that crossed a message on its way is not believed.
