@@ -80,8 +80,12 @@ def test_sigterm_ends_a_tool_with_a_sentence(first: str) -> None:
         "from ppfleetx.utils.process_env import import_paddle\n"
         "def main():\n"
         f"    {first}\n"
+        "    here, there = os.pipe()\n"
         "    child = os.fork()\n"
-        "    if child:\n"
+        "    if not child:\n"
+        "        os.write(there, b'.')\n"  # a signal during the fork is forgotten by Python
+        "    else:\n"
+        "        os.read(here, 1)\n"
         "        os.kill(child, 15)\n"
         "        os.waitpid(child, 0)\n"
         "        print('ready', flush=True)\n"
