@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Iterator
 
@@ -28,13 +29,17 @@ def _nothing_left() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _log_as_it_was() -> Iterator[None]:
-    """A program run in the test's process sets the logger up; the next test must not inherit that."""
-    logger = get_logger()
-    level, handlers, propagate = logger.level, list(logger.handlers), logger.propagate
+    """A program run in the tests' process sets the logger up; the next test must not inherit that."""
+    _reset_log()
     yield
-    logger.setLevel(level)
-    logger.handlers[:] = handlers
-    logger.propagate = propagate
+    _reset_log()
+
+
+def _reset_log() -> None:
+    logger = get_logger()
+    logger.handlers.clear()
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

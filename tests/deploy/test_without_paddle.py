@@ -158,6 +158,8 @@ def arguments(tmp_path: Path) -> dict[str, list[str]]:
         "tools/merge_lora.py": ["--input", str(run), "--output", str(tmp_path / "merged")],
         "tools/plan.py": ["-c", str(config), "--card", "A100-80GB"],
         "tools/plot_loss.py": ["--metrics", str(metrics), "--output", str(tmp_path / "loss.png")],
+        "tools/prune.py": [str(run), "--ratio", "0.25", "--output", str(tmp_path / "pruned")],
+        "tools/quantize.py": [str(run), "--to", "int8", "--output", str(tmp_path / "int8")],
         "tools/preprocess_data.py": [
             *("--input", str(text), "--tokenizer", str(run / "tokenizer")),
             *("--output-prefix", str(tmp_path / "tokens")),
@@ -179,6 +181,8 @@ def test_every_tool_without_paddle(arguments: dict[str, list[str]], tmp_path: Pa
         assert "Traceback" not in errors, told
         if name in NEEDS_PADDLE:
             assert code == 2 and errors.startswith(SENTENCE) and errors.count("\n") == 1, told
+        elif name in ("tools/prune.py", "tools/quantize.py"):
+            assert code == 2 and "does not say what network it is" in errors, told
         elif name == "tools/merge_lora.py":
             assert code == 2 and "was not trained with adapters" in errors, told
         elif name == "tasks/gpt/lm_eval_harness.py":

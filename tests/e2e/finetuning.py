@@ -148,7 +148,7 @@ def evaluate(values: Mapping[str, Any], world: int, config: str = GLUE) -> dict[
     from ppfleetx.core.programs.train import evaluate
 
     with paddle.utils.unique_name.guard():
-        record = evaluate(*_load(values, world, config))
+        [record] = evaluate(*_load(values, world, config))
     return {"loss": record.loss, **record.metrics}
 
 

@@ -61,5 +61,5 @@ def loss_on_corpus(config: str, overrides: Mapping[str, Any], world: int = 1) ->
 
     options = [f"{key}={value}" for key, value in overrides.items()]
     cfg = load_config(Path(config), options, world_size=world)
-    record = evaluate(cfg, init_distributed(cfg))
+    [record] = evaluate(cfg, init_distributed(cfg))
     return f"{record.loss!r} {record.ppl!r}"
