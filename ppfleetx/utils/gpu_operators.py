@@ -1,0 +1,70 @@
+"""The operators that ppfleetx runs on a GPU: a committed table, made by recordings (``make operators``).
+
+``gpu_operators.json`` beside this module has one line a kernel: the element types it is used with, and
+those that Paddle registers for GPUs. Read from files alone; Paddle is asked by the caller.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+TABLE = Path(__file__).with_suffix(".json")
+GPU_BACKENDS = ("GPU", "KPS", "GPUDNN")
+"""Backends, in Paddle's registry, that run on a GPU."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel of the table.
+
+    Attributes:
+        used: element types it runs with, of its key (usually those of its first operand).
+        gpu: element types that Paddle registers for a GPU.
+    """
+
+    used: tuple[str, ...]
+    gpu: tuple[str, ...]
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Types that are used and not registered."""
+        return tuple(dtype for dtype in self.used if dtype not in self.gpu)
+
+
+def used_kernels(table: Path = TABLE) -> dict[str, Kernel]:
+    """The kernels of the committed table, by name."""
+    content = json.loads(table.read_text(encoding="utf-8"))
+    return {
+        name: Kernel(tuple(entry["used"]), tuple(entry["gpu"])) for name, entry in content["kernels"].items()
+    }
+
+
+def registered_types(keys: Iterable[str]) -> set[str]:
+    """Element types that a build has for a GPU.
+
+    Args:
+        keys: of one kernel, as ``paddle.base.core._get_registered_phi_kernels("function")`` writes them:
+            ``(GPU, Undefined(AnyLayout), float32)``.
+    """
+    parts = (key.strip("() ").split(", ") for key in keys)
+    return {part[-1] for part in parts if part[0] in GPU_BACKENDS}
+
+
+def missing_kernels(
+    registry: Mapping[str, Iterable[str]], kernels: Mapping[str, Kernel]
+) -> list[tuple[str, str]]:
+    """(kernel, element type) of what is used and a build's registry lacks for a GPU.
+
+    Args:
+        registry: ``paddle.base.core._get_registered_phi_kernels("function")`` of the build.
+        kernels: what is used.
+    """
+    return [
+        (name, dtype)
+        for name, kernel in sorted(kernels.items())
+        for dtype in kernel.used
+        if dtype not in registered_types(registry.get(name, ()))
+    ]
