@@ -38,6 +38,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("finetune", "finetune", "train from the weights of another run or model"),
         Verb("supervise", "supervise", "run a training command and start it again when it fails"),
         Verb("hang-report", "hang_report", "say why a job came to a halt, from its ranks' reports"),
+        Verb("doctor", "doctor", "look at machine, network, data and devices before a job starts"),
         Verb("check", "check", "look at a configuration: plan, parameters, batch arithmetic"),
         Verb("plan", "plan", "predict memory and step time, or rank the plans of so many cards"),
         Verb("translate", "translate", "print another toolkit's configuration or command line as ours"),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from ppfleetx.config.errors import UserError
 
-# Import name -> name of the distribution; those of requirements.txt but Paddle.
-_DISTRIBUTIONS = {
+LIBRARIES = {
     "jinja2": "jinja2",
     "numpy": "numpy",
     "pydantic": "pydantic",
@@ -16,6 +15,7 @@ _DISTRIBUTIONS = {
     "tokenizers": "tokenizers",
     "zstandard": "zstandard",
 }
+"""Import name -> name of the distribution; those of requirements.txt but Paddle."""
 
 
 class NotInstalledError(UserError):
@@ -31,9 +31,9 @@ def not_installed(error: ModuleNotFoundError) -> NotInstalledError | None:
             "install paddlepaddle==3.3.1`), on a GPU install paddlepaddle-gpu 3.3.x for your CUDA as "
             "PaddlePaddle's installation page says"
         )
-    if missing in _DISTRIBUTIONS:
+    if missing in LIBRARIES:
         return NotInstalledError(
-            f"{_DISTRIBUTIONS[missing]} is not installed in this Python: run `pip install -e .` in the "
+            f"{LIBRARIES[missing]} is not installed in this Python: run `pip install -e .` in the "
             "project's directory, which installs all that is missing but Paddle"
         )
     return None

@@ -1,0 +1,42 @@
+"""What is examined, and by which process of the job."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ppfleetx.config.sections.root import RunConfig
+
+_HALF_TYPES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the checks are given.
+
+    Attributes:
+        cfg: the configuration of ``-c``; None: the machine alone is looked at.
+        device: ``cpu`` or ``gpu``.
+        rank: number of this process in the job.
+        world_size: processes of the job.
+        local_rank: number of this process on its node.
+        local_size: processes of the job on this node.
+        environ: the environment that checks read.
+    """
+
+    cfg: RunConfig | None = None
+    device: str = "cpu"
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+
+    @property
+    def float_types(self) -> tuple[str, ...]:
+        """Floating-point types that the plan computes in; without a configuration, all that there are."""
+        if self.cfg is None:
+            return ("float32", "float64", *_HALF_TYPES)
+        precision = self.cfg.Engine.mix_precision
+        return ("float32", "float64", *((precision.dtype,) if precision.enable else ()))

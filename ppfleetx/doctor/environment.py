@@ -1,0 +1,168 @@
+"""The machine, the libraries and the variables of this process."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from importlib.util import find_spec
+
+from ppfleetx import __version__
+from ppfleetx.doctor.case import Case
+from ppfleetx.doctor.rows import Row, fail, ok, skipped, warn
+from ppfleetx.utils.cpu import read_cpuinfo
+from ppfleetx.utils.installed import LIBRARIES, not_installed
+from ppfleetx.utils.memory import available_bytes
+from ppfleetx.utils.process_env import available_cpus, import_paddle, prepare_process
+
+PADDLE = "3.3."
+"""Beginning of the versions of Paddle that ppfleetx is made for."""
+_NUMPY_BELOW = (2, 4)
+_PREFIXES = (
+    "NCCL_",
+    "GLOO_",
+    "FLAGS_",
+    "CUDA_",
+    "NVIDIA_",
+    "OMP_",
+    "MKL_",
+    "PADDLE_",
+    "PPFLEETX_",
+    "MASTER_",
+)
+_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108
+_LEAST_SHARED_BYTES = 1 << 30
+_LEAST_FILES = 4096
+
+
+def versions(case: Case) -> Iterator[Row]:
+    """Python, ppfleetx, Paddle's distribution, NumPy, and the libraries that ppfleetx needs."""
+    yield ok("python", f"{platform.python_version()} ({sys.executable})")
+    yield ok("ppfleetx", f"{__version__} ({os.path.dirname(os.path.dirname(__file__))})")  # noqa: PTH120
+    yield _paddle_version()
+    yield _numpy_version()
+    missing = [name for name in LIBRARIES if find_spec(name) is None]
+    if missing:
+        cure = str(not_installed(ModuleNotFoundError(name=missing[0])))
+        yield fail("libraries", f"not installed: {', '.join(missing)}", cure)
+    else:
+        yield ok("libraries", ", ".join(f"{name} {metadata.version(d)}" for name, d in LIBRARIES.items()))
+
+
+def _paddle_version() -> Row:
+    found = {name: _version(name) for name in ("paddlepaddle-gpu", "paddlepaddle")}
+    there = {name: version for name, version in found.items() if version}
+    text = ", ".join(f"{name} {version}" for name, version in there.items())
+    if not there:
+        return fail("paddle", "not installed", str(not_installed(ModuleNotFoundError(name="paddle"))))
+    if len(there) == 2:
+        return fail(
+            "paddle",
+            f"{text}: both builds are installed, and one overwrites the other's files",
+            "pip uninstall paddlepaddle paddlepaddle-gpu, then install the one you want",
+        )
+    if not next(iter(there.values())).startswith(PADDLE):
+        return warn("paddle", text, f"ppfleetx is made for, and tested with, Paddle {PADDLE}x: install that")
+    return ok("paddle", text)
+
+
+def _numpy_version() -> Row:
+    version = _version("numpy")
+    if not version:
+        return fail("numpy", "not installed", "run `pip install 'numpy>=1.26,<2.4'`")
+    if tuple(int(part) for part in version.split(".")[:2]) >= _NUMPY_BELOW:
+        return fail(
+            "numpy",
+            f"{version}: Paddle's GradScaler raises at the first overflow with 2.4 and later",
+            "run `pip install 'numpy<2.4'`",
+        )
+    return ok("numpy", version)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def machine(case: Case) -> Iterator[Row]:
+    """Processor, memory, open files, shared memory."""
+    model = next((line.partition(":")[2].strip() for line in _model_lines()), platform.machine())
+    cpus, free = available_cpus(), available_bytes()
+    memory = "" if free is None else f", {free / 2**30:.1f} GiB of memory free"
+    yield ok("host", f"{platform.node()}, {platform.system()} {platform.release()}")
+    if case.local_size > cpus:
+        yield warn(
+            "processor",
+            f"{model}, {cpus} CPUs for {case.local_size} processes{memory}",
+            "processes that share a CPU wait for each other: start fewer on this machine",
+        )
+    else:
+        yield ok("processor", f"{model}, {cpus} CPUs{memory}")
+    yield from _limits(case)
+
+
+def _model_lines() -> Iterator[str]:
+    return (line for line in read_cpuinfo().splitlines() if line.startswith("model name"))
+
+
+def _limits(case: Case) -> Iterator[Row]:
+    if not sys.platform.startswith("linux"):
+        yield skipped("open files", f"limits are read on Linux alone, this is {sys.platform}")
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    cure = f"ulimit -n {min(hard, 65536) if hard > 0 else 65536} before the job starts"
+    if 0 < soft < _LEAST_FILES and case.world_size > 1:
+        yield warn("open files", f"at most {soft} (connections, corpora and logs are files too)", cure)
+    else:
+        yield ok("open files", f"at most {soft}")
+    total, _, free = shutil.disk_usage(_SHARED_MEMORY)
+    text = f"{free / 2**20:.0f} of {total / 2**20:.0f} MiB free in {_SHARED_MEMORY}"
+    if case.device == "gpu" and case.local_size > 1 and free < _LEAST_SHARED_BYTES:
+        yield warn(
+            "shared memory", text, "NCCL needs it between the cards of a node: docker run --shm-size=8g"
+        )
+    else:
+        yield ok("shared memory", text)
+
+
+def variables(case: Case) -> Iterator[Row]:
+    """What the environment sets of NCCL, CUDA, Paddle and ppfleetx."""
+    there = {
+        name: "(not shown)" if _SECRET.search(name) else value
+        for name, value in sorted(case.environ.items())
+        if name.startswith(_PREFIXES)
+    }
+    text = " ".join(f"{name}={value}" for name, value in there.items())
+    yield ok("variables", text or "none of NCCL, CUDA, Paddle or ppfleetx is set")
+
+
+def paddle_loads(case: Case) -> Iterator[Row]:
+    """Whether Paddle can be imported, which build it is, and that the settings of the CPU came in time."""
+    was_there = "paddle" in sys.modules
+    said = prepare_process(device=case.device)
+    try:
+        import_paddle()
+        import paddle
+    except ImportError as error:
+        yield fail(
+            "import paddle",
+            f"{type(error).__name__}: {error}",
+            "a library that Paddle needs is missing or of another version; for GPUs: the CUDA and cuDNN it "
+            "was built for",
+        )
+        return
+    build = "for GPUs" if paddle.is_compiled_with_cuda() else "for CPUs"
+    yield ok("import paddle", f"{paddle.version.full_version} {build}, commit {paddle.version.commit[:12]}")
+    if was_there and case.device == "cpu":
+        yield skipped("settings", "Paddle was imported before doctor, by the program that called it")
+    else:
+        yield ok("settings", said)

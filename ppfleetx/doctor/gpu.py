@@ -1,0 +1,103 @@
+"""What only a GPU can show: driver, card, TF32."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+import paddle
+
+from ppfleetx.distributed.tf32 import allow_tf32
+from ppfleetx.doctor.case import Case
+from ppfleetx.doctor.rows import Row, fail, ok, warn
+
+_QUERY = "index,name,driver_version,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,pstate"
+_QUERY_SECONDS = 20.0
+_BUSY_SHARE = 0.1
+_EXACT, _ROUNDED = 1e-5, 1e-2
+
+
+def driver(case: Case) -> Iterator[Row]:
+    """What ``nvidia-smi`` says: driver, cards, memory that others use, errors."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        yield warn("nvidia-smi", "not found", "install the driver's tools; in a container: --gpus all")
+        return
+    command = [program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=False)
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip()
+        yield fail("nvidia-smi", said, "the driver does not answer: load it, or restart the machine")
+        return
+    yield from card_rows(done.stdout)
+    links = subprocess.run(
+        [program, "topo", "-m"], capture_output=True, text=True, timeout=_QUERY_SECONDS, check=False
+    )
+    if links.returncode == 0 and links.stdout.strip():
+        yield ok("links", _links(links.stdout))
+
+
+def card_rows(answer: str) -> Iterator[Row]:
+    """Rows of the answer of ``nvidia-smi --query-gpu`` (``csv,noheader,nounits``)."""
+    for line in answer.strip().splitlines():
+        index, name, version, total, used, errors, _ = (part.strip() for part in line.split(","))
+        text = f"{name}, driver {version}, {used} of {total} MiB used"
+        title = f"card {index}"
+        if errors.isdigit() and int(errors):
+            yield fail(title, f"{text}, {errors} uncorrected memory errors", "reset or replace the card")
+        elif used.isdigit() and total.isdigit() and int(used) > _BUSY_SHARE * int(total):
+            yield warn(title, text, "another program holds its memory: nvidia-smi names it")
+        else:
+            yield ok(title, text)
+
+
+def _links(matrix: str) -> str:
+    """How many pairs of cards have which kind of link, from ``nvidia-smi topo -m``."""
+    kinds: dict[str, int] = {}
+    rows = [line.split() for line in matrix.splitlines() if line.startswith("GPU")]
+    for number, words in enumerate(rows):
+        for kind in words[1 + number + 1 : 1 + len(rows)]:
+            kinds[kind] = kinds.get(kind, 0) + 1
+    return ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items())) or "one card"
+
+
+def card(case: Case) -> Iterator[Row]:
+    """The card of this process, as Paddle sees it."""
+    device = paddle.get_device()
+    capability = paddle.device.cuda.get_device_capability(device)
+    found = paddle.device.cuda.get_device_properties(device)
+    libraries = f"CUDA {paddle.version.cuda()}, cuDNN {paddle.version.cudnn()}, NCCL {paddle.version.nccl()}"
+    yield ok(
+        "visible cards",
+        f"{paddle.device.cuda.device_count()}; this process has {device}: {found.name}, compute capability "
+        f"{capability[0]}.{capability[1]}, {found.total_memory / 2**30:.1f} GiB; {libraries}",
+        memory_gib=found.total_memory / 2**30,
+    )
+
+
+def tf32(case: Case) -> Iterator[Row]:
+    """Whether float32 matrix products are exact when TF32 is off: against float64."""
+    allowed = case.cfg is not None and case.cfg.Global.allow_tf32
+    said = allow_tf32(allowed)
+    error = product_error()
+    if not allowed and error > _EXACT:
+        yield fail(
+            "TF32",
+            f"{said}, but a product of 1,024 numbers is off by {error:.1e}",
+            "unset NVIDIA_TF32_OVERRIDE, or set it to 0",
+            relative_error=error,
+        )
+    elif error > _ROUNDED:
+        yield fail("TF32", f"{said}: a product is off by {error:.1e}", "the card computes wrongly")
+    else:
+        yield ok("TF32", f"{said}; a product of 1,024 numbers is off by {error:.1e}", relative_error=error)
+
+
+def product_error(size: int = 1024) -> float:
+    """Largest error of a float32 matrix product, relative to the largest element of the float64 one."""
+    paddle.seed(7)
+    one, other = (paddle.randn([size, size]) for _ in range(2))
+    exact = paddle.matmul(one.astype("float64"), other.astype("float64"))
+    error = (paddle.matmul(one, other).astype("float64") - exact).abs().max()
+    return float((error / exact.abs().max()).item())

@@ -1,0 +1,148 @@
+"""All checks in the order in which they run: one table. To add a check, write the function and add a line.
+
+A check is a function of this package that takes a :class:`~ppfleetx.doctor.case.Case` and gives
+:class:`~ppfleetx.doctor.rows.Row` objects. It is imported when it runs, so the table needs no Paddle.
+"""
+
+from __future__ import annotations
+
+import importlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from enum import Enum
+from importlib.util import find_spec
+
+from ppfleetx.config.errors import UserError
+from ppfleetx.doctor.case import Case
+from ppfleetx.doctor.rows import Row, fail, skipped
+
+
+class Need(Enum):
+    """What a check cannot do without."""
+
+    NOTHING = "nothing"
+    CONFIG = "a configuration"
+    PADDLE = "Paddle"
+    GPU = "a GPU"
+
+
+class Each(Enum):
+    """Who runs a check."""
+
+    RANK = "every process"
+    NODE = "the first process of each node"
+    CARD = "every process that has a card, and of the others the first of each node"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the table.
+
+    Attributes:
+        group: heading in the report.
+        module: of this package.
+        function: of the module.
+        title: name of the row where the check itself cannot run.
+        need: what it cannot do without.
+        each: who runs it.
+        seconds: it is given up after so long; None: it only computes and cannot wait for anybody. What has
+            a limit runs in a thread of its own.
+    """
+
+    group: str
+    module: str
+    function: str
+    title: str
+    need: Need = Need.NOTHING
+    each: Each = Each.NODE
+    seconds: float | None = None
+
+    def is_for(self, case: Case) -> bool:
+        """Whether this process is to run it."""
+        everyone = self.each is Each.RANK or (self.each is Each.CARD and case.device == "gpu")
+        return everyone or case.local_rank == 0
+
+    def load(self) -> Callable[[Case], Iterable[Row]]:
+        """The function."""
+        return getattr(importlib.import_module(f"ppfleetx.doctor.{self.module}"), self.function)
+
+
+CHECKS: tuple[Check, ...] = (
+    Check("environment", "environment", "versions", "versions"),
+    Check("environment", "environment", "machine", "machine"),
+    Check("environment", "environment", "variables", "variables", each=Each.RANK),
+    Check("environment", "environment", "paddle_loads", "paddle", Need.PADDLE),
+    Check("operators", "operators", "registered", "registered kernels", Need.PADDLE),
+    Check("gpu", "gpu", "driver", "driver", Need.GPU, seconds=30.0),
+    Check("gpu", "gpu", "card", "card", Need.GPU, Each.RANK),
+    Check("gpu", "gpu", "tf32", "TF32", Need.GPU, Each.RANK),
+)
+"""Every check that a process makes by itself."""
+
+
+def examine(check: Check, case: Case) -> list[Row]:
+    """The rows of a check, with their group; it ends in time, and with a row, whatever happens."""
+    reason = obstacle(check, case)
+    rows = [skipped(check.title, reason)] if reason else _run(check, case)
+    return [replace(row, group=row.group or check.group) for row in rows]
+
+
+def obstacle(check: Check, case: Case) -> str:
+    """Why a check cannot be made here; empty where it can."""
+    if check.need is Need.CONFIG and case.cfg is None:
+        return "no configuration was given (-c FILE)"
+    if check.need in (Need.PADDLE, Need.GPU) and find_spec("paddle") is None:
+        return "Paddle is not installed"
+    if check.need is Need.GPU and case.device != "gpu":
+        return "there is no GPU here: the device is the CPU"
+    return ""
+
+
+def _run(check: Check, case: Case) -> list[Row]:
+    if check.seconds is None:
+        return _rows(check, case)
+    answers: queue.SimpleQueue[list[Row]] = queue.SimpleQueue()
+    thread = threading.Thread(
+        target=lambda: answers.put(_rows(check, case)), name=f"check {check.function}", daemon=True
+    )
+    begin = time.monotonic()
+    thread.start()
+    try:
+        return answers.get(timeout=check.seconds)
+    except queue.Empty:
+        waited = time.monotonic() - begin
+        return [
+            fail(
+                check.title,
+                f"no answer within {waited:.0f} s",
+                "a file system, a name server or a driver does not answer: try the same by hand "
+                "(ls, getent hosts, nvidia-smi)",
+            )
+        ]
+
+
+def _rows(check: Check, case: Case) -> list[Row]:
+    """What the check gives; a failure of the check itself is a row too, so that the others still run."""
+    try:
+        return list(check.load()(case))
+    except UserError as error:
+        return [fail(check.title, str(error), "mend what the message names")]
+    except Exception as error:  # noqa: BLE001  (whatever Paddle, a driver or a file system raises is a finding)
+        return [
+            fail(
+                check.title,
+                f"{type(error).__name__}: {_first_lines(error)}",
+                "the operation itself failed: the text is the library's own",
+            )
+        ]
+
+
+def _first_lines(error: Exception) -> str:
+    """What an error says, without the C++ stack that Paddle puts before it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    summary = next((i for i, line in enumerate(lines) if line.startswith("Error Message Summary")), -1)
+    told = [line for line in lines[summary + 1 :] if not set(line) <= {"-"}]
+    return " ".join(told[:3])[:400]

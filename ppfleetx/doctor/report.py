@@ -1,0 +1,100 @@
+"""Rows as a table for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import groupby, pairwise
+from typing import Any
+
+from ppfleetx.config.counts import counted
+from ppfleetx.doctor.rows import Row, Status
+
+_WIDEST, _NARROWEST = 160, 60
+_MARGIN = 8  # the status before a row, and a cure's indentation
+
+
+def exit_code(rows: Iterable[Row]) -> int:
+    """1 when something failed, else 0."""
+    return int(any(row.status is Status.FAIL for row in rows))
+
+
+def joined(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Row]:
+    """The rows of all ranks, in the order of the groups; what several ranks found alike is one row.
+
+    Args:
+        rows_of_ranks: by rank; a job of one process needs no ranks in its rows.
+    """
+    if len(rows_of_ranks) == 1:
+        return list(rows_of_ranks[0])
+    ranks: dict[tuple[Any, ...], list[int]] = {}
+    first: dict[tuple[Any, ...], Row] = {}
+    for rank, rows in enumerate(rows_of_ranks):
+        for row in rows:
+            key = (row.group, row.name, row.status, row.found, row.cure)
+            first.setdefault(key, row)
+            ranks.setdefault(key, []).append(rank)
+    groups = list(dict.fromkeys(row.group for row in first.values()))
+    order = sorted(first, key=lambda key: groups.index(key[0]))
+    return [replace(first[key], ranks=tuple(ranks[key])) for key in order]
+
+
+def as_json(rows: Sequence[Row], world_size: int) -> str:
+    """One JSON object."""
+    counts = {str(status): sum(row.status is status for row in rows) for status in Status}
+    content = {
+        "ok": exit_code(rows) == 0,
+        "world_size": world_size,
+        "counts": counts,
+        "rows": [row.as_json() for row in rows],
+    }
+    return json.dumps(content, indent=2)
+
+
+def as_table(rows: Sequence[Row], world_size: int) -> str:
+    """The table: a heading for each group, a line or more for each row, the cures below."""
+    width = min(_WIDEST, max(_NARROWEST, shutil.get_terminal_size((110, 24)).columns))
+    names = max((len(row.name) for row in rows), default=0)
+    lines: list[str] = []
+    for group, members in groupby(rows, key=lambda row: row.group):
+        lines += ["", group]
+        for row in members:
+            lines += _lines(row, names, width, world_size)
+    return "\n".join([*lines[1:], "", verdict(rows)])
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """The last line: how many rows of which kind."""
+    counts = {status: sum(row.status is status for row in rows) for status in Status}
+    told = [f"{counts[status]} {status}" for status in Status if counts[status]]
+    failed = counts[Status.FAIL]
+    head = f"{counted(failed, 'check')} failed" if failed else "ready"
+    return f"{head}: {', '.join(told)}"
+
+
+def _lines(row: Row, names: int, width: int, world_size: int) -> list[str]:
+    who = "" if not row.ranks or len(row.ranks) == world_size else f" [{rank_words(row.ranks)}]"
+    head = f"  {row.status:<{_MARGIN}}{row.name:<{names}}  "
+    blank = " " * len(head)
+    text = _wrapped(f"{row.found}{who}", head, blank, width)
+    return text + (_wrapped(f"cure: {row.cure}", blank, blank + "      ", width) if row.cure else [])
+
+
+def _wrapped(text: str, head: str, blank: str, width: int) -> list[str]:
+    options = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(text, width, initial_indent=head, subsequent_indent=blank, **options)
+
+
+def rank_words(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0-2, 5``."""
+    runs: list[list[int]] = [[ranks[0], ranks[0]]]
+    for one, other in pairwise(ranks):
+        if other == one + 1:
+            runs[-1][1] = other
+        else:
+            runs.append([other, other])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"

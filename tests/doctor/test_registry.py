@@ -1,0 +1,90 @@
+"""Rows, the table of checks, and what becomes of a check that fails or does not end."""
+
+from __future__ import annotations
+
+import json
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from ppfleetx.doctor import registry
+from ppfleetx.doctor.case import Case
+from ppfleetx.doctor.operators import kernels_row, used_by, used_on_cpu
+from ppfleetx.doctor.registry import CHECKS, Check, Each, Need, examine
+from ppfleetx.doctor.report import as_json, as_table, exit_code, joined, rank_words
+from ppfleetx.doctor.rows import Row, Status, fail, ok, skipped, warn
+from ppfleetx.utils.gpu_operators import Kernel
+
+
+def planted(monkeypatch, function, **options) -> Check:
+    """A check that is ``function``."""
+    module = SimpleNamespace(function=function)
+    monkeypatch.setattr(registry.importlib, "import_module", lambda name: module)
+    return Check("group", "module", "function", "title", **options)
+
+
+def test_every_check_of_the_table_is_there_and_skips_with_a_reason():
+    for check in CHECKS:
+        if check.need is Need.GPU:
+            (row,) = examine(check, Case(device="cpu"))
+            assert row.status is Status.SKIPPED and "GPU" in row.found
+        else:
+            assert callable(check.load())
+
+
+def test_a_check_that_raises_is_a_row_and_not_the_end(monkeypatch):
+    def broken(case):
+        yield ok("one", "fine")
+        raise RuntimeError("a\n----\nError Message Summary:\n----\nPreconditionNotMetError: no card")
+
+    (row,) = examine(planted(monkeypatch, broken), Case())
+    assert row.status is Status.FAIL and row.cure
+    assert row.found == "RuntimeError: PreconditionNotMetError: no card"
+
+
+def test_a_check_that_does_not_end_is_given_up(monkeypatch):
+    never = threading.Event()
+    (row,) = examine(planted(monkeypatch, lambda case: never.wait(5.0), seconds=0.1), Case())
+    assert row.status is Status.FAIL and "no answer within 0 s" in row.found
+    never.set()
+
+
+def test_who_runs_a_check():
+    first, second = Case(local_rank=0), Case(local_rank=1, device="gpu")
+    node, rank = (Check("g", "m", "f", "t", each=each) for each in (Each.NODE, Each.RANK))
+    card = Check("g", "m", "f", "t", each=Each.CARD)
+    assert [check.is_for(second) for check in (node, rank, card)] == [False, True, True]
+    assert all(check.is_for(first) for check in (node, rank, card))
+    assert not card.is_for(Case(local_rank=1))
+
+
+def test_rows_of_ranks_that_are_alike_are_one():
+    same, other = ok("python", "3.11"), fail("data", "not readable", "mount it")
+    rows = joined([[same], [same, other], [same], [same, other]])
+    assert [row.ranks for row in rows] == [(0, 1, 2, 3), (1, 3)]
+    assert exit_code(rows) == 1
+    text = as_table(rows, 4)
+    assert "not readable [ranks 1, 3]" in text and "cure: mount it" in text
+    assert text.endswith("1 check failed: 1 ok, 1 fail")
+    content = json.loads(as_json(rows, 4))
+    assert content["ok"] is False and content["counts"]["fail"] == 1
+    assert [Row.from_json(row) for row in content["rows"]] == rows
+    assert exit_code([warn("a", "b", "c"), skipped("d", "e")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"), [((3,), "rank 3"), ((0, 1, 2, 5), "ranks 0-2, 5"), ((1, 3), "ranks 1, 3")]
+)
+def test_ranks_in_words(ranks, words):
+    assert rank_words(ranks) == words
+
+
+def test_a_kernel_that_the_build_lacks_is_named():
+    keys = ["(GPU, Undefined(AnyLayout), float32)", "(CPU, Undefined(AnyLayout), bfloat16)"]
+    kernels = {"gelu": Kernel(("bfloat16", "float32"), ()), "argsort": Kernel(("int64",), ())}
+    row = kernels_row("GPU", {"gelu": keys}, used_by(Case(), kernels), ("GPU",))
+    assert row.status is Status.FAIL
+    assert row.found.startswith("2 of 3") and "argsort (int64), gelu (bfloat16)" in row.found
+    assert kernels_row("CPU", {"gelu": keys}, {"gelu": ["bfloat16"]}, ("CPU",)).status is Status.OK
+    assert used_on_cpu(kernels)["gelu"] == ["float32"]
