@@ -248,7 +248,8 @@ def _check_quantized(checkpoint: Checkpoint, params: list[tuple[str, Tensor]]) -
             raise CheckpointError(
                 f"checkpoint {checkpoint.path} is quantised ({name} is {checkpoint.entry(name).dtype}), and "
                 "this configuration has no Compress.Weights. It can be generated with, evaluated, served and "
-                "exported by its own configuration (leave out -c FILE), and cannot be trained: train the "
+                "exported by its own configuration (leave out -c FILE). Its weights cannot be trained: train "
+                "adapters beside them (`ppfleetx finetune --from DIR -o Model.lora.rank=8`), or the "
                 "checkpoint it was made from"
             )
         if is_wanted and not is_stored:

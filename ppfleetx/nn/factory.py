@@ -41,7 +41,12 @@ def describe(parameter: paddle.Tensor, init: Init, kind: str) -> None:
 
 def lora_init(linear: nn.Layer) -> Init:
     """Initial values of an adapter's A: N(0, 1 / in), so that x A is of the size of x."""
-    return Normal(1.0 / math.sqrt(linear.weight.info.global_shape[0]))
+    return Normal(1.0 / math.sqrt(matrix_info(linear).global_shape[0]))
+
+
+def matrix_info(linear: nn.Layer) -> ParamInfo:
+    """Of the matrix ``[in, out]`` of a linear, however it is stored."""
+    return linear.info if isinstance(linear, QuantizedLinear) else linear.weight.info
 
 
 def _describe_quantizer(quantizer: FakeQuantizer) -> None:
@@ -119,9 +124,8 @@ class LocalFactory:
         return quantizer
 
     def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
-        branch = LoraBranch(
-            *linear.weight.shape, rank=cfg.rank, scale=cfg.scale, dropout=self.dropout(cfg.dropout)
-        )
+        sizes = matrix_info(linear).local_shape
+        branch = LoraBranch(*sizes, rank=cfg.rank, scale=cfg.scale, dropout=self.dropout(cfg.dropout))
         describe(branch.a, lora_init(linear), "lora")
         describe(branch.b, Constant(0.0), "lora")
         return branch
@@ -330,10 +334,10 @@ class TensorParallelFactory(LocalFactory):
 
     def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
         """Input features sliced: A is too, and what it gives are parts of a sum. Output features: B is."""
-        info = linear.weight.info
+        info = matrix_info(linear)
         has_sliced_input = info.local_shape[0] != info.global_shape[0]
         branch = LoraBranch(
-            *linear.weight.shape,
+            *info.local_shape,
             rank=cfg.rank,
             scale=cfg.scale,
             dropout=self.dropout(cfg.dropout, inside_heads=has_sliced_input),
@@ -348,11 +352,12 @@ class TensorParallelFactory(LocalFactory):
         return branch
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
-        """Input features sliced: products are parts of a sum. Output features: its input must be whole."""
+        """Input features sliced: products are parts of a sum. Output features: its input must be whole, and
+        the input's gradient is a sum."""
         info = linear.weight.info
         if info.local_shape[0] != info.global_shape[0]:
             return QuantizedLinear(linear, form, leave=self._sum_parts)
-        if info.is_whole or not self.sequence_parallel:
+        if info.is_whole:
             return QuantizedLinear(linear, form)
         return QuantizedLinear(linear, form, enter=self._for_sliced_output)
 

@@ -1,4 +1,5 @@
-"""Layers whose weights are stored in 8 or 4 bits: for models that are used, not trained.
+"""Layers whose weights are stored in 8 or 4 bits: for models that are used, and for adapters that are trained
+beside them (Dettmers et al., "QLoRA", 2023). The weights themselves are not trained.
 
 A linear ``[k, n]`` has ``weight``, int8 ``[k, n]`` or, of 4 bits, uint8 ``[k / 2, n]`` (input features 2i and
 2i + 1 in the low and the high half of a byte, two's complement), and ``scale [g, n]`` float32, one per group
@@ -6,7 +7,7 @@ of k / g input features and output feature. The word embedding ``[V, h]`` has in
 
 On a CPU the operators of :mod:`ppfleetx.nn.cpu_ops.quantized` multiply with what is stored; on a GPU, in 16
 bits, Paddle's ``weight_only_linear`` does, of 8-bit weights. Anywhere else weights are widened once, when
-they are first used.
+they are first used. Where the input's gradient is wanted they are widened for each product, and not kept.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import paddle
 import paddle.nn.functional as F
 from paddle import nn
+from paddle.autograd import PyLayer
 from paddle.nn.quant import weight_only_linear, weight_quantize
 
 from ppfleetx.config.errors import ConfigError
@@ -26,7 +29,7 @@ from ppfleetx.nn.cpu_ops import quantized as cpu_ops
 from ppfleetx.nn.flash import on_gpu
 from ppfleetx.nn.linear import add_smaller
 from ppfleetx.nn.panels import PanelMatrix, use_huge_pages
-from ppfleetx.nn.stage import LayerFactory, NameOf, ParamInfo, Stage
+from ppfleetx.nn.stage import Finish, LayerFactory, NameOf, ParamInfo, Stage
 
 _LEVELS, _SMALLEST_SCALE = 127.0, 1.17549435e-38
 _GPU_ARCHS = (70, 75, 80, 86, 89, 90, 92, 100)
@@ -106,7 +109,10 @@ class QuantizedMatrix:
         return not self.rounds_activations or self.in_features <= cpu_ops.MOST_INPUTS
 
     def linear(self, x: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
-        """``x [..., k] @ matrix + bias``, without gradients."""
+        """``x [..., k] @ matrix + bias``; only ``x`` may have a gradient."""
+        if _wants_gradient(x):
+            product = _FrozenProduct.apply(x, self)
+            return product if bias is None else add_smaller(product, bias)
         if self.has_operator(x):
             if self._panels is None:
                 self._panels = tuple(panel.contiguous() for panel in self.make_panels())
@@ -157,6 +163,28 @@ def round_rows(x: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
     return (x / step).round(), step
 
 
+def _wants_gradient(x: paddle.Tensor) -> bool:
+    return paddle.in_dynamic_mode() and not x.stop_gradient and paddle.is_grad_enabled()
+
+
+class _FrozenProduct(PyLayer):
+    """A product whose backward pass reaches ``x`` alone, as if ``x`` had not been rounded. Nothing is kept
+    for it but the matrix as it is stored."""
+
+    @staticmethod
+    def forward(ctx: Any, x: paddle.Tensor, matrix: QuantizedMatrix) -> paddle.Tensor:
+        ctx.matrix, ctx.dtype = matrix, x.dtype
+        wide = matrix.widened().astype(x.dtype)
+        if not matrix.rounds_activations:
+            return paddle.matmul(x, wide)
+        return matrix.rescaled(lambda integers: paddle.matmul(integers, wide), x, None)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: paddle.Tensor) -> paddle.Tensor:
+        wide = ctx.matrix.dequantized().astype(upstream.dtype)
+        return paddle.matmul(upstream, wide, transpose_y=True).astype(ctx.dtype)
+
+
 def _same(x: paddle.Tensor) -> paddle.Tensor:
     return x
 
@@ -169,6 +197,9 @@ class QuantizedLinear(nn.Layer):
         form: of the matrix.
         enter: what its input goes through, under a plan that splits it.
         leave: what the product goes through, before the bias is added; None: nothing.
+
+    Attributes:
+        info: of the matrix ``[k, n]``; that of ``weight`` describes what is stored.
 
     Raises:
         ConfigError: a group would be shared between tensor-parallel ranks.
@@ -184,7 +215,8 @@ class QuantizedLinear(nn.Layer):
     ) -> None:
         super().__init__()
         self.bias, self.enter, self.leave = linear.bias, enter, leave
-        info: ParamInfo = linear.weight.info
+        self.info: ParamInfo = linear.weight.info
+        info = self.info
         stored = replace(info, **_boxes(info, 2)) if form.bits == 4 else info
         self.weight = _parameter(self, stored, "uint8" if form.bits == 4 else "int8")
         self.scale = _parameter(self, _scale_info(info, form.group_size), "float32")
@@ -247,18 +279,22 @@ def with_small_weights(
     stages: Sequence[Stage], cfg: WeightsConfig | None, factory: LayerFactory
 ) -> list[Stage]:
     """``stages`` whose linears and word embedding are stored as ``Compress.Weights`` says; None: as ever.
-
-    Raises:
-        ConfigError: something else is to be added to the layers.
-    """
+    Adapters are added to the layers that are then there."""
     if cfg is None:
         return list(stages)
-    if any(stage.finish is not None for stage in stages):
-        raise ConfigError("adapters have no place beside quantised weights", key="Model.lora")
-    return [replace(stage, finish=partial(_replace, cfg=cfg, factory=factory)) for stage in stages]
+    put = partial(_replace, cfg=cfg, factory=factory)
+    return [replace(stage, finish=partial(put, then=stage.finish)) for stage in stages]
 
 
-def _replace(layer: nn.Layer, name_of: NameOf, *, cfg: WeightsConfig, factory: LayerFactory) -> None:
+def _replace(
+    layer: nn.Layer, name_of: NameOf, *, cfg: WeightsConfig, factory: LayerFactory, then: Finish | None
+) -> None:
+    _replace_matrices(layer, name_of, cfg, factory)
+    if then is not None:
+        then(layer, name_of)
+
+
+def _replace_matrices(layer: nn.Layer, name_of: NameOf, cfg: WeightsConfig, factory: LayerFactory) -> None:
     for path, child in list(layer.named_sublayers()):
         weight = getattr(child, "weight", None)
         kind = getattr(getattr(weight, "info", None), "kind", None)

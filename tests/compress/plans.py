@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,3 +40,37 @@ def use(config: str, plan: Sequence[str], world: int, generate: bool) -> dict[st
             results = generator.generate(["the cat", "and"], cfg.Generation)
             ids = [list(one[0].ids) for one in results]
     return {"loss": total / count if count else None, "ids": ids}
+
+
+def adapt(config: str, plan: Sequence[str], world: int) -> list[float]:
+    """In a rank: the losses of four steps of training adapters beside quantised weights."""
+    import paddle
+
+    from ppfleetx.config.loader import load_config
+    from ppfleetx.core.engine.start import find_start
+    from ppfleetx.core.programs.train import build_runner
+    from ppfleetx.distributed.context import ParallelContext
+    from ppfleetx.distributed.init import init_distributed
+
+    options = ["Model.lora.rank=4", "Global.global_batch_size=4", "Global.local_batch_size=null"]
+    options += ["Global.micro_batch_size=1", "Optimizer.name=SGD"]
+    options += ["Model.hidden_dropout_prob=0.0", "Model.attention_probs_dropout_prob=0.0"]
+    cfg = load_config(config, [*options, *plan], world_size=world)
+    ctx = ParallelContext.single() if world == 1 else init_distributed(cfg)
+    size, first = cfg.batch.local_batch_size, ctx.data_rank * cfg.batch.local_batch_size
+    tokens = np.random.default_rng(7).integers(0, 300, (4, 33))
+    whole = {
+        "tokens": tokens[:, :-1].astype(np.int64),
+        "labels": tokens[:, 1:].astype(np.int64),
+        "position_ids": np.ascontiguousarray(np.broadcast_to(np.arange(32), (4, 32))),
+        "loss_mask": np.ones((4, 32), np.float32),
+    }
+    rows = [{name: value[i : i + 1] for name, value in whole.items()} for i in range(first, first + size)]
+    with paddle.utils.unique_name.guard():
+        runner = build_runner(cfg, ctx, train=True)
+        find_start(cfg.Engine.save_load, Path(config).parent, ctx).restore(runner, None, {}, cfg)
+        before = {name: p.numpy() for name, p in runner.named_parameters() if ".lora." not in name}
+        steps = [runner.train_step(rows, step=step, lr=0.5, weight_decay=0.0) for step in range(4)]
+        held = dict(runner.named_parameters())
+        assert all((held[name].numpy() == values).all() for name, values in before.items())
+    return [step.loss for step in steps]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from ppfleetx.config.loader import load_config
 from ppfleetx.core.programs.quantize import Request, run
-from tests.compress.plans import use
+from tests.compress.plans import adapt, use
 from tests.compress.runs import MODELS, write_run
 from tests.helpers.ranks import Pools, RanksFailedError
 
@@ -17,6 +19,7 @@ PLANS = {
     "sharding2": ["Distributed.sharding.sharding_degree=2", "Distributed.sharding.sharding_stage=2"],
     "sep2": ["Distributed.sep_degree=2"],
 }
+SHARDING_3 = ["Distributed.sharding.sharding_degree=2", "Distributed.sharding.sharding_stage=3"]
 FORMS = {"int8": {"to": "int8"}, "int4": {"to": "int4", "group": 8}}
 
 
@@ -63,6 +66,20 @@ def test_two_ranks_compute_what_one_process_does(pools, small, style, form) -> N
         assert losses and all(abs(loss - alone["loss"]) < 2e-5 for loss in losses), (name, losses, alone)
         if generates:
             assert ranks[0]["ids"] == alone["ids"], name
+
+
+@pytest.mark.parametrize(("style", "form"), [("gpt2_style", "int4"), ("llama_style", "int8")])
+def test_adapters_beside_quantised_weights_train_as_on_one_card(pools, small, style, form, tmp_path) -> None:
+    config = tmp_path / "adapted.yaml"
+    config.write_text(Path(small[style, form]).read_text().replace("ckpt_dir", "init_from"))
+    alone = adapt(str(config), [], 1)
+    assert alone[-1] < alone[0] - 0.01
+    for name, plan in {**PLANS, "sharding3": SHARDING_3}.items():
+        ranks = pools(2).run(
+            "tests.compress.plans:adapt", timeout=120.0, config=str(config), plan=plan, world=2
+        )
+        for losses in ranks:
+            assert losses == pytest.approx(alone, abs=2e-5), name
 
 
 def test_groups_that_ranks_would_share(pools, tmp_path) -> None:

@@ -80,6 +80,20 @@ def test_activations_without_a_grid_give_nan(value: float) -> None:
     assert np.isnan(result[1]).all() and np.isfinite(result[[0, 2]]).all()
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_the_gradient_of_the_input_is_that_of_the_widened_matrix(form: Form) -> None:
+    matrix, bias = _matrix(form), paddle.randn([50])
+    x = paddle.randn([3, 2, 64])
+    expected = matrix.linear(x, bias).numpy()
+    x.stop_gradient = False
+    given = matrix.linear(x, bias)
+    np.testing.assert_allclose(given.numpy(), expected, rtol=1e-5, atol=2e-4)
+    upstream = paddle.randn(given.shape)
+    (given * upstream).sum().backward()
+    wanted = upstream.numpy() @ matrix.dequantized().numpy().T
+    np.testing.assert_allclose(x.grad.numpy(), wanted, rtol=1e-5, atol=1e-4)
+
+
 def test_on_a_gpu_paddles_kernel_takes_8_bit_weights_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no GPU here: what is asked of Paddle is looked at, and for which matrices."""
     asked = []
@@ -168,8 +182,18 @@ def test_which_layers_are_stored_small(tied: bool, skip: tuple[str, ...]) -> Non
     assert types["embedding.position_embeddings.weight"] == "paddle.float32"
 
 
-def test_adapters_have_no_place_beside_quantised_weights() -> None:
+def test_adapters_beside_quantised_weights_get_gradients_alone() -> None:
     cfg = ModelConfig(vocab_size=61, hidden_size=32, num_layers=1, num_attention_heads=4, lora={"rank": 2})
     factory = LocalFactory()
-    with pytest.raises(ConfigError, match="adapters have no place"):
-        with_small_weights(gpt_stages(cfg, factory), WeightsConfig(), factory)
+    weights = WeightsConfig(bits=4, group_size=16)
+    model = StagedModel(with_small_weights(gpt_stages(cfg, factory), weights, factory), seed=3)
+    parameters = canonical_parameters(model)
+    assert tuple(parameters["decoder.layers.0.mlp.fc1.lora.a"].shape) == (32, 2)
+    for name, parameter in parameters.items():
+        if name.endswith("lora.b"):
+            parameter.set_value(paddle.ones_like(parameter))
+    model.train()
+    model(paddle.arange(8).reshape([1, 8])).square().mean().backward()
+    assert {name for name, p in parameters.items() if p.grad is not None} == {
+        name for name in parameters if ".lora." in name
+    }

@@ -151,15 +151,16 @@ def _sources(cfg: RunConfig, loader: DataLoader) -> list[str]:
 
 
 def refuse_small_weights(cfg: RunConfig) -> None:
-    """Say that weights of few bits are not trained.
+    """Say that weights of few bits are not trained; adapters beside them are.
 
     Raises:
-        ConfigError: the configuration is that of a quantised checkpoint.
+        ConfigError: the configuration is that of a quantised checkpoint, without adapters.
     """
-    if cfg.Compress.Weights is not None:
+    if cfg.Compress.Weights is not None and cfg.Model.lora is None:
         raise ConfigError(
-            "describes a quantised checkpoint, whose weights cannot be trained; train the checkpoint it was "
-            "made from, with Compress.Quantization if the numbers are to get used to few bits",
+            "describes a quantised checkpoint, whose weights cannot be trained. Train adapters beside them "
+            "(-o Model.lora.rank=8); or the checkpoint it was made from, with Compress.Quantization if the "
+            "numbers are to get used to few bits",
             key="Compress.Weights",
             place=cfg.origins.get("Compress.Weights.bits"),
         )
