@@ -29,13 +29,13 @@ def run(args: argparse.Namespace) -> int:
     from ppfleetx.config.loader import load_config
     from ppfleetx.core.programs.launch import world_size
     from ppfleetx.doctor.case import Case
-    from ppfleetx.doctor.report import as_json, as_table, exit_code
+    from ppfleetx.doctor.report import as_json, as_table, exit_code, joined
     from ppfleetx.doctor.run import examine_all
     from ppfleetx.utils.devices import expected_device
 
     size = world_size(os.environ)
     cfg = None if args.config is None else load_config(args.config, args.override, world_size=size)
     case = Case(cfg, expected_device("auto" if cfg is None else cfg.Global.device))
-    rows = examine_all(case)
+    rows = joined([examine_all(case)])
     print((as_json if args.json else as_table)(rows, size))
     return exit_code(rows)

@@ -29,7 +29,7 @@ def joined(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Row]:
         rows_of_ranks: by rank; a job of one process needs no ranks in its rows.
     """
     if len(rows_of_ranks) == 1:
-        return list(rows_of_ranks[0])
+        return in_groups(rows_of_ranks[0])
     ranks: dict[tuple[Any, ...], list[int]] = {}
     first: dict[tuple[Any, ...], Row] = {}
     for rank, rows in enumerate(rows_of_ranks):
@@ -37,9 +37,14 @@ def joined(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Row]:
             key = (row.group, row.name, row.status, row.found, row.cure)
             first.setdefault(key, row)
             ranks.setdefault(key, []).append(rank)
-    groups = list(dict.fromkeys(row.group for row in first.values()))
-    order = sorted(first, key=lambda key: groups.index(key[0]))
-    return [replace(first[key], ranks=tuple(ranks[key])) for key in order]
+    return in_groups([replace(row, ranks=tuple(ranks[key])) for key, row in first.items()])
+
+
+def in_groups(rows: Sequence[Row]) -> list[Row]:
+    """The rows of a group behind each other, groups and their rows in the order of their first."""
+    groups = list(dict.fromkeys(row.group for row in rows))
+    names = list(dict.fromkeys((row.group, row.name) for row in rows))
+    return sorted(rows, key=lambda row: (groups.index(row.group), names.index((row.group, row.name))))
 
 
 def as_json(rows: Sequence[Row], world_size: int) -> str:

@@ -1,0 +1,94 @@
+"""The configuration itself: what cannot run or has no effect, where it would start, the memory it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ppfleetx.config.errors import UserError
+from ppfleetx.config.unsupported import missing, not_supported_reasons, without_effect
+from ppfleetx.core.engine.run_directory import check_beginning
+from ppfleetx.doctor.case import Case
+from ppfleetx.doctor.rows import Row, fail, ok, skipped, warn
+from ppfleetx.planner.cards import GIB
+from ppfleetx.planner.summary import run_prediction, verdict
+from ppfleetx.utils.memory import available_bytes
+
+
+def plan(case: Case) -> Iterator[Row]:
+    """The plan against the processes there are, and what of the configuration cannot be had."""
+    cfg = case.cfg
+    wanted, there = cfg.plan.world_size, case.world_size
+    if wanted == there:
+        yield ok("plan", f"{cfg.plan}: {there} processes")
+    elif there == 1:
+        yield skipped(
+            "plan", f"{cfg.plan} is for {wanted} processes and this is one; --nproc {wanted} starts them"
+        )
+    else:
+        yield fail(
+            "plan",
+            f"{cfg.plan} is for {wanted} processes, there are {there}",
+            f"start {wanted}, or change the degrees: ppfleetx plan ranks the plans of {there}",
+        )
+    reasons = not_supported_reasons(cfg, case.device)
+    if reasons:
+        yield fail("supported", "; ".join(reasons), "change the keys that are named")
+    for note in (*cfg.warnings, *without_effect(cfg)):
+        yield warn("note", note, "take the key out, or mean it")
+    for reason in missing(cfg):
+        yield warn("missing", reason, "install it, or leave what needs it out")
+
+
+def beginning(case: Case) -> Iterator[Row]:
+    """Whether a run may start in the output directory."""
+    if case.cfg.Data.Train is None:
+        yield skipped("start", "the configuration trains nothing (no Data.Train)")
+        return
+    try:
+        check_beginning(case.cfg)
+    except UserError as error:
+        yield fail("start", str(error), "do as the message says, or give another output directory")
+        return
+    options = case.cfg.Engine.save_load
+    how = "goes on from the newest checkpoint" if options.resume else "starts anew"
+    yield ok("start", f"a run in {options.output_dir} {how}")
+
+
+def memory(case: Case) -> Iterator[Row]:
+    """What the planner says a device has to hold, against what it has."""
+    prediction = run_prediction(case.cfg, case.device)
+    if prediction is None:
+        yield skipped("memory", "the planner knows the training of our own GPT alone")
+        return
+    needed = prediction.fullest
+    yield memory_row(needed, *_there(case), cpu=case.device == "cpu")
+    host, free = max(stage.host for stage in prediction.memory), available_bytes()
+    if case.device == "gpu" and host and free is not None:
+        of_node = host * case.local_size
+        text = f"{of_node / GIB:.1f} GiB of host memory for states and copies while saving, "
+        text += f"{free / GIB:.1f} GiB free"
+        if of_node > free:
+            yield warn("host memory", text, "switch Distributed.sharding.sharding_offload off, or save less")
+        else:
+            yield ok("host memory", text)
+
+
+def memory_row(needed: float, there: float, name: str, *, cpu: bool) -> Row:
+    """The verdict: bytes that a device needs, and those that it has."""
+    text = f"the fullest device needs about {needed / GIB:.1f} GiB: {verdict(needed, there, name)}"
+    if needed <= there:
+        return ok("memory", text, needed_gib=needed / GIB, there_gib=there / GIB)
+    cure = "a smaller Global.micro_batch_size, Model.use_recompute, more devices; `ppfleetx plan` ranks them"
+    if cpu:  # what others hold now may be free when the job starts
+        return warn("memory", text, cure, needed_gib=needed / GIB, there_gib=there / GIB)
+    return fail("memory", text, cure, needed_gib=needed / GIB, there_gib=there / GIB)
+
+
+def _there(case: Case) -> tuple[float, str]:
+    """Bytes of one device, and what it is called."""
+    if case.device == "gpu":
+        import paddle
+
+        found = paddle.device.cuda.get_device_properties(paddle.get_device())
+        return float(found.total_memory), found.name
+    return (available_bytes() or 0) / case.local_size, "this machine's free memory, shared by its processes"
