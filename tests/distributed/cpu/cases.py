@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from unittest import mock
 
 import numpy as np
 import paddle
@@ -399,40 +400,52 @@ def out_of_step(kind: str) -> str:
     return f"{time.perf_counter() - begin:.2f} fine"
 
 
-def stranger() -> str:
-    """Someone without the token at every rank's door does not disturb the job."""
+def stranger(directory: str) -> str:
+    """Someone without the token at every rank's door does not disturb the job.
+
+    Where the ranks meet they come before rank 1, who waits for a file in ``directory``: a job that is
+    complete hangs up on whoever has not been heard yet, in another way.
+    """
     import socket
     import threading
+    from pathlib import Path
 
     seen: list[bytes] = []
+    came = Path(directory) / "strangers came"
 
-    def knock(address: tuple, meets: bool) -> None:
-        with contextlib.suppress(ConnectionError), socket.create_connection(address):  # says nothing
-            with socket.create_connection(address) as liar:
-                liar.settimeout(5)
+    def knock(address: tuple, meets: bool, is_there: threading.Event) -> None:
+        with contextlib.suppress(ConnectionError), connect(address):  # says nothing
+            with connect(address) as liar:
+                liar.settimeout(60)
                 if meets:
                     liar.sendall(b'{"rank": "boss"}\n')
-                else:
+                is_there.set()
+                if not meets:
                     liar.recv(32)  # the challenge
                     liar.sendall(b"\0\0\0\1" + b"\0" * 8 + b"x" * 64)
                 seen.append(liar.recv(1))
             time.sleep(0.2)
 
-    original, knockers = socket.create_server, []
+    serve, connect, knockers = socket.create_server, socket.create_connection, []
 
     def create_server(address, **options):
-        server = original(address, **options)
+        server, is_there = serve(address, **options), threading.Event()
         meets = not address[0]  # rank 0 lets all ranks meet at any of its addresses
-        knockers.append(threading.Thread(target=knock, args=(server.getsockname(), meets)))
+        knockers.append(threading.Thread(target=knock, args=(server.getsockname(), meets, is_there)))
         knockers[-1].start()
-        time.sleep(0.1)
+        assert is_there.wait(60)
+        if meets:
+            came.touch()
         return server
 
-    socket.create_server = create_server
-    try:
+    def create_connection(*arguments):
+        deadline = time.monotonic() + 60
+        while not came.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return connect(*arguments)
+
+    with mock.patch.multiple(socket, create_server=create_server, create_connection=create_connection):
         start()
-    finally:
-        socket.create_server = original
     x = paddle.ones([1])
     dist.all_reduce(x)
     for knocker in knockers:

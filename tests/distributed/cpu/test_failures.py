@@ -81,8 +81,8 @@ def test_waits_are_bounded(ranks):
     assert seconds < 4
 
 
-def test_strangers_are_turned_away(ranks):
+def test_strangers_are_turned_away(ranks, tmp_path):
     pool = ranks(2, PADDLE_STRANGERS="1")  # a pool of its own: the connections are made in the test
-    first, second = pool.run(CASES + "stranger")
+    first, second = pool.run(CASES + "stranger", timeout=120.0, directory=str(tmp_path))
     assert first == "2 [b'', b'']"  # hung up on after the wrong greeting and the wrong proof
     assert second == "2 []"  # the highest rank waits for nobody and listens no more
