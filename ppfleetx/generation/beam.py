@@ -26,6 +26,7 @@ import paddle
 from ppfleetx.generation.processors import largest, log_probabilities
 from ppfleetx.generation.search import Row, Rules, process
 from ppfleetx.generation.session import DecodingSession
+from ppfleetx.utils.hangs.progress import GENERATING, PROGRESS
 
 # Where a group's beams are still copies of each other, only the first one counts.
 _COPY = -1e9
@@ -87,6 +88,7 @@ def beam_search(
     ]
     active, step = groups, 0
     while True:
+        PROGRESS.beat(GENERATING)
         moves = _take_step(active, log_probabilities(logits), session.history, step, rules)
         going_on = [place for place, group in enumerate(active) if group.is_open]
         if not going_on:

@@ -17,6 +17,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from ppfleetx.generation.continuous import ContinuousBatch
 from ppfleetx.generation.search import OnToken, Row, Rules, process
 from ppfleetx.generation.session import NextTokenModel
+from ppfleetx.utils.hangs.progress import GENERATING, PROGRESS
 
 _WEIGHTS = 32
 """Positions whose arithmetic takes as long as what a pass takes anyway, most of it for reading the weights:
@@ -56,6 +57,7 @@ def decode_with_lookup(
     results = [row.result for row in rows]
     logits = batch.next_logits().unsqueeze(0)
     while True:
+        PROGRESS.beat(GENERATING)
         likeliest = logits.argmax(-1).numpy()
         new = [row.take(logits, likeliest, i, rules, on_token) for i, row in enumerate(rows)]
         going_on = [i for i, row in enumerate(rows) if row.result.finish_reason is None]

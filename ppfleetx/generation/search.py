@@ -16,6 +16,7 @@ import paddle
 from ppfleetx.generation.draws import RandomStream, draw
 from ppfleetx.generation.processors import candidates, forbid, force, penalize_repetition
 from ppfleetx.generation.session import DecodingSession
+from ppfleetx.utils.hangs.progress import GENERATING, PROGRESS
 
 FinishReason = Literal["stop", "length"]
 Choose = Callable[[paddle.Tensor, np.ndarray, int], paddle.Tensor]
@@ -99,6 +100,7 @@ def decode(
     limits = np.array([row.max_new_tokens for row in rows])
     active = np.arange(len(rows))
     for step in itertools.count():
+        PROGRESS.beat(GENERATING)
         scores = process(logits, session.history, step, limits[active], rules)
         tokens = choose(scores, active, step).numpy()
         going_on = []

@@ -6,6 +6,8 @@ programs too (``tests/helpers/programs.py``). A pool of ranks stays alive and
 takes one call after another: ``pool.run("tests.distributed.cpu.cases:all_reduce", dtype="float32")`` imports
 the module in every rank and calls the function with the given JSON values; what it returns must be JSON.
 
+Ranks on GPUs are executed anew instead of forked: CUDA does not survive a fork.
+
 Nothing outlives the session: the nursery leads a process group that is killed as a whole, and it and every
 rank ask the kernel to die with their parent.
 """
@@ -36,7 +38,7 @@ from ppfleetx.utils.log import configure_logging
 from tests.helpers import programs
 
 ROOT = Path(__file__).resolve().parents[2]
-START_SECONDS = 60.0
+START_SECONDS = 180.0
 
 
 @dataclass
@@ -89,10 +91,15 @@ class Nursery:
     def pid(self) -> int:
         return self._process.pid
 
-    def fork(self, settings: dict[str, str], log: Path) -> socket.socket:
-        """A new rank with these environment variables; returns the connection to it."""
+    def fork(self, settings: dict[str, str], log: Path, *, executed: bool = False) -> socket.socket:
+        """A new rank with these environment variables; returns the connection to it.
+
+        Args:
+            executed: it imports Paddle by itself, instead of being forked from what has.
+        """
         ours, theirs = socket.socketpair()
-        self.send({"settings": settings, "log": str(log)}, [theirs.fileno()])
+        message = {"settings": settings, "log": str(log), **({"executed": True} if executed else {})}
+        self.send(message, [theirs.fileno()])
         theirs.close()
         return ours
 
@@ -120,10 +127,25 @@ def shared_nursery() -> Nursery:
 
 
 class RankPool:
-    """``size`` ranks of one job."""
+    """``size`` ranks of one job.
 
-    def __init__(self, nursery: Nursery, size: int, **environment: str) -> None:
-        self.size, self.usable = size, True
+    Args:
+        nursery: forks them.
+        device: ``cpu``, or ``gpu``: each rank has a card.
+        executed: they import Paddle by themselves, as ranks with a card always do.
+        environment: more variables.
+    """
+
+    def __init__(
+        self,
+        nursery: Nursery,
+        size: int,
+        *,
+        device: str = "cpu",
+        executed: bool = False,
+        **environment: str,
+    ) -> None:
+        self.size, self.usable, self.calls = size, True, 0
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         self.pids: list[int] = []
         endpoints = [f"127.0.0.1:{free_port()}" for _ in range(size)]
@@ -136,12 +158,12 @@ class RankPool:
                 "PADDLE_CURRENT_ENDPOINT": endpoint,
                 "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
                 "PADDLE_MASTER": endpoints[0],
-                "PADDLE_DISTRI_BACKEND": "gloo",
                 "PADDLE_LOCAL_SIZE": str(size),
-                "PADDLE_CPU_COMM_TIMEOUT": "60",
+                **_settings_of(device, rank),
                 **environment,
             }
-            self._sockets.append(nursery.fork(settings, self._logs[rank]))
+            executes = executed or device == "gpu"
+            self._sockets.append(nursery.fork(settings, self._logs[rank], executed=executes))
         self._buffers = [b""] * size
         started = self._collect(set(range(size)), START_SECONDS)
         self.pids = [outcome.value for outcome in started]
@@ -150,6 +172,7 @@ class RankPool:
     def call(self, target: str, *, timeout: float = 60.0, **arguments: Any) -> list[Outcome]:
         """Run ``target`` ("module:function") in every rank; what did not end in time is killed."""
         assert self.usable, "a pool whose ranks failed is not used again"
+        self.calls += 1
         request = json.dumps({"target": target, "arguments": arguments}).encode() + b"\n"
         for connection in self._sockets:
             with contextlib.suppress(OSError):
@@ -233,15 +256,25 @@ class RankPool:
         self._directory.cleanup()
 
 
+def _settings_of(device: str, rank: int) -> dict[str, str]:
+    """What Paddle's launcher would tell a rank of its device."""
+    if device == "gpu":
+        return {"FLAGS_selected_gpus": str(rank)}
+    return {"PADDLE_DISTRI_BACKEND": "gloo", "PADDLE_CPU_COMM_TIMEOUT": "60"}
+
+
 class Pools:
     """Pools by size and environment, made when first asked for and again after a failure.
 
     Args:
         preload: slow modules that all ranks will need.
+        device: of all of them, ``cpu`` or ``gpu``.
+        most_calls: a pool is made anew after so many calls; 0: never. Each plan makes process groups, whose
+            memory on a card Paddle does not give back.
     """
 
-    def __init__(self, preload: Sequence[str] = ()) -> None:
-        self._preload = preload
+    def __init__(self, preload: Sequence[str] = (), *, device: str = "cpu", most_calls: int = 0) -> None:
+        self._preload, self._device, self._most_calls = preload, device, most_calls
         self._pools: dict[tuple, RankPool] = {}
 
     def __call__(self, size: int, **environment: str) -> RankPool:
@@ -251,10 +284,11 @@ class Pools:
             self._preload = ()
         key = (size, *sorted(environment.items()))
         pool = self._pools.get(key)
-        if pool is None or not pool.usable:
+        is_worn = pool is not None and self._most_calls and pool.calls >= self._most_calls
+        if pool is None or not pool.usable or is_worn:
             if pool is not None:
                 pool.close()
-            pool = self._pools[key] = RankPool(nursery, size, **environment)
+            pool = self._pools[key] = RankPool(nursery, size, device=self._device, **environment)
         return pool
 
     def close(self) -> None:
@@ -282,12 +316,23 @@ def _serve_forks(control: socket.socket) -> None:
         if os.fork() == 0:
             control.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            if "program" in message:
+            if message.pop("executed", False):
+                _execute_rank(connection, message)
+            elif "program" in message:
                 programs.serve(socket.socket(fileno=connection), streams)
             else:
                 _become_rank(socket.socket(fileno=connection), **message)
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _execute_rank(connection: int, message: dict[str, Any]) -> None:
+    """In a fork of the nursery: start Python again, which knows nothing of what the nursery has loaded."""
+    environment = {k: v for k, v in os.environ.items() if k != "FLAGS_use_stride_kernel"}
+    os.set_inheritable(connection, True)
+    command = [sys.executable, "-m", "tests.helpers.ranks", str(connection), json.dumps(message)]
+    os.chdir(ROOT)
+    os.execve(sys.executable, command, {**environment, **message["settings"]})
 
 
 def _become_rank(connection: socket.socket, settings: dict[str, str], log: str) -> None:
@@ -320,4 +365,7 @@ def _become_rank(connection: socket.socket, settings: dict[str, str], log: str) 
 
 
 if __name__ == "__main__":
-    _serve_forks(socket.socket(fileno=int(sys.argv[1])))
+    given = socket.socket(fileno=int(sys.argv[1]))
+    if len(sys.argv) > 2:
+        _become_rank(given, **json.loads(sys.argv[2]))
+    _serve_forks(given)

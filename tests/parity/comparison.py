@@ -53,14 +53,15 @@ class Comparison:
         pools: where ranks come from.
         directory: for the weights of the runs of one process.
         short: three steps instead of five; ``make parity`` runs all of them.
+        train: what the ranks run, ``tests.parity.training:train`` or something that calls it.
 
     The model has eight layers, or four where that leaves every part of a pipeline two: what a plan does is
     the same in each layer.
     """
 
-    def __init__(self, pools: Pools, directory: Path, *, short: bool = False) -> None:
+    def __init__(self, pools: Pools, directory: Path, *, short: bool = False, train: str = TRAIN) -> None:
         self.pools, self._directory, self._references = pools, directory, {}
-        self._short = short
+        self._short, self._train = short, train
 
     def run(
         self,
@@ -102,7 +103,7 @@ class Comparison:
     ) -> list[dict[str, Any]]:
         """Results of the plan's run, by rank."""
         return self.pools(plan.world_size).run(
-            TRAIN,
+            self._train,
             timeout=120.0,
             plan=fields_of(plan),
             world_size=plan.world_size,
@@ -121,7 +122,7 @@ class Comparison:
         if key not in self._references:
             directory = tempfile.mkdtemp(dir=self._directory)
             (result,) = self.pools(1).run(
-                TRAIN,
+                self._train,
                 plan={},
                 world_size=1,
                 model=model,

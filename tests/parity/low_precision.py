@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,6 +30,7 @@ def train(
 
     Args:
         mix_precision: keys of ``Engine.mix_precision``.
+        extra: more overrides; with ``Global.device`` ``gpu`` the kernels are the card's own.
         spoilt: step (from 0, as a text) -> canonical name of a parameter whose gradient is made infinite
             in that step, on the last rank that holds it and on no other.
 
@@ -42,9 +44,10 @@ def train(
     from ppfleetx.parallel.runner import NonFiniteError
     from tests.helpers.low_precision import emulated
 
+    kernels = contextlib.nullcontext() if (extra or {}).get("Global.device") == "gpu" else emulated()
     options = {f"{OPTIONS}.{key}": value for key, value in {"enable": True, **mix_precision}.items()}
     outputs, digests, error = [], [], ""
-    with paddle.utils.unique_name.guard(), emulated():
+    with paddle.utils.unique_name.guard(), kernels:
         cfg, ctx, runner = build(plan, world_size, model, optimizer, micro_batch_size, {**options, **extra})
         digests.append(state_digest(runner))
         inexact = _inexact_masters(runner, cfg.Global.seed)

@@ -21,6 +21,7 @@ from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.programs.generate import check_checkpoint, find_tokenizer
 from ppfleetx.core.programs.launch import start_with, world_size
 from ppfleetx.core.programs.perplexity import perplexity
+from ppfleetx.core.programs.watching import EVALUATION_DIR, watched
 from ppfleetx.data.tasks.evaluation import (
     LastWords,
     SlidingWindows,
@@ -31,6 +32,7 @@ from ppfleetx.data.tasks.evaluation import (
 )
 from ppfleetx.data.vocabulary import check_tokenizer
 from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.hangs.progress import EVALUATING, PROGRESS
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.progress import track
 
@@ -180,11 +182,19 @@ def evaluate(
     Raises:
         UserError: no such checkpoint, or it does not fit the model.
     """
+    with watched(cfg, ctx, EVALUATION_DIR):
+        return _evaluate(cfg, ctx, windows)
+
+
+def _evaluate(
+    cfg: RunConfig, ctx: ParallelContext, windows: SlidingWindows | LastWords
+) -> tuple[Result, dict[str, Any]]:
     from ppfleetx.core.programs.train import build_runner, find_weights
 
     start = find_weights(cfg, ctx)
     runner = build_runner(cfg, ctx, train=False)
     start.restore_weights(runner, cfg.Model)
+    PROGRESS.is_under_way = True
     started = time.perf_counter()
     total = sum_over_windows(runner, cfg, ctx, windows)
     result = result_of(cfg, windows, total)
@@ -215,6 +225,7 @@ def sum_over_windows(
     since = time.perf_counter()
     shown = track(batches, "evaluating", total=num_steps, unit="batch", show="auto" if ctx.is_main else False)
     for step, batch in enumerate(shown, 1):
+        PROGRESS.beat(EVALUATING)
         batch_total, batch_scored = runner.eval_step([batch])
         total, scored = total + batch_total, scored + batch_scored
         if step % section.logging_freq == 0 or step == num_steps:

@@ -21,10 +21,12 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.programs.launch import start_with, world_size
 from ppfleetx.core.programs.sources import named_checkpoint
+from ppfleetx.core.programs.watching import GENERATION_DIR, watched
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.data.vocabulary import check_tokenizer
 from ppfleetx.distributed.together import gather, joint_errors
 from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.hangs.progress import PROGRESS
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
@@ -60,7 +62,13 @@ def generate(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], outpu
     Raises:
         UserError: checkpoint, tokenizer, prompts or options that cannot be generated with, in words.
     """
+    with watched(cfg, ctx, GENERATION_DIR):
+        _generate(cfg, ctx, prompts, output)
+
+
+def _generate(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output: str | None) -> None:
     generator = load_generator(cfg, ctx)
+    PROGRESS.is_under_way = True
     if _is_followed(cfg, ctx, prompts):
         results = [_print_as_it_comes(generator, prompts[0], cfg)]
     else:

@@ -31,7 +31,7 @@ from ppfleetx.core.programs.check import check_report
 from ppfleetx.core.programs.out_of_memory import explained_memory
 from ppfleetx.core.programs.sources import named_checkpoint
 from ppfleetx.core.programs.token_ids import token_id_lines
-from ppfleetx.core.programs.watching import watched
+from ppfleetx.core.programs.watching import EVALUATION_DIR, watched
 from ppfleetx.data.build import build_dataloader, load_tokenizer
 from ppfleetx.data.loader import DataLoader, MicroBatch
 from ppfleetx.data.tasks.glue import TASKS
@@ -42,6 +42,7 @@ from ppfleetx.distributed.together import first_on_each_node, joint_errors, loca
 from ppfleetx.optims.schedules import build_schedule
 from ppfleetx.parallel.apply import parallelize
 from ppfleetx.parallel.runner import Runner
+from ppfleetx.utils.hangs.progress import PROGRESS
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.progress import track
 
@@ -176,6 +177,11 @@ def evaluate(cfg: RunConfig, ctx: ParallelContext) -> list[EvalRecord]:
     """
     if cfg.Data.Eval is None:
         raise _without_data("evaluation", "Data.Eval.dataset.input_dir")
+    with watched(cfg, ctx, EVALUATION_DIR):
+        return _evaluate(cfg, ctx)
+
+
+def _evaluate(cfg: RunConfig, ctx: ParallelContext) -> list[EvalRecord]:
     start = find_weights(cfg, ctx)
     sets = first_on_each_node(ctx, lambda: _evaluation_data(cfg, ctx))
     runner = build_runner(cfg, ctx, train=False)
@@ -183,6 +189,7 @@ def evaluate(cfg: RunConfig, ctx: ParallelContext) -> list[EvalRecord]:
     callbacks = build_callbacks(CallbackSetup(cfg, ctx, output_dir_of(cfg), trains=False))
     engine = Engine(cfg, ctx, runner, callbacks=callbacks, new_measure=measure_of(cfg, ctx))
     engine.state = start.state
+    PROGRESS.is_under_way = True
     records = engine.evaluate(sets)
     if cfg.Model.task.classifies and cfg.Data.Test is not None:
         _predict_test(cfg, ctx, runner)

@@ -1,4 +1,4 @@
-"""The watchdog of a training run: from the configuration to a thread that watches this process."""
+"""The watchdog of a program: from the configuration to a thread that watches this process."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from ppfleetx.utils.hangs.report import Identity
 from ppfleetx.utils.peers import ends_this_process
 
 HANG_DIR = "hang"
+"""Of a training. Programs that may run beside it have directories of their own, so that what one of them lays
+down is not taken for the other's."""
+EVALUATION_DIR, GENERATION_DIR = "hang_evaluation", "hang_generation"
 
 
 def watch_start(cfg: RunConfig, rank: int, device: str) -> None:
     """Watch this process from now on, before Paddle is imported; only in a program of ours, whose training
     ends the watch."""
     if ends_this_process():
-        _begin(cfg, rank, device)
+        _begin(cfg, rank, device, HANG_DIR)
 
 
 def introduce(cfg: RunConfig, ctx: ParallelContext) -> None:
@@ -33,10 +36,14 @@ def introduce(cfg: RunConfig, ctx: ParallelContext) -> None:
 
 
 @contextmanager
-def watched(cfg: RunConfig, ctx: ParallelContext) -> Iterator[None]:
-    """Within, this process is watched; a watch that has begun already goes on."""
+def watched(cfg: RunConfig, ctx: ParallelContext, directory: str = HANG_DIR) -> Iterator[None]:
+    """Within, this process is watched; a watch that has begun already goes on.
+
+    Args:
+        directory: under the output directory, for the reports.
+    """
     if watchdog.current() is None:
-        _begin(cfg, ctx.rank, ctx.device)
+        _begin(cfg, ctx.rank, ctx.device, directory)
     introduce(cfg, ctx)
     try:
         yield
@@ -44,7 +51,7 @@ def watched(cfg: RunConfig, ctx: ParallelContext) -> Iterator[None]:
         watchdog.finish()
 
 
-def _begin(cfg: RunConfig, rank: int, device: str) -> None:
+def _begin(cfg: RunConfig, rank: int, device: str, directory: str) -> None:
     engine = cfg.Engine
     limits = watchdog.Limits(
         timeout=engine.hang_timeout,
@@ -53,7 +60,7 @@ def _begin(cfg: RunConfig, rank: int, device: str) -> None:
         counts_work=device == "cpu",
     )
     who = Identity(rank, cfg.plan.world_size)
-    watchdog.begin(who, limits, output_dir_of(cfg) / HANG_DIR, end=_end)
+    watchdog.begin(who, limits, output_dir_of(cfg) / directory, end=_end)
 
 
 def _end() -> None:

@@ -47,4 +47,5 @@ PROGRESS = Progress()
 
 MEETING = "meeting the other ranks"
 READING, STEPPING = "reading data", "in its step"
-EVALUATING, SAVING, RESTING = "evaluating", "saving a checkpoint", "between two steps"
+EVALUATING, GENERATING = "evaluating", "generating"
+SAVING, RESTING = "saving a checkpoint", "between two steps"

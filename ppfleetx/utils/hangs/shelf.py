@@ -13,6 +13,7 @@ from ppfleetx.utils.hangs.report import Report, read_reports
 
 PATIENCE_SECONDS = 5.0
 PRIVATE = 0o700
+_SUMMARY = "summary.txt"
 
 
 class Shelf:
@@ -62,15 +63,16 @@ class Shelf:
         """What the ranks have laid down after ``since``."""
         return self._do(lambda: read_reports(self.directory, since=since)) or {}
 
-    def clear(self, rank: int) -> None:
-        """Take away what this rank has laid down here, if anything."""
+    def clear(self, rank: int | None = None) -> None:
+        """Take away what this rank, or the job (None), has laid down here, if anything."""
         if not self._is_started:
             return
 
         def remove() -> None:
             with contextlib.suppress(OSError):
-                for path in self.directory.glob(f"rank_{rank:05d}.*"):
-                    path.unlink()
+                patterns = ["rank_*", _SUMMARY] if rank is None else [f"rank_{rank:05d}.*"]
+                for path in (path for pattern in patterns for path in self.directory.glob(pattern)):
+                    path.unlink(missing_ok=True)
                 self.directory.rmdir()  # by the last one
 
         self._do(remove)
@@ -80,7 +82,7 @@ class Shelf:
 
         def write() -> None:
             with contextlib.suppress(OSError):
-                (self.directory / "summary.txt").write_text(f"{sentence}\n", encoding="utf-8")
+                (self.directory / _SUMMARY).write_text(f"{sentence}\n", encoding="utf-8")
 
         self._do(write)
 

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any
 
 from ppfleetx.utils.hangs.explain import Explanation, explain
 from ppfleetx.utils.hangs.kernel import Activity, birth_of, killed_for_memory, machine, state_of
-from ppfleetx.utils.hangs.progress import EVALUATING, MEETING, PROGRESS, STEPPING, Progress
+from ppfleetx.utils.hangs.progress import EVALUATING, GENERATING, MEETING, PROGRESS, STEPPING, Progress
 from ppfleetx.utils.hangs.record import RECORD, CallRecord
 from ppfleetx.utils.hangs.report import Identity, Report, take
 from ppfleetx.utils.hangs.shelf import PRIVATE, Shelf
@@ -34,6 +34,7 @@ from ppfleetx.utils.peers import decide_end
 _GATHERING = 0.25  # of the time-out: so long the others' reports are waited for,
 _GATHERING_MOST = 20.0  # but no longer than this
 _WORKING_SHARE, _WORKING_BYTES = 0.2, 1 << 20  # of a core; a second
+_ON_DEVICE = (STEPPING, EVALUATING, GENERATING)
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class Watchdog:
 
     def _look_at_work(self) -> bool:
         works = self._activity.works(share=_WORKING_SHARE, size=_WORKING_BYTES)
-        if not self._limits.counts_work and self._progress.place in (STEPPING, EVALUATING):
+        if not self._limits.counts_work and self._progress.place in _ON_DEVICE:
             works = False
         if works:
             self._worked = time.monotonic()
@@ -167,8 +168,7 @@ class Watchdog:
         asked = self._seen_until
         report = self._report(timeout, works)
         text = readable(report)
-        for shelf in self._shelves:
-            shelf.lay(report, text)
+        laid = [shelf.directory for shelf in self._shelves if shelf.lay(report, text)]
         reports = self._gather(report, asked, timeout)
         explanation = explain(reports)
         self._seen_until = time.time()
@@ -183,7 +183,12 @@ class Watchdog:
             # The others decide at about the same time, and then take the end of this process for what it is.
             last = max(one.written for one in reports.values()) + self._patience(timeout) + 2 * self._tick
             time.sleep(min(max(last - time.time(), 0.0), _GATHERING_MOST))
-        self._tell(f"{_since(reports)}: {explanation.sentence}", explanation, report.rank == min(reports))
+        if report.rank == min(reports):
+            self._tell(f"{_since(reports)}: {explanation.sentence}", explanation, laid)
+        if self._limits.ends:
+            self._drop_copies(reports)
+            self._end()
+        self._excused = time.monotonic()
 
     def _report(self, timeout: float, works: bool) -> Report:
         report = take(
@@ -209,14 +214,18 @@ class Watchdog:
         """Seconds that the reports of the other ranks are waited for."""
         return min(_GATHERING * timeout, _GATHERING_MOST) + 2 * self._tick
 
-    def _tell(self, text: str, explanation: Explanation, is_first: bool) -> None:
-        if is_first:
-            for shelf in self._shelves:
-                shelf.say(explanation.sentence)
-            print(f"error: {text}; the ranks' reports are in {self.directory}", file=sys.stderr, flush=True)
-        if self._limits.ends:
-            self._end()
-        self._excused = time.monotonic()
+    def _tell(self, text: str, explanation: Explanation, laid: Sequence[Path]) -> None:
+        where = f"the ranks' reports are in {laid[0]}" if laid else "no report could be written"
+        print(f"error: {text}; {where}", file=sys.stderr, flush=True)
+        for shelf in self._shelves:
+            shelf.say(explanation.sentence)
+
+    def _drop_copies(self, reports: Mapping[int, Report]) -> None:
+        """Those on the local disk have served when the run's own directory has all of them."""
+        first, *others = self._shelves
+        if set(reports) <= set(first.reports(self._began)):
+            for shelf in others:
+                shelf.clear()
 
 
 def _since(reports: Mapping[int, Report]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 from pathlib import Path
 
@@ -25,6 +26,9 @@ def halt(kind: str, directory: str, patience: float, slow: float = 0.0) -> str:
     start()
     rank, groups = dist.get_rank(), [dist.new_group([0, 1]), dist.new_group([0, 1])]
     Inquiry.judge = lambda self, operation, suspicion: 0  # as on a GPU: nobody else finds out
+    local = Path(directory, "local")  # for copies of the reports
+    local.mkdir(exist_ok=True)
+    tempfile.tempdir = str(local)
     limits = watchdog.Limits(timeout=patience, start_timeout=patience)
     watchdog.begin(Identity(rank, 2), limits, Path(directory), end=lambda: os._exit(EXIT))
     own = [watchdog.Peers.own()]

@@ -41,6 +41,8 @@ def test_a_halt_is_explained_by_those_that_are_left(ranks, tmp_path, kind, said)
     reports = read_reports(tmp_path)
     assert explain(reports).sentence == sentence.strip()
     assert [report.rank for report in reports.values()] == ([0] if kind == "stop" else [0, 1])
+    if kind == "stop":  # otherwise the other rank may have been killed before it could clear up
+        assert list((tmp_path / "local").iterdir()) == [], "copies of the reports are left"
     assert "halt" in (tmp_path / "rank_00000.txt").read_text()
 
 

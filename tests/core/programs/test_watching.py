@@ -1,0 +1,46 @@
+"""Evaluation and generation are watched as training is: who makes no progress is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppfleetx.config.loader import load_config
+from ppfleetx.core.programs import evaluate, generate, train
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.utils.hangs import watchdog
+from tests.e2e.program import NANO
+
+PROGRAMS: list[tuple[Any, str, Callable[..., Any], str]] = [
+    (train, "_evaluate", lambda cfg, ctx: train.evaluate(cfg, ctx), "hang_evaluation"),
+    (evaluate, "_evaluate", lambda cfg, ctx: evaluate.evaluate(cfg, ctx, None), "hang_evaluation"),
+    (generate, "_generate", lambda cfg, ctx: generate.generate(cfg, ctx, ["a"]), "hang_generation"),
+]
+
+
+@pytest.mark.parametrize(
+    ("module", "work", "program", "directory"), PROGRAMS, ids=["corpus", "text", "generation"]
+)
+def test_a_program_that_makes_no_progress_is_told(
+    module, work, program, directory, tmp_path: Path, monkeypatch, capfd
+) -> None:
+    """In another's process it is only told, and goes on."""
+    overrides = [f"Engine.{key}=0.3" for key in ("hang_timeout", "hang_start_timeout")]
+    cfg = load_config(NANO, [*overrides, f"Engine.save_load.output_dir={tmp_path}"])
+    said = tmp_path / directory / "summary.txt"
+
+    def hangs(*_: object) -> str:
+        deadline = time.monotonic() + 60
+        while not said.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return "went on"
+
+    monkeypatch.setattr(module, work, hangs)
+    assert program(cfg, ParallelContext.single()) == ("went on" if module is not generate else None)
+    assert "no rank waits for another" in said.read_text()
+    assert watchdog.current() is None, "the watch ends with the program"
+    assert f"reports are in {tmp_path / directory}" in capfd.readouterr().err
