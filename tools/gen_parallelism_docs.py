@@ -13,6 +13,8 @@ _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))
 
 from ppfleetx.config.plan import ParallelPlan, enumerate_plans, violations
+from ppfleetx.config.schedules import Pass as ZeroBubblePass
+from ppfleetx.config.schedules import zero_bubble_order
 from ppfleetx.utils.cli import run_tool
 
 BEGIN, END = "<!-- {name}: made by tools/gen_parallelism_docs.py -->", "<!-- end of {name} -->"
@@ -24,6 +26,7 @@ _KINDS = {
     "sequence parallel": {"mp": 2, "sequence_parallel": True},
     "pp": {"pp": 2},
     "virtual stages": {"pp": 2, "virtual_pp_degree": 2},
+    "zero bubble": {"pp": 2, "pp_schedule": "zb_h1"},
     "sharding 1": {"sharding": 2, "sharding_stage": 1},
     "sharding 2": {"sharding": 2, "sharding_stage": 2},
     "sharding 3": {"sharding": 2, "sharding_stage": 3},
@@ -38,6 +41,7 @@ def blocks() -> dict[str, str]:
         "schedules": "\n\n".join(
             [
                 _picture("1F1B, 4 stages, 8 micro batches", 4, 1, 8),
+                _zero_bubble_picture(4, 8),
                 _picture("Interleaved, 4 stages of 2 chunks, 8 micro batches", 4, 2, 8),
             ]
         ),
@@ -180,6 +184,41 @@ def _picture(title: str, stages: int, chunks: int, micro_batches: int) -> str:
         lines.append(f"rank {rank}  {''.join(cells)}")
     idle = 1 - 3 * chunks * micro_batches / length
     return f"{title}: {idle:.0%} idle\n\n```text\n" + "\n".join(lines) + "\n```"
+
+
+def _zero_bubble_picture(stages: int, micro_batches: int) -> str:
+    """ZB-H1, a column each for F, B and W; W is the micro batch's letter."""
+    rows = zero_bubble_timetable(stages, micro_batches)
+    length = max(start + 1 for row in rows for start, _ in row)
+    lines = []
+    for stage, row in enumerate(rows):
+        cells = ["."] * length
+        for start, (part, micro) in row:
+            cells[start] = {"F": str(micro + 1), "B": "-", "W": chr(ord("a") + micro)}[part]
+        lines.append(f"rank {stage}  {''.join(cells)}")
+    idle = 1 - 3 * micro_batches / length
+    title = f"ZB-H1, {stages} stages, {micro_batches} micro batches (B is `-`, W a small letter)"
+    return f"{title}: {idle:.0%} idle\n\n```text\n" + "\n".join(lines) + "\n```"
+
+
+def zero_bubble_timetable(stages: int, micro_batches: int) -> list[list[tuple[int, ZeroBubblePass]]]:
+    """(start, pass) of each rank in ZB-H1 when each of F, B and W takes 1."""
+    orders = [zero_bubble_order(stage, stages, micro_batches) for stage in range(stages)]
+    ends: dict[tuple[str, int, int], int] = {}
+    table: list[list[tuple[int, ZeroBubblePass]]] = [[] for _ in range(stages)]
+    while any(len(row) < len(order) for row, order in zip(table, orders, strict=True)):
+        for stage, (row, order) in enumerate(zip(table, orders, strict=True)):
+            while len(row) < len(order):
+                part, micro = work = order[len(row)]
+                before = {"F": stage - 1, "B": stage + 1}.get(part, stage)
+                needs = (part, before, micro)
+                is_edge = part == "W" or not 0 <= before < stages
+                if not is_edge and needs not in ends:
+                    break
+                start = max(row[-1][0] + 1 if row else 0, 0 if is_edge else ends[needs])
+                ends[part, stage, micro] = start + 1
+                row.append((start, work))
+    return table
 
 
 def main() -> int:

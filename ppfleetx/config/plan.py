@@ -29,6 +29,7 @@ CONFIG_KEYS = {
     "pp_layers": "Distributed.pp_layers",
     "sequence_parallel": "Model.sequence_parallel",
     "virtual_pp_degree": "Model.virtual_pp_degree",
+    "pp_schedule": "Distributed.pp_schedule",
     "num_layers": "Model.num_layers",
     "num_heads": "Model.num_attention_heads",
     "num_groups": "Model.num_query_groups",
@@ -54,6 +55,7 @@ class ParallelPlan:
     sequence_parallel: bool = False
     virtual_pp_degree: int = 1
     pp_layers: tuple[int, ...] | None = None
+    pp_schedule: str = "1f1b"
 
     @property
     def world_size(self) -> int:
@@ -109,6 +111,7 @@ class ParallelPlan:
             text += f" (stage {self.sharding_stage}{', offload' if self.sharding_offload else ''})"
         text += f", sep {self.sep}" if self.sep > 1 else ""
         text += f", virtual pp {self.virtual_pp_degree}" if self.virtual_pp_degree > 1 else ""
+        text += f", {self.pp_schedule}" if self.pp_schedule != "1f1b" else ""
         return text + (", sequence parallel" if self.sequence_parallel else "")
 
 
@@ -163,6 +166,16 @@ LEGAL: tuple[PlanRule, ...] = (
         lambda p, w: p.virtual_pp_degree == 1 or p.pp > 1,
         "virtual stages (virtual_pp_degree {virtual_pp_degree}) are parts of pipeline stages, so they need "
         "pp_degree > 1 (it is {pp})",
+    ),
+    PlanRule(
+        ("pp_schedule", "pp"),
+        lambda p, w: p.pp_schedule == "1f1b" or p.pp > 1,
+        "{pp_schedule} is an order of pipeline stages, so it needs pp_degree > 1 (it is {pp})",
+    ),
+    PlanRule(
+        ("pp_schedule", "virtual_pp_degree"),
+        lambda p, w: p.pp_schedule == "1f1b" or p.virtual_pp_degree == 1,
+        "{pp_schedule} is built for whole stages: virtual_pp_degree must be 1 (it is {virtual_pp_degree})",
     ),
     PlanRule(
         ("pp_layers", "pp", "virtual_pp_degree"),
@@ -301,7 +314,8 @@ def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = No
     nearest_first = heapq.nsmallest(_MAX_TRIED, _distances(plan, world_size), key=itemgetter(0))
     near = [degrees for _, degrees in nearest_first]
     options = {
-        key: getattr(plan, key) for key in ("sharding_stage", "sequence_parallel", "virtual_pp_degree")
+        key: getattr(plan, key)
+        for key in ("sharding_stage", "sequence_parallel", "virtual_pp_degree", "pp_schedule")
     }
     alike = (ParallelPlan(*degrees, **options) for degrees in near if degrees[-1] == plan.sep)
     every = (

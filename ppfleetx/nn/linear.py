@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import paddle
-import paddle.nn.functional as F
 from paddle import nn
+
+from ppfleetx.nn.products import Products
 
 
 class Linear(nn.Layer):
-    """``x @ weight + bias`` with ``weight [in, out]``."""
+    """``x @ weight + bias`` with ``weight [in, out]``.
+
+    Attributes:
+        linear: computes it; what Paddle's own parallel layers call by this name.
+    """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
         super().__init__()
+        self.linear = Products().linear
         zeros = nn.initializer.Constant(0.0)  # the real values come from build_stage
         self.weight = self.create_parameter([in_features, out_features], default_initializer=zeros)
         self.bias = self.create_parameter([out_features], is_bias=True) if bias else None
@@ -19,8 +25,8 @@ class Linear(nn.Layer):
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         """``x [..., in]`` to ``[..., out]``."""
         if self.bias is not None and trains_on_cpu(x):
-            return _add_bias(F.linear(x, self.weight), self.bias)
-        return F.linear(x, self.weight, self.bias)
+            return _add_bias(self.linear(x, self.weight), self.bias)
+        return self.linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         return f"in={self.weight.shape[0]}, out={self.weight.shape[1]}, bias={self.bias is not None}"

@@ -14,6 +14,7 @@ from ppfleetx.models.module import BasicModule
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import layer_factory
 from ppfleetx.nn.fake_quant import with_quantizers
+from ppfleetx.nn.products import SplitProducts
 from ppfleetx.nn.quantized import with_small_weights
 from ppfleetx.nn.stage import LayerFactory, Stage
 from ppfleetx.optims.adamw import Optimizer
@@ -64,11 +65,17 @@ def _pipeline_runner(
 
     from ppfleetx.parallel.pipeline import PipelineLoss, PipelineRunner, StagePipeline, tied_group
     from ppfleetx.parallel.two_stages import interleave_two_stages
+    from ppfleetx.parallel.zero_bubble import ZeroBubblePipeline
 
+    products = SplitProducts() if train and ctx.plan.pp_schedule == "zb_h1" else None
+    if products is not None:
+        factory.products = products
     options, stages, loss = _step_options(cfg), _stages(module, factory, cfg), PipelineLoss(module, factory)
     model = StagePipeline(stages, ctx.plan, cfg.Global.seed if train else None, loss)
     tied = tied_group(stages, ctx)
-    if ctx.size_of("pp") == 2 and ctx.plan.virtual_pp_degree > 1:
+    if products is not None:
+        pipeline = ZeroBubblePipeline(model, products)
+    elif ctx.size_of("pp") == 2 and ctx.plan.virtual_pp_degree > 1:
         pipeline = interleave_two_stages(model, cfg.batch.accumulate_steps)
     else:
         pipeline = fleet.distributed_model(model)

@@ -76,6 +76,7 @@ WRONG_OVERRIDES = [
         "Distributed.pp_degree=3",
         ["Distributed.pp_degree = 3", "4 layers do not divide", "Distributed.pp_layers"],
     ),
+    ("Distributed.pp_schedule=zb_h1", ["Distributed.pp_schedule = 'zb_h1'", "needs pp_degree > 1"]),
     ("Distributed.sharding.sharding_stage=4", ["sharding_stage = 4", "one of 1, 2, 3"]),
     ("Distributed.sharding.sharding_stage=True", ["sharding_stage = True", "one of 1, 2, 3"]),
     ("Distributed.sharding.sharding_offload=True", ["sharding_offload = True", "sharding_stage 2 or 3"]),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.gen_parallelism_docs import filled, order_of_passes, timetable
+from tools.gen_parallelism_docs import filled, order_of_passes, timetable, zero_bubble_timetable
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,6 +35,14 @@ def test_idle_share_is_the_published_one(stages, chunks, micro_batches):
     length = max(start + (1 if work[0] == "F" else 2) for row in table for start, work in row)
     busy = 3 * chunks * micro_batches
     assert (length - busy) / busy == pytest.approx((stages - 1) / (chunks * micro_batches))
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (4, 8), (8, 8), (8, 20)])
+def test_zero_bubble_leaves_a_third(stages, micro_batches):
+    """(p - 1)(F + B - W) idle on every rank, with F = B = W = 1 (Qi et al., 2023, table 2)."""
+    table = zero_bubble_timetable(stages, micro_batches)
+    length = max(start + 1 for row in table for start, _ in row)
+    assert length - 3 * micro_batches == stages - 1
 
 
 def test_every_pass_is_run_once():

@@ -26,6 +26,7 @@ PLANS = [
     Plan(mp=2, sep=2, sequence_parallel=True),
     Plan(dp=2, pp=2, mp=2),
     Plan(pp=2, sharding=2, sharding_stage=2, sharding_offload=True),
+    Plan(pp=2, sharding=2, sharding_stage=3, pp_schedule="zb_h1"),
 ]
 
 

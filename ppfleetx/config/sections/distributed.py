@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import model_validator
 
 from ppfleetx.config.fields import Bool, CountInt, Degree, NumberChoice, PositiveFloat, RuleError, Section
+from ppfleetx.config.schedules import PipelineSchedule
 
 
 class ShardingConfig(Section):
@@ -35,6 +36,10 @@ class DistributedConfig(Section):
     """Tensor parallel ranks of one layer."""
     pp_degree: Degree = 1
     """Pipeline stages."""
+    pp_schedule: PipelineSchedule = "1f1b"
+    """Order of a pipeline's passes. `zb_h1` leaves the gradients of weights until a stage would otherwise
+    wait (ZB-H1, Qi et al. 2023), in the memory of `1f1b`; it needs `Model.virtual_pp_degree` 1. No number
+    changes."""
     sep_degree: Degree = 1
     """Ranks that split each sequence."""
     sharding: ShardingConfig = ShardingConfig()

@@ -159,5 +159,6 @@ def plan_of(cfg: RunConfig) -> ParallelPlan:
         sharding_offload=sharding.sharding_offload,
         sequence_parallel=cfg.Model.sequence_parallel,
         virtual_pp_degree=cfg.Model.virtual_pp_degree,
+        pp_schedule=distributed.pp_schedule,
         pp_layers=distributed.layers_of_chunks(cfg.Model.num_layers, cfg.Model.virtual_pp_degree),
     )

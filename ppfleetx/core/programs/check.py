@@ -124,7 +124,10 @@ def _pipeline_lines(cfg: RunConfig, plan: ParallelPlan) -> list[str]:
 
 
 def bubble_share(plan: ParallelPlan, micro_batches: int) -> float:
-    """Idle share of the total time, (p - 1) / (v m + p - 1), with equal stages (Narayanan et al. 2021)."""
+    """Idle share of the total time, with equal stages: (p - 1) / (v m + p - 1) (Narayanan et al. 2021); with
+    zb_h1 (p - 1) / (3 m + p - 1), all parts of a pass being equally long (Qi et al. 2023, table 2)."""
+    if plan.pp_schedule == "zb_h1":
+        return (plan.pp - 1) / (3 * micro_batches + plan.pp - 1)
     return (plan.pp - 1) / (plan.virtual_pp_degree * micro_batches + plan.pp - 1)
 
 

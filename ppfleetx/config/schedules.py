@@ -1,0 +1,41 @@
+"""The orders in which a pipeline rank runs its passes: one list for the runner, the planner and the pages."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+PipelineSchedule = Literal["1f1b", "zb_h1"]
+Part = Literal["F", "B", "W"]
+
+
+class Pass(NamedTuple):
+    """A piece of one micro batch's work on one pipeline rank.
+
+    Attributes:
+        part: ``F`` forward pass; ``B`` the gradients of inputs; ``W`` the gradients of weights.
+        micro: which micro batch, counted from 0.
+    """
+
+    part: Part
+    micro: int
+
+
+def zero_bubble_order(stage: int, num_stages: int, micro_batches: int) -> list[Pass]:
+    """ZB-H1 on the rank ``stage`` (Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2.2).
+
+    Forward passes and gradients of inputs come in the order of 1F1B. Gradients of weights follow ``stage``
+    micro batches later, and fill the end, where 1F1B waits. A rank has at most ``num_stages - stage`` micro
+    batches between F and B, and ``stage`` between B and W: together no more than the first rank has in 1F1B.
+    """
+    ahead = min(num_stages - 1 - stage, micro_batches)
+    order = [Pass("F", micro) for micro in range(ahead)]
+    waiting = 0
+    for micro in range(micro_batches):
+        if ahead + micro < micro_batches:
+            order.append(Pass("F", ahead + micro))
+        order.append(Pass("B", micro))
+        waiting += 1
+        if waiting > stage:
+            order.append(Pass("W", micro + 1 - waiting))
+            waiting -= 1
+    return order + [Pass("W", micro) for micro in range(micro_batches - waiting, micro_batches)]

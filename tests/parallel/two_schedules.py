@@ -1,0 +1,68 @@
+"""One plan in the orders 1F1B and ZB-H1 (called in every rank)."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from tests.parity.training import build, micro_batches, take_step
+
+STEPS = 2
+
+
+def compare(
+    plan: dict[str, Any], world_size: int, model: str, micro_batch_size: int, extra: dict[str, Any]
+) -> dict[str, Any]:
+    """Numbers of a short training in each order.
+
+    Returns:
+        ``1f1b`` and ``zb_h1``: losses, gradient norms and a digest of the last weights; ``most``: in ZB-H1,
+        the largest number of micro batches between F and B, between B and W, and of both together.
+    """
+    found: dict[str, Any] = {}
+    for schedule in ("1f1b", "zb_h1"):
+        found[schedule], most = _train(
+            {**plan, "pp_schedule": schedule}, world_size, model, micro_batch_size, extra
+        )
+    return {**found, "most": most}
+
+
+def _train(
+    plan: dict[str, Any], world_size: int, model: str, micro_batch_size: int, extra: dict[str, Any]
+) -> tuple[list[Any], list[int]]:
+    import paddle
+
+    with paddle.utils.unique_name.guard():
+        cfg, ctx, runner = build(plan, world_size, model, "sgd", micro_batch_size, extra)
+        most = _watch(runner._pipeline) if plan["pp_schedule"] == "zb_h1" else []
+        outputs = [take_step(runner, step, cfg, ctx) for step in range(STEPS)]
+        loss, tokens = runner.eval_step(micro_batches(STEPS, cfg, ctx))
+        weights = hashlib.sha256()
+        for _, parameter in sorted(runner.named_parameters(), key=lambda one: one[0]):
+            weights.update(parameter.numpy().tobytes())
+    numbers = [loss / tokens, *(number for o in outputs for number in (o.loss, o.grad_norm))]
+    return [numbers, weights.hexdigest()], most
+
+
+def _watch(pipeline: Any) -> list[int]:
+    """Counts micro batches where their number changes."""
+    most, flying, products = [0, 0, 0], [0], pipeline._products
+    forward, end_backward = pipeline._forward_step, products.end_backward
+
+    def count() -> None:
+        for place, number in enumerate((flying[0], products.num_waiting, flying[0] + products.num_waiting)):
+            most[place] = max(most[place], number)
+
+    def counted_forward(*args: Any, **kwargs: Any) -> Any:
+        if pipeline._layers.training:
+            flying[0] += 1
+            count()
+        return forward(*args, **kwargs)
+
+    def counted_end() -> None:
+        end_backward()
+        flying[0] -= 1
+        count()
+
+    pipeline._forward_step, products.end_backward = counted_forward, counted_end
+    return most
