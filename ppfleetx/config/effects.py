@@ -75,7 +75,8 @@ _EFFECTS: dict[str, Effect] = {
         "Model",
         "vocab_size_divisible_unit attn_post_norm_scale ffn_post_norm_scale initializer_range "
         "embedding_initializer_range "
-        "scale_output_init attention_kernel use_flash_attn fused_linear fuse_attn_qkv use_recompute "
+        "scale_output_init attention_kernel use_flash_attn fused_linear fused_ops fuse_attn_qkv "
+        "use_recompute "
         "recompute_granularity recompute_layers no_recompute_layers recompute_interval sequence_parallel "
         "virtual_pp_degree loss_chunks",
     ),

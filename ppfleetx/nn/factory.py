@@ -20,6 +20,7 @@ from ppfleetx.distributed.collectives import exchange
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.dropout import Dropout, NoDropout, SlicedDropout
 from ppfleetx.nn.fake_quant import FakeQuantizer, unreduced
+from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 from ppfleetx.nn.init import Constant, Init, Normal
 from ppfleetx.nn.linear import Linear
 from ppfleetx.nn.lora import LoraBranch
@@ -98,9 +99,11 @@ class LocalFactory:
         keeps_weights: whether weights stay what and where they are once they have been used.
         group: tensor-parallel ranks, which share the columns of logits; None: this rank has all of them.
         products: how the layers that are made here multiply by their weights.
+        fused: the fused operators that its layers take.
     """
 
     keeps_weights = False
+    fused: FusedOps = NO_FUSED_OPS
     group: Any = None
     linear_cls: type[Linear] = Linear
     tell_rows: TellRows | None = None

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import paddle
 from paddle import nn
 
+from ppfleetx.nn.fused import FusedOps
 from ppfleetx.nn.init import Init, draw
 
 if TYPE_CHECKING:
@@ -101,8 +102,10 @@ class LayerFactory(Protocol):
     Attributes:
         tell_rows: is told the loss of each row that :meth:`token_loss` computes; None: nobody is.
         group: ranks that share the columns of logits; None: this rank has all of them.
+        fused: the fused operators that its layers take.
     """
 
+    fused: FusedOps
     tell_rows: Callable[[paddle.Tensor], None] | None
     group: Any
 

@@ -40,11 +40,13 @@ class UpdatePlace:
         decayed: whether weight decay applies to a parameter, by canonical name.
         multi_precision: keep float32 master weights of 16-bit parameters.
         on_host: keep all state in host memory and update there.
+        fused: update many parameters in one kernel, where the optimizer has one.
     """
 
     decayed: Callable[[str], bool]
     multi_precision: bool = False
     on_host: bool = False
+    fused: bool = False
 
 
 class Optimizer:
@@ -145,20 +147,23 @@ def adamw(
     weight_decay: float = 0.01,
     multi_precision: bool = False,
     on_host: bool = False,
+    fused: bool = False,
 ) -> Optimizer:
     """AdamW with decoupled weight decay (Loshchilov & Hutter 2019): p -= lr * wd * p, then Adam's step.
 
     `decayed(canonical name)` says where decay applies. `multi_precision` keeps float32 master weights
     of 16-bit parameters (Paddle has that kernel on GPUs only). `on_host` keeps all state in host memory and
-    updates on the CPU.
+    updates on the CPU. `fused` updates float32 parameters in one kernel for many.
     """
     import paddle
 
+    from ppfleetx.optims.fused_adamw import FusedAdamW
     from ppfleetx.optims.on_host import HostAdamW
 
     named_params = trainable(named_params)
     decay_by_paddle_name = {param.name: decayed(name) for name, param in named_params}
-    inner = (HostAdamW if on_host else paddle.optimizer.AdamW)(
+    kind = HostAdamW if on_host else FusedAdamW if fused else paddle.optimizer.AdamW
+    inner = kind(
         learning_rate=0.0,
         beta1=beta1,
         beta2=beta2,
@@ -200,6 +205,7 @@ def build_adamw(named_params: NamedParams, cfg: OptimizerConfig, place: UpdatePl
         weight_decay=cfg.weight_decay,
         multi_precision=place.multi_precision,
         on_host=place.on_host,
+        fused=place.fused,
     )
 
 

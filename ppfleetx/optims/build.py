@@ -19,6 +19,7 @@ def build_optimizer(
     *,
     multi_precision: bool = False,
     on_host: bool = False,
+    fused: bool = False,
 ) -> Optimizer:
     """Optimizer of section `Optimizer` over (canonical name, parameter) pairs.
 
@@ -27,13 +28,14 @@ def build_optimizer(
         named_params: parameters; frozen ones (`stop_gradient`) are left out.
         multi_precision: keep float32 master weights of 16-bit parameters (GPU).
         on_host: keep all state in host memory and update there.
+        fused: update many parameters in one kernel, where the optimizer has one.
 
     Raises:
         ConfigError: the optimizer is not known, or is not what it was registered as.
     """
     name = cfg_optimizer.name
     shapes = {name: _global_shape(param) for name, param in named_params}
-    place = UpdatePlace(lambda name: decays(name, shapes[name]), multi_precision, on_host)
+    place = UpdatePlace(lambda name: decays(name, shapes[name]), multi_precision, on_host, fused)
     if not isinstance(OPTIMIZERS.load(name), type):
         return OPTIMIZERS.make(name, named_params, cfg_optimizer, place, gives=Optimizer)
     rule = OPTIMIZERS.make(name, cfg_optimizer, gives=UpdateRule)

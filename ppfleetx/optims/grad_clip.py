@@ -9,9 +9,10 @@ parameters are grouped.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 from ppfleetx.optims.gradients import gradient_of
 
 if TYPE_CHECKING:
@@ -19,28 +20,59 @@ if TYPE_CHECKING:
 
 Reduce = Callable[["Tensor"], "Tensor"]
 
+_SMALL = 1 << 16
+"""Elements below which a gradient's norm takes less time than its launch on a GPU."""
 
-def squared_norm(params: Iterable[Tensor]) -> Tensor:
+
+def squared_norm(params: Iterable[Tensor], ops: FusedOps = NO_FUSED_OPS) -> Tensor:
     """Sum of squares of all gradients, a float64 tensor of shape [].
 
     A parameter that comes twice (tied) counts once; one without a gradient counts zero.
     """
     import paddle
-    from paddle import _C_ops
 
-    squares = [_C_ops.squared_l2_norm(grad).reshape([]) for grad in _gradients(params)]
+    squares = squares_of(list(_gradients(params)), ops)
     if not squares:
         return paddle.zeros([], dtype="float64")
     return paddle.stack(squares).astype("float64").sum()
 
 
-def global_norm(params: Iterable[Tensor], reduce: Reduce | None = None) -> Tensor:
+def squares_of(gradients: Sequence[Tensor], ops: FusedOps) -> list[Tensor]:
+    """Squared norms, of shape [], that add up to that of all ``gradients``: one of each, or with the fused
+    operator one of all small ones together, whose squares are then added in another order."""
+    import paddle
+    from paddle import _C_ops
+
+    small = [grad for grad in gradients if grad.size < _SMALL]
+    if len(small) > 1 and ops.takes("grad_norm", *small):
+        joined = paddle.concat([grad.reshape([-1]) for grad in small])
+        gradients = [*(grad for grad in gradients if grad.size >= _SMALL), joined]
+    return [_C_ops.squared_l2_norm(grad).reshape([]) for grad in gradients]
+
+
+def scale_all(gradients: Sequence[Tensor], factor: float, ops: FusedOps) -> None:
+    """Multiply all ``gradients`` by ``factor``, in place."""
+    import paddle
+    from paddle import _C_ops
+
+    with paddle.no_grad():
+        if len(gradients) > 1 and ops.takes("grad_scale", *gradients):
+            # It divides, as mixed precision does by the loss scale.
+            _C_ops.check_finite_and_unscale_(list(gradients), paddle.full([1], 1.0 / factor))
+            return
+        for gradient in gradients:
+            gradient.scale_(factor)
+
+
+def global_norm(
+    params: Iterable[Tensor], reduce: Reduce | None = None, ops: FusedOps = NO_FUSED_OPS
+) -> Tensor:
     """L2 norm over all gradients, a float64 tensor of shape [].
 
     `reduce` turns this process's sum of squares into the job's (a sum over the axes parameters are
     split on); parameters held by several ranks have to be passed by one of them only.
     """
-    total = squared_norm(params)
+    total = squared_norm(params, ops)
     return (total if reduce is None else reduce(total)).sqrt()
 
 
@@ -49,6 +81,7 @@ def clip_by_global_norm(
     max_norm: float | None,
     reduce: Reduce | None = None,
     counted: Iterable[Tensor] | None = None,
+    ops: FusedOps = NO_FUSED_OPS,
 ) -> float:
     """Scale all gradients in place so that their global norm is at most `max_norm`; give the norm before.
 
@@ -59,19 +92,14 @@ def clip_by_global_norm(
     only measures. A norm that is not finite is returned and the gradients are left alone: whether to
     skip the step or to stop is the caller's choice, and scaling would hide which gradient was bad.
     """
-    import paddle
-
     params = list(params)
-    norm = float(global_norm(params if counted is None else counted, reduce).item())
+    norm = float(global_norm(params if counted is None else counted, reduce, ops).item())
     if not max_norm or not math.isfinite(norm):
         return norm
     coefficient = max_norm / (norm + 1e-6)
     if coefficient < 1.0:
-        with paddle.no_grad():
-            for param in _unique(params):
-                gradient = gradient_of(param)
-                if gradient is not None:
-                    gradient.scale_(coefficient)
+        found = [gradient_of(param) for param in _unique(params)]
+        scale_all([gradient for gradient in found if gradient is not None], coefficient, ops)
     return norm
 
 

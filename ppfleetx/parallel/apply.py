@@ -14,6 +14,7 @@ from ppfleetx.models.module import BasicModule
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import layer_factory
 from ppfleetx.nn.fake_quant import with_quantizers
+from ppfleetx.nn.fused import FusedOps, choose, say
 from ppfleetx.nn.products import SplitProducts
 from ppfleetx.nn.quantized import with_small_weights
 from ppfleetx.nn.stage import LayerFactory, Stage
@@ -45,8 +46,19 @@ def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, tr
             value=cfg.Model.loss_chunks,
         )
     factory = layer_factory(ctx, train=train)
+    factory.fused = _fused_ops(cfg, ctx, train)
     build = _pipeline_runner if ctx.size_of("pp") > 1 else _local_runner
     return build(module, factory, cfg, ctx, train)
+
+
+def _fused_ops(cfg: RunConfig, ctx: ParallelContext, train: bool) -> FusedOps:
+    """The fused operators of ``Model.fused_ops``; what is trained says which."""
+    mixed = cfg.Engine.mix_precision
+    types = ("float32", mixed.dtype) if mixed.enable else ("float32",)
+    ops = choose(cfg.Model.fused_ops, types, ctx)
+    if train:
+        say(ops)
+    return ops
 
 
 def _local_runner(
@@ -54,7 +66,9 @@ def _local_runner(
 ) -> Runner:
     options = _step_options(cfg)
     model = StagedModel(_stages(module, factory, cfg), seed=cfg.Global.seed if train else None)
-    optimizer, sync = _optimizer_and_sync(model, list(model.stages), cfg, ctx, options.precision, train)
+    optimizer, sync = _optimizer_and_sync(
+        model, list(model.stages), cfg, ctx, options.precision, train, factory.fused
+    )
     return LocalRunner(model, module, factory, optimizer, ctx, sync, options)
 
 
@@ -80,7 +94,9 @@ def _pipeline_runner(
     else:
         pipeline = fleet.distributed_model(model)
     layers = [layer for _, layer in model.held_stages()]
-    optimizer, sync = _optimizer_and_sync(model, layers, cfg, ctx, options.precision, train, *tied)
+    optimizer, sync = _optimizer_and_sync(
+        model, layers, cfg, ctx, options.precision, train, factory.fused, *tied
+    )
     return PipelineRunner(pipeline, loss, optimizer, ctx, sync, options)
 
 
@@ -106,6 +122,7 @@ def _optimizer_and_sync(
     ctx: ParallelContext,
     precision: Precision,
     train: bool,
+    ops: FusedOps,
     tied_group: Any = None,
     tied_names: Sequence[str] = (),
 ) -> tuple[Optimizer | None, GradientSync]:
@@ -117,7 +134,9 @@ def _optimizer_and_sync(
     masters = precision.lower(parameters, train=train, masters_on_host=on_host)
     optimizer = sharding = None
     if train:
-        optimizer = build_optimizer(cfg.Optimizer, named, multi_precision=low, on_host=on_host)
+        optimizer = build_optimizer(
+            cfg.Optimizer, named, multi_precision=low, on_host=on_host, fused="adamw" in ops.taken
+        )
     if ctx.size_of("sharding") > 1:
         from ppfleetx.parallel.sharding import ParameterSharding, Sharding
 
@@ -137,5 +156,6 @@ def _optimizer_and_sync(
         tied_names=tied_names,
         sharding=sharding,
         bucket_bytes=cfg.Distributed.bucket_bytes if train else None,
+        ops=ops,
     )
     return optimizer, sync

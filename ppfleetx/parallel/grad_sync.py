@@ -21,6 +21,7 @@ from paddle import distributed
 
 from ppfleetx.distributed.collectives import all_reduce_packed, equalize_packed
 from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 from ppfleetx.optims.grad_clip import clip_by_global_norm
 from ppfleetx.optims.gradients import gradient_of
 from ppfleetx.parallel.overlap import Bucket, BucketSums, cut
@@ -39,6 +40,7 @@ class GradientSync:
         tied_names: canonical names of the tied parameters.
         sharding: gives each parameter an owner, who alone needs its gradient; None: every rank does.
         bucket_bytes: send sums of about this size while the backward pass runs; None: all at its end.
+        ops: fused operators to measure and clip with.
     """
 
     def __init__(
@@ -50,7 +52,9 @@ class GradientSync:
         tied_names: Sequence[str] = (),
         sharding: Sharding | None = None,
         bucket_bytes: int | None = None,
+        ops: FusedOps = NO_FUSED_OPS,
     ) -> None:
+        self.ops = ops
         self.parameters, self._ctx, self._sharding = list(parameters), ctx, sharding
         self._tied_group, self._tied_names = tied_group, frozenset(tied_names)
         self._early: set[int] = set()  # parameters that are summed over the replicas during the backward pass
@@ -104,6 +108,7 @@ class GradientSync:
             max_norm,
             reduce=lambda total: self._ctx.sum_tensor_over(("mp", "pp", "sharding"), total),
             counted=counted,
+            ops=self.ops,
         )
 
     def _is_tied(self, parameter: paddle.Tensor) -> bool:

@@ -10,7 +10,7 @@ divided by it after. bfloat16 has float32's exponents and needs no scale.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,8 @@ import paddle
 
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.sections.engine import MixedPrecisionConfig
+from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
+from ppfleetx.optims.grad_clip import scale_all
 from ppfleetx.optims.gradients import add_to_main_gradient, gradient_of
 from ppfleetx.optims.on_host import copy_to_host
 
@@ -181,14 +183,15 @@ class Precision:
         return masters
 
     @paddle.no_grad()
-    def unscale(self, parameters: Iterable[paddle.Tensor]) -> None:
+    def unscale(self, parameters: Sequence[paddle.Tensor], ops: FusedOps = NO_FUSED_OPS) -> None:
         """Complete gradients to float32 gradients of the loss itself, in place."""
-        for parameter in parameters:
-            if self.lowers_parameters:
+        if self.lowers_parameters:
+            for parameter in parameters:
                 add_to_main_gradient(parameter)  # with main_grad_fp32 off they were summed in 16 bits
-            gradient = gradient_of(parameter)
-            if gradient is not None and self.loss_scale != 1.0:
-                gradient.scale_(1.0 / self.loss_scale)
+        if self.loss_scale != 1.0:
+            found = [gradient_of(parameter) for parameter in parameters]
+            gradients = [gradient for gradient in found if gradient is not None]
+            scale_all(gradients, 1.0 / self.loss_scale, ops)
 
 
 def has_kernels(dtype: str) -> bool:

@@ -128,7 +128,7 @@ class StepRunner(ABC):
             loss_sum = self._passes(micro_batches, num_valid)
         loss = self._ctx.sum_over(LOSS_AXES, loss_sum)[0] / num_valid
         self._sync.reduce()
-        self._precision.unscale(self._sync.parameters)
+        self._precision.unscale(self._sync.parameters, self._sync.ops)
         return loss, self._sync.clip(self._clip_norm)
 
     def _repeat(

@@ -7,7 +7,7 @@ those that Paddle registers for GPUs. Read from files alone; Paddle is asked by 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,15 +42,15 @@ def used_kernels(table: Path = TABLE) -> dict[str, Kernel]:
     }
 
 
-def registered_types(keys: Iterable[str]) -> set[str]:
-    """Element types that a build has for a GPU.
+def registered_types(keys: Iterable[str], backends: Collection[str] = GPU_BACKENDS) -> set[str]:
+    """Element types that a build has for a GPU, or for other ``backends``.
 
     Args:
         keys: of one kernel, as ``paddle.base.core._get_registered_phi_kernels("function")`` writes them:
             ``(GPU, Undefined(AnyLayout), float32)``.
     """
     parts = (key.strip("() ").split(", ") for key in keys)
-    return {part[-1] for part in parts if part[0] in GPU_BACKENDS}
+    return {part[-1] for part in parts if part[0] in backends}
 
 
 def missing_kernels(

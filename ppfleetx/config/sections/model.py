@@ -21,6 +21,7 @@ from ppfleetx.config.fields import (
     Size,
     UnitFloat,
 )
+from ppfleetx.config.fused import FusedName
 from ppfleetx.config.registries import (
     ACTIVATIONS,
     ARCHITECTURES,
@@ -131,6 +132,11 @@ class ModelConfig(Section):
     fused_linear: Bool = False
     """Matrix product and bias in one kernel. Either value changes nothing: Paddle always does so on a GPU,
     and has no such kernel on a CPU."""
+    fused_ops: Literal["auto", "none"] | tuple[FusedName, ...] = "auto"
+    """Fused operators, one kernel in the place of several: `auto` takes those that this device has and that
+    give what plain operators give (on a CPU to the last bit), tried at the start and said in the log; `none`
+    takes plain operators only; a list takes these, and is refused where one of them cannot run.
+    docs/numerics.md, "Fused operators", has the table."""
     fuse_attn_qkv: Bool = True
     """Queries, keys and values are one weight, grouped per key/value head. Always so; false only warns."""
     loss_chunks: PositiveInt = 1

@@ -1,0 +1,10 @@
+"""Names of the fused operators that ``Model.fused_ops`` may list.
+
+:mod:`ppfleetx.nn.fused` has the table: what each does, and where it can run.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+FusedName = Literal["adamw", "grad_norm", "grad_scale"]

@@ -1,0 +1,221 @@
+"""Fused operators: one kernel of Paddle's in the place of several. The one table of them, and the choice.
+
+What an operator computes is defined by its composite, plain operators that run everywhere. A fused operator
+is taken where this build of Paddle has its kernels for the place and the element type, and where a trial on
+small tensors gives what the composite gives, forward and backward. So an operator that is missing, refuses to
+run or is wrong on some card costs speed and nothing else, and the log says why.
+
+Programs that are exported have composites only.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import paddle
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.fused import FusedName
+from ppfleetx.distributed.together import gather
+from ppfleetx.utils.gpu_operators import GPU_BACKENDS, registered_types
+from ppfleetx.utils.log import get_logger
+
+if TYPE_CHECKING:
+    from ppfleetx.distributed.context import ParallelContext
+
+Pairs = Iterable[tuple[paddle.Tensor, paddle.Tensor]]
+"""What a trial gives: (of the fused operator, of the composite)."""
+
+_FLOATS = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class FusedOperator:
+    """One row of the table.
+
+    Attributes:
+        does: what is fused, in words.
+        kernels: Paddle's names of its kernels, backward ones too, which must exist for the element type.
+        trial: ``module:function`` that runs it beside its composite on small tensors of an element type.
+        types: element types it is used with.
+        exact_on_cpu: its CPU kernel gives the composite's bits, no slower: ``auto`` takes it there, where
+            results are not to change.
+    """
+
+    does: str
+    kernels: tuple[str, ...]
+    trial: str
+    types: tuple[str, ...] = _FLOATS
+    exact_on_cpu: bool = False
+
+
+_OPTIMIZER_TRIALS = "ppfleetx.optims.fused_trials"
+
+TABLE: Mapping[FusedName, FusedOperator] = {
+    "adamw": FusedOperator(
+        "AdamW of all float32 parameters in few kernels, not one a parameter",
+        ("fused_adam",),
+        f"{_OPTIMIZER_TRIALS}:adamw",
+        types=("float32",),
+        exact_on_cpu=True,
+    ),
+    "grad_norm": FusedOperator(
+        "squared norm of all small gradients as that of one tensor",
+        ("squared_l2_norm", "concat"),
+        f"{_OPTIMIZER_TRIALS}:grad_norm",
+        types=("float32",),
+    ),
+    "grad_scale": FusedOperator(
+        "all gradients clipped, or freed of the loss scale, in one kernel",
+        ("check_finite_and_unscale",),
+        f"{_OPTIMIZER_TRIALS}:grad_scale",
+        types=("float32",),
+    ),
+}
+
+
+class FusedOps:
+    """Which fused operators are taken, with which element types.
+
+    Args:
+        taken: by name.
+        refused: the others, and why.
+    """
+
+    def __init__(
+        self,
+        taken: Mapping[str, Sequence[str]] | None = None,
+        refused: Mapping[str, str] | None = None,
+    ) -> None:
+        self.taken, self.refused = dict(taken or {}), dict(refused or {})
+        self._types = {name: {getattr(paddle, t) for t in types} for name, types in self.taken.items()}
+
+    def takes(self, name: FusedName, *tensors: paddle.Tensor) -> bool:
+        """Whether ``name`` serves such tensors; not in a program that is being exported."""
+        types = self._types.get(name)
+        if types is None or not paddle.in_dynamic_mode():
+            return False
+        return all(tensor.dtype in types for tensor in tensors)
+
+    def __str__(self) -> str:
+        taken = [f"{name} ({', '.join(types)})" for name, types in self.taken.items()]
+        return ", ".join(taken) or "none"
+
+
+NO_FUSED_OPS = FusedOps()
+"""Composites everywhere."""
+
+
+def choose(
+    setting: Literal["auto", "none"] | Sequence[FusedName], types: Sequence[str], ctx: ParallelContext
+) -> FusedOps:
+    """What ``Model.fused_ops`` means here, the same on all ranks.
+
+    Args:
+        setting: its value.
+        types: element types that the run computes in, the first being that of its parameters at O1 and in
+            float32; names as in :attr:`FusedOperator.types`.
+        ctx: this process's place.
+
+    Raises:
+        ConfigError: a listed operator cannot run here in any of the types.
+    """
+    if setting == "none":
+        return FusedOps(refused=dict.fromkeys(TABLE, "Model.fused_ops is none"))
+    taken: dict[str, Sequence[str]] = {}
+    refused: dict[str, str] = {}
+    for name in TABLE if setting == "auto" else setting:
+        found = {dtype: obstacle(name, dtype, by_itself=setting == "auto") for dtype in types}
+        taken[name] = [dtype for dtype, why in found.items() if why is None]
+        refused[name] = "; ".join(dict.fromkeys(why for why in found.values() if why))
+    if ctx.world_size > 1 and not paddle.get_device().startswith("cpu"):
+        _agree(taken, refused, gather(ctx, {name: list(kinds) for name, kinds in taken.items()}))
+    missing = [name for name, kinds in taken.items() if not kinds]
+    if missing and setting != "auto":
+        raise ConfigError(
+            f"{missing[0]} cannot run here: {refused[missing[0]]}; leave it out of the list",
+            key="Model.fused_ops",
+            value=missing[0],
+        )
+    left_out = {name: "it is not in Model.fused_ops" for name in TABLE if name not in taken}
+    return FusedOps(
+        {name: kinds for name, kinds in taken.items() if kinds},
+        {**{name: refused[name] for name in missing}, **left_out},
+    )
+
+
+def say(ops: FusedOps) -> None:
+    """One line of the log; a second one where a GPU has to do without operators."""
+    get_logger().info(f"fused operators: {ops}; all else by plain ones (Model.fused_ops)")
+    if ops.refused and not paddle.get_device().startswith("cpu"):
+        reasons = "; ".join(f"{name}: {why}" for name, why in ops.refused.items())
+        get_logger().info(f"operators that are not fused: {reasons}")
+
+
+def obstacle(name: FusedName, dtype: str, *, by_itself: bool = False) -> str | None:
+    """Why a fused operator cannot serve this element type on the present device, or None when it can.
+
+    Args:
+        by_itself: it would be taken without having been asked for, which on a CPU changes no bit.
+    """
+    return _obstacle(name, dtype, by_itself, paddle.get_device())
+
+
+@functools.cache
+def _obstacle(name: FusedName, dtype: str, by_itself: bool, device: str) -> str | None:
+    row, on_cpu = TABLE[name], device.startswith("cpu")
+    if dtype not in row.types:
+        return f"it is not used with {dtype}"
+    if by_itself and on_cpu and not row.exact_on_cpu:
+        return "on a CPU it is slower, or changes last digits"
+    backends = ("CPU",) if on_cpu else GPU_BACKENDS
+    for kernel in row.kernels:
+        if dtype not in _registered(kernel, backends):
+            return f"this build of Paddle has no {dtype} kernel {kernel} for the device"
+    module, _, function = row.trial.partition(":")
+    return difference(getattr(importlib.import_module(module), function), dtype)
+
+
+def difference(trial: Callable[[str], Pairs], dtype: str) -> str | None:
+    """What is wrong with an operator according to its trial; None: it gives what its composite gives."""
+    epsilon = float(paddle.finfo(getattr(paddle, dtype)).eps)
+    allowed = epsilon * (64 if dtype == "float32" else 8)
+    try:
+        for fused, plain in trial(dtype):
+            one, other = (value.astype("float32").numpy().astype(np.float64) for value in (fused, plain))
+            error = float(np.abs(one - other).max() / np.abs(other).max())
+            if one.shape != other.shape or not error <= allowed:
+                return f"its trial in {dtype} differs from plain operators by {error:.1e}"
+    except (RuntimeError, ValueError, TypeError, AttributeError, OSError, MemoryError) as error:
+        return f"its trial in {dtype} failed: {_first_line(error)}"
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+@functools.cache
+def _registered(kernel: str, backends: tuple[str, ...]) -> frozenset[str]:
+    """Element types that this build has ``kernel`` for."""
+    keys = paddle.base.core._get_registered_phi_kernels("function").get(kernel, ())
+    return frozenset(registered_types(keys, backends))
+
+
+def _agree(
+    taken: dict[str, Sequence[str]],
+    refused: dict[str, str],
+    everywhere: Sequence[Mapping[str, Sequence[str]]],
+) -> None:
+    """Take only what every rank can: copies of a parameter must get the same update to the last bit."""
+    for name, kinds in taken.items():
+        shared = [kind for kind in kinds if all(kind in other[name] for other in everywhere)]
+        if len(shared) < len(kinds) and not shared:
+            refused[name] = "another rank cannot run it"
+        taken[name] = shared

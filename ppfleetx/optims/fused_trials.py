@@ -1,0 +1,64 @@
+"""Trials of the optimizer's fused operators: each beside its composite, on a few tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+import paddle
+from paddle import _C_ops
+
+from ppfleetx.nn.fused import FusedOps, Pairs
+from ppfleetx.optims.fused_adamw import fused_adamw
+from ppfleetx.optims.grad_clip import scale_all, squares_of
+
+_SHAPES = ([3, 5], [7], [64, 33], [1], [4096])
+_BETAS, _EPSILON, _LR = (0.9, 0.95), 1e-8, 1e-3
+
+
+def adamw(dtype: str) -> Pairs:
+    """Three steps with decay and one without, against Paddle's AdamW of one tensor."""
+    generator = np.random.default_rng(0)
+    lr = paddle.full([1], _LR)
+    start = [generator.standard_normal(shape).astype(dtype) for shape in _SHAPES]
+    fused, plain = _states(start), _states(start)
+    for weight_decay in (0.1, 0.0, 0.1):
+        gradients = [paddle.to_tensor(generator.standard_normal(s).astype(dtype)) for s in _SHAPES]
+        values, *states = zip(*fused, strict=True)
+        fused_adamw(
+            values, gradients, lr, tuple(states), betas=_BETAS, epsilon=_EPSILON, weight_decay=weight_decay
+        )
+        for (value, moment1, moment2, power1, power2), gradient in zip(plain, gradients, strict=True):
+            tensors = (value, gradient, lr, moment1, moment2, None, power1, power2, None, None)
+            decays = weight_decay > 0
+            options = (*_BETAS, _EPSILON, 1.0, weight_decay, decays, False, 1000, False, False, False)
+            _C_ops.adamw_(*tensors, *options)
+    for ours, theirs in zip(fused, plain, strict=True):
+        yield from zip(ours, theirs, strict=True)
+
+
+def _states(start: list[np.ndarray]) -> list[tuple[paddle.Tensor, ...]]:
+    """Parameter, moments and powers; the powers in host memory, where Paddle's optimizers keep them."""
+    states = []
+    for value in start:
+        powers = [paddle.full([1], beta).cpu() for beta in _BETAS]
+        states.append((paddle.to_tensor(value), *(paddle.zeros(value.shape) for _ in _BETAS), *powers))
+    return states
+
+
+def grad_norm(dtype: str) -> Pairs:
+    """The sum of all squares."""
+    gradients = _gradients(dtype)
+    fused, plain = (squares_of(gradients, ops) for ops in (FusedOps({"grad_norm": [dtype]}), FusedOps()))
+    yield sum(fused), sum(plain)
+
+
+def grad_scale(dtype: str) -> Pairs:
+    """Every scaled gradient."""
+    fused, plain = _gradients(dtype), _gradients(dtype)
+    scale_all(fused, 0.37, FusedOps({"grad_scale": [dtype]}))
+    scale_all(plain, 0.37, FusedOps())
+    yield from zip(fused, plain, strict=True)
+
+
+def _gradients(dtype: str) -> list[paddle.Tensor]:
+    generator = np.random.default_rng(0)
+    return [paddle.to_tensor(generator.standard_normal(shape).astype(dtype)) for shape in _SHAPES]

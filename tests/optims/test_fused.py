@@ -1,0 +1,96 @@
+"""The optimizer's fused operators: AdamW of many parameters to the last bit, norms and scaling to 1e-6."""
+
+import numpy as np
+import paddle
+import pytest
+
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.nn.fused import TABLE, FusedOps, choose, difference, obstacle
+from ppfleetx.optims import fused_adamw, fused_trials
+from ppfleetx.optims.build import build_optimizer
+from ppfleetx.optims.grad_clip import clip_by_global_norm, global_norm
+from tests.optims.test_optimizer import make_params, section, set_grads
+
+
+def steps(optimizer, params, *, missing=()):
+    """Four steps of changing rate and decay; in the second, parameters ``missing`` have no gradient."""
+    rng = np.random.default_rng(1)
+    for step in range(4):
+        set_grads(params, rng)
+        for name, param in params:
+            if step == 1 and name in missing:
+                param.clear_gradient(False)
+        optimizer.step(1e-2 / (step + 1), 0.1 * step)
+        optimizer.clear_grad()
+    return {name: param.numpy() for name, param in params} | {
+        key: tensor.numpy() for key, tensor in optimizer.state().items()
+    }
+
+
+@pytest.mark.parametrize("missing", [(), ("decoder.final_norm.weight",)])
+def test_many_parameters_at_once_are_bit_for_bit_one_after_the_other(missing, monkeypatch):
+    calls = []
+    run = fused_adamw.fused_adamw
+    monkeypatch.setattr(fused_adamw, "fused_adamw", lambda *a, **k: calls.append(len(a[0])) or run(*a, **k))
+    ours, theirs = (
+        steps(build_optimizer(section(), params, fused=fused), params, missing=missing)
+        for fused, params in ((True, make_params()), (False, make_params()))
+    )
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        assert np.array_equal(value, theirs[key]), key
+    # Two of the four decay, and those are one call.
+    assert calls == [2, 2, *([2, 1] if missing else [2, 2]), 2, 2, 2, 2]
+
+
+def test_on_a_gpu_only_parameters_of_as_many_steps_share_a_call(monkeypatch):
+    """Its kernel reads the first one's power of beta for all."""
+    params = make_params()
+    optimizer = build_optimizer(section(), params, fused=True)
+    steps(optimizer, params, missing=("decoder.final_norm.weight",))
+    kind = fused_adamw.FusedAdamW
+    monkeypatch.setattr(
+        kind, "_power", lambda self, p: self._get_accumulator_master("beta1_pow_acc", p).item()
+    )
+    calls = []
+    monkeypatch.setattr(
+        fused_adamw, "fused_adamw", lambda parameters, *_, **__: calls.append(len(parameters))
+    )
+    set_grads(params, np.random.default_rng(0))
+    optimizer.step(1e-2)
+    assert sorted(calls) == [1, 1, 2]
+
+
+def test_16_bit_parameters_go_one_by_one():
+    for parameter, gradient in ((paddle.float16, paddle.float32), (paddle.float16, paddle.float16)):
+        assert not fused_adamw._fits(paddle.zeros([2], parameter), paddle.zeros([2], gradient))
+
+
+def test_norm_and_clip_of_all_small_gradients_at_once():
+    ops = FusedOps({"grad_norm": ["float32"], "grad_scale": ["float32"]})
+    (ours, theirs), norms = (make_params(), make_params()), []
+    for params, taken in ((ours, ops), (theirs, FusedOps())):
+        set_grads(params, np.random.default_rng(3))
+        tensors = [param for _, param in params]
+        norms.append(global_norm(tensors, ops=taken).item())
+        assert clip_by_global_norm(tensors, 0.5, ops=taken) == norms[-1]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    for (name, one), (_, other) in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(one.grad.numpy(), other.grad.numpy(), rtol=1e-6, err_msg=name)
+        assert np.abs(one.grad.numpy()).max() < 0.5
+
+
+@pytest.mark.parametrize("name", ["adamw", "grad_norm", "grad_scale"])
+def test_trials_pass_and_would_find_a_wrong_kernel(name):
+    trial = getattr(fused_trials, name)
+    assert TABLE[name].trial.endswith(f"fused_trials:{name}")
+    assert difference(trial, "float32") is None and obstacle(name, "float32") is None
+    pairs = list(trial("float32"))
+    pairs[0][0].scale_(1.001)
+    assert "differs from plain operators by" in difference(lambda _: pairs, "float32")
+
+
+def test_a_cpu_takes_by_itself_what_changes_no_bit():
+    ops = choose("auto", ("float32",), ParallelContext.single())
+    assert ops.taken == {"adamw": ["float32"]}
+    assert set(ops.refused) == set(TABLE) - {"adamw"}
