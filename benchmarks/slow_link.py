@@ -7,13 +7,14 @@ Two network namespaces are joined by a cable that lets so many Mbit/s through in
 bucket, ``tc qdisc ... tbf``). Each rank has a core of its own. For each rate the same steps are trained
 twice, with ``Distributed.sharding.reduce_overlap`` False and True. Of the first the time of the sums is
 measured beside that of the step: what is left is the computation. Prints, in seconds and as medians over the
-steps: computation, communication, the step without and with overlap, and 1.1 x max(both) + 5 %.
+steps: computation, communication, the step without and with overlap, 1.1 x max(both) + 5 %, and the least
+time that any order of sending can reach: the link cannot be busy before the first gradient is there, and the
+update waits for the norm, so a step takes at least forward pass, communication and update.
 
 ``--sleep 0.2`` lets each block sleep so many seconds in the forward pass and twice as many in the backward
 pass: the link is then measured against a computation that needs no core, on a machine that has other work.
 
-The link cannot be busy before the first gradient is there: a step takes at least the forward pass and the
-communication. Needs root and iproute2.
+Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -52,12 +53,13 @@ def main() -> None:
         print(json.dumps({str(overlaps): _work(args, overlaps) for overlaps in (False, True)}), flush=True)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the nodes go in any case
-    print("Mbit/s  compute  communicate  one after the other  overlapped  1.1 max + 5 %")
+    print("Mbit/s  compute  communicate  one after the other  overlapped  1.1 max + 5 %  least")
     for rate in args.rates:
         plain, overlapped = _ranks(rate)
         compute, sums = plain["step"] - plain["sums"], plain["sums"]
         limit = 1.1 * max(compute, sums) * 1.05
-        row = (compute, sums, plain["step"], overlapped["step"], limit)
+        least = max(compute, plain["forward"] + sums + plain["update"])
+        row = (compute, sums, plain["step"], overlapped["step"], limit, least)
         print(f"{rate:6d}" + "".join(f"  {value:8.2f}" for value in row), flush=True)
 
 
@@ -157,20 +159,34 @@ def _work(args: argparse.Namespace, overlaps: bool) -> dict[str, float]:
         "loss_mask": np.ones((args.rows, args.length), np.float32),
         "position_ids": np.tile(np.arange(args.length), (args.rows, 1)),
     }
-    spent, reduce = [], runner._sync.reduce
-
-    def timed() -> None:
-        begin = time.perf_counter()
-        reduce()
-        spent.append(time.perf_counter() - begin)
-
-    runner._sync.reduce = timed
+    forward = _timed(runner, "_loss_sum")
+    sums = _timed(runner._sync, "reduce")
+    clip, update = _timed(runner._sync, "clip"), _timed(runner._optimizer, "step")
     seconds = []
     for step in range(args.steps + 2):
         begin = time.perf_counter()
         runner.train_step([batch], step=step + 1, lr=1e-4, weight_decay=0.0)
         seconds.append(time.perf_counter() - begin)
-    return {"step": statistics.median(seconds[2:]), "sums": statistics.median(spent[2:])}
+    return {
+        "step": statistics.median(seconds[2:]),
+        "sums": statistics.median(sums[2:]),
+        "forward": statistics.median(forward[2:]),
+        "update": statistics.median(clip[2:]) + statistics.median(update[2:]),
+    }
+
+
+def _timed(owner: Any, name: str) -> list[float]:
+    """Seconds of each call of a method from now on."""
+    method, spent = getattr(owner, name), []
+
+    def timed(*args: Any, **more: Any) -> Any:
+        begin = time.perf_counter()
+        result = method(*args, **more)
+        spent.append(time.perf_counter() - begin)
+        return result
+
+    setattr(owner, name, timed)
+    return spent
 
 
 def _let_sleep(model: Any, seconds: float) -> None:

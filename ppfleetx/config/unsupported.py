@@ -75,7 +75,6 @@ _NOT_BUILT = (
         "Model.fused_linear",
         "changes nothing: on a GPU Paddle always adds the bias within the matrix product, on a CPU never",
     ),
-    ("Distributed.sharding.broadcast_overlap", "has no effect yet: updated parameters are waited for"),
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import paddle
 
@@ -25,6 +25,9 @@ from ppfleetx.parallel.local import LocalRunner
 from ppfleetx.parallel.precision import Precision
 from ppfleetx.parallel.runner import Runner
 from ppfleetx.parallel.step import StepOptions
+
+if TYPE_CHECKING:
+    from ppfleetx.parallel.sharding import Sharding, Values
 
 
 def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, train: bool) -> Runner:
@@ -67,7 +70,7 @@ def _local_runner(
     options = _step_options(cfg)
     model = StagedModel(_stages(module, factory, cfg), seed=cfg.Global.seed if train else None)
     optimizer, sync = _optimizer_and_sync(
-        model, list(model.stages), cfg, ctx, options.precision, train, factory.fused
+        model, list(enumerate(model.stages)), cfg, ctx, options.precision, train, factory.fused
     )
     return LocalRunner(model, module, factory, optimizer, ctx, sync, options)
 
@@ -93,9 +96,9 @@ def _pipeline_runner(
         pipeline = interleave_two_stages(model, cfg.batch.accumulate_steps)
     else:
         pipeline = fleet.distributed_model(model)
-    layers = [layer for _, layer in model.held_stages()]
+    held = model.held_stages()
     optimizer, sync = _optimizer_and_sync(
-        model, layers, cfg, ctx, options.precision, train, factory.fused, *tied
+        model, held, cfg, ctx, options.precision, train, factory.fused, *tied
     )
     return PipelineRunner(pipeline, loss, optimizer, ctx, sync, options)
 
@@ -117,7 +120,7 @@ def _step_options(cfg: RunConfig) -> StepOptions:
 
 def _optimizer_and_sync(
     model: paddle.nn.Layer,
-    layers: Sequence[paddle.nn.Layer],
+    stages: Sequence[tuple[int, paddle.nn.Layer]],
     cfg: RunConfig,
     ctx: ParallelContext,
     precision: Precision,
@@ -132,21 +135,20 @@ def _optimizer_and_sync(
     named = [(parameter.info.name, parameter) for parameter in parameters]
     low, on_host = precision.lowers_parameters, ctx.plan.sharding_offload
     masters = precision.lower(parameters, train=train, masters_on_host=on_host)
-    optimizer = sharding = None
+    optimizer = sharding = values = None
     if train:
         optimizer = build_optimizer(
             cfg.Optimizer, named, multi_precision=low, on_host=on_host, fused="adamw" in ops.taken
         )
     if ctx.size_of("sharding") > 1:
-        from ppfleetx.parallel.sharding import ParameterSharding, Sharding
+        from ppfleetx.parallel.sharding import Sharding
 
-        group, stage = ctx.group_of("sharding"), ctx.plan.sharding_stage
         frozen = [parameter for parameter in parameters if parameter.stop_gradient]
+        group, stage = ctx.group_of("sharding"), ctx.plan.sharding_stage
         sharding = Sharding(trainable, group, stage, tied_names, frozen)
+        values = _values(sharding, trainable, stages, cfg, ctx)
         if optimizer is not None:
-            sharding.wrap(optimizer)
-        if stage == 3:
-            ParameterSharding(sharding, group, layers)
+            sharding.wrap(optimizer, values)
     if optimizer is not None:
         optimizer.keep_masters(masters)  # after sharding: of what is updated here
     sync = GradientSync(
@@ -155,7 +157,27 @@ def _optimizer_and_sync(
         tied_group=tied_group,
         tied_names=tied_names,
         sharding=sharding,
+        values=values,
         bucket_bytes=cfg.Distributed.bucket_bytes if train else None,
         ops=ops,
     )
     return optimizer, sync
+
+
+def _values(
+    sharding: Sharding,
+    trainable: Sequence[paddle.Tensor],
+    stages: Sequence[tuple[int, paddle.nn.Layer]],
+    cfg: RunConfig,
+    ctx: ParallelContext,
+) -> Values:
+    """How values come from their owners."""
+    group, overlaps = ctx.group_of("sharding"), cfg.Distributed.sharding.broadcast_overlap
+    if ctx.plan.sharding_stage == 3:
+        from ppfleetx.parallel.sharded_values import ParameterSharding
+
+        return ParameterSharding(sharding, group, stages, ahead=overlaps)
+    from ppfleetx.parallel.new_values import NewValues
+
+    layers = [layer for _, layer in stages] if overlaps else None
+    return NewValues(trainable, sharding.owner_of, group, layers, cfg.Distributed.packed_bytes)

@@ -24,10 +24,10 @@ from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 from ppfleetx.optims.grad_clip import clip_by_global_norm
 from ppfleetx.optims.gradients import gradient_of
-from ppfleetx.parallel.overlap import Bucket, BucketSums, cut
+from ppfleetx.parallel.overlap import UNDER_WAY, Bucket, BucketSums, cut
 
 if TYPE_CHECKING:
-    from ppfleetx.parallel.sharding import Sharding
+    from ppfleetx.parallel.sharding import Sharding, Values
 
 
 class GradientSync:
@@ -39,6 +39,7 @@ class GradientSync:
         tied_group: pipeline ranks that hold copies of the tied parameters, when this rank is one of them.
         tied_names: canonical names of the tied parameters.
         sharding: gives each parameter an owner, who alone needs its gradient; None: every rank does.
+        values: brings the owners' values, with sharding.
         bucket_bytes: send sums of about this size while the backward pass runs; None: all at its end.
         ops: fused operators to measure and clip with.
     """
@@ -51,12 +52,14 @@ class GradientSync:
         tied_group: Any = None,
         tied_names: Sequence[str] = (),
         sharding: Sharding | None = None,
+        values: Values | None = None,
         bucket_bytes: int | None = None,
         ops: FusedOps = NO_FUSED_OPS,
     ) -> None:
         self.ops = ops
         self.parameters, self._ctx, self._sharding = list(parameters), ctx, sharding
         self._tied_group, self._tied_names = tied_group, frozenset(tied_names)
+        self._values = values
         self._early: set[int] = set()  # parameters that are summed over the replicas during the backward pass
         self._sums = None if bucket_bytes is None else self._bucket_sums(bucket_bytes)
 
@@ -73,7 +76,7 @@ class GradientSync:
         early = [p for p in reversed(self.parameters) if not getattr(p, "partial_gradient", False)]
         self._early = {id(parameter) for parameter in early}
         start = partial(distributed.all_reduce, group=group, sync_op=False)
-        return BucketSums([Bucket(bucket, start) for _, bucket in cut(early, nbytes)])
+        return BucketSums([Bucket(bucket, start) for _, bucket in cut(early, nbytes // UNDER_WAY)])
 
     def begin(self, num_micro_batches: int) -> None:
         """Before the passes of a step: how many backward passes its gradients come from."""
@@ -110,6 +113,11 @@ class GradientSync:
             counted=counted,
             ops=self.ops,
         )
+
+    def finish_values(self) -> None:
+        """Wait for values of the last update that are still on their way, before parameters are read."""
+        if self._values is not None:
+            self._values.finish()
 
     def _is_tied(self, parameter: paddle.Tensor) -> bool:
         return self._tied_group is not None and parameter.info.name in self._tied_names

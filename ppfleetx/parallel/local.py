@@ -62,7 +62,7 @@ class LocalRunner(StepRunner):
 
     def _loss_sum(self, micro_batch: MicroBatch) -> paddle.Tensor:
         batch = to_tensors(micro_batch)
-        outputs = self._module.forward(self.model, batch)
+        outputs = self._module.forward(self._model, batch)
         with self._sources.listening(batch):
             return self._module.loss(outputs, batch, self._factory)[0]
 
@@ -76,4 +76,4 @@ class LocalRunner(StepRunner):
         self.model.eval()
         self._scales.begin()
         with self._precision.autocast():
-            return [function(self.model, to_tensors(batch)).numpy() for batch in micro_batches]
+            return [function(self._model, to_tensors(batch)).numpy() for batch in micro_batches]

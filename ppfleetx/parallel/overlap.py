@@ -6,14 +6,15 @@ stage's last backward pass has come by. Buckets are sent in their order and no o
 ready first, at points of the program that do not depend on time: so the ranks of a group issue the same
 operations in the same order, those of the model between them included.
 
-One bucket is packed and under way at a time, which bounds the memory beside the gradients. Where the next one
-is complete sooner, the pass waits: the link is busy then and could take no more. :meth:`BucketSums.finish`
-sends what is left.
+:data:`UNDER_WAY` buckets are packed and under way at a time: while the link carries the end of one, the next
+waits at its door. That bounds the memory beside the gradients. Where one more is complete sooner, the pass
+waits for the oldest: the link is busy then and could take no more. :meth:`BucketSums.finish` sends what is
+left.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,6 +25,10 @@ from ppfleetx.optims.gradients import gradient_of
 
 Start = Callable[[paddle.Tensor], Any]
 """Starts the sum of a flat tensor, in place, and returns the task to wait for."""
+
+
+UNDER_WAY = 2
+"""Buckets that may be under way at once; together they are as large as ``Distributed.bucket_size`` says."""
 
 
 class Bucket:
@@ -58,7 +63,7 @@ class BucketSums:
         self._num_passes, self._counts = 0, Counter[int]()
         self._missing: list[int] = []
         self._next = 0
-        self._under_way: Packed | None = None
+        self._under_way: deque[tuple[Packed, Bucket]] = deque()
         for bucket in self._buckets:
             for parameter in bucket.parameters:
                 parameter._register_backward_hook(lambda *_, p=parameter: self._on_gradient(p))
@@ -70,9 +75,9 @@ class BucketSums:
 
     def finish(self) -> None:
         """Send what has not been sent, and wait until all sums are there."""
-        self._complete()
         while self._next < len(self._buckets):
             self._send()
+        while self._under_way:
             self._complete()
         if self._per_pass is None and self._num_passes:
             self._per_pass = {
@@ -99,7 +104,6 @@ class BucketSums:
 
     def _send_complete(self) -> None:
         while self._next < len(self._buckets) and self._missing[self._next] == 0:
-            self._complete()
             self._send()
 
     def _send(self) -> None:
@@ -108,13 +112,15 @@ class BucketSums:
         gradients = [gradient for gradient in found if gradient is not None]
         self._next += 1
         if gradients:
-            self._under_way = start_packed(gradients, bucket.start)
+            if len(self._under_way) == UNDER_WAY:
+                self._complete()
+            self._under_way.append((start_packed(gradients, bucket.start), bucket))
 
     def _complete(self) -> None:
-        if self._under_way is not None:
-            self._under_way.complete()
-            self._under_way = None
-            self._buckets[self._next - 1].done()
+        """Wait for the oldest."""
+        packed, bucket = self._under_way.popleft()
+        packed.complete()
+        bucket.done()
 
 
 def cut(

@@ -78,6 +78,14 @@ class Runner(Protocol):
         """
         ...
 
+    def finish_update(self) -> None:
+        """Wait until parameters have the values of the last update; these may come while the next pass runs.
+
+        All that reads parameters does so first: evaluation, ``named_parameters`` and what else is here, and
+        the engine when training ends.
+        """
+        ...
+
     def locate_non_finite(self, micro_batches: Sequence[MicroBatch], *, step: int) -> NonFinitePlace | None:
         """Where on this rank the numbers that ended ``train_step`` first were not finite; None: nowhere.
 

@@ -1,26 +1,24 @@
 """States, gradients and parameters divided over the sharding ranks (ZeRO, Rajbhandari et al., 2020).
 
 Whole parameters are dealt out: each has one owner in the sharding group. Stage 1: only the owner keeps
-optimizer states and updates, then sends the result. Stage 2: gradients leave for their owners during the
-backward pass. Stage 3: the owner alone keeps the values between uses; a stage of the model gets what it
-needs just before its forward and its backward pass.
+optimizer states and updates, then sends the result (``new_values.py``). Stage 2: gradients leave for their
+owners during the backward pass. Stage 3: the owner alone keeps the values between uses; a stage of the model
+gets what it needs just before its forward and its backward pass (``sharded_values.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import paddle
 from paddle import distributed
-from paddle.autograd import PyLayer
 from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import DygraphShardingOptimizer
 
-from ppfleetx.distributed.collectives import BUCKET_BYTES, broadcast_packed, reduce_packed, start_packed
-from ppfleetx.nn.pieces import LogitsInPieces, PieceHead
+from ppfleetx.distributed.collectives import BUCKET_BYTES, reduce_packed, start_packed
 from ppfleetx.optims.gradients import add_gradient, drop_gradient, gradient_of, take_gradient
-from ppfleetx.parallel.overlap import Bucket, BucketSums, cut
+from ppfleetx.parallel.overlap import UNDER_WAY, Bucket, BucketSums, cut
 
 if TYPE_CHECKING:
     from ppfleetx.optims.adamw import Optimizer
@@ -45,11 +43,21 @@ def deal_out(parameters: Sequence[paddle.Tensor], num_ranks: int, tied: Iterable
     return owners
 
 
-class StateSharding(DygraphShardingOptimizer):
-    """Fleet's stage 1 optimizer with our owners; new values travel packed, whoever has a gradient."""
+class Values(Protocol):
+    """How the values of parameters come from their owners."""
 
-    def __init__(self, optimizer: Any, hcg: Any, owners: Owners) -> None:
-        self._owners, self.sends_values = owners, True
+    def updated(self) -> None:
+        """The owners have new values."""
+
+    def finish(self) -> None:
+        """Wait until nothing is under way."""
+
+
+class StateSharding(DygraphShardingOptimizer):
+    """Fleet's stage 1 optimizer with our owners; what follows an update is for ``values``."""
+
+    def __init__(self, optimizer: Any, hcg: Any, owners: Owners, values: Values) -> None:
+        self._owners, self._values = owners, values
         super().__init__(optimizer, hcg)
 
     def _partition_parameters(self) -> dict[int, list[paddle.Tensor]]:
@@ -59,11 +67,7 @@ class StateSharding(DygraphShardingOptimizer):
         }
 
     def _sharding_sync_parameters(self) -> None:
-        if not self.sends_values:
-            return
-        group = self._hcg.get_sharding_parallel_group()
-        for rank, parameters in self._rank2params.items():
-            broadcast_packed(parameters, group, rank)
+        self._values.updated()
 
 
 class Sharding:
@@ -108,13 +112,12 @@ class Sharding:
         """Whether this rank is the parameter's owner."""
         return self.owner_of(parameter) == self._group.rank
 
-    def wrap(self, optimizer: Optimizer) -> None:
-        """Leave to ``optimizer`` on this rank only what is owned here."""
+    def wrap(self, optimizer: Optimizer, values: Values) -> None:
+        """Leave to ``optimizer`` on this rank only what is owned here, and tell ``values`` of each update."""
         from paddle.distributed import fleet
 
         hcg = fleet.get_hybrid_communicate_group()
-        optimizer.wrap(lambda inner: StateSharding(inner, hcg, self.owners))
-        optimizer.stepper.sends_values = self._stage < 3
+        optimizer.wrap(lambda inner: StateSharding(inner, hcg, self.owners, values))
         optimizer.named_params = [(name, p) for name, p in optimizer.named_params if self.owns(p)]
 
     def bucket_sums(self, nbytes: int) -> BucketSums | None:
@@ -126,7 +129,7 @@ class Sharding:
         self._bucket_bytes, self._overlaps = nbytes, True
         if self._stage > 1:
             return None
-        buckets = cut(list(reversed(self._parameters)), nbytes, self.owner_of)
+        buckets = cut(list(reversed(self._parameters)), nbytes // UNDER_WAY, self.owner_of)
         return BucketSums(
             [
                 Bucket(bucket, self._start(owner), partial(self._drop, owner, bucket))
@@ -194,74 +197,3 @@ class Sharding:
         packed.complete()
         for parameter, gradient in received:
             add_gradient(parameter, gradient)
-
-
-class ParameterSharding:
-    """Stage 3: values exist on ranks other than the owner only while a stage of the model uses them.
-
-    Args:
-        sharding: says who owns what.
-        group: the sharding ranks.
-        stages: the layers between whose uses values are dropped.
-    """
-
-    def __init__(self, sharding: Sharding, group: Any, stages: Iterable[paddle.nn.Layer]) -> None:
-        self._sharding, self._group = sharding, group
-        for layer in stages:
-            layer.register_forward_pre_hook(self._before_forward)
-            layer.register_forward_post_hook(self._after_forward)
-            self._drop(layer)
-
-    def _before_forward(self, layer: paddle.nn.Layer, inputs: tuple) -> tuple:
-        if isinstance(layer, PieceHead) and layer.defers(inputs):
-            return inputs
-        self._fetch(layer)
-        state, *rest = inputs
-        if layer.training and paddle.is_grad_enabled() and not state[0].stop_gradient:
-            state = (_AtBackward.apply(state[0], lambda: self._drop(layer)), *state[1:])
-        return (state, *rest)
-
-    def _after_forward(self, layer: paddle.nn.Layer, inputs: tuple, output: Any) -> Any:
-        if isinstance(output, LogitsInPieces):
-            return output
-        self._drop(layer)
-        if not (layer.training and paddle.is_grad_enabled()):
-            return output
-        if inputs[0][0].stop_gradient and all(p.stop_gradient for p in layer.parameters()):
-            return output  # a frozen first layer: no backward pass comes here
-        fetch = lambda: self._fetch(layer)  # noqa: E731
-        if isinstance(output, tuple):
-            return (_AtBackward.apply(output[0], fetch), *output[1:])
-        return _AtBackward.apply(output, fetch)
-
-    def _fetch(self, layer: paddle.nn.Layer) -> None:
-        tasks = []
-        for parameter in layer.parameters():
-            owned = self._sharding.owns(parameter)
-            value = parameter.detach() if owned else paddle.empty(parameter.shape, parameter.dtype)
-            source = self._group.ranks[self._sharding.owner_of(parameter)]
-            task = distributed.broadcast(value, source, group=self._group, sync_op=False)
-            tasks.append((task, parameter, None if owned else value))
-        for task, parameter, value in tasks:
-            task.wait()
-            if value is not None:
-                value._share_buffer_to(parameter)
-
-    def _drop(self, layer: paddle.nn.Layer) -> None:
-        for parameter in layer.parameters():
-            if not self._sharding.owns(parameter) and parameter._is_initialized():
-                parameter._clear_data()
-
-
-class _AtBackward(PyLayer):
-    """Identity that calls a function when the backward pass comes by."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: paddle.Tensor, call: Any) -> paddle.Tensor:
-        ctx.call = call
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, upstream: paddle.Tensor) -> paddle.Tensor:
-        ctx.call()
-        return upstream

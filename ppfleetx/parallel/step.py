@@ -75,7 +75,7 @@ class StepRunner(ABC):
     ) -> None:
         self._sources = sources
         self._precision = options.precision
-        self.model, self._optimizer, self._ctx, self._sync = model, optimizer, ctx, sync
+        self._model, self._optimizer, self._ctx, self._sync = model, optimizer, ctx, sync
         self._clip_norm, self._streams = options.clip_norm, DropoutStreams(options.seed, ctx)
         self._streams.attach(stages)
         self._search = NonFiniteSearch(stages)
@@ -84,6 +84,16 @@ class StepRunner(ABC):
         self.checks = "cheap"
         self.before_update: Callable[[], None] = lambda: None
         self.judge: Judge | None = None
+
+    @property
+    def model(self) -> paddle.nn.Layer:
+        """What this rank holds of the model, with the values of the last update."""
+        self.finish_update()
+        return self._model
+
+    def finish_update(self) -> None:
+        """See :meth:`Runner.finish_update`."""
+        self._sync.finish_values()
 
     @property
     def num_sources(self) -> int:
@@ -97,7 +107,7 @@ class StepRunner(ABC):
         self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float, weight_decay: float
     ) -> StepOutput:
         assert self._optimizer is not None, "this runner was made without an optimizer"
-        self.model.train()
+        self._model.train()
         self._streams.begin_step(step)
         self._scales.begin()
         # The divisor is known before the first backward, so every token weighs the same in any plan.
@@ -163,7 +173,7 @@ class StepRunner(ABC):
                 yield parameter.info.name, parameter
 
     def model_names(self) -> list[str]:
-        names = [parameter.info.name for parameter in self.model.parameters()]
+        names = [parameter.info.name for parameter in self._model.parameters()]
         return list(dict.fromkeys(name for held in gather(self._ctx, names) for name in held))
 
     def writes(self, parameter: Any) -> bool:

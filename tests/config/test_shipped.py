@@ -184,7 +184,6 @@ def test_options_without_effect_are_said(small):
         (["Model.attn_post_norm_scale=0.5", "Model.sandwich_norm=True"], ""),
         (["Model.recompute_granularity=full", "Model.recompute_interval=2"], "granularity interval"),
         (["Model.recompute_granularity=full", "Model.use_recompute=True"], ""),
-        (["Distributed.sharding.broadcast_overlap=True"], "sharding.broadcast_overlap"),
         (["Model.num_classes=2"], "Model.num_classes"),
         (["Inference.mp_degree=1"], ""),
         (["Offline_Eval.batch_size=4"], "Offline_Eval"),

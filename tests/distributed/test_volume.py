@@ -125,3 +125,7 @@ def test_volume_of_a_step(ranks, degrees):
         }
         for axis, volume in wanted.items():
             assert result["sent"][axis] == pytest.approx(volume, rel=0.01, abs=100), axis
+        if degrees.get("stage") == 3:
+            # Before each pass, a message from each owner: of a block, of embedding, last norm and head.
+            owners = LAYERS * world + 2 + 2 + 1
+            assert result["calls"]["sharding"]["broadcast"] <= 2 * result["micro_batches"] * owners

@@ -66,12 +66,17 @@ def step(overrides: dict[str, Any], micro_batch_size: int, world: int) -> dict[s
     partial = [p for _, p in held if getattr(p, "sequence_parallel", False)]
     return {
         "sent": sent,
+        "calls": {axis_of.get(n, "job"): _calls(group) for n, group in traffic.items()},
         "parameters": sum(p.size for _, p in held),
         "partial": sum(p.size for p in partial),
         "whole": sum(p.size for _, p in held if p.info.is_whole),
         "micro_batches": cfg.batch.accumulate_steps,
         "stage": ctx.rank_on("pp"),
     }
+
+
+def _calls(group: dict[str, Any]) -> dict[str, int]:
+    return {name: operation["calls"] for name, operation in group["operations"].items()}
 
 
 def _batches(cfg: Any) -> list[dict[str, np.ndarray]]:

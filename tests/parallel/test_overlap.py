@@ -8,7 +8,7 @@ from paddle.base import core
 
 from ppfleetx.config.plan import ParallelPlan as Plan
 from ppfleetx.parallel.grad_sync import GradientSync
-from ppfleetx.parallel.overlap import Bucket, BucketSums, cut
+from ppfleetx.parallel.overlap import UNDER_WAY, Bucket, BucketSums, cut
 from tests.parity.comparison import TRAIN, fields_of
 
 LAYERS = 6
@@ -65,18 +65,18 @@ def test_buckets_leave_in_order_during_the_last_pass():
     layers, sums = _layers(log)
     first = _step(layers, sums, log, 2)
     learns = [event for event in log.events if event.startswith(("send", "have", "end"))]
-    assert learns == ["end", "send 0", "have 0", "send 1", "have 1", "send 2", "have 2"]
+    assert learns == ["end", "send 0", "send 1", "have 0", "send 2", "have 1", "have 2"]
     second = _step(layers, sums, log, 2)
     assert all((a == b).all() for a, b in zip(first, second, strict=True))
     assert log.events[: 1 + LAYERS] == ["pass", *(f"gradient {n}" for n in reversed(range(LAYERS)))]
     last = log.events[1 + LAYERS :]
     assert last == [
-        *("pass", "gradient 5", "gradient 4", "send 0", "gradient 3", "gradient 2", "have 0", "send 1"),
-        *("gradient 1", "gradient 0", "have 1", "send 2", "end", "have 2"),
+        *("pass", "gradient 5", "gradient 4", "send 0", "gradient 3", "gradient 2", "send 1"),
+        *("gradient 1", "gradient 0", "have 0", "send 2", "end", "have 1", "have 2"),
     ]
     assert _step(layers, sums, log, 3)[0].shape == (8, 8), "another number of micro batches"
     assert log.events.index("send 0") > log.events.index("pass", 2 + 2 * LAYERS - 1)
-    assert log.events[-2:] == ["end", "have 2"]
+    assert log.events[-3:] == ["end", "have 1", "have 2"]
 
 
 def test_a_gradient_that_comes_too_late_is_an_error():
@@ -98,7 +98,7 @@ def test_a_bucket_holds_one_kind_and_fills_up():
 
 
 def test_one_bucket_beside_the_gradients():
-    """Counted by Paddle: the peak of a pass with sums is higher by one bucket, not by all of them."""
+    """Counted by Paddle: a pass with sums needs more memory by what may be under way, not by all."""
     layers = [paddle.nn.Linear(128, 128, bias_attr=False) for _ in range(16)]
     size = 128 * 128 * 4
     start = lambda flat: SimpleNamespace(wait=lambda: None)  # noqa: E731
@@ -120,7 +120,7 @@ def test_one_bucket_beside_the_gradients():
         return taken
 
     peak(True)
-    assert peak(True) - peak(False) <= 2 * size
+    assert peak(True) - peak(False) <= UNDER_WAY * 2 * size
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,8 @@ def test_one_bucket_beside_the_gradients():
 )
 def test_overlap_changes_no_bit(comparison, plan):
     def run(overlaps):
-        extra = {"Distributed.sharding.reduce_overlap": overlaps, "Model.num_layers": 2}
+        keys = ("reduce_overlap", "broadcast_overlap")
+        extra = {"Model.num_layers": 2, **{f"Distributed.sharding.{key}": overlaps for key in keys}}
         arguments = {"plan": fields_of(plan), "world_size": 2, "model": "gpt", "optimizer": "adamw"}
         return comparison.pools(2).run(
             TRAIN, **arguments, micro_batch_size=4, weights_dir=None, steps=3, extra=extra

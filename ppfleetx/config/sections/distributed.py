@@ -23,8 +23,9 @@ class ShardingConfig(Section):
     reduce_overlap: Bool = True
     """Sum gradients over replicas, parts of the sequence and sharding ranks while the backward pass still
     runs; false: after it (of stages 2 and 3: the pass waits for each sum). No number changes."""
-    broadcast_overlap: Bool = False
-    """Broadcast updated parameters while the next forward pass runs (no effect yet: it waits for them)."""
+    broadcast_overlap: Bool = True
+    """Send updated parameters while the next forward pass runs (stages 1 and 2), fetch the next layer's while
+    a layer computes (stage 3); false: wait for each. No number changes."""
 
 
 class DistributedConfig(Section):
@@ -57,7 +58,12 @@ class DistributedConfig(Section):
     @property
     def bucket_bytes(self) -> int | None:
         """Bytes of a bucket of gradients that leaves during the backward pass; None: none does."""
-        return int(self.bucket_size * 2**20) if self.sharding.reduce_overlap else None
+        return self.packed_bytes if self.sharding.reduce_overlap else None
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of what is packed into messages at a time."""
+        return int(self.bucket_size * 2**20)
 
     @model_validator(mode="after")
     def _check(self) -> DistributedConfig:

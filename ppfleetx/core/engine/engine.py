@@ -123,6 +123,7 @@ class Engine:
                 self._evaluate_if_missing(eval_sets or {}, stop)
                 self._train(iter(train_loader), eval_sets or {}, stop)
                 self._save_once()
+                self.runner.finish_update()  # other ranks may still wait for what this one sends
                 settle(self.ctx, self._callback_error)
             if stop and self.state.step < self.max_steps:
                 get_logger().info(

@@ -1,0 +1,179 @@
+"""Stage 3 of sharding: parameters that exist, but for their owners, only while a layer uses them.
+
+A layer's values come as one message from each of their owners. While the layer computes, those of the next
+one are on their way: of the one behind it in the forward pass, of the one before it in the backward pass.
+They are started at fixed points of the program, never by time, so all ranks of the group issue the same
+broadcasts in the same order. Beside the layer that computes, the values of one more exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import paddle
+from paddle import distributed
+from paddle.autograd import PyLayer
+
+from ppfleetx.nn.pieces import LogitsInPieces, PieceHead
+
+_ALIGNMENT = 256
+"""Bytes at whose multiples each parameter begins in its message, as kernels and memory copies like it."""
+
+
+class Owning(Protocol):
+    """Says which rank of a group owns a parameter."""
+
+    def owner_of(self, parameter: paddle.Tensor) -> int: ...
+
+    def owns(self, parameter: paddle.Tensor) -> bool: ...
+
+
+class ParameterSharding:
+    """Values exist on ranks other than the owner only while a stage of the model uses them.
+
+    Args:
+        owning: says who owns what.
+        group: the sharding ranks.
+        stages: (index in the model, layer) of the layers between whose uses values are dropped. Layers whose
+            indices follow each other run one after the other.
+        ahead: fetch the next layer's values while a layer computes; False: each waits for its own.
+    """
+
+    def __init__(
+        self, owning: Owning, group: Any, stages: Sequence[tuple[int, paddle.nn.Layer]], *, ahead: bool = True
+    ) -> None:
+        self._owning, self._group = owning, group
+        by_index = dict(stages)
+        self._after = {id(by_index[i - 1]): by_index[i] for i in by_index if i - 1 in by_index and ahead}
+        self._before = {id(by_index[i + 1]): by_index[i] for i in by_index if i + 1 in by_index and ahead}
+        self._returns: set[int] = set()  # layers to which the backward pass comes
+        self._next: tuple[paddle.nn.Layer, _Fetch] | None = None
+        for _, layer in stages:
+            layer.register_forward_pre_hook(self._before_forward)
+            layer.register_forward_post_hook(self._after_forward)
+            self._drop(layer)
+
+    def updated(self) -> None:
+        """Values that were fetched ahead and not used are out of date."""
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait for what is under way, and forget it: nobody has used it."""
+        if self._next is not None:
+            (_, fetch), self._next = self._next, None
+            fetch.wait()
+
+    def _before_forward(self, layer: paddle.nn.Layer, inputs: tuple) -> tuple:
+        if isinstance(layer, PieceHead) and layer.defers(inputs):
+            return inputs
+        self._fetch(layer, self._after.get(id(layer)))
+        state, *rest = inputs
+        if layer.training and paddle.is_grad_enabled() and not state[0].stop_gradient:
+            state = (_AtBackward.apply(state[0], lambda: self._drop(layer)), *state[1:])
+        return (state, *rest)
+
+    def _after_forward(self, layer: paddle.nn.Layer, inputs: tuple, output: Any) -> Any:
+        if isinstance(output, LogitsInPieces):
+            return output
+        self._drop(layer)
+        self._returns.discard(id(layer))
+        if not (layer.training and paddle.is_grad_enabled()):
+            return output
+        if inputs[0][0].stop_gradient and all(p.stop_gradient for p in layer.parameters()):
+            return output  # a frozen first layer: no backward pass comes here
+        self._returns.add(id(layer))
+        fetch = lambda: self._fetch_back(layer)  # noqa: E731
+        if isinstance(output, tuple):
+            return (_AtBackward.apply(output[0], fetch), *output[1:])
+        return _AtBackward.apply(output, fetch)
+
+    def _fetch_back(self, layer: paddle.nn.Layer) -> None:
+        before = self._before.get(id(layer))
+        self._fetch(layer, before if id(before) in self._returns else None)
+
+    def _fetch(self, layer: paddle.nn.Layer, following: paddle.nn.Layer | None) -> None:
+        """Get the values of ``layer``, on their way already or not, and send for those of ``following``."""
+        if self._next is not None and self._next[0] is not layer:
+            self.finish()
+        fetch = _Fetch(layer, self._owning, self._group) if self._next is None else self._next[1]
+        self._next = None
+        fetch.complete()
+        if following is not None:
+            self._next = following, _Fetch(following, self._owning, self._group)
+
+    def _drop(self, layer: paddle.nn.Layer) -> None:
+        for parameter in layer.parameters():
+            if not self._owning.owns(parameter) and parameter._is_initialized():
+                parameter._clear_data()
+
+
+@dataclass
+class _Message:
+    """A broadcast under way: of the values of ``parameters``, which begin at ``offsets`` of ``flat``."""
+
+    flat: paddle.Tensor
+    parameters: list[paddle.Tensor]
+    offsets: list[int]
+    mine: bool
+    task: Any
+
+
+class _Fetch:
+    """The values of a layer on their way: one message for each owner and type."""
+
+    def __init__(self, layer: paddle.nn.Layer, owning: Owning, group: Any) -> None:
+        kinds: dict[tuple[int, Any], list[paddle.Tensor]] = {}
+        for parameter in layer.parameters():
+            kinds.setdefault((owning.owner_of(parameter), parameter.dtype), []).append(parameter)
+        self._messages = [self._start(members, owner, group) for (owner, _), members in kinds.items()]
+
+    @paddle.no_grad()
+    def _start(self, parameters: list[paddle.Tensor], owner: int, group: Any) -> _Message:
+        mine, offsets, end = owner == group.rank, [], 0
+        step = _ALIGNMENT // parameters[0].element_size()
+        for parameter in parameters:
+            offsets.append(end := -(-end // step) * step)
+            end += parameter.size
+        if mine and len(parameters) == 1:
+            flat = parameters[0].detach()
+        elif mine:
+            flat = paddle.zeros([end], parameters[0].dtype)
+            for parameter, begin in zip(parameters, offsets, strict=True):
+                part = flat._slice(begin, begin + parameter.size)
+                paddle.assign(parameter.detach().reshape([-1]), part)
+        else:
+            flat = paddle.empty([end], parameters[0].dtype)
+        task = distributed.broadcast(flat, group.ranks[owner], group=group, sync_op=False)
+        return _Message(flat, parameters, offsets, mine, task)
+
+    def wait(self) -> None:
+        """Until nothing is under way any more; the values are not used."""
+        for message in self._messages:
+            message.task.wait()
+        self._messages = []
+
+    def complete(self) -> None:
+        """Wait; the parameters have their values then, in the memory of the messages."""
+        for message in self._messages:
+            message.task.wait()
+            for parameter, begin in zip(message.parameters, message.offsets, strict=True):
+                if not message.mine:
+                    part = message.flat._slice(begin, begin + parameter.size)
+                    part.reshape_(parameter.shape)._share_buffer_to(parameter)
+        self._messages = []
+
+
+class _AtBackward(PyLayer):
+    """Identity that calls a function when the backward pass comes by."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: paddle.Tensor, call: Any) -> paddle.Tensor:
+        ctx.call = call
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: paddle.Tensor) -> paddle.Tensor:
+        ctx.call()
+        return upstream
