@@ -8,8 +8,9 @@ bucket, ``tc qdisc ... tbf``). Each rank has a core of its own. For each rate th
 twice, with ``Distributed.sharding.reduce_overlap`` False and True. Of the first the time of the sums is
 measured beside that of the step: what is left is the computation. Prints, in seconds and as medians over the
 steps: computation, communication, the step without and with overlap, 1.1 x max(both) + 5 %, and the least
-time that any order of sending can reach: the link cannot be busy before the first gradient is there, and the
-update waits for the norm, so a step takes at least forward pass, communication and update.
+time that any order of sending can reach. That is the longer one of two: computation and what communication
+costs the same core; and the time to the first complete gradient, before which there is nothing to send, then
+communication, then norm and update, which need all of it.
 
 ``--sleep 0.2`` lets each block sleep so many seconds in the forward pass and twice as many in the backward
 pass: the link is then measured against a computation that needs no core, on a machine that has other work.
@@ -58,7 +59,7 @@ def main() -> None:
         plain, overlapped = _ranks(rate)
         compute, sums = plain["step"] - plain["sums"], plain["sums"]
         limit = 1.1 * max(compute, sums) * 1.05
-        least = max(compute, plain["forward"] + sums + plain["update"])
+        least = max(compute + plain["core"], plain["first"] + sums + plain["update"])
         row = (compute, sums, plain["step"], overlapped["step"], limit, least)
         print(f"{rate:6d}" + "".join(f"  {value:8.2f}" for value in row), flush=True)
 
@@ -159,34 +160,54 @@ def _work(args: argparse.Namespace, overlaps: bool) -> dict[str, float]:
         "loss_mask": np.ones((args.rows, args.length), np.float32),
         "position_ids": np.tile(np.arange(args.length), (args.rows, 1)),
     }
-    forward = _timed(runner, "_loss_sum")
-    sums = _timed(runner._sync, "reduce")
-    clip, update = _timed(runner._sync, "clip"), _timed(runner._optimizer, "step")
+    sums, core = _timed(runner._sync, "reduce")
+    clip, _ = _timed(runner._sync, "clip")
+    update, _ = _timed(runner._optimizer, "step")
+    first = _first_gradients(runner._sync.parameters)
     seconds = []
     for step in range(args.steps + 2):
         begin = time.perf_counter()
+        first.append(0.0)
         runner.train_step([batch], step=step + 1, lr=1e-4, weight_decay=0.0)
         seconds.append(time.perf_counter() - begin)
+        first[-1] -= begin
     return {
         "step": statistics.median(seconds[2:]),
         "sums": statistics.median(sums[2:]),
-        "forward": statistics.median(forward[2:]),
+        "core": statistics.median(core[2:]),
+        "first": statistics.median(first[2:]),
         "update": statistics.median(clip[2:]) + statistics.median(update[2:]),
     }
 
 
-def _timed(owner: Any, name: str) -> list[float]:
-    """Seconds of each call of a method from now on."""
-    method, spent = getattr(owner, name), []
+def _timed(owner: Any, name: str) -> tuple[list[float], list[float]]:
+    """Seconds of each call of a method from now on, and seconds of the core that it took."""
+    method, spent, core = getattr(owner, name), [], []
 
     def timed(*args: Any, **more: Any) -> Any:
-        begin = time.perf_counter()
+        begin, busy = time.perf_counter(), time.process_time()
         result = method(*args, **more)
         spent.append(time.perf_counter() - begin)
+        core.append(time.process_time() - busy)
         return result
 
     setattr(owner, name, timed)
-    return spent
+    return spent, core
+
+
+def _first_gradients(parameters: Any) -> list[float]:
+    """When the first gradient was complete, of each step that appends a 0. The tied embedding's is not: its
+    first part comes from the head, the last at the end of the pass."""
+    times: list[float] = []
+
+    def note(*_: Any) -> None:
+        if not times[-1]:
+            times[-1] = time.perf_counter()
+
+    for parameter in parameters:
+        if parameter.info.kind != "word_embedding":
+            parameter._register_backward_hook(note)
+    return times
 
 
 def _let_sleep(model: Any, seconds: float) -> None:
