@@ -20,12 +20,19 @@ from ppfleetx.planner.step_time import step_time
 from ppfleetx.utils.files import atomic_write
 
 _WARM_UP = 2
-# Found one after the other, several times: speeds first, then what small operations and messages cost.
+# Found one after the other, several times: the speed of computation first, which any run shows.
 _COMPUTE = ("matmul_efficiency", "memory_efficiency")
-_LATENCY = ("kernel_latency_us", "matmul_latency_us")
-_LINKS = ("link_gb_s", "network_efficiency")
-_LINK_LATENCY = ("link_latency_us", "network_latency_us")
+_OTHERS = (
+    ("kernel_latency_us", "matmul_latency_us"),
+    ("link_gb_s",),
+    ("network_efficiency",),
+    ("link_latency_us",),
+    ("network_latency_us",),
+)
 _SWEEPS = 6
+_TRUST = 0.02
+"""Weight of the squared logarithm of a factor that is not the computation's. A few runs do not determine all
+constants: what they do not need stays as the card says (ridge regression)."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,7 @@ def calibrate(directories: Sequence[str], cluster: Cluster, target: str | None) 
     """The card of ``cluster`` fitted to runs, and in words how far off it was and is.
 
     Compute constants are scaled together, and with two plans or more those of links and of latencies too, so
-    that the logarithms of predicted and measured step times differ least.
+    that the logarithms of predicted and measured step times differ least, and constants little from the card's.
 
     Args:
         directories: ``output_dir`` of runs, with ``config.yaml`` and ``metrics.jsonl``.
@@ -104,7 +111,7 @@ def _step_seconds(path: Path) -> list[float]:
 
 
 def _fitted(cluster: Cluster, runs: Sequence[Observed]) -> Card:
-    groups = [_COMPUTE] if len(runs) == 1 else [_COMPUTE, _LINKS, _LATENCY, _LINK_LATENCY]
+    groups = [_COMPUTE] if len(runs) == 1 else [_COMPUTE, *_OTHERS]
     card = cluster.card
     for _ in range(_SWEEPS):
         for names in groups:
@@ -132,7 +139,17 @@ def _best_scale(card: Card, names: Sequence[str], cluster: Cluster, runs: Sequen
 
 def _distance(card: Card, cluster: Cluster, runs: Sequence[Observed]) -> float:
     there = replace(cluster, card=card)
-    return sum(math.log(step_time(run.case, there).seconds / run.seconds) ** 2 for run in runs)
+    wrong = sum(math.log(step_time(run.case, there).seconds / run.seconds) ** 2 for run in runs)
+    return wrong + _TRUST * sum(_log_factor(card, cluster.card, names[0]) ** 2 for names in _OTHERS)
+
+
+def _log_factor(card: Card, stated: Card, name: str) -> float:
+    """Logarithm of what a constant was scaled by."""
+    now, then = getattr(card, name), getattr(stated, name)
+    if isinstance(now, dict):
+        size = min(now)
+        now, then = now[size], then[size]
+    return math.log(now / then) if now and then else 0.0
 
 
 def _scaled(card: Card, names: Sequence[str], factor: float) -> Card:

@@ -68,30 +68,56 @@ def search(case: Case, cluster: Cluster, devices: int, *, goal: str = "time", ke
         goal: ``time`` (fastest first) or ``memory`` (least memory on the fullest card first).
         keep: how many to give.
     """
-    legal = too_large = slower = fit = 0
-    short = _Shortest(max(_PLAYED, keep))
-    room = cluster.card.memory_gib * GIB
-    for plan in _plans(case, devices, cluster.per_node):
-        if least_memory(replace(case, plan=plan), cluster) > room:
-            too_large += 1
-            continue
-        for fitted in _batches(case, plan):
-            for candidate in _recomputing(fitted):  # the least recompute first: the fastest of its kind
-                legal += 1
-                prediction = Prediction(candidate, cluster)
-                if goal == "time" and short.has_no_room_for(prediction.quick_seconds):
-                    slower += 1
-                    break
-                if not prediction.fits:
-                    continue
-                fit += 1
-                short.add(prediction.quick_seconds if goal == "time" else prediction.fullest, prediction)
-                if goal == "time":
-                    break
-    best = short.in_order()
+    looking = _Search(case, cluster, goal, _Shortest(max(_PLAYED, keep)))
+    tight = [plan for plan in _plans(case, devices, cluster.per_node) if looking.is_tight(plan)]
+    for plan in tight:  # offload costs time in every step: only where memory is short
+        if plan.sharding > 1 and plan.sharding_stage > 1:
+            looking.is_tight(replace(plan, sharding_offload=True))
+    best = looking.short.in_order()
     if goal == "time":
         best.sort(key=lambda prediction: prediction.time.seconds)
-    return Found(tuple(best[:keep]), legal, too_large, slower, fit)
+    return Found(tuple(best[:keep]), looking.legal, looking.too_large, looking.slower, looking.fit)
+
+
+@dataclass
+class _Search:
+    """One search: what it looks for, the best so far, and the counts of :class:`Found`."""
+
+    case: Case
+    cluster: Cluster
+    goal: str
+    short: _Shortest
+    legal: int = 0
+    too_large: int = 0
+    slower: int = 0
+    fit: int = 0
+
+    def is_tight(self, plan: ParallelPlan) -> bool:
+        """Look at ``plan`` with every micro batch and recompute; whether some of them did not fit."""
+        room = self.cluster.card.memory_gib * GIB
+        if least_memory(replace(self.case, plan=plan), self.cluster) > room:
+            self.too_large += 1
+            return True
+        return not all([self._finds(fitted) for fitted in _batches(self.case, plan)])
+
+    def _finds(self, fitted: Case) -> bool:
+        """Look at one micro batch with every recompute; False when one that is fast enough did not fit."""
+        all_fit = True
+        for candidate in _recomputing(fitted):  # the least recompute first: the fastest of its kind
+            self.legal += 1
+            prediction = Prediction(candidate, self.cluster)
+            if self.goal == "time" and self.short.has_no_room_for(prediction.quick_seconds):
+                self.slower += 1
+                return all_fit
+            if not prediction.fits:
+                all_fit = False
+                continue
+            self.fit += 1
+            score = prediction.quick_seconds if self.goal == "time" else prediction.fullest
+            self.short.add(score, prediction)
+            if self.goal == "time":
+                return all_fit
+        return all_fit
 
 
 def _batches(case: Case, plan: ParallelPlan) -> Iterator[Case]:

@@ -1,10 +1,11 @@
 """Do plans rank on slow links as the planner says? Four CPU ranks on two nodes that a slow wire joins.
 
-    python -m tests.planner.links [--megabits 100 1000] [--delay 0.005] [--steps 5]
+    python -m tests.planner.links [--megabits 100 1000] [--delay 0.005] [--steps 5] [--share 0.4]
 
 Two network namespaces are joined by a wire (``wire.py``) of 100 Mbit/s and then of 1 Gbit/s, 5 ms each way.
 Eight plans train a few steps on each; the card is fitted to two of them with ``--calibrate``, and the rank
-correlation (Spearman) of predicted and measured step times is printed. Needs root; takes some ten minutes.
+correlation (Spearman) of predicted and measured step times is printed. Each rank has the same share of a core
+(``shares.py``): devices do not become faster while others wait. Needs root; takes some ten minutes.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from ppfleetx.planner.step_time import step_time
 from tests.e2e.conftest import ROOT, environment, records
 from tests.multinode.nodes import Node, joined
 from tests.planner.plans import overrides
+from tests.planner.shares import shares
 from tests.planner.wire import MTU, wire
 
 CONFIG = ROOT / "ppfleetx/configs/debug/gpt_nano.yaml"
-SEQ_LEN, VOCAB = 256, 2048
+SHARES = Path(__file__).with_name("shares.py")
+SEQ_LEN, VOCAB = 128, 2048
 SIZES = {
     "Global.global_batch_size": 8,
     "Global.local_batch_size": "null",
@@ -36,7 +39,7 @@ SIZES = {
     "Data.Train.dataset.max_seq_len": SEQ_LEN,
     "Data.Eval.dataset.max_seq_len": SEQ_LEN,
     "Model.vocab_size": VOCAB,
-    "Model.hidden_size": 256,
+    "Model.hidden_size": 512,
     "Model.num_layers": 4,
     "Model.num_attention_heads": 8,
     "Model.max_position_embeddings": SEQ_LEN,
@@ -57,8 +60,8 @@ PLANS = (
 )
 ENVIRONMENT = {**environment(), DIRECT_VARIABLE: "0"}
 """Both nodes are this machine, whose processes would read each other's memory past the wire."""
-FITTED = (1, 5)
-"""Plans that the card is fitted to: replicas over the wire, and a pipeline over it."""
+FITTED = (0, 3)
+"""Plans that the card is fitted to: one sends gradients over the wire, one activations."""
 
 
 def main() -> None:
@@ -66,19 +69,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="steps of each run, of which two do not count")
     parser.add_argument("--delay", type=float, default=0.005, help="seconds from one node to the other")
     parser.add_argument("--megabits", type=float, nargs="+", default=[100.0, 1000.0])
+    parser.add_argument("--share", type=float, default=0.4, help="of a core, for each rank")
     args = parser.parse_args()
     for megabits in args.megabits:
         with tempfile.TemporaryDirectory() as name:
-            _compare(Path(name), megabits, args.delay, args.steps)
+            _compare(Path(name), megabits, args.delay, args.steps, args.share)
 
 
-def _compare(directory: Path, megabits: float, delay: float, steps: int) -> None:
+def _compare(directory: Path, megabits: float, delay: float, steps: int, share: float) -> None:
     _write_corpus(directory / "corpus")
     runs = []
-    with joined(lambda: wire(megabits * 1e6 / 8, delay), MTU) as nodes:
+    with joined(lambda: wire(megabits * 1e6 / 8, delay), MTU) as nodes, shares(4, share) as groups:
         for number, plan in enumerate(PLANS):
             runs.append(directory / f"run{number}")
-            _train(nodes, plan, directory / "corpus", runs[-1], steps, 38600 + number)
+            _train(nodes, plan, directory / "corpus", runs[-1], steps, 38600 + number, groups)
     card = load_card("CPU").model_copy(update={"network_latency_us": delay * 1e6, "network_efficiency": 0.9})
     cluster = Cluster(card, per_node=2, network=megabits * 1e6 / 8)
     fitted, told = calibrate([str(runs[number]) for number in FITTED], cluster, None)
@@ -92,7 +96,9 @@ def _compare(directory: Path, megabits: float, delay: float, steps: int) -> None
     print(f"  rank correlation {_spearman(pairs):.2f}", flush=True)
 
 
-def _train(nodes: tuple[Node, Node], plan: dict, corpus: Path, output: Path, steps: int, port: int) -> None:
+def _train(
+    nodes: tuple[Node, Node], plan: dict, corpus: Path, output: Path, steps: int, port: int, groups: str
+) -> None:
     """Both nodes' launchers, to the end.
 
     Raises:
@@ -106,7 +112,16 @@ def _train(nodes: tuple[Node, Node], plan: dict, corpus: Path, output: Path, ste
         launcher = ["-m", "paddle.distributed.launch", "--master", f"{nodes[0].address}:{port}"]
         launcher += ["--nnodes", "2", "--host", node.address, "--nproc_per_node", "2"]
         launcher += ["--log_dir", f"{output}_log_{node.name}"]
-        command = [sys.executable, *launcher, "tools/train.py", "-c", str(CONFIG), *words]
+        command = [
+            sys.executable,
+            *launcher,
+            str(SHARES),
+            groups,
+            "tools/train.py",
+            "-c",
+            str(CONFIG),
+            *words,
+        ]
         log = (output.parent / f"{output.name}_{node.name}.txt").open("w")
         jobs.append(
             subprocess.Popen(

@@ -82,6 +82,18 @@ def test_least_memory_comes_first_where_it_is_the_goal(capsys):
     assert memory[0] < max(fast["plans"][0]["memory_gib"])
 
 
+def test_offload_is_tried_where_memory_is_short(capsys):
+    """13B in float16 on four cards of 40 GB: states alone are more than all of them hold."""
+    config = "ppfleetx/configs/nlp/gpt/pretrain_gpt_13B_dp8.yaml"
+    asked = ("--devices", "4", "--card", "A100-40GB", "--json")
+    plans = json.loads(planned(capsys, *asked, config=config))["plans"]
+    assert plans and all("offload=1" in plan["plan"] and plan["host_memory_gib"] > 30 for plan in plans)
+    without = plans[0]["plan"].replace("offload=1", "offload=0").replace("recompute=none", "recompute=full")
+    assert not json.loads(planned(capsys, *asked[2:], "--plan", without, config=config))["fits"]
+    roomy = json.loads(planned(capsys, "--devices", "8", "--card", "A100-80GB", "--json"))["plans"]
+    assert not any("offload=1" in plan["plan"] for plan in roomy)
+
+
 def test_no_number_of_cards_is_too_odd_to_be_answered(capsys):
     assert json.loads(planned(capsys, "--devices", "7", "--json"))["plans"] == []
     assert "take another number" in planned(capsys, "--devices", "7")
@@ -169,6 +181,7 @@ def test_calibration_finds_the_card_that_made_the_times(tmp_path):
     assert "before" in told
     again = load_card(str(tmp_path / "mine.yaml"))
     assert again.link_gb_s == fitted.link_gb_s
+    assert fitted.network_latency_us == card.network_latency_us, "no run used the network"
     for plan in ([], ["Distributed.mp_degree=2"]):
         case = case_of(load_config(NANO, plan), slow)
         true = step_time(case, Cluster(slow)).seconds
