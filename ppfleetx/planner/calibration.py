@@ -48,7 +48,8 @@ def calibrate(directories: Sequence[str], cluster: Cluster, target: str | None) 
     """The card of ``cluster`` fitted to runs, and in words how far off it was and is.
 
     Compute constants are scaled together, and with two plans or more those of links and of latencies too, so
-    that the logarithms of predicted and measured step times differ least, and constants little from the card's.
+    that the logarithms of predicted and measured step times differ least. Links and latencies stay near what
+    the card says unless the runs show otherwise.
 
     Args:
         directories: ``output_dir`` of runs, with ``config.yaml`` and ``metrics.jsonl``.

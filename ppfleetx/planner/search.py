@@ -98,7 +98,10 @@ class _Search:
         if least_memory(replace(self.case, plan=plan), self.cluster) > room:
             self.too_large += 1
             return True
-        return not all([self._finds(fitted) for fitted in _batches(self.case, plan)])
+        every_fits = True
+        for fitted in _batches(self.case, plan):
+            every_fits &= self._finds(fitted)
+        return not every_fits
 
     def _finds(self, fitted: Case) -> bool:
         """Look at one micro batch with every recompute; False when one that is fast enough did not fit."""
