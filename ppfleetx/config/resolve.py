@@ -144,6 +144,7 @@ def _violations(cfg: RunConfig, batch: BatchPlan) -> Iterator[RuleError]:
         hint = f". The nearest legal plan for {plan.world_size}: {near}" if near else ""
         yield RuleError(broken.keys, broken.sentence + hint)
     yield from position_violations(cfg)
+    yield from _overlaps(cfg)
     yield from _schedules(cfg)
     yield from _tokens(cfg)
     yield from finetuning_violations(cfg)
@@ -170,6 +171,16 @@ def _noop_layers(cfg: RunConfig) -> Iterator[RuleError]:
             f"num_layers {cfg.Model.num_layers} and {len(places)} empty places do not divide into {chunks} "
             "equal parts",
         )
+
+
+def _overlaps(cfg: RunConfig) -> Iterator[RuleError]:
+    split = cfg.Model.sequence_parallel
+    if cfg.Distributed.mp_async_allreduce and (split or cfg.Distributed.mp_degree == 1):
+        why = "with sequence parallelism it is sp_async_reduce_scatter" if split else "it needs mp_degree > 1"
+        yield RuleError(("Distributed.mp_async_allreduce",), f"{why}: there is no such sum to overlap")
+    if cfg.Distributed.sp_async_reduce_scatter and not split:
+        keys = ("Distributed.sp_async_reduce_scatter", "Model.sequence_parallel")
+        yield RuleError(keys, "needs sequence parallelism: there is no such sum to overlap")
 
 
 def _schedules(cfg: RunConfig) -> Iterator[RuleError]:

@@ -129,13 +129,8 @@ class LocalFactory:
         return quantizer
 
     def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
-        branch = LoraBranch(
-            *matrix_info(linear).local_shape,
-            rank=cfg.rank,
-            scale=cfg.scale,
-            dropout=self.dropout(cfg.dropout),
-            products=self.products,
-        )
+        sizes, drop = matrix_info(linear).local_shape, self.dropout(cfg.dropout)
+        branch = LoraBranch(*sizes, rank=cfg.rank, scale=cfg.scale, dropout=drop, products=self.products)
         describe(branch.a, lora_init(linear), "lora")
         describe(branch.b, Constant(0.0), "lora")
         return branch

@@ -2,7 +2,8 @@
 
 The backward pass of a product has two halves: the gradient of its input, which the layers before it wait for,
 and that of its weight, which nobody needs before the step's end. :class:`SplitProducts` leaves the second
-half for later, when a pipeline rank would otherwise wait. Numbers do not change: each product is the one that
+half for later, when a pipeline rank would otherwise wait; :meth:`Products.column` computes it while the first
+half travels. Numbers do not change: each product is the one that
 Paddle's backward pass would compute, and a weight's gradients are added in the order of the micro batches.
 """
 
@@ -10,15 +11,37 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import paddle
 import paddle.nn.functional as F
 from paddle.autograd import PyLayer
 
+Finish = Callable[[], paddle.Tensor]
+"""Waits for what was started, and gives its result."""
+
+
+class Exchange(Protocol):
+    """What tensor-parallel ranks exchange around the product of each with its columns of a weight.
+
+    Attributes:
+        gathers_again: the whole input is not kept for the backward pass.
+    """
+
+    gathers_again: bool
+
+    def whole(self, x: paddle.Tensor) -> paddle.Tensor:
+        """The product's input from what this rank holds of it."""
+
+    def start_whole(self, x: paddle.Tensor) -> Finish:
+        """Start :meth:`whole`."""
+
+    def start_sum(self, gradient: paddle.Tensor) -> Finish:
+        """Start the sum over the ranks of the input's gradient; this rank gets its part of it."""
+
 
 class Products:
-    """Products whose backward pass is Paddle's."""
+    """Products whose backward pass is Paddle's, but for what the ranks exchange in :meth:`column`."""
 
     def linear(
         self, x: paddle.Tensor, weight: paddle.Tensor, bias: paddle.Tensor | None = None, name: Any = None
@@ -29,6 +52,27 @@ class Products:
     def transposed(self, x: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
         """``x [..., in]`` times the transpose of ``weight [out, in]``."""
         return paddle.matmul(x, weight, transpose_y=True)
+
+    def column(
+        self,
+        x: paddle.Tensor,
+        weight: paddle.Tensor,
+        bias: paddle.Tensor | None,
+        exchange: Exchange,
+        *,
+        is_transposed: bool = False,
+    ) -> paddle.Tensor:
+        """The product with this rank's columns. The sum of the input's gradient over the ranks travels while
+        the weight's gradient is computed."""
+        if paddle.is_grad_enabled() and not x.stop_gradient:
+            product = self._column(x, _Product(weight, is_transposed, exchange))
+        else:
+            x = exchange.whole(x)
+            product = self.transposed(x, weight) if is_transposed else self.linear(x, weight)
+        return product if bias is None else product + bias.astype(product.dtype)
+
+    def _column(self, x: paddle.Tensor, product: _Product) -> paddle.Tensor:
+        return _BothGradients.apply(x, product.weight, product)
 
 
 class SplitProducts(Products):
@@ -52,13 +96,16 @@ class SplitProducts(Products):
     ) -> paddle.Tensor:
         if not _splits(x, weight):
             return super().linear(x, weight, bias)
-        product = _InputGradient.apply(x, _Product(weight, False, self._open.append))
+        product = _InputGradient.apply(x, _Product(weight, False), self._open.append)
         return product if bias is None else product + bias.astype(product.dtype)
 
     def transposed(self, x: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
         if not _splits(x, weight):
             return super().transposed(x, weight)
-        return _InputGradient.apply(x, _Product(weight, True, self._open.append))
+        return _InputGradient.apply(x, _Product(weight, True), self._open.append)
+
+    def _column(self, x: paddle.Tensor, product: _Product) -> paddle.Tensor:
+        return _InputGradient.apply(x, product, self._open.append)
 
     def begin(self) -> None:
         """Forget what a step that did not come to its end has left."""
@@ -86,10 +133,12 @@ def _splits(x: paddle.Tensor, weight: paddle.Tensor) -> bool:
 class _Product:
     """What a product's backward pass needs. No tensor to Paddle, so that no gradient is asked for."""
 
-    def __init__(
-        self, weight: paddle.Tensor, is_transposed: bool, leave: Callable[[_WeightGradient], None]
-    ) -> None:
-        self.weight, self.is_transposed, self.leave = weight, is_transposed, leave
+    def __init__(self, weight: paddle.Tensor, is_transposed: bool, exchange: Exchange | None = None) -> None:
+        self.weight, self.is_transposed, self.exchange = weight, is_transposed, exchange
+
+    @property
+    def gathers_again(self) -> bool:
+        return self.exchange is not None and self.exchange.gathers_again
 
     def multiply(self, x: paddle.Tensor) -> paddle.Tensor:
         if self.is_transposed:
@@ -111,23 +160,57 @@ class _WeightGradient:
         return _in(paddle.matmul(left, right, transpose_x=True), self.weight.dtype)
 
 
+def _forward(ctx: Any, x: paddle.Tensor, product: _Product) -> paddle.Tensor:
+    """The product; ``ctx`` keeps what its backward pass needs."""
+    whole = x if product.exchange is None else product.exchange.whole(x)
+    result = product.multiply(whole)
+    # The weight itself, not what it holds now: sharding stage 3 brings its values back for the backward pass.
+    ctx.product, ctx.dtype = product, x.dtype
+    ctx.x = x if product.gathers_again else _in(whole, result.dtype)
+    return result
+
+
+def _backward(ctx: Any, upstream: paddle.Tensor, second: Callable[[_WeightGradient], Any]) -> tuple[Any, Any]:
+    """The gradient of the input, and what ``second`` makes of the other half while that one travels."""
+    product, x = ctx.product, ctx.x
+    ctx.product = ctx.x = None
+    gathering = product.exchange.start_whole(x) if product.gathers_again else None
+    weight = _in(product.weight, upstream.dtype)
+    gradient = _in(paddle.matmul(upstream, weight, transpose_y=not product.is_transposed), ctx.dtype)
+    if gathering is not None:
+        x = _in(gathering(), upstream.dtype)
+    finish = None if product.exchange is None else product.exchange.start_sum(gradient)
+    found = None
+    if not product.weight.stop_gradient:
+        found = second(_WeightGradient(product.weight, product.is_transposed, x, upstream))
+    return (gradient if finish is None else finish()), found
+
+
 class _InputGradient(PyLayer):
-    """A product that passes on the gradient of its input alone."""
+    """A product that passes on the gradient of its input alone, and leaves the other to ``leave``."""
 
     @staticmethod
-    def forward(ctx: Any, x: paddle.Tensor, product: _Product) -> paddle.Tensor:
-        result = product.multiply(x)
-        # The weight itself, not what it holds now: sharding stage 3 brings its values back for this pass.
-        ctx.product, ctx.x, ctx.dtype = product, _in(x, result.dtype), x.dtype
-        return result
+    def forward(
+        ctx: Any, x: paddle.Tensor, product: _Product, leave: Callable[[_WeightGradient], None]
+    ) -> paddle.Tensor:
+        ctx.leave = leave
+        return _forward(ctx, x, product)
 
     @staticmethod
     def backward(ctx: Any, upstream: paddle.Tensor) -> paddle.Tensor:
-        product, x = ctx.product, ctx.x
-        ctx.product = ctx.x = None
-        product.leave(_WeightGradient(product.weight, product.is_transposed, x, upstream))
-        weight = _in(product.weight, upstream.dtype)
-        return _in(paddle.matmul(upstream, weight, transpose_y=not product.is_transposed), ctx.dtype)
+        return _backward(ctx, upstream, ctx.leave)[0]
+
+
+class _BothGradients(PyLayer):
+    """A product that passes on both gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: paddle.Tensor, weight: paddle.Tensor, product: _Product) -> paddle.Tensor:
+        return _forward(ctx, x, product)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor | None]:
+        return _backward(ctx, upstream, _WeightGradient.compute)
 
 
 class _Given(PyLayer):
@@ -149,7 +232,8 @@ def _give_gradient(work: _WeightGradient) -> None:
     is_away = weight.is_leaf and not weight._is_initialized()  # sharding stage 3: its owner has the values
     if is_away:
         paddle.empty(weight.shape, weight.dtype)._share_buffer_to(weight)  # Paddle asks where it lies
-    _Given.apply(weight, work).backward()
+    with paddle.enable_grad():
+        _Given.apply(weight, work).backward()
     if is_away and weight._is_initialized():
         weight._clear_data()
 

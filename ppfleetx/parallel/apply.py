@@ -12,6 +12,7 @@ from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.models.module import BasicModule
 from ppfleetx.models.staged import StagedModel
+from ppfleetx.nn.column_overlap import overlapping_factory
 from ppfleetx.nn.factory import layer_factory
 from ppfleetx.nn.fake_quant import with_quantizers
 from ppfleetx.nn.fused import FusedOps, choose, say
@@ -49,6 +50,8 @@ def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, tr
             value=cfg.Model.loss_chunks,
         )
     factory = layer_factory(ctx, train=train)
+    if train and (cfg.Distributed.mp_async_allreduce or cfg.Distributed.sp_async_reduce_scatter):
+        factory = overlapping_factory(ctx, gathers_again=cfg.Distributed.recompute_allgather)
     factory.fused = _fused_ops(cfg, ctx, train)
     build = _pipeline_runner if ctx.size_of("pp") > 1 else _local_runner
     return build(module, factory, cfg, ctx, train)

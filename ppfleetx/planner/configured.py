@@ -69,9 +69,17 @@ class Written:
         }
         degrees = {f"{axis}_degree": getattr(plan, axis) for axis in ("dp", "mp", "pp", "sep")}
         layers = {} if plan.pp_layers is not None else {"pp_layers": None, "noop_layers": None}
+        split, scatters = plan.sequence_parallel, cfg.Distributed.sp_async_reduce_scatter
+        overlaps = {
+            "mp_async_allreduce": cfg.Distributed.mp_async_allreduce and plan.mp > 1 and not split,
+            "sp_async_reduce_scatter": scatters and split,
+            "recompute_allgather": cfg.Distributed.recompute_allgather and scatters and split,
+        }
         distributed = {
             **degrees,
             **layers,
+            **overlaps,
+            "pp_schedule": plan.pp_schedule,
             "sharding": cfg.Distributed.sharding.model_copy(update=sharding),
         }
         model = {

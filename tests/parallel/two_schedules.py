@@ -1,4 +1,4 @@
-"""One plan in the orders 1F1B and ZB-H1 (called in every rank)."""
+"""One plan in the orders 1F1B and ZB-H1, or with different keys (called in every rank)."""
 
 from __future__ import annotations
 
@@ -27,6 +27,13 @@ def compare(
     return {**found, "most": most}
 
 
+def with_keys(
+    plan: dict[str, Any], world_size: int, model: str, extra: dict[str, Any], keys: list[dict[str, Any]]
+) -> list[list[Any]]:
+    """Losses, gradient norms and a digest of the last weights with each of ``keys``."""
+    return [_train(plan, world_size, model, 4, {**extra, **more})[0] for more in keys]
+
+
 def _train(
     plan: dict[str, Any], world_size: int, model: str, micro_batch_size: int, extra: dict[str, Any]
 ) -> tuple[list[Any], list[int]]:
@@ -34,7 +41,7 @@ def _train(
 
     with paddle.utils.unique_name.guard():
         cfg, ctx, runner = build(plan, world_size, model, "sgd", micro_batch_size, extra)
-        most = _watch(runner._pipeline) if plan["pp_schedule"] == "zb_h1" else []
+        most = _watch(runner._pipeline) if plan.get("pp_schedule") == "zb_h1" else []
         outputs = [take_step(runner, step, cfg, ctx) for step in range(STEPS)]
         loss, tokens = runner.eval_step(micro_batches(STEPS, cfg, ctx))
         weights = hashlib.sha256()

@@ -41,6 +41,14 @@ class DistributedConfig(Section):
     """Order of a pipeline's passes. `zb_h1` leaves the gradients of weights until a stage would otherwise
     wait (ZB-H1, Qi et al. 2023), in the memory of `1f1b`; it needs `Model.virtual_pp_degree` 1. No number
     changes."""
+    mp_async_allreduce: Bool = False
+    """Sum the gradient of a column-parallel layer's input over the mp ranks while that of its weight is
+    computed. No number changes."""
+    sp_async_reduce_scatter: Bool = False
+    """The same with `Model.sequence_parallel`, where the sum is scattered. No number changes."""
+    recompute_allgather: Bool = False
+    """With `sp_async_reduce_scatter`: keep a rank's part of the input only, and gather it again while the
+    gradient of the input is computed. No number changes."""
     sep_degree: Degree = 1
     """Ranks that split each sequence."""
     sharding: ShardingConfig = ShardingConfig()
@@ -67,6 +75,11 @@ class DistributedConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> DistributedConfig:
+        if self.recompute_allgather and not self.sp_async_reduce_scatter:
+            raise RuleError(
+                ("recompute_allgather", "sp_async_reduce_scatter"),
+                "the input is gathered again beside the scattered sum: set sp_async_reduce_scatter too",
+            )
         if self.pp_layers is not None:
             self._check_pp_layers(self.pp_layers)
         if self.noop_layers is not None:

@@ -1,0 +1,110 @@
+"""Column-parallel layers whose sums over the ranks travel while the gradient of the weight is computed.
+
+Each rank multiplies the whole input by its columns of the weight, so the gradient of the input is a sum over
+the ranks. The layers before wait for it, nobody waits for the gradient of the weight: the sum is started
+first and waited for last (Narayanan et al. 2021, and Korthikanti et al. 2022, section 4.2.2, for sequences).
+One sum is under way at a time, at a fixed place of the program: the ranks of a group start theirs in the same
+order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+from paddle import distributed, nn
+
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.nn.factory import SequenceSplit, TensorParallelFactory
+from ppfleetx.nn.init import Init
+from ppfleetx.nn.products import Exchange, Finish
+
+
+class WholeInput:
+    """An :class:`~ppfleetx.nn.products.Exchange` of ranks that all hold the input whole."""
+
+    gathers_again = False
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def whole(self, x: paddle.Tensor) -> paddle.Tensor:
+        return x
+
+    def start_whole(self, x: paddle.Tensor) -> Finish:
+        return lambda: x
+
+    def start_sum(self, gradient: paddle.Tensor) -> Finish:
+        task = distributed.all_reduce(gradient, group=self._group, sync_op=False)
+        return _finish(task, gradient)
+
+
+class ScatteredInput:
+    """An :class:`~ppfleetx.nn.products.Exchange` of ranks of which each holds a part of the positions.
+
+    Args:
+        group: the ranks.
+        gathers_again: the backward pass gathers the input anew, while it computes its gradient.
+    """
+
+    def __init__(self, group: Any, *, gathers_again: bool) -> None:
+        self._group, self.gathers_again = group, gathers_again
+
+    def whole(self, x: paddle.Tensor) -> paddle.Tensor:
+        return self.start_whole(x)()
+
+    def start_whole(self, x: paddle.Tensor) -> Finish:
+        gathered = paddle.empty([x.shape[0] * self._group.nranks, *x.shape[1:]], x.dtype)
+        task = distributed.stream.all_gather(gathered, x.detach(), group=self._group, sync_op=False)
+        return _finish(task, gathered)
+
+    def start_sum(self, gradient: paddle.Tensor) -> Finish:
+        part = paddle.empty([gradient.shape[0] // self._group.nranks, *gradient.shape[1:]], gradient.dtype)
+        task = distributed.stream.reduce_scatter(part, gradient, group=self._group, sync_op=False)
+        return _finish(task, part, gradient)
+
+
+def _finish(task: Any, result: paddle.Tensor, *_used: paddle.Tensor) -> Finish:
+    """Waits for ``task``; until then what it uses stays."""
+
+    def finish(_held: tuple[paddle.Tensor, ...] = _used) -> paddle.Tensor:
+        task.wait()
+        return result
+
+    return finish
+
+
+class OverlappingFactory(TensorParallelFactory):
+    """A :class:`TensorParallelFactory` whose column-parallel layers overlap their sums."""
+
+    def __init__(
+        self, group: Any, sequence_parallel: bool, split: SequenceSplit | None, *, gathers_again: bool
+    ) -> None:
+        super().__init__(group, sequence_parallel, split)
+        self._exchange: Exchange = (
+            ScatteredInput(group, gathers_again=gathers_again) if sequence_parallel else WholeInput(group)
+        )
+
+    def column_linear(
+        self, in_features: int, out_features: int, *, init: Init, bias: bool, kind: str = "matrix"
+    ) -> nn.Layer:
+        layer = super().column_linear(in_features, out_features, init=init, bias=bias, kind=kind)
+        layer.forward = self._forward_of(layer)
+        return layer
+
+    def _forward_of(self, layer: nn.Layer) -> Callable[[paddle.Tensor], paddle.Tensor]:
+        def forward(x: paddle.Tensor) -> paddle.Tensor:
+            return self.products.column(x, layer.weight, layer.bias, self._exchange)
+
+        return forward
+
+    def tied_logits(self, hidden: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
+        return self.products.column(hidden, weight, None, self._exchange, is_transposed=True)
+
+
+def overlapping_factory(ctx: ParallelContext, *, gathers_again: bool) -> OverlappingFactory:
+    """The factory of a plan with tensor parallelism, for training."""
+    split = SequenceSplit(ctx.group_of("sep")) if ctx.size_of("sep") > 1 else None
+    plan = ctx.plan
+    return OverlappingFactory(ctx.group_of("mp"), plan.sequence_parallel, split, gathers_again=gathers_again)

@@ -1,0 +1,75 @@
+"""Sums of tensor-parallel ranks that travel during the backward pass: not a bit changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_config
+from ppfleetx.config.plan import ParallelPlan as Plan
+from tests.helpers.ranks import Pools
+from tests.parity.comparison import fields_of
+from tests.parity.training import CONFIG
+
+REDUCES = {"Distributed.mp_async_allreduce": True}
+SCATTERS = {"Distributed.sp_async_reduce_scatter": True}
+GATHERS = {**SCATTERS, "Distributed.recompute_allgather": True}
+ADAPTERS = {"Model.lora.rank": 2}
+RECOMPUTES = {"Model.use_recompute": True, "Model.hidden_dropout_prob": 0.1}
+SEQUENCE = ["Distributed.mp_degree=2", "Model.sequence_parallel=True"]
+SPLIT = Plan(mp=2, sequence_parallel=True)
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    pools = Pools()
+    yield pools
+    pools.close()
+
+
+@pytest.mark.parametrize(
+    ("plan", "model", "extra", "keys"),
+    [
+        (Plan(mp=2), "gpt", {}, [REDUCES]),
+        (Plan(mp=2), "llama", ADAPTERS, [REDUCES]),
+        (SPLIT, "gpt", RECOMPUTES, [SCATTERS, GATHERS]),
+        (Plan(mp=2, pp=2, sequence_parallel=True, pp_schedule="zb_h1"), "gpt", {}, [SCATTERS, GATHERS]),
+        (Plan(mp=2, sharding=2, sharding_stage=3), "llama", {}, [REDUCES]),
+    ],
+    ids=str,
+)
+def test_no_bit_changes(pools: Pools, plan: Plan, model: str, extra: dict, keys: list[dict]) -> None:
+    ranks = pools(plan.world_size).run(
+        "tests.parallel.two_schedules:with_keys",
+        timeout=180.0,
+        plan=fields_of(plan),
+        world_size=plan.world_size,
+        model=model,
+        extra={"Model.num_layers": 2, **extra},
+        keys=[{}, *keys],
+    )
+    for waits, *overlaps in ranks:
+        assert overlaps == [waits] * len(keys)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["Distributed.mp_async_allreduce=True"], r"mp_async_allreduce.*mp_degree > 1"),
+        (
+            [
+                "Distributed.mp_async_allreduce=True",
+                "Distributed.mp_degree=2",
+                "Model.sequence_parallel=True",
+            ],
+            r"mp_async_allreduce.*sp_async_reduce_scatter",
+        ),
+        (["Distributed.sp_async_reduce_scatter=True"], r"sp_async_reduce_scatter.*sequence parallelism"),
+        (["Distributed.recompute_allgather=True"], r"recompute_allgather.*sp_async_reduce_scatter too"),
+    ],
+)
+def test_what_has_no_sum_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(CONFIG, overrides)
