@@ -7,4 +7,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-FusedName = Literal["adamw", "grad_norm", "grad_scale"]
+FusedName = Literal[
+    "adamw", "grad_norm", "grad_scale", "rms_norm", "rope", "swiglu", "causal_softmax", "packed_attention"
+]

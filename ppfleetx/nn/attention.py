@@ -7,13 +7,15 @@ head, d head size. MHA is r = 1, MQA is one key/value head in all.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import paddle
 from paddle import nn
 
+from ppfleetx.nn.flash import packed_flash_attention
 from ppfleetx.nn.init import Init
-from ppfleetx.nn.kernels import KernelOptions, attend
+from ppfleetx.nn.kernels import KernelOptions, attend, packed_attention_serves
 from ppfleetx.nn.masks import window_start
 from ppfleetx.nn.positions import Rotary
 from ppfleetx.nn.recompute import may_recompute, recompute
@@ -113,23 +115,33 @@ class Attention(nn.Layer):
             document_start: ``[b, s]`` first position each row may attend to.
             cache: keys and values of earlier positions; those of ``hidden`` are appended.
         """
-        query, key, value = self.project(hidden, position_ids)
+        qkv = self.qkv(hidden).reshape([0, 0, self.num_groups, self.queries_per_group + 2, self.head_dim])
+        qkv = self.factory.enter_attention(qkv)
+        recomputes = cache is None and self.recompute_core and may_recompute(self)
+        if cache is None and document_start is None and self._takes_packed(qkv):
+            core = partial(packed_flash_attention, dropout=self.dropout)
+            context = recompute(core, qkv) if recomputes else core(qkv)
+            return self.out_proj(self.factory.leave_attention(context))
+        query, key, value = self.divide(qkv, position_ids)
         if cache is not None:
             key, value, penalty = cache.update(self.layer_index, key, value, self.window)
             context = self.core(query, key, value, document_start, penalty)
-        elif self.recompute_core and may_recompute(self):
+        elif recomputes:
             context = recompute(self.core, query, key, value, document_start)
         else:
             context = self.core(query, key, value, document_start)
         return self.out_proj(self.factory.leave_attention(context))
 
-    def project(
-        self, hidden: paddle.Tensor, position_ids: paddle.Tensor | None
+    def _takes_packed(self, qkv: paddle.Tensor) -> bool:
+        """Whether nothing is done to queries or keys alone, and the fused operator is taken."""
+        is_plain = self.queries_per_group == 1 and self.rotary is None and self.q_norm is None
+        return is_plain and self.window is None and packed_attention_serves(qkv, self.dropout, self.options)
+
+    def divide(
+        self, qkv: paddle.Tensor, position_ids: paddle.Tensor | None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
-        """query ``[b, g, r, s, d]``, key and value ``[b, g, s, d]``, of whole sequences."""
+        """Turned query ``[b, g, r, s, d]``, key and value ``[b, g, s, d]`` of ``qkv [s, b, g, r + 2, d]``."""
         per_group = self.queries_per_group
-        qkv = self.qkv(hidden).reshape([0, 0, self.num_groups, per_group + 2, self.head_dim])
-        qkv = self.factory.enter_attention(qkv)
         # One transpose for all three, so that no part has to be copied again.
         if per_group == 1 and self.rotary is None and self.q_norm is None:
             query, key, value = qkv.transpose([3, 1, 2, 0, 4]).unbind(0)

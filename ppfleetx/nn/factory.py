@@ -25,6 +25,7 @@ from ppfleetx.nn.init import Constant, Init, Normal
 from ppfleetx.nn.linear import Linear
 from ppfleetx.nn.lora import LoraBranch
 from ppfleetx.nn.loss import TellRows, parallel_token_loss, token_loss
+from ppfleetx.nn.norm import RMSNorm
 from ppfleetx.nn.panels import InferenceLinear
 from ppfleetx.nn.products import Products
 from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedLinear
@@ -172,6 +173,8 @@ class LocalFactory:
             ConfigError: ``kind`` is no norm, or has other parameters than it was registered with.
         """
         layer = NORMS.make(kind, size, epsilon, gives=nn.Layer)
+        if isinstance(layer, RMSNorm):
+            layer.fused = self.fused
         parameters = dict(layer.named_parameters())
         declared = NORMS.traits(kind).parameters
         if {*parameters} != {*declared} or not {*declared} <= {"weight", "bias"}:

@@ -102,6 +102,20 @@ def flash_attention(
     return context.transpose([0, 2, 1, 3]).reshape([0, groups, per_group, -1, head_dim])
 
 
+def packed_flash_attention(qkv: paddle.Tensor, dropout: nn.Layer) -> paddle.Tensor:
+    """Causal attention of ``qkv [s, b, n, 3, d]``: query, key and value of n heads; gives ``[s, b, n * d]``.
+
+    One copy of it all into the kernel's order, and one back of the gradient, instead of one of each part.
+    """
+    rows = qkv.transpose([1, 0, 3, 2, 4])
+    probability = dropout.p if dropout.training else 0.0
+    with getattr(dropout, "stream", nullcontext)():
+        context, _ = F.flash_attention.flash_attn_qkvpacked(
+            rows, dropout=probability, causal=True, training=True
+        )
+    return context.transpose([1, 0, 2, 3]).flatten(2)
+
+
 def on_gpu() -> bool:
     """Whether what is computed now is computed on a GPU."""
     return paddle.is_compiled_with_cuda() and paddle.get_device().startswith("gpu")

@@ -54,6 +54,7 @@ class FusedOperator:
     exact_on_cpu: bool = False
 
 
+_LAYER_TRIALS = "ppfleetx.nn.fused_trials"
 _OPTIMIZER_TRIALS = "ppfleetx.optims.fused_trials"
 
 TABLE: Mapping[FusedName, FusedOperator] = {
@@ -75,6 +76,28 @@ TABLE: Mapping[FusedName, FusedOperator] = {
         ("check_finite_and_unscale",),
         f"{_OPTIMIZER_TRIALS}:grad_scale",
         types=("float32",),
+    ),
+    "rms_norm": FusedOperator(
+        "RMSNorm: mean square, root and gain", ("rms_norm", "rms_norm_grad"), f"{_LAYER_TRIALS}:rms_norm"
+    ),
+    "rope": FusedOperator(
+        "the rotation of queries and keys by their positions",
+        ("fused_rotary_position_embedding", "fused_rotary_position_embedding_grad"),
+        f"{_LAYER_TRIALS}:rope",
+    ),
+    "swiglu": FusedOperator(
+        "SiLU of the gate times the rest", ("swiglu", "swiglu_grad"), f"{_LAYER_TRIALS}:swiglu"
+    ),
+    "causal_softmax": FusedOperator(
+        "causal mask and softmax of attention scores, where flash attention does not run",
+        ("fused_softmax_mask_upper_triangle", "fused_softmax_mask_upper_triangle_grad"),
+        f"{_LAYER_TRIALS}:causal_softmax",
+    ),
+    "packed_attention": FusedOperator(
+        "flash attention that takes queries, keys and values as one tensor",
+        ("flash_attn_qkvpacked", "flash_attn_qkvpacked_grad"),
+        f"{_LAYER_TRIALS}:packed_attention",
+        types=("float16", "bfloat16"),
     ),
 }
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import paddle
 import paddle.nn.functional as F
-from paddle import nn
+from paddle import _C_ops, nn
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.nn.flash import flash_attention, flash_obstacle, on_gpu
+from ppfleetx.nn.flash import flash_attention, flash_obstacle, flash_version, on_gpu
+from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 from ppfleetx.nn.linear import add_smaller
 from ppfleetx.nn.masks import mask_scores
 from ppfleetx.utils.log import get_logger
@@ -34,11 +35,13 @@ class KernelOptions:
         softmax_in_fp32: softmax in float32 when the scores are 16-bit.
         qk_scale_guard: in 16 bits, scores are divided by this before and multiplied after the conversion
             to float32, so that they cannot overflow float16; equal in exact arithmetic.
+        fused: fused operators to take.
     """
 
     kernel: str = "auto"
     softmax_in_fp32: bool = True
     qk_scale_guard: float = 1.0
+    fused: FusedOps = NO_FUSED_OPS
 
 
 def attend(
@@ -78,6 +81,13 @@ def attend(
     return flash_attention(query, key, value, document_start, dropout)
 
 
+def packed_attention_serves(qkv: paddle.Tensor, dropout: nn.Layer, options: KernelOptions) -> bool:
+    """Whether ``qkv [s, b, n, 3, d]`` goes to :func:`~ppfleetx.nn.flash.packed_flash_attention`."""
+    if options.kernel == "reference" or not options.fused.takes("packed_attention", qkv):
+        return False
+    return flash_version(qkv.shape[-1], packed=False) == 2 and not flash_obstacle(qkv, dropout, packed=False)
+
+
 @functools.cache
 def _say_once(text: str) -> None:
     get_logger().info(text)
@@ -104,17 +114,49 @@ def reference_attention(
         scores = scores.astype("float32")
     if guard != 1.0:
         scores = scores * guard
-    if penalty is not None:
-        scores = _add_penalty(scores, penalty, per_group)
-    elif num_queries != 1 or document_start is not None:  # else it sees all keys
-        scores = scores.reshape([0, groups * per_group, -1, num_keys])
-        scores = mask_scores(scores, num_queries, num_keys, document_start)
-        scores = scores.reshape([0, groups, -1, num_keys])
-    weights = F.softmax(scores)
+    if (
+        penalty is None
+        and document_start is None
+        and takes_causal_softmax(options.fused, scores, num_queries)
+    ):
+        weights = causal_softmax(scores.reshape([0, -1, num_queries, num_keys])).reshape(scores.shape)
+    else:
+        weights = F.softmax(_masked(scores, penalty, document_start, per_group, num_queries))
     if half:
         weights = weights.astype(value.dtype)
     context = paddle.matmul(dropout(weights), value)
     return context.reshape([0, groups, per_group, -1, head_dim])
+
+
+def takes_causal_softmax(fused: FusedOps, scores: paddle.Tensor, num_queries: int) -> bool:
+    """Whether one kernel masks these scores ``[b, g, r * q, k]`` and takes their softmax: as many keys as
+    queries, in a number that its blocks of 8 rows divide."""
+    num_keys = scores.shape[-1]
+    fits = num_queries == num_keys and 32 <= num_keys <= 8192 and num_keys % 8 == 0
+    return fits and fused.takes("causal_softmax", scores)
+
+
+def causal_softmax(scores: paddle.Tensor) -> paddle.Tensor:
+    """Softmax of each row of ``[b, n, s, s]`` up to the diagonal, in one kernel."""
+    return _C_ops.fused_softmax_mask_upper_triangle(scores)
+
+
+def _masked(
+    scores: paddle.Tensor,
+    penalty: paddle.Tensor | None,
+    document_start: paddle.Tensor | None,
+    per_group: int,
+    num_queries: int,
+) -> paddle.Tensor:
+    """Scores ``[b, g, r * q, k]`` with those that are not allowed so low that they get no probability."""
+    groups, num_keys = scores.shape[1], scores.shape[3]
+    if penalty is not None:
+        return _add_penalty(scores, penalty, per_group)
+    if num_queries == 1 and document_start is None:  # it sees all keys
+        return scores
+    scores = scores.reshape([0, groups * per_group, -1, num_keys])
+    scores = mask_scores(scores, num_queries, num_keys, document_start)
+    return scores.reshape([0, groups, -1, num_keys])
 
 
 def _add_penalty(scores: paddle.Tensor, penalty: paddle.Tensor, per_group: int) -> paddle.Tensor:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import paddle
 import paddle.nn.functional as F
-from paddle import nn
+from paddle import _C_ops, nn
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registries import ACTIVATIONS
+from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 from ppfleetx.nn.init import Init
 from ppfleetx.nn.stage import LayerFactory
 
@@ -31,12 +33,13 @@ def relu_squared(x: paddle.Tensor) -> paddle.Tensor:
     return F.relu(x).square()
 
 
-def swiglu(x: paddle.Tensor) -> paddle.Tensor:
+def swiglu(x: paddle.Tensor, fused: FusedOps = NO_FUSED_OPS) -> paddle.Tensor:
     """silu(gate) * up of ``[..., 2 * ffn]`` laid out pairwise ``[ffn][gate, up]``."""
     s, b, width = x.shape
     # One transpose that brings the pairs apart: taking every second column is ten times slower on CPU.
     gate, up = x.reshape([-1, 2]).transpose([1, 0]).unbind(0)
-    return (F.silu(gate) * up).reshape([s, b, width // 2])
+    product = _C_ops.swiglu(gate, up) if fused.takes("swiglu", x) else F.silu(gate) * up
+    return product.reshape([s, b, width // 2])
 
 
 class MLP(nn.Layer):
@@ -71,6 +74,8 @@ class MLP(nn.Layer):
         factory.local_count(ffn_hidden_size, "feed-forward units")
         width = ffn_hidden_size * (2 if ACTIVATIONS.traits(activation).gated else 1)
         self.activation = _checked_activation(activation)
+        if self.activation is swiglu:
+            self.activation = partial(swiglu, fused=factory.fused)
         self.fc1 = factory.column_linear(hidden_size, width, init=init, bias=bias)
         self.fc2 = factory.row_linear(ffn_hidden_size, hidden_size, init=output_init, bias=bias)
 

@@ -12,8 +12,10 @@ from functools import lru_cache
 import numpy as np
 import paddle
 import paddle.nn.functional as F
+from paddle import _C_ops
 
 from ppfleetx.config.sections.rope import RopeScalingConfig
+from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 from ppfleetx.nn.rope_scaling import attention_factor, inverse_frequencies
 
 
@@ -25,7 +27,12 @@ class RotaryEmbedding:
         max_positions: positions the table covers.
         base: the formula's base, 10000 in the paper.
         scaling: how the frequencies are stretched; None: not at all.
+
+    Attributes:
+        fused: fused operators to take.
     """
+
+    fused: FusedOps = NO_FUSED_OPS
 
     def __init__(
         self, head_dim: int, max_positions: int, base: float, scaling: RopeScalingConfig | None = None
@@ -39,12 +46,36 @@ class RotaryEmbedding:
         if x.shape[-1] > self.head_dim:
             turning, still = x.split([self.head_dim, x.shape[-1] - self.head_dim], axis=-1)
             return paddle.concat([self.rotate(turning, position_ids), still], axis=-1)
+        if self.fused.takes("rope", x):
+            return self._rotate_fused(x, position_ids)
         cos, sin = (table.unsqueeze([1, 2]) for table in self.cos_sin(position_ids))
         if paddle.in_dynamic_mode() and x.place.is_cpu_place() and x.dtype == paddle.float32:
             return self._rotate_on_cpu(x, cos, sin)
         first, second = x.astype("float32").chunk(2, axis=-1)
         turned = paddle.concat([first * cos - second * sin, second * cos + first * sin], axis=-1)
         return turned.astype(x.dtype)
+
+    def _rotate_fused(self, x: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
+        """In float32, as above: in 16 bits the kernel would take cosines and sines of 16 bits, and
+        ``auto_cast`` counts it among what may be."""
+        b, groups, heads, s, size = x.shape
+        rows = x.transpose([0, 3, 1, 2, 4]).reshape([b, s, groups * heads, size]).astype("float32")
+        cos, sin = _whole_tables(
+            self.max_positions, self.head_dim, self.base, self.scaling, paddle.get_device()
+        )
+        with paddle.amp.auto_cast(enable=False):
+            turned = _C_ops.fused_rotary_position_embedding(
+                rows,
+                None,  # further tensors to turn
+                None,
+                sin,
+                cos,
+                position_ids.astype("int64"),
+                False,  # halves are paired, not neighbours
+                False,  # batch before positions
+                self.base,
+            )[0]
+        return turned.astype(x.dtype).reshape([b, s, groups, heads, size]).transpose([0, 2, 3, 1, 4])
 
     def _rotate_on_cpu(self, x: paddle.Tensor, cos: paddle.Tensor, sin: paddle.Tensor) -> paddle.Tensor:
         """The same bits in a sixth of the time: Paddle's kernels that cut and join the last axis, and those
@@ -77,6 +108,15 @@ def _partners(head_dim: int) -> paddle.Tensor:
     half = np.eye(head_dim // 2, dtype=np.float32)
     zero = np.zeros_like(half)
     return paddle.to_tensor(np.block([[zero, half], [-half, zero]]))
+
+
+@lru_cache(maxsize=4)
+def _whole_tables(
+    max_positions: int, head_dim: int, base: float, scaling: RopeScalingConfig | None, device: str
+) -> tuple[paddle.Tensor, ...]:
+    """cos and sin ``[1, max_positions, 1, head_dim]``, for both halves of a head."""
+    tables = _tables(max_positions, head_dim, base, scaling, device)
+    return tuple(paddle.concat([table, table], axis=-1).unsqueeze([0, 2]) for table in tables)
 
 
 @lru_cache(maxsize=4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import paddle
@@ -22,6 +23,7 @@ from ppfleetx.nn.init import Normal
 from ppfleetx.nn.kernels import KernelOptions
 from ppfleetx.nn.lora import with_adapters
 from ppfleetx.nn.positions import Positions
+from ppfleetx.nn.rope import RotaryEmbedding
 from ppfleetx.nn.stage import LayerFactory, Stage, Tie
 from ppfleetx.utils.log import get_logger
 
@@ -57,7 +59,12 @@ def gpt_stages(cfg: ModelConfig, factory: LayerFactory, block: type[Block] = Blo
     """
     shape = block_shape(cfg)
     positions = POSITIONS.make(cfg.position_embedding_type, cfg, gives=Positions)
-    kernel, granularity = kernel_options(cfg), cfg.recompute_granularity or "full"
+    if isinstance(positions.rotary, RotaryEmbedding):
+        positions.rotary.fused = factory.fused
+    kernel, granularity = (
+        replace(kernel_options(cfg), fused=factory.fused),
+        cfg.recompute_granularity or "full",
+    )
     blocks = [
         Stage(
             f"decoder.layers.{index}",

@@ -1,0 +1,98 @@
+"""Trials of the layers' fused operators: each beside its composite, forward and backward, on few numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import paddle
+from paddle import nn
+
+from ppfleetx.nn import kernels, mlp, norm
+from ppfleetx.nn.flash import packed_flash_attention
+from ppfleetx.nn.fused import FusedOps, Pairs
+from ppfleetx.nn.kernels import KernelOptions
+from ppfleetx.nn.rope import RotaryEmbedding
+
+Function = Callable[..., paddle.Tensor]
+
+
+def rms_norm(dtype: str) -> Pairs:
+    """Rows of a width that is no power of two."""
+    yield from _both(
+        lambda x, gain: norm.fused_rms_norm(x, gain, 1e-5),
+        lambda x, gain: norm.rms_norm(x, gain, 1e-5),
+        _random(dtype, [3, 4, 96], [96]),
+    )
+
+
+def rope(dtype: str) -> Pairs:
+    """Positions that do not count from 0, several heads of several groups."""
+    rotaries = RotaryEmbedding(16, 32, 100.0), RotaryEmbedding(16, 32, 100.0)
+    rotaries[0].fused = FusedOps({"rope": [dtype]})
+    positions = paddle.to_tensor((np.arange(10).reshape([2, 5]) * 7) % 32)
+    fused, plain = (lambda x, rotary=rotary: rotary.rotate(x, positions) for rotary in rotaries)
+    yield from _both(fused, plain, _random(dtype, [2, 3, 2, 5, 16]))
+
+
+def swiglu(dtype: str) -> Pairs:
+    """Pairs of gate and input."""
+    ops = FusedOps({"swiglu": [dtype]})
+    yield from _both(lambda x: mlp.swiglu(x, ops), mlp.swiglu, _random(dtype, [3, 2, 48]))
+
+
+def causal_softmax(dtype: str) -> Pairs:
+    """Attention by it against attention without, with heads that share keys."""
+    query, key, value = _random(dtype, [2, 2, 3, 32, 16], [2, 2, 32, 16], [2, 2, 32, 16])
+    fused, plain = KernelOptions(fused=FusedOps({"causal_softmax": ["float32", dtype]})), KernelOptions()
+    dropout = _no_dropout()
+
+    def attention(options: KernelOptions) -> Function:
+        return lambda q, k, v: kernels.reference_attention(q, k, v, None, dropout, options)
+
+    yield from _both(attention(fused), attention(plain), [query, key, value])
+
+
+def packed_attention(dtype: str) -> Pairs:
+    """Flash attention of one tensor against the reference kernel, of three."""
+    dropout = _no_dropout()
+
+    def reference(qkv: paddle.Tensor) -> paddle.Tensor:
+        query, key, value = qkv.transpose([3, 1, 2, 0, 4]).unbind(0)
+        context = kernels.reference_attention(query.unsqueeze(2), key, value, None, dropout, KernelOptions())
+        return context.transpose([3, 0, 1, 2, 4]).flatten(2)
+
+    def packed(qkv: paddle.Tensor) -> paddle.Tensor:
+        return packed_flash_attention(qkv, dropout)
+
+    yield from _both(packed, reference, _random(dtype, [32, 2, 2, 3, 64]))
+
+
+def _no_dropout() -> nn.Layer:
+    dropout = nn.Dropout(0.0)
+    dropout.train()
+    return dropout
+
+
+def _both(fused: Function, plain: Function, inputs: list[paddle.Tensor]) -> Pairs:
+    """Results, and the gradients of all ``inputs``."""
+    results = [_with_gradients(function, inputs) for function in (fused, plain)]
+    yield from zip(*results, strict=True)
+
+
+def _with_gradients(function: Function, inputs: list[paddle.Tensor]) -> list[paddle.Tensor]:
+    leaves = [value.detach().clone() for value in inputs]
+    for leaf in leaves:
+        leaf.stop_gradient = False
+    with paddle.enable_grad():
+        result = function(*leaves)
+        (upstream,) = _random(str(result.dtype).removeprefix("paddle."), result.shape)
+        result.backward(upstream)
+    return [result.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def _random(dtype: str, *shapes: list[int]) -> list[paddle.Tensor]:
+    """Normal numbers that do not come from Paddle's generators, whose states belong to the run."""
+    generator = np.random.default_rng(0)
+    arrays = (generator.standard_normal(shape).astype(np.float32) for shape in shapes)
+    return [paddle.to_tensor(array).astype(dtype) for array in arrays]

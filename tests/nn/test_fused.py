@@ -1,0 +1,168 @@
+"""Fused operators of the layers, on a CPU that lacks their kernels: stand-ins with the kernels' signatures.
+
+Each stand-in is written from what Paddle documents, not from our composite. That the real operators take such
+calls is shown by how far they come: past arguments and shapes, to the kernel that is missing.
+"""
+
+import numpy as np
+import paddle
+import pytest
+from paddle import _C_ops
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_config
+from ppfleetx.core.module.build import build_module
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.nn import flash, fused_trials, kernels
+from ppfleetx.nn.fused import TABLE, FusedOps, choose, difference
+from ppfleetx.parallel import apply
+
+NANO = "ppfleetx/configs/debug/gpt_nano.yaml"
+LAYERS = ("rms_norm", "rope", "swiglu", "causal_softmax", "packed_attention")
+
+
+def rms_norm(x, scale, normalized_shape, epsilon):
+    assert list(normalized_shape) == [x.shape[-1]] == list(scale.shape) and scale.dtype == x.dtype
+    deviation = ((x * x).sum(-1, keepdim=True) / x.shape[-1] + epsilon).sqrt()
+    return x / deviation * scale, 1.0 / deviation
+
+
+def rotary(q, k, v, sin, cos, position_ids, use_neox_rotary_style, time_major, rotary_emb_base):
+    """[batch, seq, heads, size] and tables [1, positions, 1, size]; halves are paired without "neox"."""
+    assert k is v is None and not use_neox_rotary_style and not time_major
+    b, s, _, size = q.shape
+    assert sin.shape == cos.shape == [1, sin.shape[1], 1, size] and sin.shape[1] >= s
+    assert position_ids.shape == [b, s] and position_ids.dtype == paddle.int64 and sin.dtype == q.dtype
+    sin, cos = (t[0, :, 0].gather(position_ids.flatten()).reshape([b, s, 1, size]) for t in (sin, cos))
+    left, right = q[..., : size // 2], q[..., size // 2 :]
+    return q * cos + paddle.concat([-right, left], axis=-1) * sin, None, None
+
+
+def triangle_softmax(x):
+    assert x.ndim == 4 and x.shape[2] == x.shape[3] >= 32 and x.shape[2] % 8 == 0
+    weights = paddle.exp(x - x.max(-1, keepdim=True)).tril()
+    return weights / weights.sum(-1, keepdim=True)
+
+
+STAND_INS = {
+    "rms_norm": rms_norm,
+    "fused_rotary_position_embedding": rotary,
+    "fused_softmax_mask_upper_triangle": triangle_softmax,
+}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often each stand-in, and the fused operators that a CPU has, were called."""
+    counts = dict.fromkeys((*STAND_INS, "swiglu"), 0)
+
+    def counting(name, function):
+        def run(*args):
+            counts[name] += 1
+            return function(*args)
+
+        return run
+
+    for name, function in {**STAND_INS, "swiglu": _C_ops.swiglu}.items():
+        monkeypatch.setattr(_C_ops, name, counting(name, function))
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("name", "operator", "far_enough"),
+    [
+        ("rms_norm", "rms_norm", "`rms_norm` is not registered"),
+        ("rope", "fused_rotary_position_embedding", "embedding` is not registered"),
+        ("causal_softmax", "fused_softmax_mask_upper_triangle", "only supports GPU"),
+    ],
+)
+def test_paddle_takes_the_calls_as_far_as_its_kernel(name, operator, far_enough, monkeypatch):
+    trial, real = getattr(fused_trials, name), getattr(_C_ops, operator)
+    assert far_enough in difference(trial, "float32")
+    monkeypatch.setattr(_C_ops, operator, lambda *args: real(*args[:-1], "wrong"))
+    assert far_enough not in difference(trial, "float32")
+
+
+def test_trials_find_no_fault_with_the_stand_ins(calls):
+    for name in LAYERS:
+        assert TABLE[name].trial.endswith(f"nn.fused_trials:{name}")
+        assert difference(getattr(fused_trials, name), "float32") is None, name
+    assert all(calls.values())
+
+
+def test_a_wrong_kernel_is_found(monkeypatch):
+    def other_way(q, k, v, sin, *rest):
+        return rotary(q, k, v, -sin, *rest)
+
+    monkeypatch.setattr(_C_ops, "fused_rotary_position_embedding", other_way)
+    assert "differs from plain operators by" in difference(fused_trials.rope, "float32")
+
+
+@pytest.mark.parametrize("recompute", [{}, {"use_recompute": True}])
+def test_a_model_trains_with_them_as_without(calls, recompute, monkeypatch):
+    model = {
+        "num_layers": 2,
+        "position_embedding_type": "rope",
+        "rotary_percent": 0.5,
+        "qk_layernorm": True,
+        "num_query_groups": 2,
+        "hidden_act": "swiglu",
+        "normalization": "RMSNorm",
+        "attention_probs_dropout_prob": 0.0,
+        "hidden_dropout_prob": 0.1,
+        **recompute,
+    }
+    cfg = load_config(NANO, [f"Model.{key}={value}" for key, value in model.items()])
+    results = []
+    for taken in ({}, dict.fromkeys(LAYERS, ("float32",))):
+        monkeypatch.setattr(apply, "choose", lambda *_, taken=taken: FusedOps(taken))
+        runner = apply.parallelize(build_module(cfg), cfg, ParallelContext.single(), train=True)
+        assert any(calls.values()) is False
+        tokens = np.random.default_rng(0).integers(0, cfg.Model.vocab_size, (2, 65))
+        batch = {
+            "tokens": tokens[:, :-1],
+            "labels": tokens[:, 1:],
+            "loss_mask": np.ones((2, 64), np.float32),
+            "position_ids": np.tile(np.arange(64), (2, 1)),
+        }
+        steps = [runner.train_step([batch], step=n, lr=1e-3, weight_decay=0.1) for n in (1, 2)]
+        results.append([(step.loss, step.grad_norm) for step in steps])
+    np.testing.assert_allclose(results[0], results[1], rtol=2e-5)
+    passes = 4 if recompute else 2  # of two layers
+    assert calls["swiglu"] == calls["fused_softmax_mask_upper_triangle"] == 2 * passes
+    assert calls["fused_rotary_position_embedding"] == 4 * passes
+    assert calls["rms_norm"] >= 8 * passes + 2
+
+
+def test_packed_attention_is_taken_where_flash_runs_and_nothing_is_done_to_queries_alone(monkeypatch):
+    qkv = paddle.zeros([8, 1, 2, 3, 16], "float16")
+    dropout = paddle.nn.Dropout(0.0)
+    options = kernels.KernelOptions(fused=FusedOps({"packed_attention": ["float16"]}))
+    assert not kernels.packed_attention_serves(qkv, dropout, options)  # no GPU
+    monkeypatch.setattr(flash, "on_gpu", lambda: True)
+    monkeypatch.setattr(flash, "_capability", lambda device: (8, 0))
+    assert kernels.packed_attention_serves(qkv, dropout, options)
+    assert not kernels.packed_attention_serves(qkv.astype("float32"), dropout, options)
+    assert not kernels.packed_attention_serves(qkv, dropout, kernels.KernelOptions())
+    reference = kernels.KernelOptions("reference", fused=options.fused)
+    assert not kernels.packed_attention_serves(qkv, dropout, reference)
+    monkeypatch.setattr(flash, "_flag", lambda name, default: 3 if name.endswith("version") else default)
+    assert not kernels.packed_attention_serves(qkv, dropout, options)  # version 3 has no such entry
+
+
+def test_what_is_listed_and_cannot_run_is_refused_with_the_reason():
+    single = ParallelContext.single()
+    with pytest.raises(ConfigError) as refused:
+        choose(("swiglu", "rope"), ("float32",), single)
+    for part in ("Model.fused_ops", "rope", "has no float32 kernel fused_rotary_position_embedding"):
+        assert part in str(refused.value)
+    assert choose(("swiglu",), ("float32",), single).taken == {"swiglu": ["float32"]}
+    assert choose("none", ("float32",), single).taken == {}
+
+
+def test_a_program_that_is_exported_has_plain_operators(monkeypatch):
+    ops = FusedOps({"swiglu": ["float32"]})
+    x = paddle.zeros([1])
+    assert ops.takes("swiglu", x) and not ops.takes("swiglu", x.astype("float64"))
+    monkeypatch.setattr(paddle, "in_dynamic_mode", lambda: False)
+    assert not ops.takes("swiglu", x)
