@@ -37,8 +37,7 @@ def rope(dtype: str) -> Pairs:
 
 def swiglu(dtype: str) -> Pairs:
     """Pairs of gate and input."""
-    ops = FusedOps({"swiglu": [dtype]})
-    yield from _both(lambda x: mlp.swiglu(x, ops), mlp.swiglu, _random(dtype, [3, 2, 48]))
+    yield from _both(mlp.fused_swiglu, mlp.swiglu, _random(dtype, [3, 2, 48]))
 
 
 def causal_softmax(dtype: str) -> Pairs:

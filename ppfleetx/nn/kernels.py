@@ -114,49 +114,37 @@ def reference_attention(
         scores = scores.astype("float32")
     if guard != 1.0:
         scores = scores * guard
-    if (
-        penalty is None
-        and document_start is None
-        and takes_causal_softmax(options.fused, scores, num_queries)
-    ):
-        weights = causal_softmax(scores.reshape([0, -1, num_queries, num_keys])).reshape(scores.shape)
+    if penalty is not None:
+        weights = F.softmax(_add_penalty(scores, penalty, per_group))
+    elif num_queries == 1 and document_start is None:  # it sees all keys
+        weights = F.softmax(scores)
     else:
-        weights = F.softmax(_masked(scores, penalty, document_start, per_group, num_queries))
+        scores = scores.reshape([0, groups * per_group, -1, num_keys])
+        weights = _masked_softmax(scores, num_queries, num_keys, document_start, options.fused)
+        weights = weights.reshape([0, groups, -1, num_keys])
     if half:
         weights = weights.astype(value.dtype)
     context = paddle.matmul(dropout(weights), value)
     return context.reshape([0, groups, per_group, -1, head_dim])
 
 
-def takes_causal_softmax(fused: FusedOps, scores: paddle.Tensor, num_queries: int) -> bool:
-    """Whether one kernel masks these scores ``[b, g, r * q, k]`` and takes their softmax: as many keys as
-    queries, in a number that its blocks of 8 rows divide."""
-    num_keys = scores.shape[-1]
-    fits = num_queries == num_keys and 32 <= num_keys <= 8192 and num_keys % 8 == 0
-    return fits and fused.takes("causal_softmax", scores)
-
-
-def causal_softmax(scores: paddle.Tensor) -> paddle.Tensor:
-    """Softmax of each row of ``[b, n, s, s]`` up to the diagonal, in one kernel."""
-    return _C_ops.fused_softmax_mask_upper_triangle(scores)
-
-
-def _masked(
+def _masked_softmax(
     scores: paddle.Tensor,
-    penalty: paddle.Tensor | None,
-    document_start: paddle.Tensor | None,
-    per_group: int,
     num_queries: int,
+    num_keys: int,
+    document_start: paddle.Tensor | None,
+    fused: FusedOps,
 ) -> paddle.Tensor:
-    """Scores ``[b, g, r * q, k]`` with those that are not allowed so low that they get no probability."""
-    groups, num_keys = scores.shape[1], scores.shape[3]
-    if penalty is not None:
-        return _add_penalty(scores, penalty, per_group)
-    if num_queries == 1 and document_start is None:  # it sees all keys
-        return scores
-    scores = scores.reshape([0, groups * per_group, -1, num_keys])
-    scores = mask_scores(scores, num_queries, num_keys, document_start)
-    return scores.reshape([0, groups, -1, num_keys])
+    """Weights of scores ``[b, n, q, k]``; those that are not allowed have none."""
+    if fused.takes("causal_softmax", scores) and document_start is None and _fits_triangle(scores):
+        return _C_ops.fused_softmax_mask_upper_triangle(scores)
+    return F.softmax(mask_scores(scores, num_queries, num_keys, document_start))
+
+
+def _fits_triangle(scores: paddle.Tensor) -> bool:
+    """Whether Paddle's causal softmax takes scores ``[b, n, q, k]``: its blocks have up to 8 rows."""
+    num_queries, num_keys = scores.shape[2:]
+    return num_queries == num_keys and 32 <= num_keys <= 8192 and num_keys % 8 == 0
 
 
 def _add_penalty(scores: paddle.Tensor, penalty: paddle.Tensor, per_group: int) -> paddle.Tensor:
