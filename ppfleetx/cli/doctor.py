@@ -1,41 +1,124 @@
 """Look at everything a job needs before it starts: a table of what is well, what fails, and its cure.
 
-Alone it looks at this machine: libraries, variables, Paddle, its kernels, the GPU. With -c it looks at what
-that configuration needs as well. Exit code 1 when something failed, else 0.
+Alone it looks at this machine: libraries, variables, Paddle, its kernels, the GPU, the losses of tiny models.
+With -c it looks at what that configuration needs: data, tokenizer, output directory, memory. With --nproc it
+starts ranks as training does, compares what they find, and tries every kind of communication in each group
+of the plan; with --nnodes it first sees whether the machines reach each other. Exit code 1 when something
+failed, else 0.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ppfleetx.cli.launching import SCRIPT, add_launch_arguments
 from ppfleetx.utils.cli import add_config_arguments
+
+if TYPE_CHECKING:
+    from ppfleetx.doctor.case import Case
+    from ppfleetx.doctor.rows import Row
 
 EXAMPLES = """\
 examples:
   ppfleetx doctor
-  ppfleetx doctor -c FILE -o Engine.save_load.output_dir=output
+  ppfleetx doctor -c FILE --nproc 8
+  ppfleetx doctor -c FILE --nproc 8 --nnodes 2 --master 10.0.0.1:8765     (the same on both machines)
+  python -m paddle.distributed.launch --nproc_per_node 8 tools/doctor.py -c FILE
 """
+_WAIT_SECONDS = 120.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line."""
     add_config_arguments(parser, required=False)
+    add_launch_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=_WAIT_SECONDS,
+        metavar="SECONDS",
+        help="how long machines and processes wait for each other, and for their communication (120)",
+    )
+
+
+def launching(args: argparse.Namespace, arguments: Sequence[str], start: Callable[[], int]) -> int:
+    """Look at the nodes, run ``start`` in a process of its own, and print what the ranks have found."""
+    from ppfleetx.doctor.launch import DIRECTORY_VARIABLE, command_of, examine_nodes_first, launched_rows
+    from ppfleetx.doctor.report import exit_code
+    from ppfleetx.utils.orphans import end_child_with_parent
+
+    if DIRECTORY_VARIABLE in os.environ:  # this is that process
+        end_child_with_parent()
+        return start()
+    rows, size = examine_nodes_first(args.nnodes, args.master, args.timeout), 1
+    rows = [replace(row, group="nodes") for row in rows]
+    if not exit_code(rows):
+        logs = None if args.log_dir is None else Path(args.log_dir)
+        found, size = launched_rows(command_of(SCRIPT, arguments), seconds=args.timeout, logs_there=logs)
+        rows += found
+    return _show(rows, size, as_object=args.json)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine, print, and give the exit code."""
+    """Examine as one process, alone or of a job, and give the exit code."""
+    from ppfleetx.doctor.launch import DIRECTORY_VARIABLE, leave_report
+    from ppfleetx.doctor.report import exit_code, in_groups
+    from ppfleetx.doctor.run import examine_all, examine_job
+
+    case = _case(args)
+    directory = os.environ.get(DIRECTORY_VARIABLE, "")
+
+    def finish(rows: list[Row]) -> None:
+        if not directory and case.rank == 0:
+            _show(rows, case.world_size, as_object=args.json)
+        elif directory and case.local_rank == 0:
+            leave_report(rows, case.world_size, directory)
+
+    if case.world_size == 1:
+        rows = in_groups(examine_all(case))
+    else:
+        rows = examine_job(case, seconds=args.timeout, finish=finish)
+    finish(rows)
+    return 0 if directory else exit_code(rows)
+
+
+def _case(args: argparse.Namespace) -> Case:
+    """This process's place, and the configuration where it can be read."""
+    from ppfleetx.config.errors import UserError
     from ppfleetx.config.loader import load_config
-    from ppfleetx.core.programs.launch import world_size
+    from ppfleetx.core.programs.launch import rank, world_size
+    from ppfleetx.distributed.together import local_rank
     from ppfleetx.doctor.case import Case
-    from ppfleetx.doctor.report import as_json, as_table, exit_code, joined
-    from ppfleetx.doctor.run import examine_all
+    from ppfleetx.doctor.rows import fail
     from ppfleetx.utils.devices import expected_device
 
-    size = world_size(os.environ)
-    cfg = None if args.config is None else load_config(args.config, args.override, world_size=size)
-    case = Case(cfg, expected_device("auto" if cfg is None else cfg.Global.device))
-    rows = joined([examine_all(case)])
-    print((as_json if args.json else as_table)(rows, size))
+    size, cfg, found, device = world_size(os.environ), None, [], expected_device("auto")
+    try:
+        if args.config is not None:
+            cfg = load_config(args.config, args.override, world_size=size if size > 1 else None)
+            device = expected_device(cfg.Global.device)
+    except UserError as error:
+        cure = "mend the key that is named; `ppfleetx check -c FILE` looks at the configuration alone"
+        found.append(replace(fail("configuration", str(error), cure), group="configuration"))
+    return Case(
+        cfg,
+        device,
+        rank(os.environ),
+        size,
+        local_rank() if size > 1 else 0,
+        int(os.environ.get("PADDLE_LOCAL_SIZE", size)),
+        found=tuple(found),
+    )
+
+
+def _show(rows: Sequence[Row], world_size: int, *, as_object: bool) -> int:
+    from ppfleetx.doctor.report import as_json, as_table, exit_code
+
+    print(as_json(rows, world_size) if as_object else as_table(rows), flush=True)
     return exit_code(rows)

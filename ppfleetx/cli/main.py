@@ -64,7 +64,10 @@ def call(verb: str, arguments: Sequence[str] | None = None, *, program: str | No
         from ppfleetx.cli.launching import is_launched, launch
 
         if is_launched(args):
-            return launch(verb, args, sys.argv[1:] if arguments is None else list(arguments))
+            typed = sys.argv[1:] if arguments is None else list(arguments)
+            start = partial(launch, verb, args, typed)
+            around = getattr(module, "launching", None)
+            return start() if around is None else around(args, typed, start)
     return module.run(args)
 
 

@@ -6,7 +6,9 @@ A verb is a module of ``ppfleetx/cli/`` with
 - ``EXAMPLES`` (optional): commands that can be pasted, shown last,
 - ``INTERMIXED = True`` (optional): options may stand between positional arguments,
 - ``add_arguments(parser)``: its arguments,
-- ``run(args)``: does it; gives the exit code, None for 0.
+- ``run(args)``: does it; gives the exit code, None for 0,
+- ``launching(args, arguments, start)`` (optional): is called instead of ``start()``, which starts the ranks
+  that ``--nproc`` asks for, and calls it.
 
 A mistake of the user is a ``UserError``; ``ppfleetx/utils/cli.py`` makes a message and an exit code of it.
 To add a verb, write the module and add a line here.

@@ -4,6 +4,7 @@ again where they differ."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,15 @@ def dump_config(cfg: RunConfig) -> str:
     tree = _tree(cfg, "", cfg, derived)
     text = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
     return _PLACEHOLDER_LINE.sub(lambda line: _comment(line, derived), text)
+
+
+def flat_values(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything in nested mappings."""
+    if not isinstance(tree, dict):
+        yield prefix, tree
+        return
+    for key, value in tree.items():
+        yield from flat_values(value, f"{prefix}.{key}" if prefix else str(key))
 
 
 def _tree(section: Section, prefix: str, cfg: RunConfig, derived: list[Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.doctor.rows import Row
 
 _HALF_TYPES = ("float16", "bfloat16")
 
@@ -23,6 +24,7 @@ class Case:
         local_rank: number of this process on its node.
         local_size: processes of the job on this node.
         environ: the environment that checks read.
+        found: rows from before the checks begin, as of a configuration that cannot be read.
     """
 
     cfg: RunConfig | None = None
@@ -32,6 +34,7 @@ class Case:
     local_rank: int = 0
     local_size: int = 1
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    found: tuple[Row, ...] = ()
 
     @property
     def float_types(self) -> tuple[str, ...]:

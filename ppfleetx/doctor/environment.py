@@ -12,6 +12,7 @@ from importlib import metadata
 from importlib.util import find_spec
 
 from ppfleetx import __version__
+from ppfleetx.doctor.cards import visible_cards
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.rows import Row, fail, ok, skipped, warn
 from ppfleetx.utils.cpu import read_cpuinfo
@@ -33,6 +34,11 @@ _PREFIXES = (
     "PADDLE_",
     "PPFLEETX_",
     "MASTER_",
+)
+_OF_LAUNCHER = (
+    *(f"PADDLE_{name}" for name in ("AUTO", "BACKUP", "CURRENT", "DISTRI", "GLOBAL", "LOCAL", "LOG")),
+    *(f"PADDLE_{name}" for name in ("MASTER", "NNODES", "RANK", "TRAINER")),
+    *("PPFLEETX_DOCTOR", "PPFLEETX_LAUNCHER"),
 )
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108
@@ -139,7 +145,7 @@ def variables(case: Case) -> Iterator[Row]:
     there = {
         name: "(not shown)" if _SECRET.search(name) else value
         for name, value in sorted(case.environ.items())
-        if name.startswith(_PREFIXES)
+        if name.startswith(_PREFIXES) and not name.startswith(_OF_LAUNCHER)
     }
     text = " ".join(f"{name}={value}" for name, value in there.items())
     yield ok("variables", text or "none of NCCL, CUDA, Paddle or ppfleetx is set")
@@ -162,6 +168,15 @@ def paddle_loads(case: Case) -> Iterator[Row]:
         return
     build = "for GPUs" if paddle.is_compiled_with_cuda() else "for CPUs"
     yield ok("import paddle", f"{paddle.version.full_version} {build}, commit {paddle.version.commit[:12]}")
+    if case.device == "gpu" and not visible_cards():
+        yield fail(
+            "visible cards",
+            "Paddle's build is for GPUs and sees none",
+            "load the driver (nvidia-smi), give the container its cards (--gpus all), and look at "
+            "CUDA_VISIBLE_DEVICES; on a CPU: -o Global.device=cpu",
+        )
+        return
+    paddle.set_device(case.device)
     if was_there and case.device == "cpu":
         yield skipped("settings", "Paddle was imported before doctor, by the program that called it")
     else:

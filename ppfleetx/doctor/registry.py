@@ -16,6 +16,7 @@ from enum import Enum
 from importlib.util import find_spec
 
 from ppfleetx.config.errors import UserError
+from ppfleetx.doctor.cards import visible_cards
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.rows import Row, fail, skipped
 
@@ -84,6 +85,7 @@ CHECKS: tuple[Check, ...] = (
     Check("storage", "storage", "room", "room", Need.CONFIG, seconds=30.0),
     Check("environment", "environment", "paddle_loads", "import paddle", Need.PADDLE, Each.RANK),
     Check("configuration", "configuration", "memory", "memory", Need.CONFIG, Each.CARD),
+    Check("network", "interfaces", "network", "interfaces"),
     Check("operators", "operators", "registered", "registered kernels", Need.PADDLE),
     Check("losses", "steps", "losses", "losses", Need.PADDLE, Each.CARD),
     Check("gpu", "gpu", "driver", "driver", Need.GPU, seconds=30.0),
@@ -108,6 +110,8 @@ def obstacle(check: Check, case: Case) -> str:
         return "Paddle is not installed"
     if check.need is Need.GPU and case.device != "gpu":
         return "there is no GPU here: the device is the CPU"
+    if check.need is Need.GPU and not visible_cards():
+        return "Paddle sees no card"
     return ""
 
 

@@ -13,6 +13,21 @@ from typing import Any
 from ppfleetx.config.counts import counted
 from ppfleetx.doctor.rows import Row, Status
 
+GROUPS = (
+    "nodes",
+    "processes",
+    "environment",
+    "configuration",
+    "files",
+    "storage",
+    "network",
+    "agreement",
+    "operators",
+    "losses",
+    "gpu",
+    "collectives",
+)
+"""Headings, in the order of the report."""
 _WIDEST, _NARROWEST = 160, 60
 _MARGIN = 8  # the status before a row, and a cure's indentation
 
@@ -26,10 +41,8 @@ def joined(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Row]:
     """The rows of all ranks, in the order of the groups; what several ranks found alike is one row.
 
     Args:
-        rows_of_ranks: by rank; a job of one process needs no ranks in its rows.
+        rows_of_ranks: by rank. What all found, or is well and all found who looked, names no ranks.
     """
-    if len(rows_of_ranks) == 1:
-        return in_groups(rows_of_ranks[0])
     ranks: dict[tuple[Any, ...], list[int]] = {}
     first: dict[tuple[Any, ...], Row] = {}
     for rank, rows in enumerate(rows_of_ranks):
@@ -37,12 +50,20 @@ def joined(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Row]:
             key = (row.group, row.name, row.status, row.found, row.cure)
             first.setdefault(key, row)
             ranks.setdefault(key, []).append(rank)
-    return in_groups([replace(row, ranks=tuple(ranks[key])) for key, row in first.items()])
+    looked: dict[tuple[str, str], set[int]] = {}
+    for key, those in ranks.items():
+        looked.setdefault(key[:2], set()).update(those)
+    rows = []
+    for key, row in first.items():
+        well = row.status in (Status.OK, Status.SKIPPED)
+        everyone = looked[key[:2]] if well else set(range(len(rows_of_ranks)))
+        rows.append(replace(row, ranks=() if everyone == set(ranks[key]) else tuple(ranks[key])))
+    return in_groups(rows)
 
 
 def in_groups(rows: Sequence[Row]) -> list[Row]:
-    """The rows of a group behind each other, groups and their rows in the order of their first."""
-    groups = list(dict.fromkeys(row.group for row in rows))
+    """The rows of a group behind each other, in the order of :data:`GROUPS`, and those of a name."""
+    groups = list(dict.fromkeys((*GROUPS, *(row.group for row in rows))))
     names = list(dict.fromkeys((row.group, row.name) for row in rows))
     return sorted(rows, key=lambda row: (groups.index(row.group), names.index((row.group, row.name))))
 
@@ -59,7 +80,7 @@ def as_json(rows: Sequence[Row], world_size: int) -> str:
     return json.dumps(content, indent=2)
 
 
-def as_table(rows: Sequence[Row], world_size: int) -> str:
+def as_table(rows: Sequence[Row]) -> str:
     """The table: a heading for each group, a line or more for each row, the cures below."""
     width = min(_WIDEST, max(_NARROWEST, shutil.get_terminal_size((110, 24)).columns))
     names = max((len(row.name) for row in rows), default=0)
@@ -67,7 +88,7 @@ def as_table(rows: Sequence[Row], world_size: int) -> str:
     for group, members in groupby(rows, key=lambda row: row.group):
         lines += ["", group]
         for row in members:
-            lines += _lines(row, names, width, world_size)
+            lines += _lines(row, names, width)
     return "\n".join([*lines[1:], "", verdict(rows)])
 
 
@@ -80,8 +101,8 @@ def verdict(rows: Sequence[Row]) -> str:
     return f"{head}: {', '.join(told)}"
 
 
-def _lines(row: Row, names: int, width: int, world_size: int) -> list[str]:
-    who = "" if not row.ranks or len(row.ranks) == world_size else f" [{rank_words(row.ranks)}]"
+def _lines(row: Row, names: int, width: int) -> list[str]:
+    who = f" [{rank_words(row.ranks)}]" if row.ranks else ""
     head = f"  {row.status:<{_MARGIN}}{row.name:<{names}}  "
     blank = " " * len(head)
     text = _wrapped(f"{row.found}{who}", head, blank, width)

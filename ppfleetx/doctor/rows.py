@@ -27,7 +27,7 @@ class Row:
         found: what was found; of a skipped check: the reason.
         cure: what to do about it; every ``fail`` has one.
         group: of the check; filled in by :func:`ppfleetx.doctor.registry.examine`.
-        ranks: who has found this; empty: the process that was alone, or the job as a whole.
+        ranks: who has found this; empty: all who looked, or the job as a whole.
         numbers: what was measured, by name with its unit.
     """
 

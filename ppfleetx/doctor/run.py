@@ -1,14 +1,276 @@
-"""The whole examination: what this process finds by itself, joined with what the others find."""
+"""The whole examination: what this process finds by itself, joined with what the others find.
+
+The processes of a job first meet over plain sockets, and only then join fleet's process groups: what could
+make that hang has been found before.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Self
 
+from ppfleetx.config.loader import load_config
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.config.shipped import CONFIGS
+from ppfleetx.core.engine.run_directory import output_dir_of
+from ppfleetx.distributed.cpu.rendezvous import meeting_point
+from ppfleetx.doctor.agreement import agreement_rows, differing, digests, host_of, in_full
 from ppfleetx.doctor.case import Case
+from ppfleetx.doctor.meeting import Answer, Meeting, MeetingError, receive_guests, visit
+from ppfleetx.doctor.nodes import clock_rows
 from ppfleetx.doctor.registry import CHECKS, Check, examine
-from ppfleetx.doctor.rows import Row
+from ppfleetx.doctor.report import in_groups, joined, rank_words
+from ppfleetx.doctor.rows import Row, Status, fail, ok, skipped
+from ppfleetx.doctor.storage import nearest_directory
+
+LOCAL_SECONDS = 1200.0
+"""That a process may take for the checks that it makes by itself; each has its own limit."""
+_SHORT_SECONDS = 60.0
+_PROCESSES, _AGREEMENT, _COLLECTIVES = "processes", "agreement", "collectives"
+# What fails in these groups would make the process groups fail or hang as well.
+_DECISIVE = ("environment", "network", "configuration", _PROCESSES, _AGREEMENT)
+_FIRST_FAILURES = "something failed above that communication needs"
 
 
 def examine_all(case: Case, checks: Sequence[Check] = CHECKS) -> list[Row]:
     """The rows of every check that is this process's to make."""
-    return [row for check in checks if check.is_for(case) for row in examine(check, case)]
+    rows = [row for check in checks if check.is_for(case) for row in examine(check, case)]
+    return [*case.found, *rows]
+
+
+def examine_job(case: Case, *, seconds: float, finish: Callable[[list[Row]], None]) -> list[Row]:
+    """The rows of the whole job, equal on all its processes; every one of them calls this.
+
+    Args:
+        case: this process's place.
+        seconds: to wait for the others to come, and for each collective.
+        finish: is given the rows in a process whose communication does not end, which then ends.
+    """
+    try:
+        meeting = meet(case, seconds)
+    except MeetingError as error:
+        row = fail("meeting", f"rank {case.rank}: {error}", error.cure)
+        return in_groups([*examine_all(case), _in(_PROCESSES, row)])
+    with contextlib.closing(meeting):
+        job = Job(case, meeting)
+        try:
+            job.look_locally()
+            job.compare()
+            job.communicate(seconds, finish)
+        except MeetingError as error:
+            job.rows[case.rank].append(_in(_PROCESSES, fail("meeting", str(error), error.cure)))
+        return job.result()
+
+
+def meet(case: Case, seconds: float) -> Meeting:
+    """Meet the other processes where the job's own will meet.
+
+    Raises:
+        MeetingError: somebody does not come, or the place cannot be used.
+    """
+    host, port = meeting_point()
+    name = f"rank {case.rank} on {host_of(case)}"
+    if case.rank == 0:
+        return receive_guests(port, case.world_size, name, seconds)
+    return visit((host, port), case.world_size, name, seconds, number=case.rank)
+
+
+def _in(group: str, row: Row) -> Row:
+    return replace(row, group=group)
+
+
+@dataclass
+class Job:
+    """One process's side of the examination of a job.
+
+    Attributes:
+        rows: by rank, those that were told so far.
+        of_job: rows about all of them together.
+    """
+
+    case: Case
+    meeting: Meeting
+    rows: list[list[Row]] = field(default_factory=list)
+    of_job: list[Row] = field(default_factory=list)
+    _lost: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.rows = [[] for _ in range(self.case.world_size)]
+
+    def result(self) -> list[Row]:
+        """All rows, joined."""
+        return in_groups([*joined(self.rows), *self.of_job])
+
+    def look_locally(self) -> None:
+        """Every check of the table, on every process that is to make it."""
+        own = list(self.case.found)
+        for check in CHECKS:
+            if check.is_for(self.case):
+                self.meeting.tell(f"{check.group}, {check.title}")
+                own += examine(check, self.case)
+        self._take(self.meeting.exchange([row.as_json() for row in own], LOCAL_SECONDS))
+
+    def _take(self, answers: Sequence[Answer]) -> None:
+        """Add everybody's rows; those who did not answer are named once."""
+        for rank, answer in enumerate(answers):
+            if not answer.problem:
+                self.rows[rank] += [Row.from_json(row) for row in answer.value]
+            elif rank not in self._lost:
+                self._lost.add(rank)
+                text = f"{self.meeting.names[rank]}: {answer.problem}"
+                cure = "look at its log (workerlog.N of its machine) and at the machine"
+                self.of_job.append(_in(_PROCESSES, fail(f"rank {rank}", text, cure)))
+
+    def compare(self) -> None:
+        """What must be equal, clocks, and whether all machines see one output directory."""
+        told = self._told(self.meeting.exchange(digests(self.case), _SHORT_SECONDS))
+        names = differing(list(told.values()))
+        values = self._told(self.meeting.exchange(in_full(self.case, names), _SHORT_SECONDS))
+        self.of_job += [_in(_AGREEMENT, row) for row in agreement_rows(values, names)]
+        clocks = {str(n): (clock.ahead, clock.round_trip) for n, clock in self.meeting.clocks.items()}
+        (first, *_) = self.meeting.exchange(clocks, _SHORT_SECONDS)
+        self.of_job += [_in(_AGREEMENT, row) for row in clock_rows(self.meeting.names, first.value)]
+        if self.case.cfg is not None:
+            self.of_job += [_in(_AGREEMENT, row) for row in self._shared_directory()]
+
+    def _told(self, answers: Sequence[Answer]) -> dict[int, dict]:
+        self._take([Answer([], answer.problem) for answer in answers])
+        return {rank: answer.value for rank, answer in enumerate(answers) if not answer.problem}
+
+    def _shared_directory(self) -> Iterator[Row]:
+        """Rank 0 makes a file, the others look for it; it is gone afterwards."""
+        place = nearest_directory(output_dir_of(self.case.cfg))
+        with contextlib.ExitStack() as stack:
+            mark = ""
+            if self.case.rank == 0:
+                with contextlib.suppress(OSError):  # the check of the directory says why
+                    made = tempfile.NamedTemporaryFile(dir=place, prefix=".ppfleetx-doctor-")  # noqa: SIM115
+                    mark = Path(stack.enter_context(made).name).name
+            names = self.meeting.exchange([mark, host_of(self.case)], _SHORT_SECONDS)
+            mark = names[0].value[0]
+            seen = self.meeting.exchange(bool(mark) and (place / mark).exists(), _SHORT_SECONDS)
+        blind = [rank for rank, answer in enumerate(seen) if not answer.problem and not answer.value]
+        hosts = {answer.value[1] for answer in names if not answer.problem}
+        if not mark:
+            yield skipped("shared directory", "rank 0 could not write to the output directory")
+        elif blind:
+            yield fail(
+                "shared directory",
+                f"{rank_words(blind)}: {place} is not the directory of that name that rank 0 has",
+                "give all machines one output directory on a shared file system: it has the checkpoints of "
+                "all ranks",
+            )
+        elif len(hosts) > 1:
+            yield ok("shared directory", f"all {len(hosts)} machines see the same {place}")
+
+    def communicate(self, seconds: float, finish: Callable[[list[Row]], None]) -> None:
+        """Join fleet's process groups, and try every operation in each."""
+        failed = [row for row in self.result() if row.status is Status.FAIL and row.group in _DECISIVE]
+        if failed or self._lost:
+            self.of_job.append(_in(_COLLECTIVES, skipped("collectives", _FIRST_FAILURES)))
+            return
+        own: list[Row] = []
+
+        def tell(what: str) -> None:
+            guard.begin(what)
+            self.meeting.tell(what)
+
+        def give_up(what: str) -> None:
+            text = f"{what} did not end within {seconds:g} s"
+            cure = "the rank that others wait for is named beside this; NCCL_DEBUG=INFO shows what NCCL does"
+            own.append(fail("communication", text, cure))
+            with contextlib.suppress(MeetingError):
+                self._share(own, seconds)
+            finish(self.result())
+            sys.stdout.flush()
+            os._exit(1)
+
+        with Guard(seconds, give_up) as guard:
+            tell("joining the process groups")
+            self._collectives(tell, own)
+        self._share(own, seconds)
+
+    def _share(self, own: Sequence[Row], seconds: float) -> None:
+        rows = [_in(_COLLECTIVES, row).as_json() for row in own]
+        self._take(self.meeting.exchange(rows, seconds + _SHORT_SECONDS / 2))
+        self.rows, measured = slowest(self.rows)
+        self.of_job += measured
+
+    def _collectives(self, tell: Callable[[str], None], rows: list[Row]) -> None:
+        """Add to ``rows`` as it goes."""
+        from ppfleetx.distributed.init import init_distributed
+        from ppfleetx.doctor.collectives import examine_groups
+
+        try:
+            ctx = init_distributed(plan_config(self.case))
+            rows.append(ok("process groups", f"joined: {', '.join(('job', *ctx.groups))}"))
+            for row in examine_groups(ctx, tell):
+                rows.append(row)
+        except Exception as error:  # noqa: BLE001  (whatever a library of communication raises is a finding)
+            cure = "look at the first rank that failed, at its log and its machine"
+            rows.append(fail("communication", f"{type(error).__name__}: {str(error)[:400]}", cure))
+
+
+class Guard:
+    """Ends a process whose main thread does one thing for too long.
+
+    Args:
+        seconds: that one thing may take.
+        give_up: is called with its name, in another thread.
+    """
+
+    def __init__(self, seconds: float, give_up: Callable[[str], None]) -> None:
+        self._seconds, self._give_up = seconds, give_up
+        self._what, self._began = "", time.monotonic()
+        self._over = threading.Event()
+
+    def begin(self, what: str) -> None:
+        """The next thing begins now."""
+        self._what, self._began = what, time.monotonic()
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._watch, name="guard", daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+
+    def _watch(self) -> None:
+        while not self._over.wait(min(1.0, self._seconds / 4)):
+            if time.monotonic() - self._began > self._seconds:
+                self._give_up(self._what)
+                return
+
+
+def plan_config(case: Case) -> RunConfig:
+    """The configuration whose groups are tried: the given one, or a tiny model with data parallelism."""
+    if case.cfg is not None and case.cfg.plan.world_size == case.world_size:
+        return case.cfg
+    given = [f"Global.device={case.device}", "Global.local_batch_size=1", "Global.micro_batch_size=1"]
+    return load_config(str(CONFIGS / "debug/gpt_nano.yaml"), given, world_size=case.world_size)
+
+
+def slowest(rows_of_ranks: Sequence[Sequence[Row]]) -> tuple[list[list[Row]], list[Row]]:
+    """The rows without those of collectives that went well, and of these one each: where it was slowest."""
+    found: dict[str, tuple[float, int, Row]] = {}
+    for rank, rows in enumerate(rows_of_ranks):
+        for row in filter(_is_measured, rows):
+            speed = list(row.numbers.values())[-1]
+            if row.name not in found or speed < found[row.name][0]:
+                found[row.name] = speed, rank, row
+    rest = [[row for row in rows if not _is_measured(row)] for rows in rows_of_ranks]
+    return rest, [
+        replace(row, found=f"{row.found} (slowest: rank {rank})") for _, rank, row in found.values()
+    ]
+
+
+def _is_measured(row: Row) -> bool:
+    return row.group == _COLLECTIVES and bool(row.numbers)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ppfleetx.config.errors import UserError
+from ppfleetx.config.record import flat_values
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.stragglers import StragglerTable
 from ppfleetx.data.loader import MicroBatch
@@ -125,15 +126,7 @@ def check_configuration(cfg: RunConfig, ctx: ParallelContext) -> None:
         CheckFailedError: naming the keys that differ and two ranks.
     """
     if cfg.Engine.checks != "off" and ctx.world_size > 1:
-        check_same_configuration(ctx, dict(_flat("", cfg.model_dump(mode="json"))))
-
-
-def _flat(prefix: str, tree: Any) -> Iterator[tuple[str, Any]]:
-    if not isinstance(tree, dict):
-        yield prefix, tree
-        return
-    for key, value in tree.items():
-        yield from _flat(f"{prefix}.{key}" if prefix else str(key), value)
+        check_same_configuration(ctx, dict(flat_values(cfg.model_dump(mode="json"))))
 
 
 def _held(runner: Runner, *, states: bool) -> Iterator[tuple[str, Any, Any]]:

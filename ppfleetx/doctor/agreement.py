@@ -1,0 +1,158 @@
+"""What must be equal on all processes of a job: versions, sources, configuration, data, variables."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ppfleetx import __version__
+from ppfleetx.config.record import flat_values
+from ppfleetx.doctor.case import Case
+from ppfleetx.doctor.files import fingerprints
+from ppfleetx.doctor.report import rank_words
+from ppfleetx.doctor.rows import Row, Status, ok
+from ppfleetx.utils.installed import LIBRARIES
+
+Values = Mapping[str, Any]
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_VARIABLES = ("NCCL_", "FLAGS_", "NVIDIA_", "GLOO_", "CUDA_DEVICE_MAX_CONNECTIONS")
+_OF_A_RANK = ("FLAGS_selected_gpus",)
+_OF_A_MACHINE = ("_IFNAME", "NCCL_IB_HCA")  # interfaces may have other names on another machine
+_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Something that is compared.
+
+    Attributes:
+        name: of the row.
+        read: what this process has of it, by name.
+        cure: what to do where they differ.
+        status: of the row then.
+        of_node: read by the first process of each node alone.
+    """
+
+    name: str
+    read: Callable[[Case], Values]
+    cure: str
+    status: Status = Status.FAIL
+    of_node: bool = False
+
+    def of(self, case: Case) -> Values | None:
+        """The values of this process; None where others speak for it."""
+        return self.read(case) if case.local_rank == 0 or not self.of_node else None
+
+
+def _versions(case: Case) -> Values:
+    found = {"python": platform.python_version(), "ppfleetx": __version__}
+    for name in ("paddlepaddle", "paddlepaddle-gpu", *LIBRARIES.values()):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _sources(case: Case) -> Values:
+    """A hash for each folder of the package."""
+    digests: dict[str, Any] = {}
+    for file in sorted(_PACKAGE.rglob("*.py")):
+        relative = file.relative_to(_PACKAGE)
+        folder = relative.parts[0] if len(relative.parts) > 1 else "."
+        digest = digests.setdefault(folder, hashlib.sha256())
+        digest.update(f"{relative}\n".encode() + file.read_bytes())
+    return {folder: digest.hexdigest()[:12] for folder, digest in digests.items()}
+
+
+def _configuration(case: Case) -> Values:
+    if case.cfg is None:
+        return {}
+    return {key: repr(value) for key, value in flat_values(case.cfg.model_dump(mode="json"))}
+
+
+def _variables(case: Case) -> Values:
+    return {
+        name: value
+        for name, value in case.environ.items()
+        if name.startswith(_VARIABLES) and name not in _OF_A_RANK and not name.endswith(_OF_A_MACHINE)
+    }
+
+
+FACTS: tuple[Fact, ...] = (
+    Fact("versions", _versions, "install the same versions on all machines", of_node=True),
+    Fact("sources", _sources, "use the same checkout of ppfleetx on all machines", of_node=True),
+    Fact("configuration", _configuration, "give all machines the same file and the same -o"),
+    Fact(
+        "data and tokenizer", fingerprints, "copy the same files to all machines, or share them", of_node=True
+    ),
+    Fact("variables", _variables, "set them alike for all processes", Status.WARN),
+)
+"""Everything that is compared."""
+
+
+def digests(case: Case) -> dict[str, str | None]:
+    """A hash of each fact of this process; None where others speak for it."""
+    found: dict[str, str | None] = {}
+    for fact in FACTS:
+        values = fact.of(case)
+        found[fact.name] = None if values is None else _digest(values)
+    return found
+
+
+def _digest(values: Values) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def differing(told: Sequence[Mapping[str, str | None]]) -> list[str]:
+    """Names of the facts whose hashes are not equal on all processes that have one."""
+    names = [fact.name for fact in FACTS]
+    return [name for name in names if len({t.get(name) for t in told} - {None}) > 1]
+
+
+def in_full(case: Case, names: Sequence[str]) -> dict[str, Values | None]:
+    """The values of the facts of these names."""
+    return {fact.name: fact.of(case) for fact in FACTS if fact.name in names}
+
+
+def agreement_rows(told: Mapping[int, Mapping[str, Values | None]], names: Sequence[str]) -> Iterator[Row]:
+    """A row for each fact.
+
+    Args:
+        told: :func:`in_full` by rank.
+        names: the facts that differ; the others are equal.
+    """
+    for fact in FACTS:
+        if fact.name not in names:
+            yield ok(fact.name, "equal on all processes")
+            continue
+        values = {rank: facts[fact.name] for rank, facts in told.items() if facts.get(fact.name) is not None}
+        yield Row(fact.name, fact.status, "; ".join(_differences(values)), fact.cure)
+
+
+def _differences(values: Mapping[int, Values]) -> Iterator[str]:
+    """What differs, with the ranks that have it."""
+    keys = sorted({key for mine in values.values() for key in mine})
+    unequal = [key for key in keys if len({str(mine.get(key)) for mine in values.values()}) > 1]
+    for key in unequal[:_SHOWN]:
+        ranks: dict[str, list[int]] = {}
+        for rank, mine in sorted(values.items()):
+            ranks.setdefault(str(mine[key]) if key in mine else "nothing", []).append(rank)
+        yield f"{key} is " + ", ".join(f"{value} on {rank_words(those)}" for value, those in ranks.items())
+    if len(unequal) > _SHOWN:
+        yield f"and {len(unequal) - _SHOWN} more"
+
+
+def host_of(case: Case) -> str:
+    """The name that tells this machine from the job's others."""
+    return (
+        f"{socket.gethostname()} {case.environ.get('PADDLE_CURRENT_ENDPOINT', '').rpartition(':')[0]}".strip()
+    )

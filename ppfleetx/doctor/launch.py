@@ -1,0 +1,102 @@
+"""Ranks for the examination: the nodes are looked at first, then the launcher runs in a process of its own.
+
+So the table is all that this process prints, whatever launcher and ranks say, and it ends with a report even
+where they end without one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from ppfleetx.doctor.nodes import examine_nodes
+from ppfleetx.doctor.rows import Row, fail
+from ppfleetx.doctor.run import LOCAL_SECONDS
+from ppfleetx.utils.start import START_VARIABLE
+
+DIRECTORY_VARIABLE = "PPFLEETX_DOCTOR_DIR"
+"""Where the first rank of a machine leaves the report for the process that has started it."""
+_REPORT, _LOG = "report.json", "launcher.log"
+_END_SECONDS = 30.0
+_LAST_LINES = 12
+
+
+def examine_nodes_first(nodes: int | None, master: str | None, seconds: float) -> list[Row]:
+    """The rows of the nodes, of which there are none where a job has one machine."""
+    if nodes is None or nodes < 2:
+        return []
+    if master is None:
+        return [
+            fail("--master", "several machines, and nothing says where they meet", "give --master HOST:PORT")
+        ]
+    return list(examine_nodes(master, nodes, seconds, os.environ))
+
+
+def launched_rows(
+    command: Sequence[str], *, seconds: float, logs_there: Path | None
+) -> tuple[list[Row], int]:
+    """Run the command that starts the ranks of this machine; their rows, and the size of the job.
+
+    Args:
+        command: ends when all ranks have.
+        seconds: for which processes wait for each other.
+        logs_there: where the ranks' logs are kept; None: nowhere, when all went well.
+    """
+    with tempfile.TemporaryDirectory(prefix="ppfleetx-doctor-") as directory:
+        place = Path(directory)
+        logs = [] if logs_there else ["--log-dir", str(place / "log")]
+        environ = {**os.environ, DIRECTORY_VARIABLE: directory}
+        environ.setdefault(START_VARIABLE, f"{seconds:g}")
+        with (place / _LOG).open("wb") as log:
+            code = _run([*command, *logs], environ, log.fileno(), LOCAL_SECONDS + 4 * seconds)
+        report = place / _REPORT
+        if report.is_file():
+            content = json.loads(report.read_text("utf-8"))
+            return [Row.from_json(row) for row in content["rows"]], content["world_size"]
+        files = [place / _LOG, *sorted((logs_there or place / "log").glob("workerlog.*"))]
+        said = "; ".join(text for file in files if (text := _end_of(file)))
+        cure = "the end of their logs is above; --log-dir DIR keeps them whole"
+        row = fail("launcher", f"the ranks ended without a report (exit code {code}): {said}", cure)
+        return [row], 1
+
+
+def _run(command: Sequence[str], environ: dict[str, str], log: int, seconds: float) -> int:
+    """The exit code; nothing is left running."""
+    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ)
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return signal.SIGTERM
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _end_of(file: Path) -> str:
+    lines = file.read_text("utf-8", "replace").splitlines()
+    told = [line.strip() for line in lines if line.strip() and "LAUNCH INFO" not in line]
+    return f"{file.name}: " + " | ".join(told[-_LAST_LINES:]) if told else ""
+
+
+def leave_report(rows: Sequence[Row], world_size: int, directory: str) -> None:
+    """Write the rows for the process that has started this one."""
+    content = {"world_size": world_size, "rows": [row.as_json() for row in rows]}
+    part = Path(directory) / f"{_REPORT}.part"
+    part.write_text(json.dumps(content), "utf-8")
+    part.replace(Path(directory) / _REPORT)
+
+
+def command_of(script: Path, arguments: Sequence[str]) -> list[str]:
+    """The command that does what was asked for in another process."""
+    return [sys.executable, str(script), "doctor", *arguments]

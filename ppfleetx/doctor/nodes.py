@@ -1,0 +1,161 @@
+"""Whether the machines of a job reach each other, looked at before the launcher starts anything.
+
+Every machine runs the same: the one that ``--master`` names listens there, the others come. Then each tries
+to connect to a port of every other machine, as NCCL and Gloo will.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from ppfleetx.doctor.interfaces import is_local
+from ppfleetx.doctor.meeting import Answer, Meeting, MeetingError, listening, reach, receive_guests, visit
+from ppfleetx.doctor.rows import Row, fail, ok, warn
+
+_RESOLVE_SECONDS, _REACH_SECONDS, _ROUND_SECONDS = 20.0, 5.0, 60.0
+_CLOCK_SECONDS = 5.0
+_THREADS = 32
+
+
+def examine_nodes(master: str, size: int, seconds: float, environ: Mapping[str, str]) -> Iterator[Row]:
+    """The rows of this machine.
+
+    Args:
+        master: ``HOST:PORT``, as the launcher is given it.
+        size: machines of the job.
+        seconds: to wait for the others.
+        environ: ``POD_IP`` is the address that the launcher announces.
+    """
+    host, _, port = master.rpartition(":")
+    if not host or not port.isdigit():
+        yield fail(
+            "--master", f"{master} is not HOST:PORT", "an address of the first machine, a free port of it"
+        )
+        return
+    address = resolved(host)
+    if not address:
+        cure = "give the address instead of the name, or add it to /etc/hosts of this machine"
+        yield fail("--master", f"the name {host} is not known on {socket.gethostname()}", cure)
+        return
+    own, is_first = own_address(environ), is_local(address)
+    problem = address_row(own, host, address, is_first=is_first)
+    yield problem or ok("own address", f"{own}, announced to the others by the launcher")
+    name = f"node {socket.gethostname()} {own}"
+    try:
+        with listening("") as own_port:
+            if is_first:
+                meeting: Meeting = receive_guests(int(port), size, name, seconds)
+            else:
+                meeting = visit((address, int(port)), size, name, seconds)
+            with contextlib.closing(meeting):
+                yield ok("--master", f"all {size} machines have met at {master}: {', '.join(meeting.names)}")
+                yield from _links(meeting, own, own_port)
+                yield from _clocks(meeting)
+    except MeetingError as error:
+        yield fail("--master", f"{master}: {error}", error.cure)
+
+
+def resolved(host: str, seconds: float = _RESOLVE_SECONDS) -> str:
+    """The IPv4 address of a name; empty where it is not known, or no name server answers in time."""
+    found: list[str] = []
+
+    def look() -> None:
+        with contextlib.suppress(OSError):
+            found.append(socket.gethostbyname(host))
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else ""
+
+
+def own_address(environ: Mapping[str, str]) -> str:
+    """The address that Paddle's launcher takes for this machine's: ``POD_IP``, else the host name's."""
+    return environ.get("POD_IP") or resolved(socket.getfqdn(socket.gethostname())) or "127.0.0.1"
+
+
+def address_row(own: str, host: str, master: str, *, is_first: bool) -> Row | None:
+    """What is wrong with the address that the launcher announces; None where nothing is.
+
+    Args:
+        own: that address.
+        host: of ``--master``, as it was given.
+        master: its address.
+        is_first: whether that is this machine.
+    """
+    better = host if is_first else route_to(master)
+    cure = f"POD_IP={better} before the command on this machine" if better else "set POD_IP on this machine"
+    if own.startswith("127."):
+        return fail("own address", f"the host name stands for {own}, which reaches no other machine", cure)
+    if not is_local(own):
+        return fail("own address", f"the launcher would announce {own}, which is not this machine's", cure)
+    if is_first and host != own:
+        return fail(
+            "own address",
+            f"--master names this machine as {host}, and the launcher announces it as {own}: it would wait "
+            "for another machine to listen",
+            f"give --master {own}:PORT on all machines, or {cure}",
+        )
+    return None
+
+
+def route_to(address: str) -> str:
+    """The address of this machine that packets to ``address`` leave from; empty without a route."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # sends nothing
+        return probe.getsockname()[0]
+    return ""
+
+
+def _links(meeting: Meeting, own: str, port: int) -> Iterator[Row]:
+    """Who reaches whom, on a port that nobody has opened in a firewall by hand."""
+    told = meeting.exchange([own, port], _ROUND_SECONDS)
+    others = {n: tuple(answer.value) for n, answer in enumerate(told) if not answer.problem}
+    others.pop(meeting.number, None)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        problems = pool.map(lambda address: reach(address, _REACH_SECONDS), others.values())
+        mine = {str(n): problem for n, problem in zip(others, problems, strict=True) if problem}
+    yield from link_rows(meeting.names, meeting.exchange(mine, _ROUND_SECONDS))
+
+
+def link_rows(names: Sequence[str], answers: Sequence[Answer]) -> Iterator[Row]:
+    """Rows of what each machine could not reach."""
+    failed = False
+    for name, answer in zip(names, answers, strict=True):
+        problems = {name: answer.problem} if answer.problem else answer.value
+        for other, problem in problems.items():
+            failed = True
+            whom = f"does not reach {names[int(other)]}" if other.isdigit() else "has left"
+            yield fail(
+                "links",
+                f"{name} {whom}: {problem}",
+                "NCCL and Gloo open ports of their own: let the machines reach each other on all ports",
+            )
+    if not failed:
+        yield ok("links", f"each of the {len(names)} machines reaches the others on a port of any number")
+
+
+def _clocks(meeting: Meeting) -> Iterator[Row]:
+    own = {str(n): [clock.ahead, clock.round_trip] for n, clock in meeting.clocks.items()}
+    answers = meeting.exchange(own, _ROUND_SECONDS)
+    yield from clock_rows(meeting.names, answers[0].value or {})
+
+
+def clock_rows(names: Sequence[str], clocks: Mapping[str, Sequence[float]]) -> Iterator[Row]:
+    """Rows of the clocks: ``{number: (seconds ahead of the first, seconds of a message both ways)}``."""
+    wrong = {n: ahead for n, (ahead, trip) in clocks.items() if abs(ahead) > _CLOCK_SECONDS + trip}
+    for number, ahead in wrong.items():
+        way = "ahead of" if ahead > 0 else "behind"
+        yield warn(
+            "clock",
+            f"{names[int(number)]} is {abs(ahead):.1f} s {way} {names[0]}",
+            "run a time service (chrony, ntpd) on all machines, or logs and checkpoints are dated wrongly",
+        )
+    if clocks and not wrong:
+        worst = max(abs(ahead) for ahead, _ in clocks.values())
+        trip = max(trip for _, trip in clocks.values())
+        yield ok("clock", f"at most {worst:.2f} s apart; a message both ways takes {trip * 1e3:.1f} ms")

@@ -1,0 +1,218 @@
+"""Processes that meet over plain sockets, with real ports, in threads; and what is said when they do not."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from ppfleetx.doctor import nodes
+from ppfleetx.doctor.case import Case
+from ppfleetx.doctor.interfaces import Interface, interfaces, named_rows, nccl_choice
+from ppfleetx.doctor.meeting import Answer, MeetingError, reach, receive_guests, visit
+from ppfleetx.doctor.rows import Status
+from tests.doctor.conftest import by_name
+from tests.helpers.ranks import free_port
+
+
+def together(port: int, size: int, act, seconds: float = 10.0) -> list:
+    """What ``act`` gives for each member, each in a thread."""
+
+    def member(number: int):
+        name = f"rank {number}"
+        if number == 0:
+            meeting = receive_guests(port, size, name, seconds)
+        else:
+            meeting = visit(("127.0.0.1", port), size, name, seconds, number=number)
+        try:
+            return act(meeting)
+        finally:
+            meeting.close()
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(member, range(size)))
+
+
+def test_members_meet_and_exchange_values_in_the_same_order():
+    def act(meeting):
+        first = meeting.exchange({"mine": meeting.number}, 5.0)
+        second = meeting.exchange("x" * 100_000 * meeting.number, 5.0)
+        return [a.value["mine"] for a in first], [len(a.value) for a in second], meeting.names, meeting.clocks
+
+    told = together(free_port(), 3, act)
+    assert all(one[:2] == ([0, 1, 2], [0, 100_000, 200_000]) for one in told)
+    assert told[2][2] == ["rank 0", "rank 1", "rank 2"]
+    assert sorted(told[0][3]) == [1, 2] and abs(told[0][3][1].ahead) < 1.0
+
+
+def test_a_member_that_does_not_answer_or_ends_is_named_with_its_place():
+    done = threading.Event()
+
+    def act(meeting):
+        if meeting.number == 1:
+            meeting.tell("all_reduce of the mp group")
+            done.wait(5.0)
+            return None
+        if meeting.number == 2:
+            meeting.tell("losses")
+            return None
+        answers = meeting.exchange("here", 1.0)
+        done.set()
+        again = meeting.exchange("here", 1.0)
+        return [a.problem for a in answers], [a.problem for a in again]
+
+    answers, again = together(free_port(), 3, act)[0]
+    assert answers[0] == "" and answers == again
+    assert answers[1] == "no answer within 1 s; it was last heard of at: all_reduce of the mp group"
+    assert answers[2].startswith("it ended at: losses")
+
+
+def test_who_does_not_come_is_named_to_all():
+    port = free_port()
+    with ThreadPoolExecutor(2) as pool:
+        host = pool.submit(receive_guests, port, 3, "rank 0", 1.0)
+        guest = pool.submit(visit, ("127.0.0.1", port), 3, "rank 2", 1.0, number=2)
+        with pytest.raises(MeetingError, match=r"1 of 2 others did not come within 1 s .*missing: ranks 1"):
+            host.result()
+        with pytest.raises(MeetingError, match="missing: ranks 1"):
+            guest.result()
+
+
+def test_an_occupied_port_is_named():
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(MeetingError, match=f"port {port} of this machine cannot be opened") as error:
+            receive_guests(port, 2, "rank 0", 1.0)
+    assert "another free port" in error.value.cure
+
+
+def test_a_first_machine_that_does_not_listen_or_is_not_known_is_named():
+    with pytest.raises(MeetingError, match=r"nobody listens at 127\.0\.0\.1"):
+        visit(("127.0.0.1", free_port()), 2, "rank 1", 0.3, number=1)
+    with pytest.raises(MeetingError, match=r"the name no\.such\.host\.invalid is not known here"):
+        visit(("no.such.host.invalid", 8000), 2, "rank 1", 0.3, number=1)
+
+
+def test_a_port_whose_packets_are_dropped_is_named(monkeypatch):
+    def dropped(address, timeout):
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(socket, "create_connection", dropped)
+    with pytest.raises(MeetingError, match=r"nothing comes back from 10\.0\.0\.1:8000") as error:
+        visit(("10.0.0.1", 8000), 2, "rank 1", 0.2, number=1)
+    assert "firewall" in error.value.cure
+    assert reach(("10.0.0.1", 8000), 0.1) == "nothing comes back"
+
+
+def test_another_program_at_the_port_is_named_and_strangers_are_turned_away():
+    def speak(listener):
+        connection, _ = listener.accept()
+        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=speak, args=(other,), daemon=True).start()
+        with pytest.raises(MeetingError, match="is not doctor"):
+            visit(other.getsockname(), 2, "rank 1", 2.0, number=1)
+    port = free_port()
+    with ThreadPoolExecutor(2) as pool:
+        host = pool.submit(receive_guests, port, 2, "rank 0", 10.0)
+        deadline = time.monotonic() + 5.0
+        while reach(("127.0.0.1", port), 1.0) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            guest = visit(("127.0.0.1", port), 2, "rank 1", 10.0, number=1)
+        assert host.result().names == guest.names == ["rank 0", "rank 1"]
+        host.result().close()
+        guest.close()
+
+
+# -- nodes -----------------------------------------------------------------------------------------
+
+
+def test_nodes_that_meet_reach_each_other_and_agree_on_the_time(monkeypatch):
+    monkeypatch.setattr(nodes, "own_address", lambda environ: "127.0.0.1")
+    monkeypatch.setattr(nodes, "address_row", lambda *a, **k: None)
+    listens = threading.local()
+    monkeypatch.setattr(nodes, "is_local", lambda address: listens.first)
+    master = f"127.0.0.1:{free_port()}"
+
+    def node(first: bool):
+        listens.first = first
+        return by_name(nodes.examine_nodes(master, 2, 10.0, {}))
+
+    with ThreadPoolExecutor(2) as pool:
+        for rows in pool.map(node, (True, False)):
+            assert {row.status for row in rows.values()} == {Status.OK}
+            assert list(rows) == ["own address", "--master", "links", "clock"]
+
+
+def test_a_name_nobody_knows_and_an_occupied_port_of_the_master():
+    (row,) = nodes.examine_nodes("no.such.host.invalid:8000", 2, 1.0, {})
+    assert row.status is Status.FAIL and "no.such.host.invalid is not known" in row.found
+    (row,) = nodes.examine_nodes("nothing", 2, 1.0, {})
+    assert row.status is Status.FAIL and "HOST:PORT" in row.found
+    with socket.create_server(("", 0)) as other:
+        master = f"127.0.0.1:{other.getsockname()[1]}"
+        rows = by_name(nodes.examine_nodes(master, 2, 1.0, {"POD_IP": "127.0.0.1"}))
+    assert rows["--master"].status is Status.FAIL and "cannot be opened" in rows["--master"].found
+    assert (
+        rows["own address"].status is Status.FAIL and "reaches no other machine" in rows["own address"].found
+    )
+
+
+def test_an_announced_address_that_is_not_ours_is_named():
+    row = nodes.address_row("203.0.113.9", "10.0.0.1", "127.0.0.1", is_first=False)
+    assert row.status is Status.FAIL and "not this machine's" in row.found and "POD_IP=" in row.cure
+    own = next(one.address for one in interfaces() if one.address)
+    if not own.startswith("127."):
+        row = nodes.address_row(own, "first.example", own, is_first=True)
+        assert row.status is Status.FAIL and f"--master {own}:PORT" in row.cure
+        assert nodes.address_row(own, own, own, is_first=True) is None
+
+
+def test_links_and_clocks_in_words():
+    (row,) = nodes.link_rows(["node a", "node b"], [Answer({}), Answer({"0": "nothing comes back"})])
+    assert row.status is Status.FAIL and row.found == "node b does not reach node a: nothing comes back"
+    (row,) = nodes.clock_rows(["node a", "node b"], {"1": (-600.0, 0.001)})
+    assert row.status is Status.WARN and row.found == "node b is 600.0 s behind node a"
+    (row,) = nodes.clock_rows(["node a", "node b"], {"1": (0.1, 0.001)})
+    assert row.status is Status.OK
+
+
+# -- interfaces ------------------------------------------------------------------------------------
+
+FOUND = [
+    Interface("lo", "127.0.0.1", True, True),
+    Interface("eth0", "10.0.0.2", True),
+    Interface("eth1", "", True),
+    Interface("ib0", "10.1.0.2", False),
+]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "status", "words"),
+    [
+        ("NCCL_SOCKET_IFNAME", "eth", Status.OK, "eth0 10.0.0.2"),
+        ("NCCL_SOCKET_IFNAME", "=eth0", Status.OK, "eth0"),
+        ("NCCL_SOCKET_IFNAME", "^ib", Status.OK, "eth0"),
+        ("NCCL_SOCKET_IFNAME", "bond0", Status.FAIL, "no such interface"),
+        ("NCCL_SOCKET_IFNAME", "ib0", Status.FAIL, "ib0 10.1.0.2 (down)"),
+        ("GLOO_SOCKET_IFNAME", "eth1", Status.FAIL, "without an address"),
+        ("GLOO_SOCKET_IFNAME", "lo", Status.FAIL, "loopback"),
+    ],
+)
+def test_interfaces_that_the_environment_names(variable, value, status, words):
+    case = Case(world_size=2, local_size=1, environ={variable: value})
+    (row,) = named_rows(case, FOUND)
+    assert row.status is status and words in row.found
+    assert status is Status.OK or "eth0" in row.cure
+
+
+def test_interfaces_of_this_machine():
+    assert any(one.is_loopback and one.address == "127.0.0.1" for one in interfaces())
+    assert [one.name for one in nccl_choice("=eth", FOUND)] == []
