@@ -5,8 +5,8 @@
 
 Two network namespaces are joined by a cable that lets so many Mbit/s through in each direction (a token
 bucket, ``tc qdisc ... tbf``). Each rank has a core of its own. For each rate the same steps are trained
-twice, with ``Distributed.sharding.reduce_overlap`` False and True. Of the first the time of the sums is
-measured beside that of the step: what is left is the computation. Prints, in seconds and as medians over the
+twice, with ``Distributed.sharding.reduce_overlap`` and ``broadcast_overlap`` False and True. Of the first the
+time of sums and values is measured beside that of the step: what is left is the computation. Prints, in seconds and as medians over the
 steps: computation, communication, the step without and with overlap, 1.1 x max(both) + 5 %, and the least
 time that any order of sending can reach. That is the longer one of two: computation and what communication
 costs the same core; and the time to the first complete gradient, before which there is nothing to send, then
@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4, help="sequences in a step of one rank")
     parser.add_argument("--length", type=int, default=256, help="tokens of a sequence")
     parser.add_argument("--bucket", type=float, default=8.0, help="Distributed.bucket_size, MiB")
+    parser.add_argument("--sharding", action="store_true", help="sharding stage 1 instead of dp")
     parser.add_argument("--sleep", type=float, default=0.0, metavar="SECONDS", help="of each block")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -59,7 +60,10 @@ def main() -> None:
         plain, overlapped = _ranks(rate)
         compute, sums = plain["step"] - plain["sums"], plain["sums"]
         limit = 1.1 * max(compute, sums) * 1.05
-        least = max(compute + plain["core"], plain["first"] + sums + plain["update"])
+        # New values travel during the next step's passes as well; what else goes on, only after the first
+        # gradient. The update includes the wait for values, which counts once.
+        until_first = max(plain["first"], plain["values"])
+        least = max(compute + plain["core"], until_first + sums + plain["update"] - 2 * plain["values"])
         row = (compute, sums, plain["step"], overlapped["step"], limit, least)
         print(f"{rate:6d}" + "".join(f"  {value:8.2f}" for value in row), flush=True)
 
@@ -135,7 +139,9 @@ def _work(args: argparse.Namespace, overlaps: bool) -> dict[str, float]:
         "Model.attention_probs_dropout_prob": 0.0,
         "Data.Train.dataset.max_seq_len": args.length,
         "Data.Eval.dataset.max_seq_len": args.length,
-        "Distributed.dp_degree": 2,
+        "Distributed.dp_degree": 1 if args.sharding else 2,
+        "Distributed.sharding.sharding_degree": 2 if args.sharding else 1,
+        "Distributed.sharding.broadcast_overlap": overlaps,
         "Distributed.bucket_size": args.bucket,
         "Distributed.sharding.reduce_overlap": overlaps,
     }
@@ -163,6 +169,7 @@ def _work(args: argparse.Namespace, overlaps: bool) -> dict[str, float]:
     sums, core = _timed(runner._sync, "reduce")
     clip, _ = _timed(runner._sync, "clip")
     update, _ = _timed(runner._optimizer, "step")
+    values, for_values = _timed(runner._sync._values, "updated") if args.sharding else ([0.0] * 3, [0.0] * 3)
     first = _first_gradients(runner._sync.parameters)
     seconds = []
     for step in range(args.steps + 2):
@@ -173,10 +180,11 @@ def _work(args: argparse.Namespace, overlaps: bool) -> dict[str, float]:
         first[-1] -= begin
     return {
         "step": statistics.median(seconds[2:]),
-        "sums": statistics.median(sums[2:]),
-        "core": statistics.median(core[2:]),
+        "sums": statistics.median(sums[2:]) + statistics.median(values[2:]),
+        "core": statistics.median(core[2:]) + statistics.median(for_values[2:]),
         "first": statistics.median(first[2:]),
         "update": statistics.median(clip[2:]) + statistics.median(update[2:]),
+        "values": statistics.median(values[2:]),
     }
 
 
