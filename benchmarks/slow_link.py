@@ -6,11 +6,12 @@
 Two network namespaces are joined by a cable that lets so many Mbit/s through in each direction (a token
 bucket, ``tc qdisc ... tbf``). Each rank has a core of its own. For each rate the same steps are trained
 twice, with ``Distributed.sharding.reduce_overlap`` and ``broadcast_overlap`` False and True. Of the first the
-time of sums and values is measured beside that of the step: what is left is the computation. Prints, in seconds and as medians over the
-steps: computation, communication, the step without and with overlap, 1.1 x max(both) + 5 %, and the least
-time that any order of sending can reach. That is the longer one of two: computation and what communication
-costs the same core; and the time to the first complete gradient, before which there is nothing to send, then
-communication, then norm and update, which need all of it.
+time of sums and values is measured beside that of the step: what is left is the computation. Prints, in
+seconds and as medians over the steps: computation, communication, the step without and with overlap,
+1.1 x max(both) + 5 %, and the least time that any order of sending can reach. That is the longer one of two:
+computation, what communication costs the same core, and the way of the tied embedding's gradient, which is
+complete when the pass ends; and the time to the first complete gradient, before which there is nothing to
+send, then communication, then norm and update, which need all of it.
 
 ``--sleep 0.2`` lets each block sleep so many seconds in the forward pass and twice as many in the backward
 pass: the link is then measured against a computation that needs no core, on a machine that has other work.
@@ -35,8 +36,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-VOCAB = 8192
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -46,6 +45,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rows", type=int, default=4, help="sequences in a step of one rank")
     parser.add_argument("--length", type=int, default=256, help="tokens of a sequence")
+    parser.add_argument("--vocab", type=int, default=8192, help="its share of the parameters is sent last")
     parser.add_argument("--bucket", type=float, default=8.0, help="Distributed.bucket_size, MiB")
     parser.add_argument("--sharding", action="store_true", help="sharding stage 1 instead of dp")
     parser.add_argument("--sleep", type=float, default=0.0, metavar="SECONDS", help="of each block")
@@ -63,7 +63,8 @@ def main() -> None:
         # New values travel during the next step's passes as well; what else goes on, only after the first
         # gradient. The update includes the wait for values, which counts once.
         until_first = max(plain["first"], plain["values"])
-        least = max(compute + plain["core"], until_first + sums + plain["update"] - 2 * plain["values"])
+        alone = compute + plain["core"] + plain["embedding"] * (sums - plain["values"])
+        least = max(alone, until_first + sums + plain["update"] - 2 * plain["values"])
         row = (compute, sums, plain["step"], overlapped["step"], limit, least)
         print(f"{rate:6d}" + "".join(f"  {value:8.2f}" for value in row), flush=True)
 
@@ -130,7 +131,7 @@ def _work(args: argparse.Namespace, overlaps: bool) -> dict[str, float]:
         "Global.global_batch_size": 2 * args.rows,
         "Global.local_batch_size": "null",
         "Global.micro_batch_size": args.rows,
-        "Model.vocab_size": VOCAB,
+        "Model.vocab_size": args.vocab,
         "Model.hidden_size": args.hidden,
         "Model.num_layers": args.layers,
         "Model.num_attention_heads": args.hidden // 64,
@@ -159,7 +160,7 @@ def _work(args: argparse.Namespace, overlaps: bool) -> dict[str, float]:
     runner = parallelize(build_module(cfg), cfg, ctx, train=True)
     if args.sleep:
         _let_sleep(runner.model, args.sleep)
-    tokens = np.random.default_rng(ctx.rank).integers(0, VOCAB, (args.rows, args.length + 1))
+    tokens = np.random.default_rng(ctx.rank).integers(0, args.vocab, (args.rows, args.length + 1))
     batch = {
         "tokens": tokens[:, :-1],
         "labels": tokens[:, 1:],
@@ -185,6 +186,7 @@ def _work(args: argparse.Namespace, overlaps: bool) -> dict[str, float]:
         "first": statistics.median(first[2:]),
         "update": statistics.median(clip[2:]) + statistics.median(update[2:]),
         "values": statistics.median(values[2:]),
+        "embedding": _share_of_embedding(runner._sync.parameters),
     }
 
 
@@ -216,6 +218,11 @@ def _first_gradients(parameters: Any) -> list[float]:
         if parameter.info.kind != "word_embedding":
             parameter._register_backward_hook(note)
     return times
+
+
+def _share_of_embedding(parameters: Any) -> float:
+    of_words = sum(p.size for p in parameters if p.info.kind == "word_embedding")
+    return of_words / sum(p.size for p in parameters)
 
 
 def _let_sleep(model: Any, seconds: float) -> None:

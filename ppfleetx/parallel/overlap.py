@@ -128,13 +128,17 @@ def cut(
 ) -> Iterator[tuple[Any, list[paddle.Tensor]]]:
     """(key, parameters) of buckets of up to ``nbytes``, one key and one type in each.
 
-    In the order in which they fill up when the parameters come in their order; what is not full comes last.
+    In the order in which they fill up when the parameters come in their order; what is not full comes last. A
+    parameter that fills a bucket by itself leaves alone, and those before it go on collecting.
     """
     open_buckets: dict[Any, tuple[list[paddle.Tensor], int]] = {}
     for parameter in parameters:
         kind = (key(parameter), parameter.dtype)
-        bucket, size = open_buckets.pop(kind, ([], 0))
         more = parameter.size * parameter.element_size()
+        if more >= nbytes:
+            yield kind[0], [parameter]
+            continue
+        bucket, size = open_buckets.pop(kind, ([], 0))
         if bucket and size + more > nbytes:
             yield kind[0], bucket
             bucket, size = [], 0

@@ -94,6 +94,8 @@ def test_a_bucket_holds_one_kind_and_fills_up():
     found = list(cut(parameters, 80, lambda p: p.owner))
     assert [(key, len(bucket)) for key, bucket in found] == [(0, 2), (1, 2), (0, 2), (1, 2)]
     assert {id(p) for _, bucket in found for p in bucket} == {id(p) for p in parameters}
+    parameters[3].size = 20
+    assert [len(bucket) for _, bucket in cut(parameters, 80)] == [2, 1, 2, 2, 1], "the large one alone"
     assert all(p.owner == key for key, bucket in found for p in bucket)
 
 
