@@ -8,7 +8,7 @@ OUT     := quickstart# where the configuration below reads and writes
 CONFIG  := ppfleetx/configs/nlp/gpt/pretrain_gpt_tiny.yaml
 ARGS    ?=# further -o Section.key=value of the quickstart
 
-.PHONY: help quickstart test parity hangs planner-accuracy lint docs site docs-test clean
+.PHONY: help quickstart test gpu-test gpu-test-dry parity hangs planner-accuracy lint docs site docs-test clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' 'BEGIN { n = 0 } /^[a-z-]+:.*## / { name[n] = $$1; text[n++] = $$2; if (length($$1) > w) w = length($$1) } \
@@ -52,6 +52,13 @@ test: $(VENV)/.test  ## Check style, layers and everything else (what CI runs)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# Not with the virtual environment, which has Paddle's CPU build: docs/gpu.md says what to install.
+gpu-test:  ## Run the GPU tests on the cards that are here, with PYTHON's Paddle; they write gpu_report.json
+	$(PYTHON) -m pytest -m gpu
+
+gpu-test-dry: $(VENV)/.test  ## Run the GPU tests on CPU ranks in the place of cards: are the tests themselves sound?
+	PPFLEETX_GPU_TESTS_ON_CPU=1 $(PY) -m pytest -m gpu tests/gpu
 
 parity: $(VENV)/.test  ## Run every legal plan of 1, 2, 4 and 8 processes against one card
 	$(PY) -m tests.parity.every_plan

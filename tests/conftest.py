@@ -5,17 +5,30 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from ppfleetx.utils.log import get_logger
+from tests.gpu.report import GpuReport
 from tests.helpers.leftovers import nothing_left
 
 _LONG = ("parity/", "faults/", "e2e/", "deploy/")
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Where the report of the GPU tests goes; they are run by ``pytest -m gpu``."""
+    parser.addoption(
+        "--gpu-report", default="gpu_report.json", help="file for what the tests marked gpu found"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Let programs under test hear Ctrl-C: a shell that starts the tests with ``&`` has them ignore it."""
+    if not hasattr(config, "workerinput"):  # of pytest-xdist, the process that hears of all tests
+        config.pluginmanager.register(
+            GpuReport(Path(config.getoption("--gpu-report")).absolute()), "gpu-report"
+        )
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

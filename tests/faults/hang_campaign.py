@@ -133,11 +133,14 @@ class Found:
 class Job:
     """The training program under one launcher per host."""
 
-    def __init__(self, case: Case, hosts: Sequence[Node | None], corpus: Path, directory: Path) -> None:
+    def __init__(
+        self, case: Case, hosts: Sequence[Node | None], corpus: Path, directory: Path, device: str = "cpu"
+    ) -> None:
         self.case, self.hosts, self.directory = case, hosts, directory
         overrides = {
             **SETTINGS,
             **plan_overrides(case.plan),
+            "Global.device": device,
             "Engine.max_steps": 100000,
             "Engine.eval_freq": 4,
             "Engine.save_load.save_steps": 4,
@@ -235,10 +238,10 @@ def _below(pid: int) -> list[int]:
     return []
 
 
-def run_case(case: Case, corpus: Path, directory: Path) -> Found:
-    """Let the job come to a halt, and see what it says."""
+def run_case(case: Case, corpus: Path, directory: Path, device: str = "cpu") -> Found:
+    """Let the job come to a halt, and see what it says. Ranks on GPUs need ``PPFLEETX_TESTS_EXECUTE=1``."""
     with _surroundings(case) as hosts:
-        job = Job(case, hosts, corpus, directory)
+        job = Job(case, hosts, corpus, directory, device)
         try:
             job.await_halt()
             if case.name == "link":

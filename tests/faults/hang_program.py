@@ -149,6 +149,11 @@ def link() -> None:
     before_step(lambda engine: time.sleep(1))
 
 
+def kill() -> None:
+    """A process that is gone from one moment to the next."""
+    before_step(lambda engine: os.kill(os.getpid(), signal.SIGKILL))
+
+
 def memory() -> None:
     """The kernel ends a process that takes more memory than there is."""
 
@@ -173,6 +178,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "importing": importing,
     "another_step": another_step,
     "link": link,
+    "kill": kill,
     "memory": memory,
 }
 

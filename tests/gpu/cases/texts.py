@@ -1,0 +1,66 @@
+"""In a rank: text from a model on the device, and from its export."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ppfleetx.config.sections.root import InferenceConfig
+from ppfleetx.distributed.tf32 import allow_tf32
+from tests.deploy.exports import STYLES, configuration
+
+PROMPTS = ("the cat", "and the other", "hat the cat and the hat")
+_NAME = "export"
+
+
+def generate(
+    run: str, style: str, device: str, strategies: Mapping[str, Sequence[str]]
+) -> dict[str, list[str]]:
+    """Texts of a checkpoint by strategy; a strategy is a list of overrides."""
+    import paddle
+
+    from ppfleetx.core.programs.generate import load_generator
+    from ppfleetx.distributed.init import init_distributed
+
+    allow_tf32(False)
+    found = {}
+    with paddle.utils.unique_name.guard():
+        cfg = configuration(Path(run), STYLES[style], f"Global.device={device}")
+        generator = load_generator(cfg, init_distributed(cfg))
+        for name, overrides in strategies.items():
+            cfg = configuration(Path(run), STYLES[style], f"Global.device={device}", *overrides)
+            found[name] = _texts(generator.generate(list(PROMPTS), cfg.Generation, seed=11))
+    return found
+
+
+def _texts(generations: Any) -> list[str]:
+    return [one.text for each in generations for one in each]
+
+
+def export(run: str, style: str, device: str, directory: str) -> str:
+    """Export a checkpoint from ``device``; where to."""
+    import paddle
+
+    from ppfleetx.deploy.export import export
+    from ppfleetx.distributed.init import init_distributed
+
+    place = f"Engine.save_load.output_dir={directory}"
+    with paddle.utils.unique_name.guard():
+        cfg = configuration(Path(run), STYLES[style], f"Global.device={device}", place)
+        return str(export(cfg, init_distributed(cfg)))
+
+
+def infer(
+    exported: str, device: str, run: str, style: str, strategies: Mapping[str, Sequence[str]]
+) -> dict[str, list[str]]:
+    """Texts of an export that runs on ``device``."""
+    from ppfleetx.deploy.inference_engine import InferenceEngine
+
+    allow_tf32(False)
+    engine = InferenceEngine(InferenceConfig(model_dir=exported, cpu_threads=1), device=device)
+    found = {}
+    for name, overrides in strategies.items():
+        cfg = configuration(Path(run), STYLES[style], *overrides)
+        found[name] = _texts(engine.generate(list(PROMPTS), cfg.Generation, seed=11))
+    return found

@@ -1,0 +1,46 @@
+"""In a rank: training on the device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from ppfleetx.distributed.tf32 import allow_tf32
+
+
+def train(**arguments: Any) -> dict[str, Any]:
+    """``tests.parity.training:train`` with exact float32 products."""
+    from tests.parity import training
+
+    allow_tf32(False)
+    return training.train(**arguments)
+
+
+def train_in_16_bits(**arguments: Any) -> dict[str, Any]:
+    """``tests.parity.low_precision:train``."""
+    from tests.parity import low_precision
+
+    allow_tf32(False)
+    return low_precision.train(**arguments)
+
+
+def program(values: Mapping[str, Any], world: int) -> list[str]:
+    """What ``ppfleetx train`` does, with exact float32 products; what it has warned of."""
+    from ppfleetx.utils.log import get_logger
+    from tests.e2e import program as programs
+
+    allow_tf32(False)
+    warnings: list[str] = []
+
+    class Warnings(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            warnings.append(record.getMessage())
+
+    handler = Warnings(logging.WARNING)
+    get_logger().addHandler(handler)
+    try:
+        programs.train(values, world)
+    finally:
+        get_logger().removeHandler(handler)
+    return warnings

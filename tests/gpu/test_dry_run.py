@@ -1,0 +1,68 @@
+"""Without a GPU: the GPU tests say why they do not run, and, dry, some of them do. ``make gpu-test-dry``
+runs all of them that way."""
+
+import json
+import sys
+
+import pytest
+
+from tests.gpu import place as places
+from tests.gpu.place import CARDS, DRY, Place
+from tests.helpers import programs
+from tests.helpers.ranks import ROOT, RankPool, shared_nursery
+
+SHORT = [
+    "tests/gpu/test_numbers.py::test_an_operator_gives_what_the_cpu_gives[linear-float32]",
+    "tests/gpu/test_attention.py::test_dropped_weights_leave_their_expectation",
+    "tests/gpu/test_communication.py::test_a_strided_tensor_is_refused",
+]
+
+
+@pytest.fixture
+def look(monkeypatch):
+    """``look()``: what the tests would run on with this environment."""
+    monkeypatch.delenv(DRY, raising=False)
+    monkeypatch.delenv(CARDS, raising=False)
+    return places.place.__wrapped__
+
+
+def test_without_a_gpu_the_reason_is_said(look, monkeypatch):
+    monkeypatch.setattr(places, "expected_device", lambda wanted: "cpu")
+    assert "compiled without CUDA" in look().obstacle
+    monkeypatch.setattr(places, "expected_device", lambda wanted: "gpu")
+    import paddle
+
+    monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda: True)
+    monkeypatch.setattr(paddle.device.cuda, "device_count", lambda: 0)
+    assert look().obstacle == "no GPU: Paddle is compiled with CUDA, but 0 devices are visible"
+    monkeypatch.setattr(paddle.device.cuda, "device_count", lambda: 8)
+    assert look() == Place("gpu", 8) and look().sizes(start=2) == [2, 4, 8]
+    monkeypatch.setenv(CARDS, "4")
+    assert look().sizes() == [1, 2, 4]
+    monkeypatch.setenv(DRY, "1")
+    assert look() == Place("cpu", 4)
+
+
+def test_a_few_tests_run_dry_and_leave_a_report(tmp_path, monkeypatch):
+    """In a pytest of their own, as a user starts it."""
+    monkeypatch.setenv(DRY, "1")
+    report = tmp_path / "found.json"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu"]
+    done = programs.run([*command, "--gpu-report", report, *SHORT], timeout=280, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(report.read_text())
+    assert found["dry_run"] and found["outcomes"] == {"passed": len(SHORT)}
+    assert {test["test"] for test in found["tests"]} == set(SHORT)
+    assert found["tests"][0]["numbers"]["worst"] < 1e-5
+    assert found["machine"]["paddle"]["version"] and DRY in found["machine"]["environment"]
+    text = report.with_suffix(".txt").read_text()
+    assert "CPU ranks in the place of cards (dry run): 3 passed" in text and "attach" in text
+
+
+def test_a_rank_may_import_paddle_by_itself():
+    """As a rank on a card does."""
+    pool = RankPool(shared_nursery(), 1, executed=True)
+    try:
+        assert pool.run("tests.gpu.cases.numbers:where_it_runs") == [["cpu", True]]
+    finally:
+        pool.close()

@@ -1,0 +1,47 @@
+"""A job that comes to a halt on cards ends within its time-out, and says who is missing where."""
+
+import pytest
+
+from ppfleetx.config.plan import ParallelPlan as Plan
+from tests.e2e.resumption import write_corpus
+from tests.faults.hang_campaign import Case, run_case
+from tests.helpers.programs import SWITCH
+
+pytestmark = pytest.mark.gpu
+
+TWO = Plan(dp=2)
+CASES = [
+    Case("stop", TWO, 1, r"rank 0 waits in .*; rank 1 never arrived.*: its process is stopped \(SIGSTOP"),
+    Case("data", TWO, 1, r"rank 0 waits in .*; rank 1 never arrived: it is reading data"),
+    Case("disk", Plan(mp=2), 0, r"rank 1 waits in .*; rank 0 never arrived: it is saving a checkpoint"),
+    Case("importing", TWO, 1, r"rank 0 waits in .*; rank 1 never arrived: it is importing waits_for_a_lock"),
+    Case("skipped", TWO, 1, r"rank 0 waits in all_reduce #0 of group \d+ \[0, 1\].*do not run the same"),
+    Case("order", TWO, 1, r"rank 0 waits in all_reduce #0 of group (\d+) .*do not run the same"),
+]
+# A card's rank that is killed cannot be told by the others, who wait in NCCL: their launcher ends them.
+KILLED = Case("kill", TWO, 1, r"rank 1|exit code -9|SIGKILL", codes=(1, 3, 137, 247))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Documents to train on."""
+    prefix = tmp_path_factory.mktemp("corpus") / "toy"
+    write_corpus(prefix)
+    return prefix
+
+
+@pytest.fixture(autouse=True)
+def executed(here, monkeypatch):
+    """CUDA does not survive a fork."""
+    if here.has_gpu:
+        monkeypatch.setenv(SWITCH, "1")
+
+
+@pytest.mark.parametrize("case", [*CASES, KILLED], ids=lambda case: case.name)
+def test_a_halt_is_told(need_cards, device, record_property, corpus, tmp_path, case):
+    need_cards(2)
+    found = run_case(case, corpus, tmp_path, device)
+    record_property("sentence", found.sentence)
+    record_property("seconds", round(found.seconds, 1))
+    record_property("exit codes", found.codes)
+    assert found.complaints == []
