@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from ppfleetx.config.counts import counted
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.planner.cards import GIB, Card, load_card
+from ppfleetx.planner.cards import GIB, Card, card_names, load_card
 from ppfleetx.planner.case import case_of
 from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.prediction import Prediction
@@ -13,13 +15,17 @@ ANY_GPU, ANY_CPU = "A100-80GB", "CPU"
 """Whose kernels are counted where no card is named."""
 
 
-def run_prediction(cfg: RunConfig, device: str, card: Card | None = None) -> Prediction | None:
+def run_prediction(
+    cfg: RunConfig, device: str, card: Card | None = None, *, device_name: str = ""
+) -> Prediction | None:
     """The prediction for the run of ``cfg`` under its own plan.
 
     Args:
         cfg: the configuration.
         device: ``cpu`` or anything else.
-        card: what the run's devices are; None: ``Global.card``, or one of their kind.
+        card: what the run's devices are; None: ``Global.card``, or that of ``device_name``, or one of their
+            kind.
+        device_name: what the driver calls the device.
 
     Returns:
         None where the run is not a training of our own GPT, which is what is known, and where the card does
@@ -28,18 +34,21 @@ def run_prediction(cfg: RunConfig, device: str, card: Card | None = None) -> Pre
     Raises:
         ConfigError: ``Global.card`` is no card.
     """
-    prediction = _prediction(cfg, device, card)
+    prediction = _prediction(cfg, device, card, device_name)
     if prediction is None or prediction.case.precision.compute not in prediction.cluster.card.peak_tflops:
         return None
     return prediction
 
 
-def _prediction(cfg: RunConfig, device: str, card: Card | None = None) -> Prediction | None:
+def _prediction(
+    cfg: RunConfig, device: str, card: Card | None = None, device_name: str = ""
+) -> Prediction | None:
     """:func:`run_prediction`, where memory alone is wanted: that needs no speed."""
     if cfg.Data.Train is None or cfg.Model.name != "GPT":
         return None
     if card is None:
-        name = cfg.Global.card or (ANY_CPU if device.startswith("cpu") else ANY_GPU)
+        kind = ANY_CPU if device.startswith("cpu") else ANY_GPU
+        name = cfg.Global.card or card_of_device(device_name) or kind
         card = load_card(name, key="Global.card", asked_in=cfg.origins.get("Global.card"))
     return Prediction(case_of(cfg, card), Cluster(card))
 
@@ -68,6 +77,15 @@ def memory_lines(cfg: RunConfig, device: str) -> list[str]:
         attention = "flash" if prediction.case.flash else "the reference"
         lines.append(f"counted with {attention} attention; Global.card says what it has to fit into")
     return lines
+
+
+def card_of_device(device_name: str) -> str | None:
+    """The shipped card whose model is a word of a driver's name: ``NVIDIA A100-SXM4-80GB`` is an A100.
+
+    PCIe models of the same name are slower; `Global.peak_tflops` tells theirs.
+    """
+    words = re.split(r"[\s_-]+", device_name.upper())
+    return next((name for name in card_names() if name.split("-")[0] in words and name != ANY_CPU), None)
 
 
 def verdict(needed: float, there: float, card: str) -> str:

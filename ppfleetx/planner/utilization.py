@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.planner.cards import card_names, load_card
+from ppfleetx.planner.cards import load_card
 from ppfleetx.planner.case import Case, case_of
 from ppfleetx.planner.flops import StepFlops, step_flops, tflops_per_device
-from ppfleetx.planner.summary import ANY_CPU, ANY_GPU
+from ppfleetx.planner.summary import ANY_CPU, ANY_GPU, card_of_device
 
 
 @dataclass(frozen=True)
@@ -97,12 +96,3 @@ def _peak(cfg: RunConfig, case: Case, device_name: str) -> tuple[float | None, s
     if dtype == "float32" and cfg.Global.allow_tf32 and "tf32" in card.peak_tflops:
         dtype = "tf32"
     return (card.peak(dtype), f"{card.name}, {dtype}") if dtype in card.peak_tflops else (None, "")
-
-
-def card_of_device(device_name: str) -> str | None:
-    """The shipped card whose model is a word of a driver's name: ``NVIDIA A100-SXM4-80GB`` is an A100.
-
-    PCIe models of the same name are slower; `Global.peak_tflops` tells theirs.
-    """
-    words = re.split(r"[\s_-]+", device_name.upper())
-    return next((name for name in card_names() if name.split("-")[0] in words and name != ANY_CPU), None)

@@ -28,7 +28,7 @@ _SMI = [
     "--query-gpu=name,driver_version,memory.total,compute_cap,clocks.max.sm",
     "--format=csv",
 ]
-_LONGEST_MESSAGE = 6000
+_LONGEST_MESSAGE, _LONGEST_NUMBER = 6000, 300
 
 
 class GpuReport:
@@ -164,4 +164,5 @@ def text_of(found: dict[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    text = f"{value:.3g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= _LONGEST_NUMBER else "(in the JSON file)"

@@ -43,7 +43,7 @@ from typing import Any
 from ppfleetx.utils.processes import adopt_orphans
 
 ROOT = Path(__file__).resolve().parents[2]
-ADOPTION_SECONDS = 30.0
+ADOPTION_SECONDS = 180.0
 SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
 
 

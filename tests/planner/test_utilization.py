@@ -7,7 +7,8 @@ import pytest
 from ppfleetx.config.loader import load_config
 from ppfleetx.planner.cards import load_card
 from ppfleetx.planner.flops import model_flops_utilization
-from ppfleetx.planner.utilization import card_of_device, run_utilization
+from ppfleetx.planner.summary import card_of_device
+from ppfleetx.planner.utilization import run_utilization
 
 GPT = "ppfleetx/configs/nlp/gpt/pretrain_gpt_345M_single_card.yaml"
 # 345M: h 1024, 24 layers, f 4096, vocabulary 50304 padded to 128; 8 sequences of 1024.

@@ -20,6 +20,7 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.programs.generate import check_checkpoint, find_tokenizer
 from ppfleetx.core.programs.launch import start_with, world_size
+from ppfleetx.core.programs.out_of_memory import OF_EVALUATION, explained_memory
 from ppfleetx.core.programs.perplexity import perplexity
 from ppfleetx.core.programs.watching import EVALUATION_DIR, watched
 from ppfleetx.data.tasks.evaluation import (
@@ -182,7 +183,7 @@ def evaluate(
     Raises:
         UserError: no such checkpoint, or it does not fit the model.
     """
-    with watched(cfg, ctx, EVALUATION_DIR):
+    with watched(cfg, ctx, EVALUATION_DIR), explained_memory(cfg, ctx, OF_EVALUATION):
         return _evaluate(cfg, ctx, windows)
 
 

@@ -20,6 +20,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.programs.launch import start_with, world_size
+from ppfleetx.core.programs.out_of_memory import OF_GENERATION, explained_memory
 from ppfleetx.core.programs.sources import named_checkpoint
 from ppfleetx.core.programs.watching import GENERATION_DIR, watched
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
@@ -62,7 +63,7 @@ def generate(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], outpu
     Raises:
         UserError: checkpoint, tokenizer, prompts or options that cannot be generated with, in words.
     """
-    with watched(cfg, ctx, GENERATION_DIR):
+    with watched(cfg, ctx, GENERATION_DIR), explained_memory(cfg, ctx, OF_GENERATION):
         _generate(cfg, ctx, prompts, output)
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from ppfleetx.config.errors import OutOfMemoryError
 from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.core.engine.callbacks.utilization import device_name
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.memory import CARD_PARTS
@@ -26,9 +27,22 @@ _CURES = 3
 _WORTH_SHOWING = 0.01
 
 
+OF_EVALUATION = (
+    "A smaller Global.micro_batch_size (Offline_Eval.batch_size for a text file), or tensor parallelism "
+    "(Distributed.mp_degree: a checkpoint of any plan can be loaded) needs less memory."
+)
+OF_GENERATION = (
+    "Fewer prompts at once, a smaller Generation.max_dec_len, num_return_sequences or num_beams, or tensor "
+    "parallelism (Distributed.mp_degree: a checkpoint of any plan can be loaded) needs less memory."
+)
+
+
 @contextmanager
-def explained_memory(cfg: RunConfig, ctx: ParallelContext) -> Iterator[None]:
+def explained_memory(cfg: RunConfig, ctx: ParallelContext, advice: str | None = None) -> Iterator[None]:
     """Within, running out of memory is raised as one message.
+
+    Args:
+        advice: what needs less; None: what the planner says of the training.
 
     Raises:
         OutOfMemoryError: this process, or the card, has none left.
@@ -38,7 +52,7 @@ def explained_memory(cfg: RunConfig, ctx: ParallelContext) -> Iterator[None]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise OutOfMemoryError(message(error, cfg, ctx)) from error
+        raise OutOfMemoryError(message(error, cfg, ctx, advice)) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -49,18 +63,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def message(error: BaseException, cfg: RunConfig, ctx: ParallelContext) -> str:
+def message(error: BaseException, cfg: RunConfig, ctx: ParallelContext, advice: str | None = None) -> str:
     """What ran out where, what holds the memory, and the cheapest settings that need less."""
     where = f"rank {ctx.rank}, " if ctx.world_size > 1 else ""
     step = "" if PROGRESS.step is None else f", step {PROGRESS.step}"
     place = f"{where}{PROGRESS.place}{step}"
     found = _SAID.search(str(error))
     said = found.group().strip() if found else (str(error).strip().splitlines() or ["no memory is left"])[-1]
-    return "\n".join([f"out of memory ({place}): {said}", *_holders_and_cures(cfg, ctx)])
+    rest = _holders_and_cures(cfg, ctx) if advice is None else [advice]
+    return "\n".join([f"out of memory ({place}): {said}", *rest])
 
 
 def _holders_and_cures(cfg: RunConfig, ctx: ParallelContext) -> Iterator[str]:
-    prediction = run_prediction(cfg, ctx.device)
+    prediction = run_prediction(cfg, ctx.device, device_name=device_name(ctx.device))
     if prediction is None:
         yield (
             "A smaller Global.micro_batch_size, Model.use_recompute=True or more devices need less memory; "

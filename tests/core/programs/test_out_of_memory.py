@@ -6,6 +6,7 @@ import pytest
 
 from ppfleetx.config.errors import OutOfMemoryError
 from ppfleetx.config.loader import load_config
+from ppfleetx.core.programs import out_of_memory
 from ppfleetx.core.programs.out_of_memory import explained_memory
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.planner.relief import reliefs
@@ -50,6 +51,17 @@ def test_one_message_says_what_holds_the_memory_and_what_would_not(kind):
     assert cheapest == "What needs less, the cheapest first:"
     assert len(cures) == 3
     assert all(re.fullmatch(r"  (-o \S+ ?)+  saves [\d.]+ [GM]iB, .*", cure) for cure in cures), cures
+
+
+def test_the_card_is_that_of_the_run(monkeypatch):
+    """On a V100 flash attention cannot run: its activations are larger than an A100's."""
+    held = {}
+    for name in ("NVIDIA A100-SXM4-80GB", "Tesla V100-SXM2-32GB"):
+        monkeypatch.setattr(out_of_memory, "device_name", lambda device, name=name: name)
+        cfg = config("Global.card=null")
+        told = out_of_memory.message(MemoryError("x"), cfg, ParallelContext.single("gpu"))
+        held[name] = re.search(r"activations ([\d.]+ \w+)", told).group(1)
+    assert len(set(held.values())) == 2, held
 
 
 def test_other_errors_pass():

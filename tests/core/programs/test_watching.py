@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ppfleetx.config.errors import OutOfMemoryError
 from ppfleetx.config.loader import load_config
 from ppfleetx.core.programs import evaluate, generate, train
 from ppfleetx.distributed.context import ParallelContext
@@ -20,11 +21,10 @@ PROGRAMS: list[tuple[Any, str, Callable[..., Any], str]] = [
     (evaluate, "_evaluate", lambda cfg, ctx: evaluate.evaluate(cfg, ctx, None), "hang_evaluation"),
     (generate, "_generate", lambda cfg, ctx: generate.generate(cfg, ctx, ["a"]), "hang_generation"),
 ]
+IDS = ["corpus", "text", "generation"]
 
 
-@pytest.mark.parametrize(
-    ("module", "work", "program", "directory"), PROGRAMS, ids=["corpus", "text", "generation"]
-)
+@pytest.mark.parametrize(("module", "work", "program", "directory"), PROGRAMS, ids=IDS)
 def test_a_program_that_makes_no_progress_is_told(
     module, work, program, directory, tmp_path: Path, monkeypatch, capfd
 ) -> None:
@@ -44,3 +44,16 @@ def test_a_program_that_makes_no_progress_is_told(
     assert "no rank waits for another" in said.read_text()
     assert watchdog.current() is None, "the watch ends with the program"
     assert f"reports are in {tmp_path / directory}" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("module", "work", "program"), [one[:3] for one in PROGRAMS], ids=IDS)
+def test_a_program_that_runs_out_of_memory_says_what_needs_less(
+    module, work, program, tmp_path, monkeypatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise MemoryError("Unable to allocate 9.00 GiB for an array")
+
+    monkeypatch.setattr(module, work, fails)
+    cfg = load_config(NANO, [f"Engine.save_load.output_dir={tmp_path}"])
+    with pytest.raises(OutOfMemoryError, match=r"Unable to allocate 9.00 GiB.*\n.*Distributed.mp_degree"):
+        program(cfg, ParallelContext.single())

@@ -8,6 +8,7 @@ import paddle
 from paddle.base import core
 
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
+from ppfleetx.core.engine.callbacks.utilization import device_name
 from ppfleetx.core.engine.run import Run, StepRecord
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.prediction import Prediction
@@ -30,7 +31,10 @@ class Forecast(Callback):
     @classmethod
     def of(cls, setup: CallbackSetup) -> Forecast | None:
         """For a training that the planner knows."""
-        prediction = run_prediction(setup.cfg, setup.ctx.device) if setup.trains else None
+        if not setup.trains:
+            return None
+        device = setup.ctx.device
+        prediction = run_prediction(setup.cfg, device, device_name=device_name(device))
         return None if prediction is None else cls(prediction, named=setup.cfg.Global.card is not None)
 
     def on_fit_start(self, run: Run) -> None:

@@ -28,9 +28,13 @@ class _ById:
 
 @lru_cache(maxsize=2)
 def _of(by_id: _ById, device: str) -> Utilization | None:
-    name = ""
-    if device.startswith("gpu"):
-        import paddle
+    return run_utilization(by_id.cfg, device, device_name(device))
 
-        name = paddle.device.cuda.get_device_name()
-    return run_utilization(by_id.cfg, device, name)
+
+def device_name(device: str) -> str:
+    """What the driver calls the GPU of this process; "" where it has none."""
+    if not device.startswith("gpu"):
+        return ""
+    import paddle
+
+    return paddle.device.cuda.get_device_name() if paddle.is_compiled_with_cuda() else ""
