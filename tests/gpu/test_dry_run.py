@@ -48,7 +48,7 @@ def test_a_few_tests_run_dry_and_leave_a_report(tmp_path, monkeypatch):
     monkeypatch.setenv(DRY, "1")
     report = tmp_path / "found.json"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu"]
-    done = programs.run([*command, "--gpu-report", report, *SHORT], timeout=280, cwd=ROOT)
+    done = programs.run([*command, "--gpu-report", report, *SHORT], timeout=280, executed=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(report.read_text())
     assert found["dry_run"] and found["outcomes"] == {"passed": len(SHORT)}

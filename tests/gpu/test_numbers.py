@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.gpu.cases.numbers import operators
+from tests.gpu.names import operator_names
 
 pytestmark = pytest.mark.gpu
 
@@ -13,7 +13,7 @@ TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("name", operators())
+@pytest.mark.parametrize("name", operator_names())
 def test_an_operator_gives_what_the_cpu_gives(alone, need_type, device, record_property, name, dtype):
     need_type(dtype)
     found = alone("numbers:compare", name=name, dtype=dtype, device=device)
@@ -21,7 +21,7 @@ def test_an_operator_gives_what_the_cpu_gives(alone, need_type, device, record_p
     assert max(found.values()) <= TOLERANCE[dtype], found
 
 
-@pytest.mark.parametrize("name", operators())
+@pytest.mark.parametrize("name", operator_names())
 def test_a_strided_input_gives_the_same(alone, device, record_property, name):
     found = alone("numbers:compare", name=name, dtype="float32", device=device, noncontiguous=True)
     record_property("worst", max(found.values()))

@@ -70,9 +70,10 @@ class Shelf:
 
         def remove() -> None:
             with contextlib.suppress(OSError):
-                patterns = ["rank_*", _SUMMARY] if rank is None else [f"rank_{rank:05d}.*"]
-                for path in (path for pattern in patterns for path in self.directory.glob(pattern)):
+                for path in self.directory.glob("rank_*" if rank is None else f"rank_{rank:05d}.*"):
                     path.unlink(missing_ok=True)
+                if not any(self.directory.glob("rank_*")):
+                    (self.directory / _SUMMARY).unlink(missing_ok=True)
                 self.directory.rmdir()  # by the last one
 
         self._do(remove)

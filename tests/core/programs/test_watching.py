@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,8 @@ def test_a_program_that_makes_no_progress_is_told(
     overrides = [f"Engine.{key}=0.3" for key in ("hang_timeout", "hang_start_timeout")]
     cfg = load_config(NANO, [*overrides, f"Engine.save_load.output_dir={tmp_path}"])
     said = tmp_path / directory / "summary.txt"
+    (tmp_path / "local").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "local"))
 
     def hangs(*_: object) -> str:
         deadline = time.monotonic() + 60
@@ -42,6 +45,7 @@ def test_a_program_that_makes_no_progress_is_told(
     monkeypatch.setattr(module, work, hangs)
     assert program(cfg, ParallelContext.single()) == ("went on" if module is not generate else None)
     assert "no rank waits for another" in said.read_text()
+    assert not list((tmp_path / "local").glob("*")), "copies of the reports are left"
     assert watchdog.current() is None, "the watch ends with the program"
     assert f"reports are in {tmp_path / directory}" in capfd.readouterr().err
 

@@ -18,6 +18,7 @@ from ppfleetx.nn.linear import Linear
 from ppfleetx.nn.loss import token_loss
 from ppfleetx.nn.rope import RotaryEmbedding
 from ppfleetx.parallel.precision import has_kernels
+from tests.gpu.names import operator_names
 
 S, B, H, V = 24, 3, 64, 96
 
@@ -54,7 +55,7 @@ HEADS = {"query": (B, 4, 2, S, 16), "key": (B, 4, S, 16), "value": (B, 4, S, 16)
 
 
 def operators() -> dict[str, Operator]:
-    """All of them, by name: new norms and activations are here by themselves."""
+    """All of them, by name."""
     trunk = {"x": (S, B, H)}
     found = {
         "linear": Operator(trunk, layer=lambda: Linear(H, 2 * H, bias=True)),
@@ -74,6 +75,7 @@ def operators() -> dict[str, Operator]:
         found[f"norm {name}"] = Operator(trunk, layer=lambda name=name: NORMS.make(name, H, 1e-5))
     for name in ACTIVATIONS.names():
         found[f"activation {name}"] = Operator(trunk, ACTIVATIONS.load(name))
+    assert tuple(found) == operator_names()
     return found
 
 
