@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 
+from ppfleetx.utils.cli import add_config_arguments
+
 EXAMPLES = """\
 examples:
   ppfleetx prune output --ratio 0.25 --output output-pruned
@@ -21,6 +23,7 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line."""
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the directory of a model")
+    add_config_arguments(parser, required=False)
     parser.add_argument("--output", required=True, metavar="DIR", help="a new or empty directory")
     parser.add_argument(
         "--ratio",
@@ -74,5 +77,7 @@ def run(args: argparse.Namespace) -> None:
             drop_layers=tuple(args.drop_layers),
             calibration=args.calibration,
             samples=args.samples,
+            config=args.config,
+            override=tuple(args.override),
         )
     )

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 
+from ppfleetx.utils.cli import add_config_arguments
+
 EXAMPLES = """\
 examples:
   ppfleetx quantize output --to int8 --output output-int8
@@ -21,6 +23,7 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line."""
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the directory of a model")
+    add_config_arguments(parser, required=False)
     parser.add_argument("--output", required=True, metavar="DIR", help="a new or empty directory")
     parser.add_argument(
         "--to",
@@ -77,5 +80,7 @@ def run(args: argparse.Namespace) -> None:
             smooth=args.smooth,
             skip=tuple(args.skip),
             samples=args.samples,
+            config=args.config,
+            override=tuple(args.override),
         )
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.data.prefixes import open_tokens
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
@@ -52,9 +53,9 @@ def read_samples(
     found = calibration[:, 1:].size
     if found < fewest or not len(measured):
         raise ConfigError(
-            f"holds {len(tokens)} tokens: {len(calibration)} windows of {seq_len} to calibrate on, "
-            f"{len(measured)} to measure with. At least {fewest} tokens (as many as the widest matrix has "
-            "inputs) and one window are needed. Give more text, or more windows with --samples",
+            f"holds {counted(len(tokens), 'token')}: {counted(len(calibration), 'window')} of {seq_len} to "
+            f"calibrate on, {len(measured)} to measure with. At least {fewest} tokens (as many as the widest "
+            "matrix has inputs) and one window are needed. Give more text, or more windows with --samples",
             key="--calibration",
             value=place,
         )

@@ -19,6 +19,7 @@ from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.run_directory import directory_error
 from ppfleetx.core.programs.generate import check_checkpoint, load_generator
 from ppfleetx.core.programs.launch import start_with, world_size
+from ppfleetx.core.programs.replicas import as_replicas
 from ppfleetx.deploy.capabilities import check_generation
 from ppfleetx.deploy.export_dir import (
     PROGRAM,
@@ -29,7 +30,6 @@ from ppfleetx.deploy.export_dir import (
     files_of_others,
     is_export,
 )
-from ppfleetx.deploy.replicas import as_replicas
 from ppfleetx.utils.files import exclusive_lock
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.progress import ProgressBar
@@ -53,6 +53,7 @@ def run(path: str, overrides: Sequence[str]) -> None:
     check_generation(cfg.Generation, cfg.origins)
     check_checkpoint(cfg)
     check_target(cfg)
+    check_adapters(cfg)
     cfg, ctx = start_with(cfg)
     for note in notes:
         get_logger().info(f"NOTE: {note}")
@@ -87,6 +88,21 @@ def export(cfg: RunConfig, ctx: ParallelContext) -> Path:
     saved = os.path.join(cfg.Engine.save_load.output_dir, RANK_DIRECTORY, PROGRAM)  # noqa: PTH118 as given
     get_logger().info(f"export inference model saved in {saved}")
     return target
+
+
+def check_adapters(cfg: RunConfig) -> None:
+    """Whether adapters have weights beside them that an export can hold.
+
+    Raises:
+        ConfigError: the weights are quantised.
+    """
+    if cfg.Model.lora is not None and cfg.Compress.Weights is not None:
+        raise ConfigError(
+            "names adapters beside quantised weights, which are not exported. Add them to the weights "
+            "(`ppfleetx merge --input DIR --output MERGED`), quantise the result, and export that",
+            key="Model.lora",
+            place=cfg.origins.get("Model.lora.rank"),
+        )
 
 
 def check_one_process(processes: int) -> None:

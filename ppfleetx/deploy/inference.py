@@ -22,9 +22,9 @@ from ppfleetx.core.programs.generate import (
     write_generations,
 )
 from ppfleetx.core.programs.launch import start_with, world_size
+from ppfleetx.core.programs.replicas import as_replicas
 from ppfleetx.deploy.capabilities import check_generation, check_inference, check_onednn
 from ppfleetx.deploy.export_dir import ExportManifest, open_export
-from ppfleetx.deploy.replicas import as_replicas
 from ppfleetx.distributed.together import joint_errors
 from ppfleetx.utils.devices import expected_device
 from ppfleetx.utils.log import get_logger

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ppfleetx.checkpoint.documents import documents_of
-from ppfleetx.checkpoint.tensors import model_slices
+from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.documents import documents_in, documents_of
+from ppfleetx.checkpoint.tensors import load_model, model_slices
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.config.loader import load_config
 from ppfleetx.data.indexed import IndexedDatasetWriter
@@ -17,6 +18,8 @@ from ppfleetx.data.tokenizer.training import train_tokenizer
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import LocalFactory
+from ppfleetx.nn.quantized import with_small_weights
+from ppfleetx.nn.stage import canonical_parameters
 from tests.deploy.exports import STYLES
 
 MODELS = {name: {**keys, "hidden_size": 48, "ffn_hidden_size": 96} for name, keys in STYLES.items()}
@@ -54,3 +57,28 @@ def write_corpus(prefix: Path, num_tokens: int = 4000, vocab_size: int = 300) ->
         for part in np.split(tokens, 8):
             writer.add_document(part, [len(part)])
     return str(prefix)
+
+
+def add_adapters(small: Path, directory: Path) -> Path:
+    """An output directory with the quantised model of ``small`` and random adapters beside its weights."""
+    checkpoint = open_resolved(resolve_checkpoint(str(small)))
+    cfg = load_config(checkpoint.path / "config.yaml", ["Model.lora.rank=3"])
+    factory = LocalFactory()
+    stages = with_small_weights(gpt_stages(cfg.Model, factory), cfg.Compress.Weights, factory)
+    parameters = canonical_parameters(StagedModel(stages, seed=2))
+    added = [name for name in parameters if ".lora." in name]
+    load_model(parameters.items(), checkpoint, vocab_size=cfg.Model.vocab_size, allow_missing=added)
+    rng = np.random.default_rng(6)
+    for name in added:
+        parameters[name].set_value(rng.normal(0, 0.3, parameters[name].shape).astype(np.float32))
+    save_checkpoint(
+        directory,
+        epoch=0,
+        step=5,
+        tensors=model_slices(parameters.items()),
+        state={},
+        vocab_size=cfg.Model.vocab_size,
+        config=cfg.model_dump(mode="json"),
+        documents={**documents_in(checkpoint), **documents_of(cfg, None)},
+    )
+    return directory

@@ -9,10 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import paddle
 import pytest
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.foreign.convert import Conversion, convert
+from ppfleetx.checkpoint.foreign.merge_lora import merge_lora
 from ppfleetx.config.errors import CheckpointError, ConfigError, UserError
 from ppfleetx.config.loader import load_config
 from ppfleetx.core.programs.generate import load_generator
@@ -20,7 +22,7 @@ from ppfleetx.core.programs.model_place import find_model
 from ppfleetx.core.programs.quantize import REPORT_FILE, Request, run
 from ppfleetx.core.programs.train import refuse_small_weights
 from ppfleetx.distributed.context import ParallelContext
-from tests.compress.runs import MODELS, write_corpus, write_run
+from tests.compress.runs import MODELS, add_adapters, write_corpus, write_run
 
 PROMPTS = ["the cat", "and the other hat", "the"]
 
@@ -142,6 +144,25 @@ def test_a_weight_that_is_no_number_is_named(tmp_path, monkeypatch) -> None:
     run_dir = write_run(tmp_path / "run", MODELS["gpt2_style"])
     with pytest.raises(UserError, match=r"decoder.layers.1.mlp.fc1.weight .* NaN or infinite"):
         _quantize(run_dir, tmp_path / "small")
+
+
+@pytest.mark.parametrize("to", ["int8", "int4"])
+def test_adapters_and_the_quantised_weights_beside_them_are_merged(run_dir, tmp_path, to) -> None:
+    group = {"group": 16} if to == "int4" else {}
+    _quantize(run_dir, tmp_path / "small", to=to, **group)
+    adapted = add_adapters(tmp_path / "small", tmp_path / "adapted")
+    step = merge_lora(adapted, tmp_path / "merged")
+    entries = open_resolved(resolve_checkpoint(str(step)))
+    assert {entries.entry(name).dtype for name in entries.names()} == {"F32"}
+    logits = []
+    for place in (adapted, tmp_path / "merged"):
+        generator, cfg = _generator(place)
+        assert (cfg.Model.lora is None) == (place != adapted)
+        tokens = paddle.arange(1, 21).reshape([1, 20])
+        logits.append(
+            generator.next_token_model.without_cache(tokens, paddle.arange(20).unsqueeze(0), None).numpy()
+        )
+    np.testing.assert_allclose(*logits, atol=2e-3 * np.abs(logits[0]).max())
 
 
 def test_what_a_quantised_checkpoint_is_not(run_dir, tmp_path) -> None:

@@ -16,6 +16,7 @@ from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import GenerationConfig
+from ppfleetx.core.programs.replicas import as_replicas
 from ppfleetx.deploy import capabilities
 from ppfleetx.deploy.capabilities import check_inference, check_onednn, has_bfloat16
 from ppfleetx.deploy.export import check_target
@@ -23,7 +24,6 @@ from ppfleetx.deploy.export import run as run_export
 from ppfleetx.deploy.inference import merge_settings
 from ppfleetx.deploy.inference import run as run_inference
 from ppfleetx.deploy.program_linear import Matrix, use_panels
-from ppfleetx.deploy.replicas import as_replicas
 from ppfleetx.deploy.tracing import quick_conversion
 from ppfleetx.nn.panels import WIDTH
 from tests.deploy.exports import GPT2_STYLE, Exported, configuration, write_run

@@ -5,20 +5,25 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
+import httpx
 import pytest
 
+from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import InferenceConfig
 from ppfleetx.core.programs.generate import load_generator
 from ppfleetx.core.programs.model_place import find_model
 from ppfleetx.core.programs.quantize import Request, run
+from ppfleetx.core.programs.train import evaluate
 from ppfleetx.deploy import inference_engine
-from ppfleetx.deploy.export import export
+from ppfleetx.deploy.export import check_adapters, export
 from ppfleetx.deploy.export_dir import PROGRAM_FILE, WEIGHTS_FILE, quantized_ops_file
 from ppfleetx.deploy.inference_engine import InferenceEngine
+from ppfleetx.deploy.server.app import Service
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.cpu_ops import ops, quantized
-from tests.compress.runs import MODELS, write_corpus, write_run
+from tests.compress.runs import MODELS, add_adapters, write_corpus, write_run
+from tests.deploy.server.in_process import serve
 
 PROMPTS = ["the cat", "and the other hat and the cat", "the"]
 WAYS = {
@@ -56,6 +61,39 @@ def test_an_export_generates_what_the_quantised_model_does(style, way, tmp_path,
         for engine in engines:
             assert engine.generate(PROMPTS, generation) == expected, name
             assert engine.generate(PROMPTS[:1], generation) == alone, name
+
+
+def test_evaluation_and_server_use_the_small_weights(tmp_path) -> None:
+    """Losses of float32 and of 8 bits, and answers of the server and of the generator."""
+    run_dir, corpus = write_run(tmp_path / "run", MODELS["gpt2_style"]), write_corpus(tmp_path / "text")
+    small = tmp_path / "small"
+    run(Request(checkpoint=str(run_dir), output=str(small), to="int8"))
+    dataset = f"{{input_dir: {corpus}, max_seq_len: 32, split: [0, 100, 0]}}"
+    data = [f"Data.Eval.dataset={dataset}", "Engine.eval_iters=4"]
+    losses = []
+    for place in (run_dir, small):
+        cfg = _configuration(place, [*data, f"Engine.save_load.output_dir={tmp_path / 'evaluated'}"])
+        losses.append(evaluate(cfg, ParallelContext.single())[0].loss)
+    assert 0 < abs(losses[1] / losses[0] - 1) < 0.01
+
+    cfg = _configuration(small, RUNS["greedy"])
+    generator = load_generator(cfg, ParallelContext.single())
+    expected = [one[0].text for one in generator.generate(PROMPTS, cfg.Generation)]
+
+    async def use(client: httpx.AsyncClient, _: Service) -> None:
+        body = {"prompt": PROMPTS, "temperature": 0, "max_tokens": 12}
+        answer = (await client.post("/v1/completions", json=body)).json()
+        assert [choice["text"] for choice in answer["choices"]] == expected
+
+    serve(generator, cfg.Serve, use)
+
+
+def test_adapters_beside_small_weights_are_not_exported(tmp_path) -> None:
+    run_dir = write_run(tmp_path / "run", MODELS["gpt2_style"])
+    run(Request(checkpoint=str(run_dir), output=str(tmp_path / "small"), to="int8"))
+    cfg = _configuration(add_adapters(tmp_path / "small", tmp_path / "adapted"))
+    with pytest.raises(ConfigError, match=r"adapters beside quantised weights.*ppfleetx merge"):
+        check_adapters(cfg)
 
 
 def _configuration(place: Path, overrides=()):

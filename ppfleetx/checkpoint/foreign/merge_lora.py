@@ -10,6 +10,7 @@ import numpy as np
 
 from ppfleetx.checkpoint.adapters import BASE, base_fingerprint, check_base, is_beside_base
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.foreign.few_bits import widened
 from ppfleetx.checkpoint.foreign.lazy import LazyTensor, cast
 from ppfleetx.checkpoint.foreign.ours import model_section, read_ppfleetx, write_ppfleetx
 from ppfleetx.checkpoint.foreign.weights import fitted, network_of, with_vocabulary
@@ -23,7 +24,8 @@ from ppfleetx.models.gpt.shape import parameter_shapes
 def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = None) -> Path:
     """Write the model that adapters and their base are together; return its step directory.
 
-    ``W + alpha / rank * A B`` is computed in float32 and stored in W's element type.
+    ``W + alpha / rank * A B`` is computed in float32 and stored in W's element type; beside quantised
+    weights in float32, since the sum is on no grid.
 
     Args:
         path: checkpoint of a run with `Model.lora`; whatever `Engine.save_load.ckpt_dir` accepts.
@@ -36,9 +38,9 @@ def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = N
     output = Path(output)
     if output.is_dir() and any(output.iterdir()):
         raise CheckpointError(f"--output {output} is not empty")
-    trained = read_ppfleetx(path, masters=True)
+    trained = read_ppfleetx(path, masters=True, few_bits=True)
     model = _model(path)
-    tensors = {**_frozen(path, model, base), **trained.tensors}
+    tensors = widened({**_frozen(path, model, base), **trained.tensors})
     plain = model.model_copy(update={"lora": None})
     merged = {
         name: tensor if adapters is None else _sum(tensor, *adapters, scale=model.lora.scale)
@@ -67,7 +69,9 @@ def _frozen(path: str | Path, model: ModelConfig, base: str | Path | None) -> di
     lora: LoraConfig = model.lora
     place = base or lora.base
     source = with_vocabulary(open_resolved(resolve_checkpoint(place)), model.vocab_size)
+    scales = {name for name in source.names() if name.endswith(".scale")}  # of quantised weights
     names = [name for name in parameter_shapes(model) if not is_beside_base(name)]
+    names += [name for name in sorted(scales) if f"{name.removesuffix('.scale')}.weight" in names]
     check_base(checkpoint, base_fingerprint(source, names), str(place))
     return {name: _lazy(source, name) for name in names}
 

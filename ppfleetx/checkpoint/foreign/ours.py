@@ -38,16 +38,18 @@ from ppfleetx.utils.log import get_logger
 # ---- in
 
 
-def read_ppfleetx(path: str | Path, *, masters: bool = False) -> Weights:
+def read_ppfleetx(path: str | Path, *, masters: bool = False, few_bits: bool = False) -> Weights:
     """Weights of one of our checkpoints.
 
     Args:
         path: whatever `Engine.save_load.ckpt_dir` accepts.
         masters: take float32 master weights in place of 16-bit ones where there are some.
+        few_bits: take quantised weights, as they are stored; otherwise they are refused.
     """
     checkpoint = open_resolved(resolve_checkpoint(path))
     manifest = checkpoint.manifest
-    _refuse_quantized(checkpoint)
+    if not few_bits:
+        _refuse_quantized(checkpoint)
     tensors = {}
     for name in checkpoint.names():
         use_master = masters and (OPTIMIZER, name, MASTER_WEIGHT) in manifest.tensors

@@ -37,6 +37,7 @@ from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.programs.launch import start_with, world_size
 from ppfleetx.core.programs.model_place import find_model
+from ppfleetx.core.programs.replicas import as_replicas
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.models.gpt.shape import flops_per_step, parameter_count
 from ppfleetx.utils.log import configure_logging, get_logger
@@ -58,6 +59,8 @@ class Request:
     drop_layers: tuple[int, ...] = ()
     calibration: str | None = None
     samples: int = 64
+    config: str | None = None
+    override: tuple[str, ...] = ()
 
 
 def run(request: Request) -> Path:
@@ -70,8 +73,9 @@ def run(request: Request) -> Path:
     output = Path(request.output)
     _check(request, output)
     with ExitStack() as stack:
-        place = find_model(request.checkpoint, stack)
-        cfg = load_config(place.config, place.overrides())
+        place = find_model(request.checkpoint, stack, with_config=request.config is None)
+        cfg = load_config(request.config or place.config, place.overrides(request.override))
+        cfg, _ = as_replicas(cfg, 1)
         _check_model(cfg, request.checkpoint)
         sizes = sizes_after(
             cfg.Model,

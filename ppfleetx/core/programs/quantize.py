@@ -23,6 +23,7 @@ from ppfleetx.config.sections.compress import CompressConfig, WeightsConfig
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.programs.launch import start_with, world_size
 from ppfleetx.core.programs.model_place import find_model
+from ppfleetx.core.programs.replicas import as_replicas
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class Request:
     smooth: bool = False
     skip: tuple[str, ...] = ()
     samples: int = 64
+    config: str | None = None
+    override: tuple[str, ...] = ()
 
 
 def run(request: Request) -> Path:
@@ -61,8 +64,9 @@ def run(request: Request) -> Path:
     if world_size(os.environ) > 1:
         raise ConfigError("one process quantises, layer by layer; the result loads under any plan")
     with ExitStack() as stack:
-        place = find_model(request.checkpoint, stack)
-        cfg = load_config(place.config, place.overrides())
+        place = find_model(request.checkpoint, stack, with_config=request.config is None)
+        cfg = load_config(request.config or place.config, place.overrides(request.override))
+        cfg, _ = as_replicas(cfg, 1)
         _check_model(cfg, request.checkpoint)
         tokenizer = None if place.tokenizer is None else load_tokenizer(place.tokenizer)
         cfg, _ = start_with(cfg)

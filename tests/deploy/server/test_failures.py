@@ -12,18 +12,15 @@ import pytest
 
 from ppfleetx.config.loader import load_config
 from ppfleetx.core.programs.generate import load_generator
-from ppfleetx.data.chat.templates import find_template
 from ppfleetx.deploy.server.answering import Answering, EventStream
-from ppfleetx.deploy.server.app import Service, create_app
+from ppfleetx.deploy.server.app import Service
 from ppfleetx.deploy.server.completions import CompletionAnswer, CompletionRequest
-from ppfleetx.deploy.server.logprobs import TokenTexts
-from ppfleetx.deploy.server.metrics import Metrics
 from ppfleetx.deploy.server.prompts import PromptReader
 from ppfleetx.deploy.server.run import _make_server
-from ppfleetx.deploy.server.scheduler import Scheduler
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.generation.session import NextTokenModel
 from tests.deploy.server.conftest import ENDLESS
+from tests.deploy.server.in_process import Use, serve
 
 
 class Fragile:
@@ -40,7 +37,6 @@ class Fragile:
 
 
 POISON = 7
-Use = Callable[[httpx.AsyncClient, Service], Awaitable[None]]
 
 
 @pytest.fixture(scope="module")
@@ -59,24 +55,9 @@ def in_server(served_checkpoint: Path, generator) -> Callable[[Use], Fragile]:
 
     def run(use: Use, overrides: Sequence[str] = (), **attributes: object) -> None:
         cfg = load_config(served_checkpoint / "config.yaml", overrides).Serve
-        model, metrics = Fragile(generator.next_token_model, POISON), Metrics()
+        model = Fragile(generator.next_token_model, POISON)
         vars(model).update(attributes)
-        scheduler = Scheduler(model, generator.tokenizer, generator.tokenizer.end_ids, cfg, metrics)
-        prompts = PromptReader(generator, find_template(generator.tokenizer), cfg, scheduler.capacity)
-        texts = TokenTexts(generator.tokenizer)
-        service = Service(cfg, None, prompts, scheduler, metrics, texts, 0)
-
-        async def main() -> None:
-            app = create_app(service)
-            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-            async with (
-                app.router.lifespan_context(app),
-                httpx.AsyncClient(transport=transport, base_url="http://server") as client,
-            ):
-                await use(client, service)
-            assert scheduler.join(0), "its thread has ended with the server"
-
-        asyncio.run(main())
+        serve(generator, cfg, use, model)
 
     return run
 
