@@ -8,5 +8,13 @@ from __future__ import annotations
 from typing import Literal
 
 FusedName = Literal[
-    "adamw", "grad_norm", "grad_scale", "rms_norm", "rope", "swiglu", "causal_softmax", "packed_attention"
+    "adamw",
+    "grad_norm",
+    "grad_scale",
+    "rms_norm",
+    "rope",
+    "swiglu",
+    "causal_softmax",
+    "packed_attention",
+    "linear_grad_add",
 ]

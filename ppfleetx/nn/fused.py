@@ -99,6 +99,12 @@ TABLE: Mapping[FusedName, FusedOperator] = {
         f"{_LAYER_TRIALS}:packed_attention",
         types=("float16", "bfloat16"),
     ),
+    "linear_grad_add": FusedOperator(
+        "gradient of a 16-bit weight, its conversion to float32 and its addition to the step's sum",
+        ("fused_linear_param_grad_add",),
+        f"{_LAYER_TRIALS}:linear_grad_add",
+        types=("float16", "bfloat16"),
+    ),
 }
 
 
@@ -220,8 +226,10 @@ def difference(trial: Callable[[str], Pairs], dtype: str) -> str | None:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    """The line that says something: Paddle frames what a backward pass raises."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    said = [line for line in lines if line not in ("", "{", "(External)") and not line.startswith("===")]
+    return said[0] if said else type(error).__name__
 
 
 @functools.cache

@@ -12,6 +12,8 @@ from ppfleetx.nn import kernels, mlp, norm
 from ppfleetx.nn.flash import packed_flash_attention
 from ppfleetx.nn.fused import FusedOps, Pairs
 from ppfleetx.nn.kernels import KernelOptions
+from ppfleetx.nn.main_gradients import AddingProducts
+from ppfleetx.nn.products import Products
 from ppfleetx.nn.rope import RotaryEmbedding
 
 Function = Callable[..., paddle.Tensor]
@@ -67,6 +69,28 @@ def packed_attention(dtype: str) -> Pairs:
     yield from _both(packed, reference, _random(dtype, [32, 2, 2, 3, 64]))
 
 
+def linear_grad_add(dtype: str) -> Pairs:
+    """Two products with one weight: the sum of its gradients, and the gradients of the inputs."""
+    weight, bias, *inputs = _random(dtype, [16, 24], [24], [3, 2, 16], [5, 16])
+    sums, gradients = [], []
+    for products in (AddingProducts(FusedOps({"linear_grad_add": [dtype]})), Products()):
+        matrix, vector, *leaves = (_leaf(tensor) for tensor in (weight, bias, *inputs))
+        with paddle.enable_grad():
+            for leaf in leaves:
+                products.linear(leaf, matrix, vector).square().sum().backward()
+        main = getattr(matrix, "main_grad", None)
+        sums.append(matrix.grad.astype("float32") if main is None else main)
+        gradients.append([vector.grad, *(leaf.grad for leaf in leaves)])
+    yield sums[0], sums[1]
+    yield from zip(*gradients, strict=True)
+
+
+def _leaf(tensor: paddle.Tensor) -> paddle.Tensor:
+    leaf = tensor.detach().clone()
+    leaf.stop_gradient = False
+    return leaf
+
+
 def _no_dropout() -> nn.Layer:
     dropout = nn.Dropout(0.0)
     dropout.train()
@@ -80,9 +104,7 @@ def _both(fused: Function, plain: Function, inputs: list[paddle.Tensor]) -> Pair
 
 
 def _with_gradients(function: Function, inputs: list[paddle.Tensor]) -> list[paddle.Tensor]:
-    leaves = [value.detach().clone() for value in inputs]
-    for leaf in leaves:
-        leaf.stop_gradient = False
+    leaves = [_leaf(value) for value in inputs]
     with paddle.enable_grad():
         result = function(*leaves)
         (upstream,) = _random(str(result.dtype).removeprefix("paddle."), result.shape)

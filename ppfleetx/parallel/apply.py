@@ -16,6 +16,7 @@ from ppfleetx.nn.column_overlap import overlapping_factory
 from ppfleetx.nn.factory import layer_factory
 from ppfleetx.nn.fake_quant import with_quantizers
 from ppfleetx.nn.fused import FusedOps, choose, say
+from ppfleetx.nn.main_gradients import AddingProducts
 from ppfleetx.nn.products import SplitProducts
 from ppfleetx.nn.quantized import with_small_weights
 from ppfleetx.nn.stage import LayerFactory, Stage
@@ -53,6 +54,9 @@ def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, tr
     if train and (cfg.Distributed.mp_async_allreduce or cfg.Distributed.sp_async_reduce_scatter):
         factory = overlapping_factory(ctx, gathers_again=cfg.Distributed.recompute_allgather)
     factory.fused = _fused_ops(cfg, ctx, train)
+    mixed = cfg.Engine.mix_precision
+    if train and mixed.enable and mixed.level == "O2" and mixed.main_grad_fp32:
+        factory.products = AddingProducts(factory.fused)
     build = _pipeline_runner if ctx.size_of("pp") > 1 else _local_runner
     return build(module, factory, cfg, ctx, train)
 

@@ -16,9 +16,10 @@ from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn import flash, fused_trials, kernels
 from ppfleetx.nn.fused import TABLE, FusedOps, choose, difference
 from ppfleetx.parallel import apply
+from tests.helpers.low_precision import emulated
 
 NANO = "ppfleetx/configs/debug/gpt_nano.yaml"
-LAYERS = ("rms_norm", "rope", "swiglu", "causal_softmax", "packed_attention")
+LAYERS = ("rms_norm", "rope", "swiglu", "causal_softmax", "packed_attention", "linear_grad_add")
 
 
 def rms_norm(x, scale, normalized_shape, epsilon):
@@ -44,7 +45,16 @@ def triangle_softmax(x):
     return weights / weights.sum(-1, keepdim=True)
 
 
+def param_grad_add(x, dout, dweight, dbias, multi_precision, has_bias):
+    """Without a sum so far it makes one, of float32."""
+    assert multi_precision is True and has_bias is False and dbias is None and x.dtype == dout.dtype
+    rows, upstream = (t.astype("float32").numpy().reshape([-1, t.shape[-1]]) for t in (x, dout))
+    gradient = paddle.to_tensor(rows.T @ upstream)
+    return (gradient if dweight is None else dweight.add_(gradient)), None
+
+
 STAND_INS = {
+    "fused_linear_param_grad_add": param_grad_add,
     "rms_norm": rms_norm,
     "fused_rotary_position_embedding": rotary,
     "fused_softmax_mask_upper_triangle": triangle_softmax,
@@ -73,6 +83,7 @@ def calls(monkeypatch):
     [
         ("rms_norm", "rms_norm", "`rms_norm` is not registered"),
         ("rope", "fused_rotary_position_embedding", "embedding` is not registered"),
+        ("linear_grad_add", "fused_linear_param_grad_add", "grad_add` is not registered"),
         ("causal_softmax", "fused_softmax_mask_upper_triangle", "only supports GPU"),
     ],
 )
@@ -166,3 +177,32 @@ def test_a_program_that_is_exported_has_plain_operators(monkeypatch):
     assert ops.takes("swiglu", x) and not ops.takes("swiglu", x.astype("float64"))
     monkeypatch.setattr(paddle, "in_dynamic_mode", lambda: False)
     assert not ops.takes("swiglu", x)
+
+
+def test_weights_at_o2_get_their_gradients_in_float32(calls, monkeypatch):
+    """The same steps but for one rounding to 16 bits, with accumulation, clipping and a loss scale."""
+    changes = {"mix_precision": {"enable": True, "dtype": "float16", "level": "O2", "scale_loss": 1024.0}}
+    cfg = load_config(NANO, ["Model.num_layers=2", "Model.hidden_dropout_prob=0"])
+    cfg = cfg.model_copy(update={"Engine": cfg.Engine.model_validate({**cfg.Engine.model_dump(), **changes})})
+    tokens = np.random.default_rng(0).integers(0, cfg.Model.vocab_size, (2, 17))
+    batch = {
+        "tokens": tokens[:, :-1],
+        "labels": tokens[:, 1:],
+        "loss_mask": np.ones((2, 16), np.float32),
+        "position_ids": np.tile(np.arange(16), (2, 1)),
+    }
+    results, stand_in = [], _C_ops.fused_linear_param_grad_add
+    with emulated():
+        monkeypatch.setattr(_C_ops, "fused_linear_param_grad_add", stand_in)
+        for taken in ({}, {"linear_grad_add": ("float16",)}):
+            monkeypatch.setattr(apply, "choose", lambda *_, taken=taken: FusedOps(taken))
+            runner = apply.parallelize(build_module(cfg), cfg, ParallelContext.single(), train=True)
+            assert calls["fused_linear_param_grad_add"] == 0
+            steps = [runner.train_step([batch, batch], step=n, lr=1e-3, weight_decay=0.1) for n in (1, 2)]
+            assert not any(step.skipped for step in steps)
+            results.append([(step.loss, step.grad_norm) for step in steps])
+        monkeypatch.undo()
+    np.testing.assert_allclose(results[0], results[1], rtol=2e-3)
+    assert results[0] != results[1]
+    # Four linears a layer, two layers, two micro batches, two steps.
+    assert calls["fused_linear_param_grad_add"] == 4 * 2 * 2 * 2
