@@ -10,6 +10,7 @@ same system message. Ends with 1 if a text differs.
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import tempfile
 import time
@@ -70,6 +71,7 @@ def offline(generator: Generator, number: int) -> str:
 
 
 def main() -> int:
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells of each request
     with tempfile.TemporaryDirectory() as scratch:
         made = make_served_checkpoint(Path(scratch))
         server = Server(made, Path(scratch) / "log", executed=True)
