@@ -22,17 +22,17 @@ from ppfleetx.utils.files import atomic_write
 _WARM_UP = 2
 # Found one after the other, several times: the speed of computation first, which any run shows.
 _COMPUTE = ("matmul_efficiency", "memory_efficiency")
-_OTHERS = (
-    ("kernel_latency_us", "matmul_latency_us"),
-    ("link_gb_s",),
-    ("network_efficiency",),
-    ("link_latency_us",),
-    ("network_latency_us",),
-)
+_OTHERS = {
+    ("kernel_latency_us", "matmul_latency_us"): 0.01,
+    ("link_gb_s",): 0.05,
+    ("network_efficiency",): 0.1,
+    ("link_latency_us",): 0.004,
+    ("network_latency_us",): 0.05,
+}
+"""Weight of the squared logarithm of what a constant is scaled by (ridge regression): a few runs do not
+determine all of them, and what they do not need stays as the card says. Latencies of small operations depend
+on the host and are known least, a network's speed is stated."""
 _SWEEPS = 6
-_TRUST = 0.02
-"""Weight of the squared logarithm of a factor that is not the computation's. A few runs do not determine all
-constants: what they do not need stays as the card says (ridge regression)."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _best_scale(card: Card, names: Sequence[str], cluster: Cluster, runs: Sequen
 def _distance(card: Card, cluster: Cluster, runs: Sequence[Observed]) -> float:
     there = replace(cluster, card=card)
     wrong = sum(math.log(step_time(run.case, there).seconds / run.seconds) ** 2 for run in runs)
-    return wrong + _TRUST * sum(_log_factor(card, cluster.card, names[0]) ** 2 for names in _OTHERS)
+    return wrong + sum(w * _log_factor(card, cluster.card, names[0]) ** 2 for names, w in _OTHERS.items())
 
 
 def _log_factor(card: Card, stated: Card, name: str) -> float:

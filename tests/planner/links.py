@@ -60,8 +60,9 @@ PLANS = (
 )
 ENVIRONMENT = {**environment(), DIRECT_VARIABLE: "0"}
 """Both nodes are this machine, whose processes would read each other's memory past the wire."""
-FITTED = (0, 3)
-"""Plans that the card is fitted to: one sends gradients over the wire, one activations."""
+FITTED = (1, 3)
+"""Plans that the card is fitted to: one sums activations in a node and gradients over the wire, the other sends
+activations over it."""
 
 
 def main() -> None:
