@@ -61,8 +61,8 @@ PLANS = (
 ENVIRONMENT = {**environment(), DIRECT_VARIABLE: "0"}
 """Both nodes are this machine, whose processes would read each other's memory past the wire."""
 FITTED = (1, 3)
-"""Plans that the card is fitted to: one sums activations in a node and gradients over the wire, the other sends
-activations over it."""
+"""Plans that the card is fitted to: one sums activations in a node and gradients over the wire, the other one
+sends activations over it."""
 
 
 def main() -> None:
