@@ -236,7 +236,11 @@ class NonFiniteSearch:
             name = f"layer {index} ({type(layer).__name__})"
             self.forward = NonFinitePlace(True, index, name, bad[0] if bad else "", number)
 
-    def _look_at_gradient(self, index: int, parameter: Tensor, grad: Tensor, passes: dict[Any, int]) -> None:
+    def _look_at_gradient(
+        self, index: int, parameter: Tensor, grad: Tensor | None, passes: dict[Any, int]
+    ) -> None:
+        """``grad`` is None where the product has added it to the float32 sum itself."""
+        grad = parameter.main_grad if grad is None else grad
         name = parameter.info.name
         number = passes[name] = passes.get(name, -1) + 1
         if self.backward is None and not _is_finite(grad):

@@ -4,6 +4,8 @@ Each stand-in is written from what Paddle documents, not from our composite. Tha
 calls is shown by how far they come: past arguments and shapes, to the kernel that is missing.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import paddle
 import pytest
@@ -12,9 +14,13 @@ from paddle import _C_ops
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.core.module.build import build_module
+from ppfleetx.distributed.checks import NonFiniteSearch
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn import flash, fused_trials, kernels
+from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.fused import TABLE, FusedOps, choose, difference
+from ppfleetx.nn.init import Normal
+from ppfleetx.nn.main_gradients import AddingProducts
 from ppfleetx.parallel import apply
 from tests.helpers.low_precision import emulated
 
@@ -206,3 +212,16 @@ def test_weights_at_o2_get_their_gradients_in_float32(calls, monkeypatch):
     assert results[0] != results[1]
     # Four linears a layer, two layers, two micro batches, two steps.
     assert calls["fused_linear_param_grad_add"] == 4 * 2 * 2 * 2
+
+
+@pytest.mark.parametrize("wrong", [1.0, np.inf])
+def test_the_search_for_what_is_not_finite_sees_gradients_that_products_add(calls, wrong):
+    layer = LocalFactory().whole_linear(3, 4, init=Normal(1.0), bias=True)
+    layer.weight.info = replace(layer.weight.info, name="weight")
+    layer.bias.info = replace(layer.bias.info, name="bias")
+    layer.linear = AddingProducts(FusedOps({"linear_grad_add": ("float32",)})).linear
+    x = paddle.ones([2, 3])
+    with NonFiniteSearch([(0, layer)]) as search:
+        (layer(x) * wrong).sum().backward()
+    assert calls["fused_linear_param_grad_add"] == 1 and layer.weight.grad is None
+    assert (search.backward is None) == (wrong == 1.0)
