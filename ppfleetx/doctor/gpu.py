@@ -57,7 +57,7 @@ def _links(matrix: str) -> str:
     kinds: dict[str, int] = {}
     rows = [line.split() for line in matrix.splitlines() if line.startswith("GPU")]
     for number, words in enumerate(rows):
-        for kind in words[1 + number + 1 : 1 + len(rows)]:
+        for kind in words[number + 2 : len(rows) + 1]:
             kinds[kind] = kinds.get(kind, 0) + 1
     return ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items())) or "one card"
 

@@ -91,6 +91,10 @@ CHECKS: tuple[Check, ...] = (
     Check("gpu", "gpu", "driver", "driver", Need.GPU, seconds=30.0),
     Check("gpu", "gpu", "card", "card", Need.GPU, Each.RANK),
     Check("gpu", "gpu", "tf32", "TF32", Need.GPU, Each.RANK),
+    Check("gpu", "gpu_runs", "small_operators", "operators", Need.GPU, Each.RANK),
+    Check("gpu", "gpu_runs", "flash", "flash attention", Need.GPU, Each.RANK),
+    Check("gpu", "gpu_runs", "determinism", "determinism", Need.GPU, Each.RANK),
+    Check("gpu", "gpu_runs", "speeds", "speeds", Need.GPU, Each.RANK),
 )
 """Every check that a process makes by itself."""
 
