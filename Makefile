@@ -15,7 +15,7 @@ help:  ## Show this list
 		END { for (i = 0; i < n; i++) printf "%-" w + 2 "s%s\n", name[i], text[i] }' $(MAKEFILE_LIST)
 
 # One stamp per set of requirements: a second run finds it and installs nothing.
-$(VENV)/.run: requirements.txt pyproject.toml ppfleetx/nn/cpu_ops/kernels.cc ppfleetx/nn/cpu_ops/quantized.cc ppfleetx/nn/cpu_ops/ops.py
+$(VENV)/.run: requirements.txt pyproject.toml $(wildcard ppfleetx/nn/cpu_ops/*.cc ppfleetx/nn/cpu_ops/*.h) ppfleetx/nn/cpu_ops/ops.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'ppfleetx needs Python 3.11 or newer; say which with PYTHON=...' >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check --requirement requirements.txt

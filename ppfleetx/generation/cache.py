@@ -48,11 +48,8 @@ class GrowingCache:
         self._past, self._length = self._length, self._length + num_new
         if self._past:
             self._make_room()
-            rows, groups, num_columns, _ = next(iter(self._layers.values()))[0].shape
             self._num_new, self._visible = num_new, visible[:1] if visible.all() else visible
-            self._penalties = {}
-            first = np.arange(rows * groups)[:, None] * num_columns
-            self._places = paddle.to_tensor((first + np.arange(self._past, self._length)).flatten())
+            self._penalties, self._places = {}, None
 
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
@@ -65,6 +62,27 @@ class GrowingCache:
         self._write(keys, key)
         self._write(values, value)
         return keys, values, self._penalty(window, keys.shape[2])
+
+    @property
+    def follows(self) -> bool:
+        """Whether this pass follows columns that were there before."""
+        return bool(self._past)
+
+    def memory(self) -> list[paddle.Tensor]:
+        """Keys and values ``[b, g, k, d]`` of each layer in turn. In a pass that follows others there is room
+        in them for its columns, which whoever computes them all at once writes there."""
+        return [held for _, pair in sorted(self._layers.items()) for held in pair]
+
+    def first_new_column(self) -> paddle.Tensor:
+        """``[1]`` int64: where the columns of this pass begin."""
+        return paddle.to_tensor(np.array([self._past]))
+
+    def penalty_if_needed(self, window: int | None) -> paddle.Tensor | None:
+        """What is to be added to the scores of a layer with this window; None where the rows see everything
+        up to their own columns."""
+        if window is None and self._visible.all():
+            return None
+        return self._penalty(window, self.memory()[0].shape[2])
 
     def _penalty(self, window: int | None, num_columns: int) -> paddle.Tensor:
         """What every layer with this window adds to its scores in this pass."""
@@ -84,7 +102,10 @@ class GrowingCache:
 
     def _write(self, memory: paddle.Tensor, new: paddle.Tensor) -> None:
         """``new [b, g, s, d]`` into its columns of ``memory [b, g, k, d]``, faster than by index on CPU."""
-        size = memory.shape[3]
+        rows, groups, num_columns, size = memory.shape
+        if self._places is None:
+            first = np.arange(rows * groups)[:, None] * num_columns
+            self._places = paddle.to_tensor((first + np.arange(self._past, self._length)).flatten())
         # What is reshaped shares its memory.
         paddle.scatter_(memory.reshape([-1, size]), self._places, new.reshape([-1, size]))
 

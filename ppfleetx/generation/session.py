@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import paddle
+from paddle import nn
 
 from ppfleetx.distributed.collectives import all_gather_columns
 from ppfleetx.generation.cache import GrowingCache
+from ppfleetx.generation.fused import FusedTrunk, fused_trunk
 from ppfleetx.models.gpt.layers import TiedHead
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.panels import PanelMatrix, use_huge_pages
@@ -51,6 +53,8 @@ class NextTokenModel:
             use_huge_pages(self.head_matrix)
         for parameter in model.parameters():
             use_huge_pages(parameter)
+        self._fused: FusedTrunk | None = None  # of layers as they are when they are used
+        self._looked_for_fused = False
 
     def with_cache(
         self,
@@ -78,12 +82,32 @@ class NextTokenModel:
             state = (*state, document_starts(visible.argmax(axis=1), tokens.shape[1]))
         cache.extend(tokens.shape[1], visible)
         *trunk, head = self.model.stages
-        for stage in trunk:
-            state = stage(state, cache)
-        last = state[0][-num_last:].flatten(0, 1)
+        hidden = self._run_trunk(trunk, state, cache)
+        last = hidden[-num_last:].flatten(0, 1) if len(hidden) > num_last else hidden.flatten(0, 1)
         if self.head_matrix is not None:
             return self._all_columns(self._head.linear(last))
         return self._all_columns(head((last.unsqueeze(0),)).squeeze(0))
+
+    def run_layer_by_layer(self) -> None:
+        """From now on, leave the operator for whole blocks aside."""
+        self._fused, self._looked_for_fused = None, True
+
+    def _run_trunk(
+        self, trunk: Sequence[nn.Layer], state: tuple[paddle.Tensor, ...], cache: GrowingCache
+    ) -> paddle.Tensor:
+        """What the last stage before the head gives, ``[s, b, h]``: in one operation where it can be done."""
+        position_ids = state[1]
+        embedding, *rest = trunk
+        state = embedding(state, cache)
+        if cache.follows and not paddle.is_grad_enabled():
+            if not self._looked_for_fused:
+                self._fused, self._looked_for_fused = fused_trunk(rest), True
+            done = None if self._fused is None else self._fused.run(state[0], position_ids, cache)
+            if done is not None:
+                return done
+        for stage in rest:
+            state = stage(state, cache)
+        return state[0]
 
     def without_cache(
         self, tokens: paddle.Tensor, position_ids: paddle.Tensor, document_start: paddle.Tensor | None

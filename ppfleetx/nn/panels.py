@@ -82,10 +82,20 @@ class PanelMatrix:
         product = paddle.matmul(x, self.weight)
         return product if bias is None else add_smaller(product, bias)
 
+    def operands(self, num_rows: int) -> tuple[str, paddle.Tensor] | None:
+        """What the operator for whole blocks multiplies ``num_rows`` rows with: one of
+        :data:`~ppfleetx.nn.cpu_ops.trunk.FORMATS`, and the values. None: there is no memory for it."""
+        if num_rows == 1:
+            return "whole", self.weight
+        return ("panels", self._panels.values) if self._has_panels() else None
+
     def _can_have_panels(self, x: paddle.Tensor) -> bool:
-        if x.dtype != paddle.float32 or not paddle.in_dynamic_mode():
+        if x.dtype != paddle.float32 or not paddle.in_dynamic_mode() or not x.place.is_cpu_place():
             return False
-        if self._panels is None and x.place.is_cpu_place() and available_fraction() > _MEMORY_LEFT:
+        return self._has_panels()
+
+    def _has_panels(self) -> bool:
+        if self._panels is None and available_fraction() > _MEMORY_LEFT:
             self._panels = Panels(self.weight)
         return self._panels is not None
 
@@ -101,6 +111,11 @@ class InferenceLinear(Linear):
         """From now on multiply with ``weight`` in passes without gradients."""
         if self._matrix.weight is not weight:
             self._matrix = PanelMatrix(weight)
+
+    @property
+    def matrix(self) -> PanelMatrix:
+        """What passes without gradients multiply with."""
+        return self._matrix
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         if not paddle.in_dynamic_mode() or paddle.is_grad_enabled():

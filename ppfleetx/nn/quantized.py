@@ -92,6 +92,20 @@ class QuantizedMatrix:
             values = (cpu_ops.int4_panels if self.form.bits == 4 else cpu_ops.int8_panels)(self.weight)
         return values, cpu_ops.scale_panels(self.scale)
 
+    def panels(self) -> tuple[paddle.Tensor, paddle.Tensor]:
+        """:meth:`make_panels`, made once."""
+        if self._panels is None:
+            self._panels = tuple(panel.contiguous() for panel in self.make_panels())
+            use_huge_pages(self._panels[0])
+        return self._panels
+
+    @property
+    def panel_format(self) -> str:
+        """Which of :data:`~ppfleetx.nn.cpu_ops.trunk.FORMATS` the panels have."""
+        if self.rounds_activations:
+            return "int8_int8"
+        return "int4" if self.form.bits == 4 else "int8"
+
     def multiply_panels(
         self, x: paddle.Tensor, panels: tuple[paddle.Tensor, paddle.Tensor], bias: paddle.Tensor | None
     ) -> paddle.Tensor:
@@ -114,10 +128,7 @@ class QuantizedMatrix:
             product = _FrozenProduct.apply(x, self)
             return product if bias is None else add_smaller(product, bias)
         if self.has_operator(x):
-            if self._panels is None:
-                self._panels = tuple(panel.contiguous() for panel in self.make_panels())
-                use_huge_pages(self._panels[0])
-            return self.multiply_panels(x, self._panels, bias)
+            return self.multiply_panels(x, self.panels(), bias)
         arch = self._gpu_arch(x)
         if arch is not None:
             if self._of_gpu is None:  # the same integers, in the order that the kernel reads

@@ -183,5 +183,6 @@ def test_the_command_where_nothing_can_be_compiled(options: list[str], code: int
 def test_the_source_belongs_to_the_package() -> None:
     configuration = tomllib.loads((ops.SOURCE.parents[3] / "pyproject.toml").read_text())
     files = configuration["tool"]["setuptools"]["package-data"]["ppfleetx"]
-    for source in (ops.SOURCE, ops.QUANTIZED_SOURCE):
-        assert source.relative_to(source.parents[2]).as_posix() in files
+    for source in (ops.SOURCE, ops.QUANTIZED_SOURCE, ops.TRUNK_SOURCE, *ops.SOURCE.parent.glob("*.h")):
+        path = source.relative_to(source.parents[2])
+        assert any(path.match(pattern) for pattern in files), path

@@ -19,11 +19,12 @@ def main() -> None:
     )
     args = parser.parse_args()
     import_paddle()
-    from ppfleetx.nn.cpu_ops.build import build, build_quantized
+    from ppfleetx.nn.cpu_ops.build import build, build_quantized, build_trunk
 
     try:
         print(f"operators for decoding: {build()}")
         print(f"operators for quantised models: {build_quantized()}")
+        print(f"operator for whole blocks: {build_trunk()}")
     except UserError as error:
         if not args.if_possible:
             raise

@@ -18,8 +18,15 @@ from pathlib import Path
 import paddle
 
 from ppfleetx.config.errors import UserError
-from ppfleetx.nn.cpu_ops import quantized
-from ppfleetx.nn.cpu_ops.ops import OPTIONS, QUANTIZED_SOURCE, SOURCE, are_available, library_path
+from ppfleetx.nn.cpu_ops import quantized, trunk
+from ppfleetx.nn.cpu_ops.ops import (
+    OPTIONS,
+    QUANTIZED_SOURCE,
+    SOURCE,
+    TRUNK_SOURCE,
+    are_available,
+    library_path,
+)
 
 _MINUTES = 10
 
@@ -36,6 +43,11 @@ def build() -> Path:
 def build_quantized() -> Path:
     """The same for the operators of :mod:`ppfleetx.nn.cpu_ops.quantized`."""
     return _build(QUANTIZED_SOURCE, library_path(QUANTIZED_SOURCE), quantized.are_available)
+
+
+def build_trunk() -> Path:
+    """The same for the operator of :mod:`ppfleetx.nn.cpu_ops.trunk`."""
+    return _build(TRUNK_SOURCE, library_path(TRUNK_SOURCE), trunk.are_available)
 
 
 def _build(source: Path, target: Path, are_available: Callable[[], bool]) -> Path:

@@ -6,135 +6,29 @@
 #include <functional>
 #include <vector>
 
+#include "few_rows.h"
+
 #include "paddle/phi/api/ext/op_meta_info.h"
 #include "paddle/phi/api/ext/tensor_compat.h"
 
 namespace {
 
-// ---- few_rows: y = x W + b for few rows of x and a large constant matrix W ------------------------------------
-//
-// With few rows a product is bound by how fast the CPU reads W, once. W comes in panels, [p][k][kWidth], that
-// are read from front to back; while one piece of a panel is multiplied with all rows, the next is fetched.
-// (A library that packs W reads it three times; one that does not fetch ahead waits at every page.)
-//
-// Every sum is taken in the order of k, whatever the number of rows: a row's result does not depend on the
-// rows beside it.
+// ---- few_rows: y = x W + b; few_rows.h says how -----------------------------------------------------------------
 
-// A tile of sums, kRows x kWidth, fills the registers: 24 of 32 with AVX-512, 8 of 16 otherwise (twice as many
-// would leave none for W). PANEL_WIDTH is WIDTH of ops.py.
-#if PANEL_WIDTH == 48
-constexpr int kLanes = 16, kVectors = 3, kRows = 8;
-#ifdef __AVX512F__
-#define VECTORS_FIT_REGISTERS
-#endif
-#elif PANEL_WIDTH == 16
-constexpr int kLanes = 8, kVectors = 2, kRows = 4;
-#ifdef __AVX__
-#define VECTORS_FIT_REGISTERS
-#endif
-#else
-#error "no tile for panels of this width"
-#endif
-constexpr int kWidth = kLanes * kVectors;
-constexpr int kLine = 16;        // floats of a cache line
-constexpr int64_t kSteps = 4;    // unrolled
-constexpr int64_t kDepth = 128;  // of a piece of a panel, which stays in the first cache for all rows
-constexpr int64_t kMostRows = 32;  // at a time
-
-using Vector = float __attribute__((vector_size(kLanes * sizeof(float)), aligned(sizeof(float)), may_alias));
-using Tile = Vector[kRows][kVectors];
-
-// Without this, GCC reads the weights from memory once more for each row.
-inline Vector InRegister(Vector value) {
-#ifdef VECTORS_FIT_REGISTERS
-  asm("" : "+v"(value));
-#endif
-  return value;
-}
-
-// tile[R][kWidth] += x[R][depth] * w[depth][kWidth], fetching `lines` from `ahead` on with every kSteps of depth.
-template <int R>
-void Accumulate(const float* x, int64_t stride, const float* w, int64_t depth, const float* ahead, int64_t lines,
-                Tile& tile) {
-  Vector sum[R][kVectors];
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < kVectors; ++v) sum[r][v] = tile[r][v];
-  const auto step = [&](int64_t i) {
-    Vector weights[kVectors];
-    for (int v = 0; v < kVectors; ++v)
-      weights[v] = InRegister(*reinterpret_cast<const Vector*>(w + i * kWidth + v * kLanes));
-    for (int r = 0; r < R; ++r)
-      for (int v = 0; v < kVectors; ++v) sum[r][v] += x[r * stride + i] * weights[v];
-  };
-  int64_t i = 0;
-  for (; i + kSteps <= depth; i += kSteps) {
-    for (int64_t line = 0; line < lines; ++line, ahead += kLine) __builtin_prefetch(ahead);
-    for (int64_t j = 0; j < kSteps; ++j) step(i + j);
-  }
-  for (; i < depth; ++i) step(i);
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < kVectors; ++v) tile[r][v] = sum[r][v];
-}
-
-template <int R = kRows>
-void AccumulateRows(int64_t rows, const float* x, int64_t stride, const float* w, int64_t depth,
-                    const float* ahead, int64_t lines, Tile& tile) {
-  if constexpr (R > 1) {
-    if (rows < R) {
-      AccumulateRows<R - 1>(rows, x, stride, w, depth, ahead, lines, tile);
-      return;
-    }
-  }
-  Accumulate<R>(x, stride, w, depth, ahead, lines, tile);
-}
-
-// One panel's columns of y for up to kMostRows rows; `columns` of them are wanted.
-void MultiplyPanel(const float* x, int64_t rows, int64_t size, const float* panel, const float* bias,
-                   int64_t columns, float* y, int64_t stride) {
-  Tile tiles[kMostRows / kRows];
-  const int64_t groups = (rows + kRows - 1) / kRows;
-  float start[kWidth] = {};
-  if (bias != nullptr) std::copy_n(bias, columns, start);
-  for (int64_t row = 0; row < groups * kRows; ++row)
-    std::copy_n(start, kWidth, reinterpret_cast<float*>(tiles[row / kRows][row % kRows]));
-  // Each group of rows fetches its part of the next piece.
-  const int64_t lines = (kSteps * kWidth / kLine + groups - 1) / groups;
-  for (int64_t i = 0; i < size; i += kDepth) {
-    const int64_t depth = std::min(kDepth, size - i);
-    const float* piece = panel + i * kWidth;
-    for (int64_t group = 0; group < groups; ++group) {
-      const int64_t first = group * kRows;
-      const float* ahead = piece + depth * kWidth + group * (depth * kWidth / groups);
-      AccumulateRows(std::min<int64_t>(kRows, rows - first), x + first * size + i, size, piece, depth, ahead,
-                     lines, tiles[group]);
-    }
-  }
-  for (int64_t row = 0; row < rows; ++row)
-    std::copy_n(reinterpret_cast<const float*>(tiles[row / kRows][row % kRows]), columns, y + row * stride);
-}
+using few_rows::kWidth;
 
 std::vector<paddle::Tensor> FewRows(const paddle::Tensor& x, const paddle::Tensor& panels,
                                     const paddle::optional<paddle::Tensor>& bias, int64_t columns) {
   auto shape = x.shape();
   const int64_t size = shape.back(), rows = x.numel() / size;
-  const int64_t num_panels = panels.shape()[0];
   PD_CHECK(x.is_cpu() && panels.is_cpu(), "this operator runs on a CPU");
   PD_CHECK(panels.shape()[2] == kWidth && panels.shape()[1] == size &&
-               num_panels == (columns + kWidth - 1) / kWidth && (!bias || bias->numel() == columns),
+               panels.shape()[0] == (columns + kWidth - 1) / kWidth && (!bias || bias->numel() == columns),
            "panels do not fit");
   shape.back() = columns;
   auto out = paddle::empty(shape, x.dtype(), x.place());
-  const float *from = x.data<float>(), *weights = panels.data<float>();
-  const float* start = bias ? bias->data<float>() : nullptr;
-  float* to = out.data<float>();
-#pragma omp parallel for schedule(static)
-  for (int64_t p = 0; p < num_panels; ++p) {
-    const int64_t first = p * kWidth;
-    for (int64_t row = 0; row < rows; row += kMostRows)
-      MultiplyPanel(from + row * size, std::min(kMostRows, rows - row), size, weights + p * size * kWidth,
-                    start ? start + first : nullptr, std::min<int64_t>(kWidth, columns - first),
-                    to + row * columns + first, columns);
-  }
+  few_rows::Product(x.data<float>(), rows, size, panels.data<float>(), bias ? bias->data<float>() : nullptr, columns,
+                    out.data<float>());
   return {out};
 }
 

@@ -1,8 +1,10 @@
-"""Two operators of our own for decoding on a CPU, where they have been compiled.
+"""Operators of our own for decoding on a CPU, where they have been compiled.
 
 ``few_rows`` multiplies few rows with a large matrix: eight rows with the matrices of a GPT of 124M parameters
 take two thirds of the time of MKL's best way. ``nucleus`` is top-p in one operation instead of eighty.
-``kernels.cc`` says how. They are optional, and never compiled while something else is wanted:
+``few_rows.h`` and ``kernels.cc`` say how. There are more: :mod:`~ppfleetx.nn.cpu_ops.quantized` for few bits,
+and :mod:`~ppfleetx.nn.cpu_ops.trunk` for all blocks of a model at once. They are optional, and never compiled
+while something else is wanted:
 
     python -m ppfleetx.nn.cpu_ops
 
@@ -37,6 +39,7 @@ OPTIONS = (
 _HOW_TO_MAKE = "python -m ppfleetx.nn.cpu_ops makes operators for this kind of CPU (it needs a C++ compiler)"
 SOURCE = Path(__file__).with_name("kernels.cc")
 QUANTIZED_SOURCE = Path(__file__).with_name("quantized.cc")
+TRUNK_SOURCE = Path(__file__).with_name("trunk.cc")
 BUILT = Path(__file__).with_name("built")
 
 
@@ -46,7 +49,8 @@ def library_path(source: Path = SOURCE) -> Path:
     # Where Linux lists no flags (other processors than x86), the whole description is that of the kind.
     cpu = sorted(flags_in(cpuinfo)) or [platform.machine(), cpuinfo]
     kind = [paddle.__version__, paddle.version.commit, *OPTIONS, *cpu]
-    digest = hashlib.sha256(source.read_bytes() + " ".join(kind).encode())
+    texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]
+    digest = hashlib.sha256(b"".join(texts) + " ".join(kind).encode())
     name = "cpu_ops" if source == SOURCE else source.stem
     return BUILT / f"{name}-{digest.hexdigest()[:16]}.so"
 

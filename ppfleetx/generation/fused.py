@@ -1,0 +1,187 @@
+"""All blocks of a model in one operation, where an operator of our own can do what its layers do.
+
+Most of a token's time that is not the reading of weights is the starting of some thirty operations a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import paddle
+from paddle import nn
+
+from ppfleetx.generation.cache import GrowingCache
+from ppfleetx.models.gpt.layers import Block, FinalNorm
+from ppfleetx.nn.attention import Attention
+from ppfleetx.nn.cpu_ops import trunk
+from ppfleetx.nn.cpu_ops.ops import MOST_ROWS
+from ppfleetx.nn.mlp import MLP
+from ppfleetx.nn.norm import LayerNorm, RMSNorm
+from ppfleetx.nn.panels import InferenceLinear
+from ppfleetx.nn.quantized import QuantizedLinear
+from ppfleetx.nn.rope import RotaryEmbedding
+
+AddLinear = Callable[[trunk.TrunkWeights, nn.Layer, int], bool]
+"""Adds a linear's matrix in the form for so many rows; whether there is one."""
+
+
+class FusedTrunk:
+    """The blocks and the final norm of a model, for passes that follow cached keys.
+
+    Args:
+        layers: the blocks and the final norm, which :func:`can_fuse` is true of.
+        add_linear: how a linear's matrix is found.
+    """
+
+    def __init__(self, layers: Sequence[nn.Layer], add_linear: AddLinear | None = None) -> None:
+        *self._blocks, self._final_norm = layers
+        self._add_linear = add_linear or _add_linear
+        first: Block = self._blocks[0]
+        self.window, self._rotary = first.attention.window, first.attention.rotary
+        self._epsilon: float = first.input_norm.epsilon
+        self._forms: dict[bool, trunk.TrunkWeights | None] = {}
+
+    def weights(self, num_rows: int) -> trunk.TrunkWeights | None:
+        """The weights in the form for so many rows; None: there is no memory for it, or the rows are too many
+        for an operation that takes them one after the other."""
+        if num_rows > MOST_ROWS:
+            return None
+        is_single = num_rows == 1
+        if is_single not in self._forms:
+            self._forms[is_single] = self._make_weights(num_rows)
+        return self._forms[is_single]
+
+    def angles(self, position_ids: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor] | None:
+        """cos and sin of the positions ``[b, s]``; None: nothing is turned."""
+        return None if self._rotary is None else self._rotary.cos_sin(position_ids)
+
+    def run(
+        self, hidden: paddle.Tensor, position_ids: paddle.Tensor, cache: GrowingCache
+    ) -> paddle.Tensor | None:
+        """``hidden [s, b, h]`` of the positions ``[b, s]`` that ``cache`` has been extended by; None: it
+        cannot be done here."""
+        if not hidden.place.is_cpu_place() or hidden.dtype != paddle.float32:
+            return None
+        weights = self.weights(position_ids.size)
+        if weights is None:
+            return None
+        return self.run_with(
+            weights,
+            hidden,
+            position_ids,
+            cache.first_new_column(),
+            cache.penalty_if_needed(self.window),
+            cache.memory(),
+        )[0]
+
+    def run_with(
+        self,
+        weights: trunk.TrunkWeights,
+        hidden: paddle.Tensor,
+        position_ids: paddle.Tensor,
+        column: paddle.Tensor,
+        penalty: paddle.Tensor | None,
+        memory: Sequence[paddle.Tensor],
+    ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
+        """:func:`ppfleetx.nn.cpu_ops.trunk.run` with the angles of the positions."""
+        angles = self.angles(position_ids)
+        return trunk.run(hidden, column, penalty, angles, memory, weights, self._epsilon)
+
+    def _make_weights(self, num_rows: int) -> trunk.TrunkWeights | None:
+        made = trunk.TrunkWeights()
+        made.begin(_sizes(self._blocks[0]), len(self._blocks))
+        for block in self._blocks:
+            for linear in _linears(block):
+                if not self._add_linear(made, linear, num_rows):
+                    return None
+            for norm in _norms(block):
+                made.add_norm(getattr(norm, "weight", None), getattr(norm, "bias", None))
+        made.add_norm(self._final_norm.final_norm.weight, getattr(self._final_norm.final_norm, "bias", None))
+        return made
+
+
+def fused_trunk(layers: Sequence[nn.Layer]) -> FusedTrunk | None:
+    """The blocks and the final norm of a model as one operation; None: there is none that does the same."""
+    if not trunk.are_available() or not can_fuse(layers):
+        return None
+    linears = [linear for block in layers[:-1] for linear in _linears(block)]
+    return FusedTrunk(layers) if all(map(_is_known_linear, linears)) else None
+
+
+def can_fuse(layers: Sequence[nn.Layer]) -> bool:
+    """Whether the operator does what these layers do, whatever their matrices are like."""
+    *blocks, final_norm = layers
+    if not blocks or type(final_norm) is not FinalNorm or not all(map(_is_plain_block, blocks)):
+        return False
+    if any(_has_hooks(sublayer) for layer in layers for sublayer in layer.sublayers(include_self=True)):
+        return False
+    norms = [norm for block in blocks for norm in _norms(block) if norm is not None]
+    norms.append(final_norm.final_norm)
+    kinds = {(type(norm), norm.epsilon) for norm in norms}
+    alike = {(_sizes(block), block.attention.window, id(block.attention.rotary)) for block in blocks}
+    return len(kinds) == 1 and type(norms[0]) in (LayerNorm, RMSNorm) and len(alike) == 1
+
+
+def _is_plain_block(layer: nn.Layer) -> bool:
+    return (
+        type(layer) is Block
+        and type(layer.attention) is Attention
+        and type(layer.mlp) is MLP
+        and layer.mlp.activation in trunk.ACTIVATIONS
+        and type(layer.attention.rotary) in (type(None), RotaryEmbedding)
+        # Ranks that share a layer, or a sequence, have something to say to each other within it.
+        and layer.attention.factory.group is None
+        and getattr(layer.attention.factory, "sequence_split", None) is None
+    )
+
+
+def _has_hooks(layer: nn.Layer) -> bool:
+    return bool(layer._forward_pre_hooks or layer._forward_post_hooks)
+
+
+def _norms(block: Block) -> tuple[nn.Layer | None, ...]:
+    """In the order of :meth:`~ppfleetx.nn.cpu_ops.trunk.TrunkWeights.add_norm`."""
+    attention = block.attention
+    return (
+        block.input_norm,
+        block.attention_post_norm,
+        block.mlp_norm,
+        block.mlp_post_norm,
+        attention.q_norm,
+        attention.k_norm,
+    )
+
+
+def _linears(block: Block) -> tuple[nn.Layer, ...]:
+    return block.attention.qkv, block.attention.out_proj, block.mlp.fc1, block.mlp.fc2
+
+
+def _sizes(block: Block) -> trunk.BlockSizes:
+    attention, mlp = block.attention, block.mlp
+    wide = mlp.fc1.weight.shape[1]
+    activation = trunk.ACTIVATIONS.index(mlp.activation)
+    return trunk.BlockSizes(
+        groups=attention.num_groups,
+        per_group=attention.queries_per_group,
+        head_dim=attention.head_dim,
+        rotary_dim=0 if attention.rotary is None else attention.rotary.head_dim,
+        activation=activation,
+        inner=wide // 2 if trunk.ACTIVATIONS[activation] is trunk.swiglu else wide,
+        parallel_residual=block.parallel_residual,
+    )
+
+
+def _is_known_linear(linear: nn.Layer) -> bool:
+    return type(linear) in (InferenceLinear, QuantizedLinear) and not linear.sublayers()
+
+
+def _add_linear(weights: trunk.TrunkWeights, linear: nn.Layer, num_rows: int) -> bool:
+    columns = linear.weight.shape[1]
+    if isinstance(linear, QuantizedLinear):
+        weights.add_linear(linear.matrix.panel_format, *linear.matrix.panels(), columns, linear.bias)
+        return True
+    found = linear.matrix.operands(num_rows)
+    if found is None:
+        return False
+    weights.add_linear(found[0], found[1], None, columns, linear.bias)
+    return True

@@ -1,0 +1,153 @@
+// Functions of many numbers at once: dot products, exponentials, norms, activations.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "few_rows.h"
+
+namespace numbers {
+
+using few_rows::kLanes;
+using few_rows::Vector;
+using Integers = int32_t __attribute__((vector_size(kLanes * sizeof(int32_t)), aligned(sizeof(int32_t)), may_alias));
+
+inline Vector Load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
+inline void Store(float* to, Vector value) { *reinterpret_cast<Vector*>(to) = value; }
+
+inline Vector LoadFirst(const float* from, int64_t count, float rest) {
+  float values[kLanes];
+  std::fill_n(values, kLanes, rest);
+  std::copy_n(from, count, values);
+  return Load(values);
+}
+
+inline void StoreFirst(float* to, int64_t count, Vector value) {
+  float values[kLanes];
+  Store(values, value);
+  std::copy_n(values, count, to);
+}
+
+inline float Sum(Vector value) {
+  float values[kLanes];
+  Store(values, value);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) values[i] += values[i + width];
+  return values[0];
+}
+
+// to[i] = of(from[i]) for all i.
+template <class Of>
+void Map(const float* from, int64_t size, float* to, const Of& of) {
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) Store(to + i, of(Load(from + i)));
+  if (i < size) StoreFirst(to + i, size - i, of(LoadFirst(from + i, size - i, 0.0f)));
+}
+
+inline float Dot(const float* a, const float* b, int64_t size) {
+  Vector sums[2] = {};
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= size; i += 2 * kLanes) {
+    sums[0] += Load(a + i) * Load(b + i);
+    sums[1] += Load(a + i + kLanes) * Load(b + i + kLanes);
+  }
+  for (; i + kLanes <= size; i += kLanes) sums[0] += Load(a + i) * Load(b + i);
+  float rest = 0;
+  for (; i < size; ++i) rest += a[i] * b[i];
+  return Sum(sums[0] + sums[1]) + rest;
+}
+
+// y += factor * x
+inline void AddTimes(float factor, const float* x, int64_t size, float* y) {
+  for (int64_t i = 0; i < size; ++i) y[i] += factor * x[i];
+}
+
+inline Vector Max(Vector a, Vector b) { return a > b ? a : b; }
+inline Vector Min(Vector a, Vector b) { return a < b ? a : b; }
+
+// e^x, wrong by 2e-7 of itself at most. What is too small gives (almost) 0, what is too large 1.7e38; NaN stays.
+inline Vector Exp(Vector x) {
+  const Vector low = Vector{} - 87.0f, high = Vector{} + 88.0f;
+  x = x < low ? low : x;
+  x = x > high ? high : x;
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23
+  const Vector moved = x * 1.44269504f + kRound;
+  const Vector whole = moved - kRound;
+  const Vector rest = x - whole * 0.693145752f - whole * 1.42860677e-6f;  // ln 2 in two parts
+  Vector sum = Vector{} + 1.0f / 5040;
+  for (const float factor : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) sum = sum * rest + factor;
+  const Integers exponent = ((Integers)moved - 0x4b400000 + 127) << 23;
+  return sum * (Vector)exponent;
+}
+
+// erfc(t) for t from 0 to 5.5, wrong by 2e-7 at most: e^(-t p(t)), p fitted to float64 by least squares.
+inline Vector ComplementOfErf(Vector t) {
+  constexpr float kFitted[] = {-6.83882249e-8f, 1.94238214e-6f, -2.39786131e-5f, 1.68264116e-4f,
+                               -7.23287812e-4f, 1.75044627e-3f, -1.91622763e-4f, -1.91582479e-2f,
+                               1.02785133e-1f,  6.36617661e-1f, 1.12837923f};
+  Vector sum = {};
+  for (const float factor : kFitted) sum = sum * t + factor;
+  return Exp(-t * sum);
+}
+
+inline Vector Gelu(Vector x) {
+  const Vector zero = {}, last = zero + 5.5f;
+  const Vector t = (x < zero ? -x : x) * 0.707106781f;
+  const Vector tail = ComplementOfErf(t > last ? last : t);
+  return 0.5f * x * (x < zero ? tail : 2.0f - tail);
+}
+
+inline Vector Silu(Vector x) { return x / (1.0f + Exp(-x)); }
+inline Vector GeluTanh(Vector x) {  // (1 + tanh u) / 2 = 1 / (1 + e^(-2u))
+  return x / (1.0f + Exp(-1.59576912f * (x + 0.044715f * x * x * x)));
+}
+inline Vector QuickGelu(Vector x) { return x / (1.0f + Exp(-1.702f * x)); }
+inline Vector Relu(Vector x) {
+  const Vector zero = {};
+  return x < zero ? zero : x;
+}
+
+// to = (from - mean) / sqrt(variance + epsilon) * weight + bias; without a bias, the mean is taken for 0.
+inline void Normalize(const float* from, int64_t size, const float* weight, const float* bias, float epsilon,
+                      float* to) {
+  float mean = 0;
+  if (bias != nullptr) {
+    Vector sum = {};
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) sum += Load(from + i);
+    for (; i < size; ++i) mean += from[i];
+    mean = (mean + Sum(sum)) / size;
+  }
+  Vector squares = {};
+  float rest = 0;
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+    const Vector value = Load(from + i) - mean;
+    squares += value * value;
+  }
+  for (; i < size; ++i) rest += (from[i] - mean) * (from[i] - mean);
+  const float inverse = 1.0f / std::sqrt((rest + Sum(squares)) / size + epsilon);
+  if (bias == nullptr)
+    for (i = 0; i < size; ++i) to[i] = from[i] * inverse * weight[i];
+  else
+    for (i = 0; i < size; ++i) to[i] = (from[i] - mean) * inverse * weight[i] + bias[i];
+}
+
+// In place: numbers to their weights of probability.
+inline void Softmax(float* scores, int64_t size) {
+  float largest = scores[0];
+  for (int64_t i = 1; i < size; ++i) largest = std::max(largest, scores[i]);
+  Map(scores, size, scores, [&](Vector x) { return Exp(x - largest); });
+  Vector sum = {};
+  float total = 0;
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) sum += Load(scores + i);
+  for (; i < size; ++i) total += scores[i];
+  const float inverse = 1.0f / (total + Sum(sum));
+  for (i = 0; i < size; ++i) scores[i] *= inverse;
+}
+
+}  // namespace numbers
