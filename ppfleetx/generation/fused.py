@@ -6,6 +6,7 @@ Most of a token's time that is not the reading of weights is the starting of som
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import paddle
 from paddle import nn
@@ -21,8 +22,8 @@ from ppfleetx.nn.panels import InferenceLinear
 from ppfleetx.nn.quantized import QuantizedLinear
 from ppfleetx.nn.rope import RotaryEmbedding
 
-AddLinear = Callable[[trunk.TrunkWeights, nn.Layer, int], bool]
-"""Adds a linear's matrix in the form for so many rows; whether there is one."""
+AddLinear = Callable[[trunk.TrunkWeights, nn.Layer], bool]
+"""Adds the matrix of a linear to the weights; False: it cannot be had."""
 
 
 class FusedTrunk:
@@ -30,12 +31,10 @@ class FusedTrunk:
 
     Args:
         layers: the blocks and the final norm, which :func:`can_fuse` is true of.
-        add_linear: how a linear's matrix is found.
     """
 
-    def __init__(self, layers: Sequence[nn.Layer], add_linear: AddLinear | None = None) -> None:
+    def __init__(self, layers: Sequence[nn.Layer]) -> None:
         *self._blocks, self._final_norm = layers
-        self._add_linear = add_linear or _add_linear
         first: Block = self._blocks[0]
         self.window, self._rotary = first.attention.window, first.attention.rotary
         self._epsilon: float = first.input_norm.epsilon
@@ -48,7 +47,7 @@ class FusedTrunk:
             return None
         is_single = num_rows == 1
         if is_single not in self._forms:
-            self._forms[is_single] = self._make_weights(num_rows)
+            self._forms[is_single] = self.make_weights(partial(_add_linear, num_rows=num_rows))
         return self._forms[is_single]
 
     def angles(self, position_ids: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor] | None:
@@ -87,12 +86,13 @@ class FusedTrunk:
         angles = self.angles(position_ids)
         return trunk.run(hidden, column, penalty, angles, memory, weights, self._epsilon)
 
-    def _make_weights(self, num_rows: int) -> trunk.TrunkWeights | None:
+    def make_weights(self, add_linear: AddLinear) -> trunk.TrunkWeights | None:
+        """All weights in their order; None where ``add_linear`` fails."""
         made = trunk.TrunkWeights()
         made.begin(_sizes(self._blocks[0]), len(self._blocks))
         for block in self._blocks:
-            for linear in _linears(block):
-                if not self._add_linear(made, linear, num_rows):
+            for linear in linears_of(block):
+                if not add_linear(made, linear):
                     return None
             for norm in _norms(block):
                 made.add_norm(getattr(norm, "weight", None), getattr(norm, "bias", None))
@@ -104,7 +104,7 @@ def fused_trunk(layers: Sequence[nn.Layer]) -> FusedTrunk | None:
     """The blocks and the final norm of a model as one operation; None: there is none that does the same."""
     if not trunk.are_available() or not can_fuse(layers):
         return None
-    linears = [linear for block in layers[:-1] for linear in _linears(block)]
+    linears = [linear for block in layers[:-1] for linear in linears_of(block)]
     return FusedTrunk(layers) if all(map(_is_known_linear, linears)) else None
 
 
@@ -152,7 +152,8 @@ def _norms(block: Block) -> tuple[nn.Layer | None, ...]:
     )
 
 
-def _linears(block: Block) -> tuple[nn.Layer, ...]:
+def linears_of(block: Block) -> tuple[nn.Layer, ...]:
+    """In the order of :meth:`~ppfleetx.nn.cpu_ops.trunk.TrunkWeights.add_linear`."""
     return block.attention.qkv, block.attention.out_proj, block.mlp.fc1, block.mlp.fc2
 
 

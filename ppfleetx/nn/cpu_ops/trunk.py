@@ -18,6 +18,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import _C_ops
 
+from ppfleetx.nn.cpu_ops import ops, quantized
 from ppfleetx.nn.cpu_ops.ops import TRUNK_SOURCE, library_path, load_library
 from ppfleetx.nn.mlp import gelu_tanh, quick_gelu, relu_squared, swiglu
 
@@ -39,6 +40,11 @@ ACTIVATIONS: tuple[Callable[[paddle.Tensor], paddle.Tensor], ...] = (
 def are_available() -> bool:
     """Whether the operator can be called; loads the library the first time."""
     return load_library(library_path(TRUNK_SOURCE))
+
+
+def all_are_available() -> bool:
+    """Whether it and all other operators can be called, as a program with whole blocks needs."""
+    return are_available() and ops.are_available() and quantized.are_available()
 
 
 @dataclass(frozen=True)
