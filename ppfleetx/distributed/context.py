@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from ppfleetx.config.plan import ParallelPlan
 
@@ -79,10 +81,9 @@ class ParallelContext:
         """Sums of ``values`` over the ranks of ``axes``, in float64 and the same on each of them."""
         if all(axis not in self.groups for axis in axes):
             return list(values)
-        import paddle
+        from ppfleetx.distributed.transfer import upload
 
-        tensor = paddle.to_tensor(values, dtype="float64")
-        return self.sum_tensor_over(axes, tensor).tolist()
+        return self.sum_tensor_over(axes, upload(np.array(values, np.float64))).tolist()
 
     def sum_tensor_over(self, axes: Iterable[str], tensor: Any) -> Any:
         """``tensor``, summed in place over the ranks of ``axes``, one axis after the other."""
@@ -105,3 +106,11 @@ class ParallelContext:
     def sum_over_data(self, value: float) -> float:
         """Sum of ``value`` over all data ranks."""
         return self.sum_over(DATA_AXES, value)[0]
+
+    def sum_of_data_ranks(self, values: Sequence[float]) -> float:
+        """:meth:`sum_over_data` of values that are known: ``values`` has one of every rank of the job."""
+        of_data = {self.plan.data_rank(rank): value for rank, value in enumerate(values)}
+        first = {data_rank % self.plan.sharding: 0.0 for data_rank in of_data}
+        for data_rank in sorted(of_data):
+            first[data_rank % self.plan.sharding] += of_data[data_rank]
+        return sum(first.values())

@@ -82,15 +82,26 @@ class DropoutStreams:
     def _enter(self, layer: nn.Layer, index: int) -> None:
         if not layer.training:
             return
-        import paddle
-
         micro_batch = self._passes.get(index, 0)
         self._passes[index] = micro_batch + 1
         place = (self._seed, self._step, micro_batch, *self._replica, index)
         if self._mp_rank is not None:
             with sliced_stream():
-                paddle.seed(derive_seed("sliced dropout", *place, self._mp_rank))
-        paddle.seed(derive_seed("dropout", *place))
+                _seed_device(derive_seed("sliced dropout", *place, self._mp_rank))
+        _seed_device(derive_seed("dropout", *place))
+
+
+def _seed_device(seed: int) -> None:
+    """Seed the generator that this process's device draws from: ``paddle.seed`` would seed those of all
+    visible cards, one after the other."""
+    import paddle
+    from paddle.base import core
+
+    place = paddle.framework._current_expected_place()
+    if isinstance(place, core.CUDAPlace):
+        core.default_cuda_generator(place.get_device_id()).manual_seed(seed)
+    else:
+        core.default_cpu_generator().manual_seed(seed)
 
 
 def _tracker() -> Any:

@@ -35,14 +35,14 @@ def gather(ctx: ParallelContext, value: Any) -> list[Any]:
     sizes = gather_numbers(ctx, [content.size])[:, 0]
     padded = np.zeros(max(1, sizes.max()), np.uint8)
     padded[: content.size] = content
-    parts = _all_gather(padded)
+    parts = _all_gather(ctx, padded)
     return [json.loads(part[:size].tobytes()) for part, size in zip(parts, sizes.tolist(), strict=True)]
 
 
 def gather_numbers(ctx: ParallelContext, numbers: Sequence[int]) -> np.ndarray:
     """Every rank's ``numbers`` (as many on each), int64 ``[rank, number]``."""
     mine = np.asarray(numbers, np.int64)
-    return mine[None] if ctx.world_size == 1 else np.stack(_all_gather(mine))
+    return mine[None] if ctx.world_size == 1 else _all_gather(ctx, mine)
 
 
 def any_rank(ctx: ParallelContext, flag: object) -> bool:
@@ -134,10 +134,14 @@ def _done(future: Any) -> bool:
     return future.done()
 
 
-def _all_gather(mine: np.ndarray) -> list[np.ndarray]:
+def _all_gather(ctx: ParallelContext, mine: np.ndarray) -> np.ndarray:
+    """Every rank's ``mine``, of one length on all, as ``[rank, number]``: one copy there, one back."""
     import paddle
     from paddle import distributed
 
-    received: list[paddle.Tensor] = []
-    distributed.all_gather(received, paddle.to_tensor(mine))
-    return [tensor.numpy() for tensor in received]
+    from ppfleetx.distributed.transfer import upload
+
+    own = upload(mine)
+    received = paddle.empty([ctx.world_size * mine.size], own.dtype)
+    distributed.stream.all_gather(received, own)
+    return received.numpy().reshape(ctx.world_size, mine.size)

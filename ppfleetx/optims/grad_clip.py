@@ -94,13 +94,20 @@ def clip_by_global_norm(
     """
     params = list(params)
     norm = float(global_norm(params if counted is None else counted, reduce, ops).item())
+    scale_to_norm(params, norm, max_norm, ops)
+    return norm
+
+
+def scale_to_norm(
+    params: Iterable[Tensor], norm: float, max_norm: float | None, ops: FusedOps = NO_FUSED_OPS
+) -> None:
+    """Scale all gradients in place, as :func:`clip_by_global_norm` does, by a norm that is known."""
     if not max_norm or not math.isfinite(norm):
-        return norm
+        return
     coefficient = max_norm / (norm + 1e-6)
     if coefficient < 1.0:
         found = [gradient_of(param) for param in _unique(params)]
         scale_all([gradient for gradient in found if gradient is not None], coefficient, ops)
-    return norm
 
 
 def _unique(params: Iterable[Tensor]) -> list[Tensor]:

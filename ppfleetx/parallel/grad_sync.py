@@ -22,7 +22,7 @@ from paddle import distributed
 from ppfleetx.distributed.collectives import all_reduce_packed, equalize_packed
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
-from ppfleetx.optims.grad_clip import clip_by_global_norm
+from ppfleetx.optims.grad_clip import global_norm, scale_to_norm
 from ppfleetx.optims.gradients import gradient_of
 from ppfleetx.parallel.overlap import UNDER_WAY, Bucket, BucketSums, cut
 
@@ -103,16 +103,15 @@ class GradientSync:
         if ctx.size_of("mp") > 1:
             equalize_packed(_gradients([p for p in mine if p.info.is_whole]), ctx.group_of("mp"))
 
-    def clip(self, max_norm: float) -> float:
-        """Clip by the norm of the whole model's gradient, each parameter counted once; give that norm."""
+    def norm(self) -> paddle.Tensor:
+        """Norm of the whole model's gradient, each parameter counted once: float64, still on the device."""
         counted = [p for p in self.parameters if self.counts(p)]
-        return clip_by_global_norm(
-            self.parameters,
-            max_norm,
-            reduce=lambda total: self._ctx.sum_tensor_over(("mp", "pp", "sharding"), total),
-            counted=counted,
-            ops=self.ops,
-        )
+        reduce = partial(self._ctx.sum_tensor_over, ("mp", "pp", "sharding"))
+        return global_norm(counted, reduce, self.ops)
+
+    def clip(self, norm: float, max_norm: float) -> None:
+        """Clip by the norm, which is :meth:`norm`, read."""
+        scale_to_norm(self.parameters, norm, max_norm, self.ops)
 
     def finish_values(self) -> None:
         """Wait for values of the last update that are still on their way, before parameters are read."""

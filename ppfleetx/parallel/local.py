@@ -12,7 +12,7 @@ from ppfleetx.data.loader import MicroBatch
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.parallel.grad_sync import GradientSync
 from ppfleetx.parallel.sources import SourceLosses
-from ppfleetx.parallel.step import StepOptions, StepRunner, read_sum, to_tensors
+from ppfleetx.parallel.step import StepOptions, StepRunner, sum_of, to_tensors
 
 if TYPE_CHECKING:
     from ppfleetx.models.module import BasicModule
@@ -49,16 +49,16 @@ class LocalRunner(StepRunner):
         super().__init__(model, stages, optimizer, ctx, sync, options or StepOptions(), sources)
         self._module, self._factory = module, factory
 
-    def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> float:
+    def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> paddle.Tensor:
         losses = []
         for batch in micro_batches:
             micro_loss = self._loss_sum(batch)
             (micro_loss / num_valid).backward()
             losses.append(micro_loss.detach())
-        return read_sum(losses)
+        return sum_of(losses)
 
-    def _forward(self, micro_batches: Sequence[MicroBatch]) -> float:
-        return read_sum([self._loss_sum(batch) for batch in micro_batches])
+    def _forward(self, micro_batches: Sequence[MicroBatch]) -> paddle.Tensor:
+        return sum_of([self._loss_sum(batch) for batch in micro_batches])
 
     def _loss_sum(self, micro_batch: MicroBatch) -> paddle.Tensor:
         batch = to_tensors(micro_batch)

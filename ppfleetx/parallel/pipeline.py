@@ -15,19 +15,23 @@ import paddle
 from paddle import distributed
 from paddle.distributed import fleet
 from paddle.distributed.fleet.meta_parallel import LayerDesc, PipelineLayer
+from paddle.distributed.fleet.meta_parallel.pp_utils.p2p_communication import SendRecvMeta
 
 from ppfleetx.data.loader import MicroBatch
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.stage import Stage, build_stage
 from ppfleetx.parallel.grad_sync import GradientSync
 from ppfleetx.parallel.sources import SourceLosses
-from ppfleetx.parallel.step import StepOptions, StepRunner, read_sum, to_tensors
+from ppfleetx.parallel.step import StepOptions, StepRunner, sum_of, to_tensors
 
 if TYPE_CHECKING:
     from ppfleetx.config.plan import ParallelPlan
     from ppfleetx.models.module import BasicModule
     from ppfleetx.nn.stage import LayerFactory
     from ppfleetx.optims.adamw import Optimizer
+
+
+_INPUTS = ("tokens", "position_ids", "document_start")  # of the first stage
 
 
 def chunk_bounds(plan: ParallelPlan, num_stages: int) -> list[int]:
@@ -129,26 +133,35 @@ class PipelineRunner(StepRunner):
         stages = pipeline._layers.held_stages()
         super().__init__(pipeline._layers, stages, optimizer, ctx, sync, options, loss.sources)
         self._pipeline, self._loss = pipeline, loss
+        self._metas: dict[Any, SendRecvMeta] = {}
+        # Its own sum of the losses for all stages, which nobody asks for: two messages and a blocking copy.
+        pipeline._broadcast_final_loss = lambda *_, **__: None
 
-    def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> float:
+    def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> paddle.Tensor:
         # Paddle divides each micro batch's loss by their number.
         self._loss.begin(scale=len(micro_batches) / num_valid)
-        self._prepare(len(micro_batches))
+        self._prepare(micro_batches)
         self._pipeline.set_virtual_pipeline_rank(0)
         self._pipeline.forward_backward_pipeline(_feed(micro_batches), None)
         return self._loss.total()
 
-    def _forward(self, micro_batches: Sequence[MicroBatch]) -> float:
+    def _forward(self, micro_batches: Sequence[MicroBatch]) -> paddle.Tensor:
         self._loss.begin(scale=1.0)
         filled = self._filled(micro_batches)
-        self._prepare(len(filled))
+        self._prepare(filled)
         self._pipeline.eval_batch(_feed(filled), compute_loss=True)
         return self._loss.total()
 
-    def _prepare(self, num_micro_batches: int) -> None:
-        """Set what may differ from the last call: number of micro batches, their shapes, training or not."""
-        self._pipeline.accumulate_steps = num_micro_batches
-        self._pipeline._p2p_helper.clear_meta_cache()
+    def _prepare(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Set what may differ from the last call: number of micro batches, their shapes, training or not.
+
+        Neighbours tell each other the shapes of their messages in the first pass of a kind, and never again.
+        Every rank of a pipeline reads the same batch, so all of them know which kind it is.
+        """
+        self._pipeline.accumulate_steps = len(micro_batches)
+        inputs = tuple((name, micro_batches[0][name].shape) for name in _INPUTS if name in micro_batches[0])
+        kind = (self._model.training, inputs)  # in training some of what is sent has gradients
+        self._pipeline._p2p_helper._send_recv_meta = self._metas.setdefault(kind, SendRecvMeta())
 
     def _filled(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """With virtual stages the schedule wants a multiple of the stages: add copies that do not count."""
@@ -177,9 +190,9 @@ class PipelineLoss:
         """Forget; from now on give the loss sum of a micro batch times ``scale``."""
         self._scale, self._sums = scale, []
 
-    def total(self) -> float:
+    def total(self) -> paddle.Tensor:
         """Sum over the micro batches since :meth:`begin`; 0 where the pipeline does not end."""
-        return read_sum(self._sums)
+        return sum_of(self._sums)
 
     def __call__(self, logits: paddle.Tensor, batch: dict[str, paddle.Tensor]) -> paddle.Tensor:
         with self.sources.listening(batch):
@@ -193,8 +206,7 @@ def _feed(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[tuple[paddle.Te
     """(input of the first stage, batch for the loss) of each micro batch, as Paddle asks for them."""
     for arrays in micro_batches:
         batch = to_tensors(arrays)
-        inputs = ("tokens", "position_ids", "document_start")
-        yield tuple(batch[name] for name in inputs if name in batch), batch
+        yield tuple(batch[name] for name in _INPUTS if name in batch), batch
 
 
 def tied_group(stages: Sequence[Stage], ctx: ParallelContext) -> tuple[Any, list[str]]:

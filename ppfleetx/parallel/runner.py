@@ -37,6 +37,11 @@ class StepOutput:
     sources: Mapping[int, tuple[float, float]] | None = None
 
 
+def valid_tokens(micro_batches: Sequence[MicroBatch]) -> float:
+    """How many tokens of these micro batches count in the loss: the sum of their masks."""
+    return sum(float(batch["loss_mask"].sum(dtype=np.float64)) for batch in micro_batches)
+
+
 class NonFiniteError(RuntimeError):
     """Loss or gradient is NaN or infinite. The parameters are those of before the step."""
 
@@ -68,9 +73,18 @@ class Runner(Protocol):
     num_sources: int
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float, weight_decay: float
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        step: int,
+        lr: float,
+        weight_decay: float,
+        num_valid: float | None = None,
     ) -> StepOutput:
         """Forward, backward and update over one global batch.
+
+        Args:
+            num_valid: tokens of it that count, where that is known; None: the ranks ask each other.
 
         Raises:
             NonFiniteError: on every rank and before the update, when the loss or the gradient norm is not

@@ -8,14 +8,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import paddle
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.data.loader import MicroBatch
 from ppfleetx.distributed.context import DATA_AXES, ParallelContext
 
 if TYPE_CHECKING:
-    import paddle
-
     from ppfleetx.nn.stage import LayerFactory
 
 # Ranks of these axes see different tokens (or, along pp, none), so their loss sums add up to the job's.
@@ -69,8 +68,9 @@ class SourceLosses:
         if not self.count:
             return None
         losses, tokens = np.zeros(self.count), np.zeros(self.count)
-        for source_ids, row_losses in self._heard:
-            np.add.at(losses, source_ids.numpy(), row_losses.numpy().astype(np.float64))
+        if self._heard:
+            ids, rows = (paddle.concat(list(parts)).numpy() for parts in zip(*self._heard, strict=True))
+            np.add.at(losses, ids, rows.astype(np.float64))
         for batch in micro_batches:
             np.add.at(tokens, batch["source_ids"], batch["loss_mask"].sum(axis=1, dtype=np.float64))
         heard = ctx.sum_over(LOSS_AXES, float(len(self._heard)), *losses.tolist())

@@ -9,19 +9,20 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import paddle
+from paddle import distributed
 
 from ppfleetx.data.loader import MicroBatch
 from ppfleetx.distributed.checks import NonFinitePlace, NonFiniteSearch
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.random import DropoutStreams
-from ppfleetx.distributed.together import any_rank, gather
+from ppfleetx.distributed.together import gather
+from ppfleetx.distributed.transfer import upload_all
 from ppfleetx.nn.pieces import PieceHead
 from ppfleetx.parallel.activation_scales import ActivationScales
 from ppfleetx.parallel.grad_sync import GradientSync
 from ppfleetx.parallel.precision import Precision
-from ppfleetx.parallel.runner import Judge, NonFiniteError, StepOutput
+from ppfleetx.parallel.runner import Judge, NonFiniteError, StepOutput, valid_tokens
 from ppfleetx.parallel.sources import LOSS_AXES, SourceLosses
 
 if TYPE_CHECKING:
@@ -104,21 +105,28 @@ class StepRunner(ABC):
         self._sources.count = count
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float, weight_decay: float
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        step: int,
+        lr: float,
+        weight_decay: float,
+        num_valid: float | None = None,
     ) -> StepOutput:
         assert self._optimizer is not None, "this runner was made without an optimizer"
         self._model.train()
         self._streams.begin_step(step)
         self._scales.begin()
         # The divisor is known before the first backward, so every token weighs the same in any plan.
-        num_valid = self._count_valid(micro_batches, at_least=1.0)
+        num_valid = self._count_valid(micro_batches) if num_valid is None else num_valid
+        num_valid = max(num_valid, 1.0)
         self._sources.begin()
-        loss, grad_norm = self._gradients(micro_batches, num_valid)
+        loss, grad_norm, overflow = self._gradients(micro_batches, num_valid)
         sources, scale = self._sources.totals(self._ctx, micro_batches), self._precision.loss_scale
         told: dict[str, Any] = {} if sources is None else {"sources": sources}
         if self._precision.scaler is not None:
             told["loss_scale"] = scale
-        accepted = self._accepts(loss, grad_norm, micro_batches)
+        accepted = self._accepts(loss, grad_norm, overflow, micro_batches)
         if accepted and self.judge is not None:
             loss, grad_norm, accepted = self.judge(
                 loss, grad_norm, lambda: self._repeat(micro_batches, num_valid, step)
@@ -132,14 +140,33 @@ class StepRunner(ABC):
         self._optimizer.clear_grad()
         return StepOutput(loss, num_valid, grad_norm, **told)
 
-    def _gradients(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> tuple[float, float]:
-        """The step's gradients, summed over the ranks and clipped; the loss, and their norm before that."""
+    def _gradients(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> tuple[float, float, bool]:
+        """The step's gradients, summed over the ranks and clipped; the loss, and their norm before that; with
+        loss scaling, whether either is not finite on any rank.
+
+        All are read together, after all of a step's passes and sums have been queued: here alone does the
+        host wait for the device. They are needed before the update, which a number that is not finite, or a
+        spike, prevents.
+        """
         with self._search if self.checks == "full" else nullcontext():
             loss_sum = self._passes(micro_batches, num_valid)
-        loss = self._ctx.sum_over(LOSS_AXES, loss_sum)[0] / num_valid
+        loss_sum = self._ctx.sum_tensor_over(LOSS_AXES, loss_sum)
         self._sync.reduce()
         self._precision.unscale(self._sync.parameters, self._sync.ops)
-        return loss, self._sync.clip(self._clip_norm)
+        numbers = [loss_sum, self._sync.norm()]
+        if self._precision.scaler is not None:
+            numbers.append(self._overflows(numbers))
+        loss, grad_norm, *overflow = paddle.stack(numbers).tolist()
+        self._sync.clip(grad_norm, self._clip_norm)
+        return loss / num_valid, grad_norm, any(overflow)
+
+    def _overflows(self, numbers: Sequence[paddle.Tensor]) -> paddle.Tensor:
+        """On how many ranks one of the numbers is not finite. All must know: a step that was skipped on some
+        of the ranks only would go unnoticed."""
+        here = paddle.stack(list(numbers)).isfinite().all().logical_not().astype("float64")
+        if self._ctx.world_size > 1:
+            distributed.all_reduce(here)
+        return here
 
     def _repeat(
         self, micro_batches: Sequence[MicroBatch], num_valid: float, step: int
@@ -147,7 +174,7 @@ class StepRunner(ABC):
         """:meth:`_gradients` once more: the weights are those of before the step, dropout belongs to it."""
         self._optimizer.clear_grad()
         self._streams.begin_step(step)
-        return self._gradients(micro_batches, num_valid)
+        return self._gradients(micro_batches, num_valid)[:2]
 
     def locate_non_finite(self, micro_batches: Sequence[MicroBatch], *, step: int) -> NonFinitePlace | None:
         if self.checks != "full":
@@ -155,7 +182,7 @@ class StepRunner(ABC):
             self._optimizer.clear_grad()
             self._streams.begin_step(step)
             with self._search:
-                self._passes(micro_batches, self._count_valid(micro_batches, at_least=1.0))
+                self._passes(micro_batches, max(self._count_valid(micro_batches), 1.0))
             self._sync.reduce()  # nothing is left under way between the ranks
         self._optimizer.clear_grad()
         return self._search.place
@@ -165,7 +192,8 @@ class StepRunner(ABC):
         self._scales.begin()
         with paddle.no_grad(), self._precision.autocast(), self._loss_follows():
             loss_sum = self._forward(micro_batches)
-        return self._ctx.sum_over(LOSS_AXES, loss_sum)[0], self._count_valid(micro_batches, at_least=0.0)
+        counted = self._count_valid(micro_batches)
+        return self._ctx.sum_tensor_over(LOSS_AXES, loss_sum).item(), counted
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
         for parameter in self.model.parameters():
@@ -189,7 +217,7 @@ class StepRunner(ABC):
         if self._precision.scaler is not None and state is not None:
             self._precision.scaler.load_state(state)
 
-    def _passes(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> float:
+    def _passes(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> paddle.Tensor:
         """Forward and backward in the types of the precision, of the loss times its scale; the loss sum."""
         self._sync.begin(len(micro_batches))
         with self._precision.autocast(), self._loss_follows():
@@ -199,7 +227,9 @@ class StepRunner(ABC):
         """Within, the head may leave the logits to the loss (``Model.loss_chunks``)."""
         return self._heads[0].loss_follows() if self._heads else nullcontext()
 
-    def _accepts(self, loss: float, grad_norm: float, micro_batches: Sequence[MicroBatch]) -> bool:
+    def _accepts(
+        self, loss: float, grad_norm: float, overflow: bool, micro_batches: Sequence[MicroBatch]
+    ) -> bool:
         """Whether the step is taken: float16 skips a step that overflowed, on all ranks, and tries the next
         with a smaller loss scale. Where that cannot help, what is not finite ends the run."""
         scaler = self._precision.scaler
@@ -207,8 +237,6 @@ class StepRunner(ABC):
             if self.checks != "off" and self.judge is None:
                 self._refuse_non_finite(loss, grad_norm, micro_batches)
             return True
-        # Whoever sees an overflow says so: a step skipped on some of the ranks only would go unnoticed.
-        overflow = any_rank(self._ctx, not (math.isfinite(loss) and math.isfinite(grad_norm)))
         if overflow and not scaler.can_shrink:
             kind = "smallest" if scaler.dynamic else "constant"
             where = f" (at the {kind} loss scale, {scaler.scale:g})"
@@ -218,16 +246,16 @@ class StepRunner(ABC):
         return not overflow
 
     @abstractmethod
-    def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> float:
-        """Add the gradient of (loss sum / ``num_valid``) to all parameters here; give the loss sum."""
+    def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> paddle.Tensor:
+        """Add the gradient of (loss sum / ``num_valid``) to all parameters here; give the loss sum, a
+        float64 tensor that has not been waited for."""
 
     @abstractmethod
-    def _forward(self, micro_batches: Sequence[MicroBatch]) -> float:
-        """Loss sum of the tokens whose loss this rank computes."""
+    def _forward(self, micro_batches: Sequence[MicroBatch]) -> paddle.Tensor:
+        """Loss sum of the tokens whose loss this rank computes, as of :meth:`_forward_backward`."""
 
-    def _count_valid(self, micro_batches: Sequence[MicroBatch], at_least: float) -> float:
-        here = sum(float(batch["loss_mask"].sum(dtype=np.float64)) for batch in micro_batches)
-        return max(self._ctx.sum_over_data(here), at_least)
+    def _count_valid(self, micro_batches: Sequence[MicroBatch]) -> float:
+        return self._ctx.sum_over_data(valid_tokens(micro_batches))
 
     def _refuse_non_finite(
         self, loss: float, grad_norm: float, micro_batches: Sequence[MicroBatch], where: str = ""
@@ -240,11 +268,11 @@ class StepRunner(ABC):
 
 def to_tensors(batch: MicroBatch) -> dict[str, paddle.Tensor]:
     """Arrays of a micro batch as tensors on the current device; ``sample_ids`` stay on the host."""
-    return {name: paddle.to_tensor(array) for name, array in batch.items() if name != "sample_ids"}
+    return upload_all({name: array for name, array in batch.items() if name != "sample_ids"})
 
 
-def read_sum(losses: Sequence[paddle.Tensor]) -> float:
-    """Sum of scalars in float64, added up on the device: the host waits for it once."""
+def sum_of(losses: Sequence[paddle.Tensor]) -> paddle.Tensor:
+    """Sum of scalars in float64, on the device; nobody waits for it."""
     if not losses:
-        return 0.0
-    return paddle.stack([loss.astype("float64") for loss in losses]).sum().item()
+        return paddle.zeros([], "float64")
+    return paddle.stack([loss.astype("float64") for loss in losses]).sum()

@@ -324,9 +324,9 @@ def held_after_step(plan: dict[str, Any], world_size: int) -> dict[str, float]:
         gradients: list[int] = []
         clip = runner._sync.clip
 
-        def count_then_clip(max_norm: float) -> float:
+        def count_then_clip(norm: float, max_norm: float) -> None:
             gradients.extend(p.grad.size for p in parameters if p.grad is not None)
-            return clip(max_norm)
+            clip(norm, max_norm)
 
         runner._sync.clip = count_then_clip
         take_step(runner, 0, cfg, ctx)

@@ -257,7 +257,13 @@ class Engine:
             self._guard.expect(step)
         lr, weight_decay = self.schedule.lr(scheduled), self.schedule.weight_decay(scheduled)
         try:
-            output = self.runner.train_step(micro_batches, step=step, lr=lr, weight_decay=weight_decay)
+            output = self.runner.train_step(
+                micro_batches,
+                step=step,
+                lr=lr,
+                weight_decay=weight_decay,
+                num_valid=self._watch.num_valid,
+            )
         except NonFiniteError as error:
             told = self._watch.describe(error, self.runner, micro_batches, step)
             raise TrainingStoppedError(told) from error

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ppfleetx.config.errors import UserError
 from ppfleetx.config.record import flat_values
 from ppfleetx.config.sections.root import RunConfig
@@ -20,7 +22,7 @@ from ppfleetx.distributed.checks import (
 )
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import any_rank, gather, gather_numbers, settle
-from ppfleetx.parallel.runner import NonFiniteError, Runner
+from ppfleetx.parallel.runner import NonFiniteError, Runner, valid_tokens
 
 if TYPE_CHECKING:
     from ppfleetx.core.engine.signals import StopRequest
@@ -37,11 +39,13 @@ class Watch:
 
     Attributes:
         pace_of_ranks: how long each rank's steps take.
+        num_valid: tokens of the whole job's batch that count, as of the last :meth:`before_step`.
     """
 
     def __init__(self, cfg: RunConfig, ctx: ParallelContext, samples_per_epoch: float) -> None:
         self._ctx, self._level = ctx, cfg.Engine.checks if ctx.world_size > 1 else "off"
         self.pace_of_ranks = StragglerTable(ctx, cfg.Engine.straggler_freq)
+        self.num_valid: float | None = None
         train = cfg.Data.Train
         self._distinct = samples_per_epoch >= cfg.batch.global_batch_size and not (
             train is not None and train.shuffles_for_training
@@ -54,8 +58,8 @@ class Watch:
         stop: StopRequest,
         step: int,
     ) -> bool:
-        """Tell the other ranks what was read, or what went wrong, or that a signal came, and how long the
-        last step took; ``step`` have been done.
+        """Tell the other ranks what was read, or what went wrong, or that a signal came, how many tokens
+        count, and how long the last step took; ``step`` have been done.
 
         Returns:
             Whether to stop: on all ranks, or on none.
@@ -64,11 +68,15 @@ class Watch:
             UserError: on all ranks, when one brings an error or the batches are not what they should be.
         """
         digest = batch_digest(micro_batches or ()) if self._level != "off" else 0
-        numbers = [stop.signal_name is not None, error is not None, digest, *self.pace_of_ranks.own]
+        valid = np.float64(valid_tokens(micro_batches or ())).view(np.int64)  # its bits
+        numbers = [stop.signal_name is not None, error is not None, digest, valid, *self.pace_of_ranks.own]
         told = gather_numbers(self._ctx, numbers)
         if told[:, 1].any():
             settle(self._ctx, error)
-        self.pace_of_ranks.add(told[:, 3:], step)
+        self.num_valid = self._ctx.sum_of_data_ranks(
+            np.ascontiguousarray(told[:, 3]).view(np.float64).tolist()
+        )
+        self.pace_of_ranks.add(told[:, 4:], step)
         if stop.agree(told[:, 0].any()):
             return True
         if self._level != "off":

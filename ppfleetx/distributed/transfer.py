@@ -1,0 +1,80 @@
+"""From the host's memory to the device, without waiting for it.
+
+``paddle.to_tensor`` of an ordinary array makes the host wait for a GPU: the copy leaves pageable memory, and
+the host goes on when it is done. Here arrays go through pinned memory, all of a micro batch in one copy,
+which is queued behind what the device already has to do. On a CPU there is nothing to wait for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import paddle
+
+_ALIGNMENT = 256  # bytes; as Paddle's own allocations
+
+_on_their_way: deque[tuple[Any, Any]] = deque()
+"""(event behind a copy, its pinned memory), oldest first: memory must stay until its copy is done."""
+
+
+def on_gpu() -> bool:
+    """Whether tensors are made on a GPU."""
+    return paddle.get_device().startswith("gpu")
+
+
+def upload(array: np.ndarray) -> paddle.Tensor:
+    """A copy of ``array`` on the device."""
+    return _queue(array) if on_gpu() else paddle.to_tensor(array)
+
+
+def upload_all(arrays: Mapping[str, np.ndarray]) -> dict[str, paddle.Tensor]:
+    """Copies of the arrays on the device, on a GPU in one transfer: the tensors are then parts of one."""
+    has_views = paddle.get_flags("FLAGS_use_stride_kernel")["FLAGS_use_stride_kernel"]
+    if not (on_gpu() and has_views and arrays):
+        return {name: upload(array) for name, array in arrays.items()}
+    flat, begins = _packed(arrays)
+    return _unpacked(_queue(flat), arrays, begins)
+
+
+def _packed(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, dict[str, int]]:
+    """The arrays' bytes, one behind the other, and where each begins."""
+    begins, end = {}, 0
+    for name, array in arrays.items():
+        begins[name] = end
+        end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    flat = np.zeros(end, np.uint8)
+    for name, array in arrays.items():
+        begin = begins[name]
+        flat[begin : begin + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return flat, begins
+
+
+def _unpacked(
+    flat: paddle.Tensor, arrays: Mapping[str, np.ndarray], begins: Mapping[str, int]
+) -> dict[str, paddle.Tensor]:
+    """Parts of ``flat`` in the types and shapes of ``arrays``.
+
+    The whole is given another type and then cut: Paddle (3.3.1) takes the beginning of a part for a number of
+    elements when the part is given another type.
+    """
+    typed = {array.dtype: flat.view(str(array.dtype)) for array in arrays.values()}
+    tensors = {}
+    for name, array in arrays.items():
+        begin = begins[name] // array.itemsize
+        tensors[name] = typed[array.dtype]._slice(begin, begin + array.size).reshape(array.shape)
+    return tensors
+
+
+def _queue(array: np.ndarray) -> paddle.Tensor:
+    """Queue a copy to the GPU."""
+    while _on_their_way and _on_their_way[0][0].query():
+        _on_their_way.popleft()
+    pinned = paddle.to_tensor(array, place=paddle.CUDAPinnedPlace())
+    tensor = pinned.cuda(blocking=False)
+    behind = paddle.device.cuda.Event()
+    behind.record()
+    _on_their_way.append((behind, pinned))
+    return tensor
