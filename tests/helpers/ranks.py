@@ -338,10 +338,13 @@ def _execute_rank(connection: int, message: dict[str, Any]) -> None:
 def _become_rank(connection: socket.socket, settings: dict[str, str], log: str) -> None:
     import paddle
 
+    from ppfleetx.distributed.cpu.arrays import TensorMemory
+
     _die_with_parent()
     # Programs on a CPU switch views with strides off. Ranks have them, as on a GPU: Paddle's default.
     os.environ.pop("FLAGS_use_stride_kernel", None)
     paddle.set_flags({"FLAGS_use_stride_kernel": True})
+    TensorMemory.takes_strided = False
     os.environ.update(settings)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)

@@ -54,7 +54,13 @@ class TensorMemory:
     """The memory of one operation's tensors, kept alive until :meth:`finish`.
 
     Strided tensors (transposed gradients, say) take part through a contiguous copy.
+
+    Attributes:
+        takes_strided: False refuses them, as NCCL does: so run the tests, because nothing else would notice
+            on a CPU what cannot run on a GPU.
     """
+
+    takes_strided = True
 
     def __init__(self) -> None:
         self._owners: list[paddle.Tensor] = []
@@ -65,6 +71,10 @@ class TensorMemory:
         self._owners.append(tensor)
         if tensor.is_contiguous():
             return tensor_array(tensor)
+        if not self.takes_strided:
+            raise CommError(
+                f"a strided tensor of shape {list(tensor.shape)} is to be communicated, which NCCL refuses"
+            )
         # Not Tensor.contiguous(): it moves the tensor itself, away from what it is a view of.
         return np.ascontiguousarray(_strided_array(tensor)).reshape(-1)
 

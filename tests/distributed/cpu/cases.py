@@ -12,7 +12,7 @@ import paddle.distributed as dist
 
 from ppfleetx.distributed.cpu import backend as cpu_backend
 from ppfleetx.distributed.cpu import job as cpu_job
-from ppfleetx.distributed.cpu.arrays import tensor_array
+from ppfleetx.distributed.cpu.arrays import TensorMemory, tensor_array
 from ppfleetx.distributed.cpu.wire import CommError
 
 _groups: dict[tuple, object] = {}
@@ -159,10 +159,21 @@ def all_to_all_of_unequal_parts() -> None:
     check(out, np.concatenate([part(r, me) for r in range(n)]).astype(np.float64))
 
 
+def strided_refused() -> None:
+    """What ranks of tests say to a transposed view, as NCCL does on a GPU."""
+    start()
+    dist.all_reduce(paddle.ones([3, 2]).t())
+
+
 def strided() -> None:
     """Transposed views are read and written in place, and nothing around them is."""
     start()
     n = dist.get_world_size()
+    with mock.patch.object(TensorMemory, "takes_strided", True):
+        _strided(n)
+
+
+def _strided(n: int) -> None:
     base = paddle.arange(24, dtype="float32").reshape([2, 3, 4])
     view = base.transpose([2, 0, 1])
     assert not view.is_contiguous()

@@ -47,6 +47,13 @@ def test_strided_tensors(ranks):
     ranks(2).run(CASES + "strided")
 
 
+def test_ranks_of_tests_refuse_strided_tensors(ranks):
+    """Any test that sends one fails: it would on GPUs."""
+    errors = [outcome.error for outcome in ranks(2).call(CASES + "strided_refused")]
+    said = "CommError: a strided tensor of shape [2, 3] is to be communicated, which NCCL refuses"
+    assert errors == [said, said]
+
+
 def test_groups_do_not_collide(ranks):
     ranks(4).run(CASES + "groups_side_by_side")
 
