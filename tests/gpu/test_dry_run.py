@@ -7,7 +7,9 @@ import sys
 import pytest
 
 from tests.gpu import place as places
+from tests.gpu import report as reports
 from tests.gpu.place import CARDS, DRY, Place
+from tests.gpu.report import GpuReport
 from tests.helpers import programs
 from tests.helpers.ranks import ROOT, RankPool, shared_nursery
 
@@ -66,3 +68,35 @@ def test_a_rank_may_import_paddle_by_itself():
         assert pool.run("tests.gpu.cases.numbers:where_it_runs") == [["cpu", True]]
     finally:
         pool.close()
+
+
+def test_failures_come_first_in_the_report(tmp_path, monkeypatch):
+    monkeypatch.setattr(reports, "place", lambda: Place("gpu", 2))
+    report = GpuReport(tmp_path / "found.json")
+    for name, outcome, when, told in (
+        ("fine", "passed", "setup", None),
+        ("fine", "passed", "call", None),
+        ("fine", "passed", "teardown", None),
+        ("wrong", "failed", "call", "E  AssertionError: 0.3 is too much"),
+        ("unfit", "skipped", "setup", ("conftest.py", 1, "Skipped: needs 4 cards, 2 visible")),
+        ("broken", "failed", "setup", "E  a rank did not start"),
+    ):
+        numbers = [("worst", 0.25)]
+        place = ("tests/gpu/test_x.py", 1, name)
+        report.pytest_runtest_logreport(
+            pytest.TestReport(name, place, {"gpu": 1}, outcome, told, when, user_properties=numbers)
+        )
+    report.pytest_runtest_logreport(pytest.TestReport("other", place, {}, "failed", "no GPU test", "call"))
+    report.pytest_sessionfinish()
+    found = json.loads(report.path.read_text())
+    assert {test["test"]: test["outcome"] for test in found["tests"]} == {
+        "fine": "passed",
+        "wrong": "failed",
+        "unfit": "skipped",
+        "broken": "error",
+    }
+    assert found["tests"][0]["numbers"] == {"worst": 0.25} and found["cards"] == 2
+    text = report.text_path.read_text()
+    assert "2 cards: 1 error, 1 failed, 1 passed, 1 skipped" in text
+    places = [text.index(word) for word in ("failed: 1", "0.3 is too much", "passed: 1", "needs 4 cards")]
+    assert places == sorted(places)

@@ -76,7 +76,7 @@ class Nursery:
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        for name in [n for n in environment if n.startswith("PADDLE_")]:
+        for name in [n for n in environment if n.startswith(("PADDLE_", "MASTER_"))]:
             del environment[name]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.helpers.ranks", str(theirs.fileno())],
@@ -259,7 +259,8 @@ class RankPool:
 def _settings_of(device: str, rank: int) -> dict[str, str]:
     """What Paddle's launcher would tell a rank of its device."""
     if device == "gpu":
-        return {"FLAGS_selected_gpus": str(rank)}
+        place = {"PADDLE_LOCAL_RANK": str(rank), "PADDLE_RANK_IN_NODE": str(rank), "PADDLE_NNODES": "1"}
+        return {"FLAGS_selected_gpus": str(rank), **place}
     return {"PADDLE_DISTRI_BACKEND": "gloo", "PADDLE_CPU_COMM_TIMEOUT": "60"}
 
 
