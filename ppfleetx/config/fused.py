@@ -17,4 +17,5 @@ FusedName = Literal[
     "causal_softmax",
     "packed_attention",
     "linear_grad_add",
+    "weight_cast",
 ]

@@ -105,6 +105,12 @@ TABLE: Mapping[FusedName, FusedOperator] = {
         f"{_LAYER_TRIALS}:linear_grad_add",
         types=("float16", "bfloat16"),
     ),
+    "weight_cast": FusedOperator(
+        "weights converted to 16 bits once a step at O1, not in every product",
+        ("cast",),
+        f"{_LAYER_TRIALS}:weight_cast",
+        types=("float16", "bfloat16"),
+    ),
 }
 
 

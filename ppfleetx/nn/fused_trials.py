@@ -15,6 +15,7 @@ from ppfleetx.nn.kernels import KernelOptions
 from ppfleetx.nn.main_gradients import AddingProducts
 from ppfleetx.nn.products import Products
 from ppfleetx.nn.rope import RotaryEmbedding
+from ppfleetx.nn.weight_casts import CastOnceProducts
 
 Function = Callable[..., paddle.Tensor]
 
@@ -83,6 +84,19 @@ def linear_grad_add(dtype: str) -> Pairs:
         gradients.append([vector.grad, *(leaf.grad for leaf in leaves)])
     yield sums[0], sums[1]
     yield from zip(*gradients, strict=True)
+
+
+def weight_cast(dtype: str) -> Pairs:
+    """Two products with the copy of one weight: its gradient, and that of a weight converted for each."""
+    weight, *inputs = _random("float32", [16, 24], [3, 16], [5, 16])
+    kept = CastOnceProducts(dtype)
+    rows = [x.astype(dtype) for x in inputs]
+    one, other = _leaf(weight), _leaf(weight)
+    with paddle.enable_grad(), kept.kept():
+        for x in rows:
+            kept.linear(x, one).sum().backward()
+            Products().linear(x, other.astype(dtype)).sum().backward()
+    yield one.grad, other.grad
 
 
 def _leaf(tensor: paddle.Tensor) -> paddle.Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import paddle
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.sections.engine import MixedPrecisionConfig
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.models.module import BasicModule
@@ -17,9 +18,10 @@ from ppfleetx.nn.factory import layer_factory
 from ppfleetx.nn.fake_quant import with_quantizers
 from ppfleetx.nn.fused import FusedOps, choose, say
 from ppfleetx.nn.main_gradients import AddingProducts
-from ppfleetx.nn.products import SplitProducts
+from ppfleetx.nn.products import Products, SplitProducts
 from ppfleetx.nn.quantized import with_small_weights
 from ppfleetx.nn.stage import LayerFactory, Stage
+from ppfleetx.nn.weight_casts import CastOnceProducts
 from ppfleetx.optims.adamw import Optimizer
 from ppfleetx.optims.build import build_optimizer
 from ppfleetx.parallel.grad_sync import GradientSync
@@ -54,9 +56,8 @@ def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, tr
     if train and (cfg.Distributed.mp_async_allreduce or cfg.Distributed.sp_async_reduce_scatter):
         factory = overlapping_factory(ctx, gathers_again=cfg.Distributed.recompute_allgather)
     factory.fused = _fused_ops(cfg, ctx, train)
-    mixed = cfg.Engine.mix_precision
-    if train and mixed.enable and mixed.level == "O2" and mixed.main_grad_fp32:
-        factory.products = AddingProducts(factory.fused)
+    if train and cfg.Engine.mix_precision.enable:
+        factory.products = _products(cfg.Engine.mix_precision, ctx, factory.fused)
     build = _pipeline_runner if ctx.size_of("pp") > 1 else _local_runner
     return build(module, factory, cfg, ctx, train)
 
@@ -71,10 +72,23 @@ def _fused_ops(cfg: RunConfig, ctx: ParallelContext, train: bool) -> FusedOps:
     return ops
 
 
+def _products(mixed: MixedPrecisionConfig, ctx: ParallelContext, ops: FusedOps) -> Products:
+    """How layers in 16 bits multiply by their weights.
+
+    Sharding stage 3 drops values after each use, and 16-bit copies of them would stay.
+    """
+    if mixed.level == "O2":
+        return AddingProducts(ops) if mixed.main_grad_fp32 else Products()
+    converts = not {"matmul", "linear_v2"} & set(mixed.custom_black_list)
+    if converts and ctx.plan.sharding_stage < 3 and "weight_cast" in ops.taken:
+        return CastOnceProducts(mixed.dtype)
+    return Products()
+
+
 def _local_runner(
     module: BasicModule, factory: LayerFactory, cfg: RunConfig, ctx: ParallelContext, train: bool
 ) -> Runner:
-    options = _step_options(cfg)
+    options = _step_options(cfg, factory)
     model = StagedModel(_stages(module, factory, cfg), seed=cfg.Global.seed if train else None)
     optimizer, sync = _optimizer_and_sync(
         model, list(enumerate(model.stages)), cfg, ctx, options.precision, train, factory.fused
@@ -94,7 +108,11 @@ def _pipeline_runner(
     products = SplitProducts() if train and ctx.plan.pp_schedule == "zb_h1" else None
     if products is not None:
         factory.products = products
-    options, stages, loss = _step_options(cfg), _stages(module, factory, cfg), PipelineLoss(module, factory)
+    options, stages, loss = (
+        _step_options(cfg, factory),
+        _stages(module, factory, cfg),
+        PipelineLoss(module, factory),
+    )
     model = StagePipeline(stages, ctx.plan, cfg.Global.seed if train else None, loss)
     tied = tied_group(stages, ctx)
     if products is not None:
@@ -119,9 +137,11 @@ def _stages(module: BasicModule, factory: LayerFactory, cfg: RunConfig) -> list[
     return with_quantizers(stages, quantization, factory, follows=cfg.Model.lora is None)
 
 
-def _step_options(cfg: RunConfig) -> StepOptions:
+def _step_options(cfg: RunConfig, factory: LayerFactory) -> StepOptions:
     clip = cfg.Optimizer.grad_clip
     precision = Precision(cfg.Engine.mix_precision)
+    if isinstance(factory.products, CastOnceProducts):
+        precision.keeps_casts = factory.products.kept
     return StepOptions(cfg.Global.seed, clip.clip_norm if clip else 0.0, precision)
 
 

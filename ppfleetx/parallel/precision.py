@@ -10,8 +10,8 @@ divided by it after. bfloat16 has float32's exponents and needs no scale.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,6 +105,7 @@ class Precision:
 
     Attributes:
         scaler: the loss scale; None where none is needed.
+        keeps_casts: entered with :meth:`autocast`; what conversions of weights are kept in.
 
     Raises:
         ConfigError: the device has no kernels for the type.
@@ -113,6 +114,7 @@ class Precision:
     def __init__(self, cfg: MixedPrecisionConfig | None = None) -> None:
         self._cfg = cfg = cfg or MixedPrecisionConfig()
         self.scaler: LossScaler | None = None
+        self.keeps_casts: Callable[[], AbstractContextManager[None]] = nullcontext
         if not cfg.enable:
             return
         if not has_kernels(cfg.dtype):
@@ -138,19 +140,23 @@ class Precision:
         """Whether parameters are 16-bit and need master weights."""
         return self._cfg.enable and self._cfg.level == "O2"
 
-    def autocast(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
         """Around forward passes: operations run in the types that the level and the lists say.
 
         At O2 the tensors' own types decide, a mix of them being computed in float32, but for the lists.
         """
         if not self._cfg.enable:
-            return nullcontext()
-        return paddle.amp.auto_cast(
+            yield
+            return
+        casts = paddle.amp.auto_cast(
             custom_white_list=self._cfg.custom_white_list or None,
             custom_black_list=self._cfg.custom_black_list or None,
             level=self._cfg.level,
             dtype=self._cfg.dtype,
         )
+        with casts, self.keeps_casts():
+            yield
 
     def lower(
         self, parameters: Iterable[paddle.Tensor], *, train: bool, masters_on_host: bool = False

@@ -21,6 +21,7 @@ from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.fused import TABLE, FusedOps, choose, difference
 from ppfleetx.nn.init import Normal
 from ppfleetx.nn.main_gradients import AddingProducts
+from ppfleetx.nn.weight_casts import CastOnceProducts
 from ppfleetx.parallel import apply
 from tests.helpers.low_precision import emulated
 
@@ -185,9 +186,9 @@ def test_a_program_that_is_exported_has_plain_operators(monkeypatch):
     assert not ops.takes("swiglu", x)
 
 
-def test_weights_at_o2_get_their_gradients_in_float32(calls, monkeypatch):
-    """The same steps but for one rounding to 16 bits, with accumulation, clipping and a loss scale."""
-    changes = {"mix_precision": {"enable": True, "dtype": "float16", "level": "O2", "scale_loss": 1024.0}}
+def mixed(level):
+    """A small GPT in float16, with accumulation and a loss scale; three micro batches of one step."""
+    changes = {"mix_precision": {"enable": True, "dtype": "float16", "level": level, "scale_loss": 1024.0}}
     cfg = load_config(NANO, ["Model.num_layers=2", "Model.hidden_dropout_prob=0"])
     cfg = cfg.model_copy(update={"Engine": cfg.Engine.model_validate({**cfg.Engine.model_dump(), **changes})})
     tokens = np.random.default_rng(0).integers(0, cfg.Model.vocab_size, (2, 17))
@@ -197,21 +198,45 @@ def test_weights_at_o2_get_their_gradients_in_float32(calls, monkeypatch):
         "loss_mask": np.ones((2, 16), np.float32),
         "position_ids": np.tile(np.arange(16), (2, 1)),
     }
+    return cfg, [batch, batch]
+
+
+def two_steps(cfg, batches):
+    runner = apply.parallelize(build_module(cfg), cfg, ParallelContext.single(), train=True)
+    steps = [runner.train_step(batches, step=n, lr=1e-3, weight_decay=0.1) for n in (1, 2)]
+    assert not any(step.skipped for step in steps)
+    return [(step.loss, step.grad_norm) for step in steps] + [runner.eval_step(batches)]
+
+
+def test_weights_at_o2_get_their_gradients_in_float32(calls, monkeypatch):
+    """The same steps but for one rounding to 16 bits."""
     results, stand_in = [], _C_ops.fused_linear_param_grad_add
     with emulated():
         monkeypatch.setattr(_C_ops, "fused_linear_param_grad_add", stand_in)
         for taken in ({}, {"linear_grad_add": ("float16",)}):
             monkeypatch.setattr(apply, "choose", lambda *_, taken=taken: FusedOps(taken))
-            runner = apply.parallelize(build_module(cfg), cfg, ParallelContext.single(), train=True)
             assert calls["fused_linear_param_grad_add"] == 0
-            steps = [runner.train_step([batch, batch], step=n, lr=1e-3, weight_decay=0.1) for n in (1, 2)]
-            assert not any(step.skipped for step in steps)
-            results.append([(step.loss, step.grad_norm) for step in steps])
+            results.append(two_steps(*mixed("O2")))
         monkeypatch.undo()
     np.testing.assert_allclose(results[0], results[1], rtol=2e-3)
     assert results[0] != results[1]
     # Four linears a layer, two layers, two micro batches, two steps.
     assert calls["fused_linear_param_grad_add"] == 4 * 2 * 2 * 2
+
+
+def test_weights_at_o1_are_converted_once_a_step(monkeypatch):
+    """To the last bit what conversions in every product give."""
+    results, made = [], []
+    init = CastOnceProducts.__init__
+    monkeypatch.setattr(CastOnceProducts, "__init__", lambda self, *a: made.append(self) or init(self, *a))
+    with emulated():
+        for taken in ({}, {"weight_cast": ("float16",)}):
+            monkeypatch.setattr(apply, "choose", lambda *_, taken=taken: FusedOps(taken))
+            results.append(two_steps(*mixed("O1")))
+        assert difference(fused_trials.weight_cast, "float16") is None
+    assert results[0] == results[1]
+    # Weight and bias of four linears in each of two layers, and the head; two steps and an evaluation.
+    assert [products.num_casts for products in made] == [(2 * 4 * 2 + 1) * 3, 1]
 
 
 @pytest.mark.parametrize("wrong", [1.0, np.inf])
