@@ -1,40 +1,67 @@
 #!/usr/bin/env python3
-"""Draws docs/images/compress.png from the numbers in the tables of docs/compress.md.
+"""Draws docs/images/compress.png and prints the table of docs/compress.md, from benchmarks/compress.json.
 
     python benchmarks/compress_picture.py
 
-Speed is that of benchmarks/quantized.py, batch 1; perplexity that of the quickstart model.
+A row of that file is one form of a model. Of the quickstart's model: ``quickstart_mb``, bytes of all weights,
+and ``perplexity``, as `ppfleetx quantize --samples 20` prints it. Of a GPT-2 of 12 layers of 768:
+``gpt2_mb``, bytes of weights that a token reads, and ``tokens_per_cpu_second``, what benchmarks/quantized.py
+measures at batch 1. Numbers that were not measured are left out.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "compress.png"
-# name, tokens per CPU second, change of perplexity in per cent, bytes per weight of the whole model
-POINTS = (
-    ("float32", 15.1, 0.0, 494),
-    ("int8", 28.8, 0.018, 124),
-    ("W8A8", 35.6, 0.043, 124),
-    ("int4, nearest", 35.8, 0.011, 84),
-    ("int4, GPTQ", 35.8, 0.107, 84),
-)
+ROOT = Path(__file__).resolve().parent.parent
+ROWS = ROOT / "benchmarks" / "compress.json"
+PICTURE = ROOT / "docs" / "images" / "compress.png"
+COLUMNS = {
+    "quickstart_mb": ("quickstart, MB", "{:.1f}"),
+    "perplexity": ("perplexity", "{:.2f}"),
+    "gpt2_mb": ("12 x 768, MB", "{:.0f}"),
+    "tokens_per_cpu_second": ("tokens per CPU second", "{:.1f}"),
+}
 
 
 def main() -> None:
+    rows = json.loads(ROWS.read_text("utf-8"))["rows"]
+    print(table(rows))
+    draw([row for row in rows if {"perplexity", "tokens_per_cpu_second"} <= row.keys()])
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as Markdown."""
+    titles = ["", *(title for title, _ in COLUMNS.values()), "change of perplexity"]
+    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    whole = rows[0]["perplexity"]
+    for row in rows:
+        cells = [form.format(row[key]) if key in row else "" for key, (_, form) in COLUMNS.items()]
+        change = f"{row['perplexity'] / whole - 1:+.2%}" if "perplexity" in row and row is not rows[0] else ""
+        lines.append("| " + " | ".join([row["name"], *cells, change]) + " |")
+    return "\n".join(lines)
+
+
+def draw(rows: list[dict[str, Any]]) -> None:
+    """Change of perplexity against speed."""
+    whole = rows[0]["perplexity"]
     figure, axes = plt.subplots(figsize=(7, 3.6))
-    for name, speed, change, megabytes in POINTS:
-        axes.scatter(speed, change, s=megabytes, alpha=0.6)
-        axes.annotate(name, (speed, change), textcoords="offset points", xytext=(9, 5))
+    for row in rows:
+        place = row["tokens_per_cpu_second"], 100 * (row["perplexity"] / whole - 1)
+        axes.scatter(*place, s=row["gpt2_mb"], alpha=0.6)
+        axes.annotate(row["name"], place, textcoords="offset points", xytext=(9, 5))
+    fastest = max(row["tokens_per_cpu_second"] for row in rows)
     axes.set_xlabel("tokens per CPU second (12 layers of 768, one text)")
     axes.set_ylabel("change of perplexity, %")
     axes.set_title("Quality against speed; areas are bytes read for a token")
-    axes.set_xlim(10, 42)
+    axes.set_xlim(10, 1.25 * fastest)
     axes.margins(y=0.3)
     axes.grid(alpha=0.3)
     figure.tight_layout()

@@ -219,8 +219,9 @@ def exported(
     return generate
 
 
-def our_model() -> NextTokenModel:
-    """This project's model with random weights, in a process that has its CPU settings."""
+def our_model(**sizes: int) -> NextTokenModel:
+    """This project's model with random weights, in a process that has its CPU settings; ``sizes`` are keys of
+    ``Model`` that differ."""
     from ppfleetx.utils.process_env import import_paddle, prepare_process
 
     prepare_process()
@@ -231,14 +232,14 @@ def our_model() -> NextTokenModel:
     from ppfleetx.models.staged import StagedModel
     from ppfleetx.nn.factory import InferenceFactory
 
-    cfg = ModelConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        num_layers=LAYERS,
-        num_attention_heads=HEADS,
-        max_position_embeddings=POSITIONS,
-    )
-    model = StagedModel(gpt_stages(cfg, InferenceFactory()), seed=0)
+    own = {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "num_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "max_position_embeddings": POSITIONS,
+    }
+    model = StagedModel(gpt_stages(ModelConfig(**{**own, **sizes}), InferenceFactory()), seed=0)
     model.eval()
     return NextTokenModel(model, VOCAB)
 

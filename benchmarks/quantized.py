@@ -8,7 +8,8 @@ The model, the prompts and the way of measuring are those of benchmarks/decode.p
 rounded to the nearest.
 
 float32, int8, int4, w8a8: this project; int4 has groups of 128, and 8 bits in the embedding and the head;
-w8a8 rounds activations too. exported_*: the same as a program that Paddle Inference runs.
+w8a8 rounds activations too. pruned: float32 without a quarter of its heads and feed-forward units.
+exported_*: the same as a program that Paddle Inference runs.
 hf: transformers in float32. hf_int8: the same with PyTorch's dynamic quantisation of all linears (weights and
 activations of 8 bits). Both run with the Python of --hf-python, which has torch and transformers.
 
@@ -157,8 +158,14 @@ def hugging_face_int8() -> decode.Generate:
     return decode.hugging_face(1, prepare=prepare)
 
 
+PRUNED = {
+    "num_attention_heads": decode.HEADS * 3 // 4,
+    "head_dim": decode.HIDDEN // decode.HEADS,
+    "ffn_hidden_size": 3 * decode.HIDDEN,
+}
 MODES: dict[str, Callable[[], decode.Generate]] = {
     "float32": lambda: decode.ours(1),
+    "pruned": lambda: decode.ours(1, model=partial(decode.our_model, **PRUNED)),
     **{form: partial(small, form, decode.ours) for form in FORMS},
     "exported_float32": lambda: decode.exported(1),
     **{f"exported_{form}": partial(small, form, decode.exported) for form in FORMS},
@@ -166,7 +173,7 @@ MODES: dict[str, Callable[[], decode.Generate]] = {
     "hf_int8": hugging_face_int8,
 }
 COMPARED = (
-    *((form, "float32") for form in FORMS),
+    *((form, "float32") for form in (*FORMS, "pruned")),
     *((f"exported_{form}", "exported_float32") for form in FORMS),
     *((form, other) for other in ("hf", "hf_int8") for form in FORMS),
 )
