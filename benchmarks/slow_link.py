@@ -11,7 +11,8 @@ seconds and as medians over the steps: computation, communication, the step with
 1.1 x max(both) + 5 %, and the least time that any order of sending can reach. That is the longer one of two:
 computation, what communication costs the same core, and the way of the tied embedding's gradient, which is
 complete when the pass ends; and the time to the first complete gradient, before which there is nothing to
-send, then communication, then norm and update, which need all of it.
+send, then communication, then norm and update, which need all of it. (Not with ``--sharding``: what is waited for one after the other uses one direction
+of the cable at a time, and both with overlap.)
 
 ``--sleep 0.2`` lets each block sleep so many seconds in the forward pass and twice as many in the backward
 pass: the link is then measured against a computation that needs no core, on a machine that has other work.
@@ -60,12 +61,9 @@ def main() -> None:
         plain, overlapped = _ranks(rate)
         compute, sums = plain["step"] - plain["sums"], plain["sums"]
         limit = 1.1 * max(compute, sums) * 1.05
-        # New values travel during the next step's passes as well; what else goes on, only after the first
-        # gradient. The update includes the wait for values, which counts once.
-        until_first = max(plain["first"], plain["values"])
-        alone = compute + plain["core"] + plain["embedding"] * (sums - plain["values"])
-        least = max(alone, until_first + sums + plain["update"] - 2 * plain["values"])
-        row = (compute, sums, plain["step"], overlapped["step"], limit, least)
+        alone = compute + plain["core"] + plain["embedding"] * sums
+        least = max(alone, plain["first"] + sums + plain["update"])
+        row = (compute, sums, plain["step"], overlapped["step"], limit, *(() if args.sharding else (least,)))
         print(f"{rate:6d}" + "".join(f"  {value:8.2f}" for value in row), flush=True)
 
 
@@ -185,7 +183,6 @@ def _work(args: argparse.Namespace, overlaps: bool) -> dict[str, float]:
         "core": statistics.median(core[2:]) + statistics.median(for_values[2:]),
         "first": statistics.median(first[2:]),
         "update": statistics.median(clip[2:]) + statistics.median(update[2:]),
-        "values": statistics.median(values[2:]),
         "embedding": _share_of_embedding(runner._sync.parameters),
     }
 

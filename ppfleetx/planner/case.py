@@ -55,6 +55,20 @@ class Precision:
 
 
 @dataclass(frozen=True)
+class Overlap:
+    """What travels while the passes compute.
+
+    Attributes:
+        bucket_bytes: gradients leave in messages of about this size; None: after the passes.
+        values: new values come during the next forward pass (sharding stages 1 and 2), a layer's while the
+            one before it computes (stage 3).
+    """
+
+    bucket_bytes: float | None = None
+    values: bool = False
+
+
+@dataclass(frozen=True)
 class Case:
     """A model under a plan, with its batches.
 
@@ -74,6 +88,8 @@ class Case:
         flat_states: sharding cuts states into equal parts wherever that is (DeepSpeed's ZeRO), instead of
             dealing out whole parameters as this engine does; for published runs.
         fragments: what the allocator loses, as a share of what it hands out; None: as on ``kernels``' device.
+        overlap: what travels while the passes compute; nothing, for published runs, since the cards were
+            fitted so.
     """
 
     model: ModelConfig
@@ -89,6 +105,7 @@ class Case:
     kernels: Kernels = "gpu"
     flat_states: bool = False
     fragments: float | None = None
+    overlap: Overlap = Overlap()
 
     def __hash__(self) -> int:
         return self._hash
@@ -193,19 +210,32 @@ def alike(case: Case) -> Case:
     plan = case.plan
     fetched = plan.sharding if plan.sharding_stage == 3 else 1
     sizes = (plan.mp, plan.sep, plan.sequence_parallel, fetched, case.micro_batch, case.seq_len)
-    return _alike(SameModel(case.model), sizes, case.precision, case.flash, case.kernels)
+    ahead = case.overlap.values and fetched > 1
+    return _alike(SameModel(case.model), sizes, case.precision, case.flash, case.kernels, ahead)
 
 
 @lru_cache(maxsize=8192)
 def _alike(
-    same: SameModel, sizes: tuple[int, ...], precision: Precision, flash: bool, kernels: Kernels
+    same: SameModel, sizes: tuple[int, ...], precision: Precision, flash: bool, kernels: Kernels, ahead: bool
 ) -> Case:
     mp, sep, sequence_parallel, sharding, micro_batch, seq_len = sizes
     stage = 3 if sharding > 1 else 1
     plan = ParallelPlan(
         mp=mp, sep=sep, sequence_parallel=bool(sequence_parallel), sharding=sharding, sharding_stage=stage
     )
-    return Case(same.model, plan, micro_batch, 1, seq_len, precision, (), flash=flash, kernels=kernels)
+    overlap = Overlap(values=ahead)
+    return Case(
+        same.model,
+        plan,
+        micro_batch,
+        1,
+        seq_len,
+        precision,
+        (),
+        flash=flash,
+        kernels=kernels,
+        overlap=overlap,
+    )
 
 
 def case_of(cfg: RunConfig, card: Card) -> Case:
@@ -226,6 +256,7 @@ def case_of(cfg: RunConfig, card: Card) -> Case:
         flash=uses_flash(model, precision, card),
         async_save=cfg.Engine.save_load.async_save,
         kernels=card.kernels,
+        overlap=Overlap(cfg.Distributed.bucket_bytes, cfg.Distributed.sharding.broadcast_overlap),
     )
 
 

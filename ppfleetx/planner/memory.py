@@ -13,7 +13,7 @@ from ppfleetx.planner.activations import embedding_tape, head_tape, layer_tape
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.case import Case
 from ppfleetx.planner.network import Cluster
-from ppfleetx.planner.parameters import Held, held_parameters
+from ppfleetx.planner.parameters import Held, held_parameters, layer_parameters
 from ppfleetx.planner.tape import Tape
 
 _BUCKET_BYTES = 64 << 20  # parallel sums are packed into pieces of this size (distributed/collectives.py)
@@ -235,11 +235,12 @@ def _pass_peak(runs: list[_Run], *, first: bool, forward: bool, most_gradients: 
 
 
 def _fetched(case: Case, held: Held) -> float:
-    """Sharding stage 3: the values of a layer that others own."""
+    """Sharding stage 3: the values of a layer that others own, and those on their way for the next one."""
     n = case.plan.sharding
     if n == 1 or case.plan.sharding_stage != 3:
         return 0.0
-    return held.largest_layer * case.precision.parameter_bytes * (n - 1) / n
+    ahead = layer_parameters(case.model, case.plan.mp)[0] if case.overlap.values else 0
+    return (held.largest_layer * (n - 1) / n + ahead) * case.precision.parameter_bytes
 
 
 def _buffers(case: Case, held: Held) -> float:

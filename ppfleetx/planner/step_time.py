@@ -1,18 +1,19 @@
 """Seconds of one optimizer step under a plan, part by part.
 
-Nothing overlaps here. In the engine tensor-parallel sums and pipeline messages are indeed waited for where
-they stand. Sums of gradients travel during the last backward pass (``parallel/overlap.py``), and are
-predicted as if they came after it: how much of them a card hides has not been measured, and a plan that is
-chosen should not be slower than predicted.
+Tensor-parallel sums and pipeline messages are waited for where they stand, as in the engine. Sums of
+gradients and values of sharding count as far as the passes do not hide them (``hidden.py``); of published
+runs, nothing is hidden.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.planner.case import Case, alike
+from ppfleetx.planner.hidden import PassSeconds, waited_for_gradients, waited_for_layer, waited_for_values
 from ppfleetx.planner.network import (
     Cluster,
     all_reduce_seconds,
@@ -111,7 +112,10 @@ def step_time(case: Case, cluster: Cluster, *, whole_timeline: bool = False) -> 
     repeated = sum(p.total for p in again[worst]) * case.accumulate
     messages = 2 * message * case.accumulate * plan.virtual_pp_degree if plan.pp > 1 else 0.0
     held = [held_parameters(case, stage) for stage in range(plan.pp)]
-    gradients, update, values, after = _after_passes(case, cluster, held)
+    ways = [PassSeconds(sum(f), sum(b)) for f, b in zip(f_seconds, b_seconds, strict=True)]
+    gradients, update, values, after = _after_passes(
+        case, cluster, dict(enumerate(zip(held, ways, strict=True)))
+    )
     parts = {name: getattr(spent, name) for name in PARTS}
     parts |= {"pipeline": messages, "bubble": timeline.seconds - spent.total - messages}
     parts |= {"gradients": gradients, "optimizer": update, "values": values}
@@ -130,32 +134,39 @@ def quick_seconds(case: Case, cluster: Cluster) -> float:
     """
     plan, same = case.plan, alike(case)
     layer = {kind: _seconds(_layer_passes(same, cluster, kind)) for kind in set(case.recomputed)}
-    stages = []
+    ranks: dict[int, tuple[Held, PassSeconds]] = {}
     for stage in (0, plan.pp - 1) if plan.pp > 1 else (0,):
-        seconds = sum(layer[kind] * count for kind, count in case.layer_kinds(stage).items())
-        seconds += _seconds(_edge_passes(same, cluster, "first")) if stage == 0 else 0.0
-        seconds += _seconds(_edge_passes(same, cluster, "last")) if stage == plan.pp - 1 else 0.0
-        stages.append(seconds)
+        counts = case.layer_kinds(stage).items()
+        parts = [tuple(count * seconds for seconds in layer[kind]) for kind, count in counts]
+        parts += [_seconds(_edge_passes(same, cluster, "first"))] if stage == 0 else []
+        parts += [_seconds(_edge_passes(same, cluster, "last"))] if stage == plan.pp - 1 else []
+        ranks[stage] = (
+            held_parameters(case, stage),
+            PassSeconds(*(sum(way) for way in zip(*parts, strict=True))),
+        )
+    stages = [ways.forward + ways.backward for _, ways in ranks.values()]
     total = case.accumulate * max(stages)
     if plan.pp > 1:
         message = _message(same, case.plan, cluster)
         total += 2 * message * (plan.virtual_pp_degree * case.accumulate + plan.pp - 1)
         total += (plan.pp - 1) * min(stages) / plan.virtual_pp_degree
-    held = [held_parameters(case, stage) for stage in {0, plan.pp - 1}]
-    total += _after_passes(case, cluster, held)[-1]
+    total += _after_passes(case, cluster, ranks)[-1]
     return total * cluster.straggling(plan.world_size)
 
 
-def _seconds(passes: tuple[Passes, Passes, Passes]) -> float:
+def _seconds(passes: tuple[Passes, Passes, Passes]) -> tuple[float, float]:
     """Forward and backward pass."""
-    return passes[0].total + passes[1].total
+    return passes[0].total, passes[1].total
 
 
-def _after_passes(case: Case, cluster: Cluster, held: list[Held]) -> tuple[float, float, float, float]:
-    """Seconds of the sums of gradients, the update, the new values' way to their users, and all three."""
-    gradients = max(_gradient_seconds(case, cluster, h) for h in held)
-    update = max(_update_seconds(case, cluster, h) for h in held)
-    values = max(_value_seconds(case, cluster, h) for h in held)
+def _after_passes(
+    case: Case, cluster: Cluster, ranks: Mapping[int, tuple[Held, PassSeconds]]
+) -> tuple[float, float, float, float]:
+    """Seconds of the sums of gradients, the update, the new values' way to their users, and all three, of the
+    slowest of some stages."""
+    gradients = max(_gradient_seconds(case, cluster, stage, *rank) for stage, rank in ranks.items())
+    update = max(_update_seconds(case, cluster, held) for held, _ in ranks.values())
+    values = max(_value_seconds(case, cluster, stage, *rank) for stage, rank in ranks.items())
     return gradients, update, values, gradients + update + values
 
 
@@ -198,8 +209,9 @@ def _layer_passes(case: Case, cluster: Cluster, recompute: str) -> tuple[Passes,
     backward = (
         _backward(operations, case, cluster) + _layer_communication(case, cluster, backward=True) + again
     )
-    fetch = Passes(parameters=_fetch_seconds(case, cluster))
-    return forward + fetch, backward + fetch, again
+    fetch = _fetch_seconds(case, cluster)
+    before, later = (waited_for_layer(case, fetch, passes.total) for passes in (forward, backward))
+    return forward + Passes(parameters=before), backward + Passes(parameters=later), again
 
 
 @lru_cache(maxsize=4096)
@@ -269,35 +281,42 @@ def _message(case: Case, plan: ParallelPlan, cluster: Cluster) -> float:
 
 
 def _fetch_seconds(case: Case, cluster: Cluster) -> float:
-    """Sharding stage 3: a layer's parameters come from their owners before each pass, one message each."""
+    """Sharding stage 3: a layer's parameters come from their owners before each pass, one message each
+    that has something of it."""
     if case.plan.sharding_stage != 3 or case.plan.sharding == 1:
         return 0.0
     size, tensors = layer_parameters(case.model, case.plan.mp)
     group = group_of(case.plan, "sharding", cluster)
-    latency = cluster.card.link_latency_us * 0.5e-6 * (tensors - 1)
+    messages = min(tensors, case.plan.sharding)
+    latency = cluster.card.link_latency_us * 0.5e-6 * (messages - 1)
     return gather_seconds(size * case.precision.parameter_bytes, group, cluster) + latency
 
 
-def _gradient_seconds(case: Case, cluster: Cluster, held: Held) -> float:
-    """Sums of gradients: into the owners (in every micro batch from stage 2 on), over sep and replicas."""
+def _gradient_seconds(case: Case, cluster: Cluster, stage: int, held: Held, passes: PassSeconds) -> float:
+    """Sums of gradients that a rank waits for: into the owners, over sep and replicas. Those over the
+    replicas of owners come when the passes are over."""
     plan, each = case.plan, case.precision.gradient_bytes
-    seconds, remaining = 0.0, held.trained
     if plan.sharding > 1:
-        group = group_of(plan, "sharding", cluster)
-        rounds = case.accumulate if plan.sharding_stage > 1 else 1
-        seconds += rounds * gather_seconds(held.trained * each, group, cluster)
-        remaining = held.owned
-    for axis in ("sep", "dp"):
-        seconds += all_reduce_seconds(remaining * each, group_of(plan, axis, cluster), cluster)
-    return seconds
+        into_owners = gather_seconds(held.trained * each, group_of(plan, "sharding", cluster), cluster)
+        early, late = into_owners, _replica_seconds(case, cluster, held.owned * each)
+    else:
+        early, late = _replica_seconds(case, cluster, held.trained * each), 0.0
+    return waited_for_gradients(case, stage, held, early, passes) + late
 
 
-def _value_seconds(case: Case, cluster: Cluster, held: Held) -> float:
+def _replica_seconds(case: Case, cluster: Cluster, num_bytes: float) -> float:
+    return sum(
+        all_reduce_seconds(num_bytes, group_of(case.plan, axis, cluster), cluster) for axis in ("sep", "dp")
+    )
+
+
+def _value_seconds(case: Case, cluster: Cluster, stage: int, held: Held, passes: PassSeconds) -> float:
     """Sharding stages 1 and 2: new values from their owners."""
     if case.plan.sharding == 1 or case.plan.sharding_stage == 3:
         return 0.0
     group = group_of(case.plan, "sharding", cluster)
-    return gather_seconds(held.trained * case.precision.parameter_bytes, group, cluster)
+    sending = gather_seconds(held.trained * case.precision.parameter_bytes, group, cluster)
+    return waited_for_values(case, stage, held, sending, passes)
 
 
 _HOST_SECONDS_PER_PARAMETER = 11e-9

@@ -14,6 +14,7 @@ def read_after_steps(plan: dict[str, Any], overlaps: bool) -> dict[str, list[flo
 
     from ppfleetx.core.engine.saving import Saver
     from ppfleetx.generation.session import NextTokenModel
+    from ppfleetx.utils.hangs.record import RECORD
     from tests.parity.training import VOCAB, build, micro_batches, take_step
 
     send = distributed.broadcast
@@ -56,6 +57,8 @@ def read_after_steps(plan: dict[str, Any], overlaps: bool) -> dict[str, list[flo
         found = {}
         for step, (name, read) in enumerate(readers.items()):
             take_step(runner, step, cfg, ctx)
+            sent = [call for call in RECORD.calls if call.operation == "broadcast"]
+            assert sent and all(call.task is not None for call in sent), "the hang report knows them"
             found[name] = read()
         runner.finish_update()
     return found
