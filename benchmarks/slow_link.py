@@ -11,8 +11,8 @@ seconds and as medians over the steps: computation, communication, the step with
 1.1 x max(both) + 5 %, and the least time that any order of sending can reach. That is the longer one of two:
 computation, what communication costs the same core, and the way of the tied embedding's gradient, which is
 complete when the pass ends; and the time to the first complete gradient, before which there is nothing to
-send, then communication, then norm and update, which need all of it. (Not with ``--sharding``: what is waited for one after the other uses one direction
-of the cable at a time, and both with overlap.)
+send, then communication, then norm and update, which need all of it. (Not with ``--sharding``: messages that
+are waited for one by one use one direction of the cable at a time, and both with overlap.)
 
 ``--sleep 0.2`` lets each block sleep so many seconds in the forward pass and twice as many in the backward
 pass: the link is then measured against a computation that needs no core, on a machine that has other work.
