@@ -175,6 +175,12 @@ def _noop_layers(cfg: RunConfig) -> Iterator[RuleError]:
 
 def _overlaps(cfg: RunConfig) -> Iterator[RuleError]:
     split = cfg.Model.sequence_parallel
+    if cfg.Distributed.overlap_p2p_comm and cfg.Distributed.pp_degree == 1:
+        keys = ("Distributed.overlap_p2p_comm", "Distributed.pp_degree")
+        yield RuleError(keys, "needs pp_degree > 1: there are no messages to overlap")
+    elif cfg.Distributed.overlap_p2p_comm and cfg.Model.virtual_pp_degree > 1:
+        keys = ("Distributed.overlap_p2p_comm", "Model.virtual_pp_degree")
+        yield RuleError(keys, "is built for whole stages: virtual_pp_degree must be 1")
     if cfg.Distributed.mp_async_allreduce and (split or cfg.Distributed.mp_degree == 1):
         why = "with sequence parallelism it is sp_async_reduce_scatter" if split else "it needs mp_degree > 1"
         yield RuleError(("Distributed.mp_async_allreduce",), f"{why}: there is no such sum to overlap")

@@ -20,6 +20,12 @@ class Pass(NamedTuple):
     micro: int
 
 
+def order_of(schedule: PipelineSchedule, stage: int, num_stages: int, micro_batches: int) -> list[Pass]:
+    """The passes of the rank ``stage``; in ``1f1b`` B is the whole backward pass (Narayanan et al. 2021)."""
+    order = zero_bubble_order(stage, num_stages, micro_batches)
+    return order if schedule == "zb_h1" else [work for work in order if work.part != "W"]
+
+
 def zero_bubble_order(stage: int, num_stages: int, micro_batches: int) -> list[Pass]:
     """ZB-H1 on the rank ``stage`` (Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2.2).
 

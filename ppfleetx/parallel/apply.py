@@ -101,9 +101,10 @@ def _pipeline_runner(
 ) -> Runner:
     from paddle.distributed import fleet
 
+    from ppfleetx.parallel.async_pipeline import AsyncPipeline
+    from ppfleetx.parallel.listed_pipeline import ListedPipeline
     from ppfleetx.parallel.pipeline import PipelineLoss, PipelineRunner, StagePipeline, tied_group
     from ppfleetx.parallel.two_stages import interleave_two_stages
-    from ppfleetx.parallel.zero_bubble import ZeroBubblePipeline
 
     products = SplitProducts() if train and ctx.plan.pp_schedule == "zb_h1" else None
     if products is not None:
@@ -115,8 +116,10 @@ def _pipeline_runner(
     )
     model = StagePipeline(stages, ctx.plan, cfg.Global.seed if train else None, loss)
     tied = tied_group(stages, ctx)
-    if products is not None:
-        pipeline = ZeroBubblePipeline(model, products)
+    if cfg.Distributed.overlap_p2p_comm:
+        pipeline = AsyncPipeline(model, products)
+    elif products is not None:
+        pipeline = ListedPipeline(model, products)
     elif ctx.size_of("pp") == 2 and ctx.plan.virtual_pp_degree > 1:
         pipeline = interleave_two_stages(model, cfg.batch.accumulate_steps)
     else:

@@ -70,7 +70,9 @@ class Written:
         degrees = {f"{axis}_degree": getattr(plan, axis) for axis in ("dp", "mp", "pp", "sep")}
         layers = {} if plan.pp_layers is not None else {"pp_layers": None, "noop_layers": None}
         split, scatters = plan.sequence_parallel, cfg.Distributed.sp_async_reduce_scatter
+        whole = plan.pp > 1 and plan.virtual_pp_degree == 1
         overlaps = {
+            "overlap_p2p_comm": cfg.Distributed.overlap_p2p_comm and whole,
             "mp_async_allreduce": cfg.Distributed.mp_async_allreduce and plan.mp > 1 and not split,
             "sp_async_reduce_scatter": scatters and split,
             "recompute_allgather": cfg.Distributed.recompute_allgather and scatters and split,

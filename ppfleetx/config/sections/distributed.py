@@ -41,6 +41,9 @@ class DistributedConfig(Section):
     """Order of a pipeline's passes. `zb_h1` leaves the gradients of weights until a stage would otherwise
     wait (ZB-H1, Qi et al. 2023), in the memory of `1f1b`; it needs `Model.virtual_pp_degree` 1. No number
     changes."""
+    overlap_p2p_comm: Bool = False
+    """Send activations and gradients of a pipeline while the next pass runs, and ask for them early. It needs
+    `Model.virtual_pp_degree` 1. No number changes."""
     mp_async_allreduce: Bool = False
     """Sum the gradient of a column-parallel layer's input over the mp ranks while that of its weight is
     computed. No number changes."""

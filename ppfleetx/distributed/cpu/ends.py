@@ -65,10 +65,10 @@ class Ends:
     def error(self, text: str, rank: int) -> PeerLostError:
         """Why ``text``, which waits for ``rank``, cannot be completed.
 
-        The first rank that broke is the cause; the one waited for may only have followed it.
+        The first rank that broke is the cause; the one waited for (-1: none) may only have followed it.
         """
         cause, reason = self._cause or (rank, self._reasons[rank])
-        waiting = "" if cause == rank else f" (waiting for rank {rank})"
+        waiting = "" if rank in (cause, -1) else f" (waiting for rank {rank})"
         return PeerLostError(f"rank {self._rank}: in {text}{waiting}: {self._names[cause]} is gone: {reason}")
 
     def farewell(self) -> tuple[str, int]:

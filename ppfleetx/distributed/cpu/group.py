@@ -28,7 +28,7 @@ class CpuProcessGroup(Member):
     """What fleet calls a process group: the methods of Paddle's ``core.ProcessGroup`` on CPU tensors.
 
     Ranks in arguments are ranks in the group. A method without ``_on_calc_stream`` returns a task; with
-    ``sync_op=False`` the task is complete only after its ``wait()``. Sends are complete on return.
+    ``sync_op=False`` the task is complete only after its ``wait()``, a send's too.
     """
 
     def all_reduce(self, tensor: paddle.Tensor, op: Any = SUM, sync_op: bool = True) -> Operation:
@@ -287,7 +287,9 @@ class CpuProcessGroup(Member):
             memory.finish()
 
         text = f"{'recv' if incoming else 'send'} of group {self.group_id} ({array.nbytes} bytes)"
-        operation = self._operation(steps(), text, -1, signature)
+        # A send that nobody waits for yet travels in the background; a receive only has to be posted.
+        background = not sync and not incoming and self._coalesced is None
+        operation = self._operation(steps(), text, -1, signature, background=background)
         if self._coalesced is not None:
             self._coalesced.append(operation)
             sync = False

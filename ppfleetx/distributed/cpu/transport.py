@@ -368,7 +368,7 @@ class Mesh:
         missing = operation.missing()
         gone = [rank for rank in missing if rank in self._ends]
         if gone or self._ends.is_broken:
-            raise self._lost(operation.text, gone[0] if gone else missing[0])
+            raise self._lost(operation.text, (*gone, *missing, -1)[0])
 
 
 def time_limit() -> float:

@@ -1,4 +1,4 @@
-"""Sums of tensor-parallel ranks that travel during the backward pass: not a bit changes."""
+"""Sums of tensor-parallel ranks and messages of a pipeline, under way while it computes: no bit changes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from tests.parity.training import CONFIG
 
 REDUCES = {"Distributed.mp_async_allreduce": True}
 SCATTERS = {"Distributed.sp_async_reduce_scatter": True}
+SENDS = {"Distributed.overlap_p2p_comm": True}
 GATHERS = {**SCATTERS, "Distributed.recompute_allgather": True}
 ADAPTERS = {"Model.lora.rank": 2}
 RECOMPUTES = {"Model.use_recompute": True, "Model.hidden_dropout_prob": 0.1}
 SEQUENCE = ["Distributed.mp_degree=2", "Model.sequence_parallel=True"]
+VIRTUAL = ["Distributed.pp_degree=2", "Model.virtual_pp_degree=2", "Model.num_layers=4"]
 SPLIT = Plan(mp=2, sequence_parallel=True)
 
 
@@ -36,6 +38,8 @@ def pools() -> Iterator[Pools]:
         (Plan(mp=2), "llama", ADAPTERS, [REDUCES]),
         (SPLIT, "gpt", RECOMPUTES, [SCATTERS, GATHERS]),
         (Plan(mp=2, pp=2, sequence_parallel=True, pp_schedule="zb_h1"), "gpt", {}, [SCATTERS, GATHERS]),
+        (Plan(pp=2, mp=2, pp_schedule="zb_h1"), "llama", {}, [{**SENDS, **REDUCES}]),
+        (Plan(pp=4), "gpt", {"Model.num_layers": 4, **RECOMPUTES}, [SENDS]),
         (Plan(mp=2, sharding=2, sharding_stage=3), "llama", {}, [REDUCES]),
     ],
     ids=str,
@@ -67,6 +71,11 @@ def test_no_bit_changes(pools: Pools, plan: Plan, model: str, extra: dict, keys:
             r"mp_async_allreduce.*sp_async_reduce_scatter",
         ),
         (["Distributed.sp_async_reduce_scatter=True"], r"sp_async_reduce_scatter.*sequence parallelism"),
+        (["Distributed.overlap_p2p_comm=True"], r"overlap_p2p_comm.*pp_degree > 1"),
+        (
+            ["Distributed.overlap_p2p_comm=True", *VIRTUAL],
+            r"overlap_p2p_comm.*virtual_pp_degree must be 1",
+        ),
         (["Distributed.recompute_allgather=True"], r"recompute_allgather.*sp_async_reduce_scatter too"),
     ],
 )
