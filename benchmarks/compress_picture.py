@@ -53,10 +53,14 @@ def draw(rows: list[dict[str, Any]]) -> None:
     """Change of perplexity against speed."""
     whole = rows[0]["perplexity"]
     figure, axes = plt.subplots(figsize=(7, 3.6))
+    names: dict[tuple[float, float], list[str]] = {}  # of what lies at about the same place
     for row in rows:
         place = row["tokens_per_cpu_second"], 100 * (row["perplexity"] / whole - 1)
         axes.scatter(*place, s=row["gpt2_mb"], alpha=0.6)
-        axes.annotate(row["name"], place, textcoords="offset points", xytext=(9, 5))
+        near = (at for at in names if abs(at[0] - place[0]) < 1 and abs(at[1] - place[1]) < 0.3)
+        names.setdefault(next(near, place), []).append(row["name"])
+    for place, found in names.items():
+        axes.annotate("\n".join(found), place, textcoords="offset points", xytext=(4, 11))
     fastest = max(row["tokens_per_cpu_second"] for row in rows)
     axes.set_xlabel("tokens per CPU second (12 layers of 768, one text)")
     axes.set_ylabel("change of perplexity, %")
