@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.rows import Row, fail, ok
-from ppfleetx.utils.gpu_operators import GPU_BACKENDS, Kernel, used_kernels
+from ppfleetx.utils.gpu_operators import GPU_BACKENDS, Kernel, registered_types, used_kernels
 
 _CPU_BACKENDS = ("CPU", "ONEDNN")
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _HALF = ("float16", "bfloat16")
 # Kernels that are reached on a GPU alone; a CPU takes another way there.
-_GPU_ONLY = ("flash_", "fused_", "rms_norm", "c_softmax_with_cross_entropy_grad")
+_GPU_ONLY = ("flash", "c_softmax_with_cross_entropy_grad")
+# Fused ones: where one is missing, plain operators take its place (ppfleetx/nn/fused.py); that is no failure.
+_REPLACED = ("fused_", "rms_norm", "swiglu", "flash_attn_qkvpacked")
 _SHOWN = 8
 
 
@@ -37,6 +39,7 @@ def used_by(case: Case, kernels: Mapping[str, Kernel]) -> dict[str, list[str]]:
     return {
         name: [dtype for dtype in kernel.used if dtype in wanted or dtype not in _FLOATS]
         for name, kernel in kernels.items()
+        if not name.startswith(_REPLACED)
     }
 
 
@@ -45,7 +48,7 @@ def used_on_cpu(kernels: Mapping[str, Kernel]) -> dict[str, list[str]]:
     return {
         name: [dtype for dtype in kernel.used if dtype not in _HALF]
         for name, kernel in kernels.items()
-        if not name.startswith(_GPU_ONLY)
+        if not name.startswith((*_GPU_ONLY, *_REPLACED))
     }
 
 
@@ -53,7 +56,7 @@ def kernels_row(
     place: str,
     registry: Mapping[str, Iterable[str]],
     wanted: Mapping[str, Iterable[str]],
-    backends: Iterable[str],
+    backends: Collection[str],
 ) -> Row:
     """Whether a registry has what is wanted.
 
@@ -65,11 +68,7 @@ def kernels_row(
     """
     absent, pairs = [], 0
     for name, dtypes in sorted(wanted.items()):
-        there = {
-            parts[-1]
-            for parts in (key.strip("() ").split(", ") for key in registry.get(name, ()))
-            if parts[0] in backends
-        }
+        there = registered_types(registry.get(name, ()), backends)
         for dtype in dtypes:
             pairs += 1
             if dtype not in there:

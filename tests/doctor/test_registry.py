@@ -10,7 +10,7 @@ import pytest
 
 from ppfleetx.doctor import registry
 from ppfleetx.doctor.case import Case
-from ppfleetx.doctor.operators import kernels_row, used_by, used_on_cpu
+from ppfleetx.doctor.operators import kernels_row, registered, used_by, used_on_cpu
 from ppfleetx.doctor.registry import CHECKS, Check, Each, Need, examine
 from ppfleetx.doctor.report import as_json, as_table, exit_code, joined, rank_words
 from ppfleetx.doctor.rows import Row, Status, fail, ok, skipped, warn
@@ -89,3 +89,10 @@ def test_a_kernel_that_the_build_lacks_is_named():
     assert row.found.startswith("2 of 3") and "argsort (int64), gelu (bfloat16)" in row.found
     assert kernels_row("CPU", {"gelu": keys}, {"gelu": ["bfloat16"]}, ("CPU",)).status is Status.OK
     assert used_on_cpu(kernels)["gelu"] == ["float32"]
+    assert used_by(Case(), {"swiglu": Kernel(("float32",), ())}) == {}  # plain operators take its place
+
+
+def test_the_installed_paddle_has_all_that_a_cpu_runs():
+    rows = list(registered(Case()))
+    assert {row.status for row in rows} == {Status.OK}
+    assert rows[0].numbers["pairs"] > 100

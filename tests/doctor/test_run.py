@@ -1,0 +1,156 @@
+"""The whole examination of one process, the process that starts ranks, and ranks that do not end."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ppfleetx.cli import main
+from ppfleetx.cli.doctor import _case
+from ppfleetx.doctor import launch, run
+from ppfleetx.doctor.case import Case
+from ppfleetx.doctor.launch import examine_nodes_first, launched_rows, leave_report
+from ppfleetx.doctor.registry import Check
+from ppfleetx.doctor.rows import Row, Status, fail, ok
+from ppfleetx.doctor.run import Guard, examine_job
+from tests.doctor.conftest import by_name
+from tests.helpers.ranks import free_port
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Only the checks that take no time."""
+    chosen = tuple(
+        check for check in run.CHECKS if check.group in ("environment", "network", "configuration")
+    )
+    monkeypatch.setattr(run, "CHECKS", chosen)
+    monkeypatch.setattr(run.examine_all, "__defaults__", (chosen,))
+
+
+def test_the_verb_prints_one_json_object_and_gives_the_exit_code(capsys, quick):
+    assert main.call("doctor", ["--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    names = {row["name"] for row in content["rows"]}
+    assert content["ok"] and {"python", "paddle", "numpy", "interfaces", "import paddle"} <= names
+    assert main.call("doctor", ["-c", "no/such/file.yaml"]) == 1
+    text = capsys.readouterr().out
+    assert "no/such/file.yaml" in text and "1 check failed" in text
+
+
+def test_a_version_of_numpy_that_breaks_the_scaler_is_named(monkeypatch):
+    from ppfleetx.doctor import environment
+
+    monkeypatch.setattr(environment.metadata, "version", lambda name: "2.4.0")
+    rows = by_name(environment.versions(Case()))
+    assert rows["numpy"].status is Status.FAIL and "numpy<2.4" in rows["numpy"].cure
+    assert rows["paddle"].status is Status.FAIL and "both builds are installed" in rows["paddle"].found
+    rows = by_name(environment.variables(Case(environ={"NCCL_DEBUG": "INFO", "PADDLE_TRAINER_ID": "3"})))
+    assert rows["variables"].found == "NCCL_DEBUG=INFO"
+
+
+# -- ranks -----------------------------------------------------------------------------------------
+
+
+def test_two_ranks_join_their_rows_and_one_that_differs_ends_before_the_process_groups(monkeypatch):
+    """In threads: what they exchange is real, and process groups are not reached."""
+    port = free_port()
+    check = Check("files", "files", "data", "data")
+    monkeypatch.setattr(run, "CHECKS", (check,))
+    monkeypatch.setattr(run, "meeting_point", lambda: ("127.0.0.1", port))
+
+    def rows_of(check: Check, case: Case) -> list[Row]:
+        found = ok("data", "read") if case.rank == 0 else fail("data", "gone", "mount it")
+        return [Row(found.name, found.status, found.found, found.cure, "environment")]
+
+    monkeypatch.setattr(run, "examine", rows_of)
+    told: dict[int, list[Row]] = {}
+
+    def rank(number: int) -> None:
+        case = Case(None, "cpu", number, 2, 0, 1, environ={})
+        told[number] = examine_job(case, seconds=10.0, finish=lambda rows: None)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    assert told[0] == told[1]
+    statuses = {(row.name, row.ranks): row.status for row in told[0] if row.group == "environment"}
+    assert statuses == {("data", (0,)): Status.OK, ("data", (1,)): Status.FAIL}
+    rows = by_name(told[0])
+    assert rows["versions"].status is Status.OK
+    assert rows["collectives"].status is Status.SKIPPED
+
+
+def test_a_rank_that_never_comes_is_a_row(monkeypatch, quick):
+    monkeypatch.setattr(run, "meeting_point", lambda: ("127.0.0.1", free_port()))
+    rows = by_name(examine_job(Case(rank=0, world_size=2), seconds=0.5, finish=lambda rows: None))
+    assert rows["meeting"].status is Status.FAIL and rows["meeting"].group == "processes"
+    assert "missing: ranks 1" in rows["meeting"].found and "python" in rows
+
+
+def test_what_takes_too_long_is_given_up_by_name():
+    given_up: list[str] = []
+    with Guard(0.2, given_up.append) as guard:
+        for number in range(4):  # each is in time
+            guard.begin(f"number {number}")
+            time.sleep(0.1)
+        assert given_up == []
+        guard.begin("all_reduce of the mp group")
+        time.sleep(0.8)
+    assert given_up == ["all_reduce of the mp group"]
+
+
+# -- the process that starts them ------------------------------------------------------------------
+
+
+def program(text: str) -> list[str]:
+    return [sys.executable, "-c", text]
+
+
+def test_ranks_that_end_without_a_report_leave_their_last_words():
+    text = "import sys; print('ranks are torn'); sys.exit(7)"
+    (row,), size = launched_rows(program(text), seconds=1.0, logs_there=Path("."))
+    assert row.status is Status.FAIL and size == 1
+    assert "exit code 7" in row.found and "ranks are torn" in row.found
+
+
+def test_the_report_of_the_ranks_is_read_and_nothing_is_left(tmp_path):
+    leave_report([ok("python", "3.11")], 4, str(tmp_path))
+    content = (tmp_path / "report.json").read_text()
+    text = (
+        f"import os; open(os.environ['{launch.DIRECTORY_VARIABLE}'] + '/report.json', 'w').write({content!r})"
+    )
+    (row,), size = launched_rows(program(text), seconds=1.0, logs_there=None)
+    assert (row.name, size) == ("python", 4)
+
+
+def test_a_launcher_that_does_not_end_is_ended(monkeypatch):
+    monkeypatch.setattr(launch, "LOCAL_SECONDS", 0.0)
+    begun = time.monotonic()
+    (row,), _ = launched_rows(program("import time; time.sleep(60)"), seconds=0.2, logs_there=None)
+    assert row.status is Status.FAIL and time.monotonic() - begun < 30.0
+
+
+def test_several_machines_need_a_place_to_meet():
+    assert examine_nodes_first(None, None, 1.0) == examine_nodes_first(1, None, 1.0) == []
+    (row,) = examine_nodes_first(2, None, 1.0)
+    assert row.status is Status.FAIL and "--master" in row.cure
+
+
+def test_a_rank_knows_its_place(monkeypatch):
+    there = {"PADDLE_TRAINER_ID": "3", "PADDLE_TRAINERS_NUM": "4", "PADDLE_LOCAL_RANK": "1"}
+    for name, value in {**there, "PADDLE_LOCAL_SIZE": "2"}.items():
+        monkeypatch.setitem(os.environ, name, value)
+    parser = main.parser_of(main._module("doctor"))
+    case = _case(parser.parse_args([]))
+    assert (case.rank, case.world_size, case.local_rank, case.local_size) == (3, 4, 1, 2)
+    assert case.cfg is None and case.found == ()
+    case = _case(parser.parse_args(["-c", "debug/gpt_nano", "-o", "Distributed.mp_degree=3"]))
+    assert case.cfg is None and case.found[0].status is Status.FAIL
