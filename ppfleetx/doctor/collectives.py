@@ -15,7 +15,7 @@ from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.doctor.rows import Row, fail, ok
 from ppfleetx.doctor.storage import words
 
-SIZES = {"cpu": (4 << 10, 1 << 20, 16 << 20), "gpu": (4 << 10, 1 << 20, 16 << 20, 128 << 20)}
+SIZES = {"cpu": (4 << 10, 256 << 10, 4 << 20), "gpu": (4 << 10, 1 << 20, 16 << 20, 128 << 20)}
 """Bytes that travel, by device."""
 _TIMES = 3
 _TYPES = ("int64", "float16", "bfloat16")  # beside float32, with the smallest size

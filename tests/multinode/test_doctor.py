@@ -1,0 +1,160 @@
+"""`ppfleetx doctor` on two nodes: what is well, a port that a firewall blocks, and faults of one node."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import NANO, ROOT, corpus, environment  # noqa: F401  (fixture)
+from tests.helpers import programs
+from tests.multinode.nodes import Node, NoNamespacesError, two_nodes
+
+MASTER_PORT = 38531
+
+
+@pytest.fixture
+def nodes():
+    try:
+        with two_nodes() as made:
+            yield made
+    except NoNamespacesError as error:
+        pytest.skip(f"network namespaces cannot be made here: {error}")
+
+
+def doctor(
+    node: Node, master: Node, *words: str, timeout: int = 90, before: str = "", **environ: str
+) -> subprocess.Popen:
+    """Start doctor on a node; ``before`` is run in mounts of its own, which end with it."""
+    given = ["--nproc", "1", "--nnodes", "2", "--master", f"{master.address}:{MASTER_PORT}"]
+    command = [
+        sys.executable,
+        "-m",
+        "ppfleetx",
+        "doctor",
+        *given,
+        "--timeout",
+        str(timeout),
+        "--json",
+        *words,
+    ]
+    popen = programs.Popen
+    if before:
+        command = ["unshare", "-m", "sh", "-ec", f'{before}\nexec "$@"', "sh", *command]
+        popen = subprocess.Popen
+    return popen(
+        node.command(*command),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**environment(), "POD_IP": node.address, **environ},
+        cwd=ROOT,
+        start_new_session=True,
+    )
+
+
+def reports(
+    jobs: list[subprocess.Popen], seconds: float
+) -> list[tuple[int, dict[tuple[str, str], list[dict]]]]:
+    """(exit code, rows by group and name) of each job; nothing of them is left."""
+    try:
+        outputs = [job.communicate(timeout=seconds) for job in jobs]
+    finally:
+        for job in jobs:
+            try:
+                os.killpg(job.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+    found = []
+    for job, (text, errors) in zip(jobs, outputs, strict=True):
+        assert text.startswith("{"), text + errors
+        rows: dict[tuple[str, str], list[dict]] = {}
+        for row in json.loads(text)["rows"]:
+            rows.setdefault((row["group"], row["name"]), []).append(row)
+        found.append((job.returncode, rows))
+    return found
+
+
+def run_words(corpus: Path, output: Path, *overrides: str) -> list[str]:  # noqa: F811
+    given = [f"Data.{mode}.dataset.input_dir={corpus}" for mode in ("Train", "Eval")]
+    given += [f"Engine.save_load.output_dir={output}", *overrides]
+    return ["-c", str(NANO), *(word for override in given for word in ("-o", override))]
+
+
+def failures(rows: dict[tuple[str, str], list[dict]]) -> dict[tuple[str, str], dict]:
+    return {key: row for key, those in rows.items() for row in those if row["status"] == "fail"}
+
+
+def test_two_nodes_are_ready(corpus: Path, tmp_path: Path, nodes) -> None:  # noqa: F811
+    words = run_words(corpus, tmp_path / "output", "Distributed.mp_degree=2")
+    jobs = [doctor(node, nodes[0], *words) for node in nodes]
+    for code, rows in reports(jobs, 240):
+        assert failures(rows) == {} and code == 0
+        assert {row["status"] for row in rows["nodes", "links"]} == {"ok"}
+        assert "joined: job, mp" in rows["collectives", "process groups"][0]["found"]
+        assert rows["collectives", "all_reduce (mp)"][0]["numbers"]["bytes_per_second_4194304"] > 0
+        assert rows["agreement", "shared directory"][0]["status"] == "ok"
+        assert rows["agreement", "versions"][0]["status"] == "ok"
+
+
+def test_a_port_that_a_firewall_blocks_is_named_before_anything_starts(nodes) -> None:
+    first = nodes[0]
+    here = ["dev", first.cable]
+    subprocess.run(first.command("tc", "qdisc", "add", *here, "handle", "ffff:", "ingress"), check=True)
+    match = ["u32", "match", "ip", "dport", str(MASTER_PORT), "0xffff", "action", "drop"]
+    drop = ["tc", "filter", "add", *here, "parent", "ffff:", "protocol", "ip", *match]
+    if subprocess.run(first.command(*drop), capture_output=True, check=False).returncode:
+        pytest.skip("this kernel cannot drop what comes to a port (tc filter u32)")
+    jobs = [doctor(node, first, timeout=4) for node in nodes]
+    (code, at_first), (other_code, at_second) = reports(jobs, 60)
+    assert code == other_code == 1
+    assert "1 of 1 others did not come" in failures(at_first)["nodes", "--master"]["found"]
+    blocked = failures(at_second)["nodes", "--master"]
+    assert f"nothing comes back from {first.address}:{MASTER_PORT}" in blocked["found"]
+    assert "firewall" in blocked["cure"]
+    assert {group for group, _ in at_second} == {"nodes"}
+
+
+def test_faults_of_one_node_are_all_named(corpus: Path, tmp_path: Path, nodes) -> None:  # noqa: F811
+    output, empty = tmp_path / "output", tmp_path / "empty"
+    output.mkdir()
+    other = tmp_path / "__init__.py"
+    package = ROOT / "ppfleetx/__init__.py"
+    other.write_text(package.read_text().replace('__version__ = "', '__version__ = "9.'))
+    empty.mkdir()
+    mounts = [
+        f"mount --bind {empty} {corpus.parent}",  # the data is not there
+        f"mount -t tmpfs -o size=1m none {output}",  # the disk is full, and not the shared one
+        f"mount --bind {other} {package}",  # another version of ppfleetx
+    ]
+    words = run_words(corpus, output, "Distributed.dp_degree=2")
+    jobs = [
+        doctor(nodes[0], nodes[0], *words),
+        doctor(
+            nodes[1],
+            nodes[0],
+            *words,
+            "-o",
+            "Global.seed=7",
+            before="\n".join(mounts),
+            NCCL_SOCKET_IFNAME="bond0",
+        ),
+    ]
+    for code, rows in reports(jobs, 240):
+        failed = failures(rows)
+        assert code == 1
+        assert failed["files", "Data.Train"]["ranks"] == [1]
+        assert "toy" in failed["files", "Data.Train"]["found"]
+        assert "No space left" in failed["storage", "output directory"]["found"]
+        assert "not one fits" in failed["storage", "room"]["found"]
+        assert failed["agreement", "shared directory"]["found"].startswith("rank 1: ")
+        assert "on rank 0, 9." in failed["agreement", "versions"]["found"]
+        assert "Global.seed is 1024 on rank 0, 7 on rank 1" in failed["agreement", "configuration"]["found"]
+        assert "no such interface" in failed["network", "NCCL_SOCKET_IFNAME"]["found"]
+        assert failed["network", "NCCL_SOCKET_IFNAME"]["ranks"] == [1]
+        assert rows["collectives", "collectives"][0]["status"] == "skipped"
