@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,22 +49,28 @@ def launched_rows(
         seconds: for which processes wait for each other.
         logs_there: where the ranks' logs are kept; None: nowhere, when all went well.
     """
-    with tempfile.TemporaryDirectory(prefix="ppfleetx-doctor-") as directory:
-        place = Path(directory)
+    place = Path(tempfile.mkdtemp(prefix="ppfleetx-doctor-"))
+    try:
         logs = [] if logs_there else ["--log-dir", str(place / "log")]
-        environ = {**os.environ, DIRECTORY_VARIABLE: directory}
+        environ = {**os.environ, DIRECTORY_VARIABLE: str(place)}
         environ.setdefault(START_VARIABLE, f"{seconds:g}")
         with (place / _LOG).open("wb") as log:
             code = _run([*command, *logs], environ, log.fileno(), LOCAL_SECONDS + 4 * seconds)
-        report = place / _REPORT
-        if report.is_file():
-            content = json.loads(report.read_text("utf-8"))
-            return [Row.from_json(row) for row in content["rows"]], content["world_size"]
-        files = [place / _LOG, *sorted((logs_there or place / "log").glob("workerlog.*"))]
-        said = "; ".join(text for file in files if (text := _end_of(file)))
-        cure = "the end of their logs is above; --log-dir DIR keeps them whole"
-        row = fail("launcher", f"the ranks ended without a report (exit code {code}): {said}", cure)
-        return [row], 1
+        return _read(place, logs_there or place / "log", code)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _read(place: Path, logs: Path, code: int) -> tuple[list[Row], int]:
+    """The report, or the last words of the ranks that have left none."""
+    report = place / _REPORT
+    if report.is_file():
+        content = json.loads(report.read_text("utf-8"))
+        return [Row.from_json(row) for row in content["rows"]], content["world_size"]
+    said = [_end_of(file) for file in (place / _LOG, *sorted(logs.glob("workerlog.*")))]
+    told = "; ".join(filter(None, said))
+    cure = "the end of their logs is above; --log-dir DIR keeps them whole"
+    return [fail("launcher", f"the ranks ended without a report (exit code {code}): {told}", cure)], 1
 
 
 def _run(command: Sequence[str], environ: dict[str, str], log: int, seconds: float) -> int:

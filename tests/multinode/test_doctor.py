@@ -1,4 +1,4 @@
-"""`ppfleetx doctor` on two nodes: what is well, a port that a firewall blocks, and faults of one node."""
+"""`ppfleetx doctor` on two nodes: all is well, the first cannot be reached, and faults of one of them."""
 
 from __future__ import annotations
 
@@ -102,14 +102,10 @@ def test_two_nodes_are_ready(corpus: Path, tmp_path: Path, nodes) -> None:  # no
         assert rows["agreement", "versions"][0]["status"] == "ok"
 
 
-def test_a_port_that_a_firewall_blocks_is_named_before_anything_starts(nodes) -> None:
-    first = nodes[0]
-    here = ["dev", first.cable]
-    subprocess.run(first.command("tc", "qdisc", "add", *here, "handle", "ffff:", "ingress"), check=True)
-    match = ["u32", "match", "ip", "dport", str(MASTER_PORT), "0xffff", "action", "drop"]
-    drop = ["tc", "filter", "add", *here, "parent", "ffff:", "protocol", "ip", *match]
-    if subprocess.run(first.command(*drop), capture_output=True, check=False).returncode:
-        pytest.skip("this kernel cannot drop what comes to a port (tc filter u32)")
+def test_a_first_node_that_nothing_gets_through_to_is_named_before_anything_starts(nodes) -> None:
+    first, second = nodes
+    nowhere = ["lladdr", "02:00:00:00:00:01", "dev", second.cable, "nud", "permanent"]  # nobody's address
+    subprocess.run(second.command("ip", "neigh", "replace", first.address, *nowhere), check=True)
     jobs = [doctor(node, first, timeout=4) for node in nodes]
     (code, at_first), (other_code, at_second) = reports(jobs, 60)
     assert code == other_code == 1
