@@ -1,6 +1,6 @@
 """Do plans rank on slow links as the planner says? Four CPU ranks on two nodes that a slow wire joins.
 
-    python -m tests.planner.links [--megabits 100 1000] [--delay 0.005] [--steps 5] [--share 0.4]
+    python -m tests.planner.links [--megabits 100 1000] [--delay 0.005] [--steps 7] [--share 0.4]
 
 Two network namespaces are joined by a wire (``wire.py``) of 100 Mbit/s and then of 1 Gbit/s, 5 ms each way.
 Eight plans train a few steps on each; the card is fitted to two of them with ``--calibrate``, and the rank
@@ -31,7 +31,7 @@ from tests.planner.wire import MTU, wire
 
 CONFIG = ROOT / "ppfleetx/configs/debug/gpt_nano.yaml"
 SHARES = Path(__file__).with_name("shares.py")
-SEQ_LEN, VOCAB = 128, 2048
+SEQ_LEN, VOCAB = 64, 2048
 SIZES = {
     "Global.global_batch_size": 8,
     "Global.local_batch_size": "null",
@@ -39,7 +39,6 @@ SIZES = {
     "Data.Train.dataset.max_seq_len": SEQ_LEN,
     "Data.Eval.dataset.max_seq_len": SEQ_LEN,
     "Model.vocab_size": VOCAB,
-    "Model.hidden_size": 512,
     "Model.num_layers": 4,
     "Model.num_attention_heads": 8,
     "Model.max_position_embeddings": SEQ_LEN,
@@ -67,7 +66,7 @@ sends activations over it."""
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=5, help="steps of each run, of which two do not count")
+    parser.add_argument("--steps", type=int, default=7, help="steps of each run, of which two do not count")
     parser.add_argument("--delay", type=float, default=0.005, help="seconds from one node to the other")
     parser.add_argument("--megabits", type=float, nargs="+", default=[100.0, 1000.0])
     parser.add_argument("--share", type=float, default=0.4, help="of a core, for each rank")
@@ -83,7 +82,9 @@ def _compare(directory: Path, megabits: float, delay: float, steps: int, share: 
     with joined(lambda: wire(megabits * 1e6 / 8, delay), MTU) as nodes, shares(4, share) as groups:
         for number, plan in enumerate(PLANS):
             runs.append(directory / f"run{number}")
-            _train(nodes, plan, directory / "corpus", runs[-1], steps, 38600 + number, groups)
+            settings = {**SIZES, **overrides(plan), "Model.hidden_size": _width(megabits)}
+            settings |= {"Engine.max_steps": steps, "Engine.save_load.output_dir": runs[-1]}
+            _train(nodes, settings, directory / "corpus", runs[-1], 38600 + number, groups)
     card = load_card("CPU").model_copy(update={"network_latency_us": delay * 1e6, "network_efficiency": 0.9})
     cluster = Cluster(card, per_node=2, network=megabits * 1e6 / 8)
     fitted, told = calibrate([str(runs[number]) for number in FITTED], cluster, None)
@@ -97,15 +98,19 @@ def _compare(directory: Path, megabits: float, delay: float, steps: int, share: 
     print(f"  rank correlation {_spearman(pairs):.2f}", flush=True)
 
 
+def _width(megabits: float) -> int:
+    """A model whose gradients take longer than its computation, so that plans differ by more than noise."""
+    return 512 if megabits < 500 else 1024
+
+
 def _train(
-    nodes: tuple[Node, Node], plan: dict, corpus: Path, output: Path, steps: int, port: int, groups: str
+    nodes: tuple[Node, Node], settings: dict, corpus: Path, output: Path, port: int, groups: str
 ) -> None:
     """Both nodes' launchers, to the end.
 
     Raises:
         RuntimeError: one of them failed.
     """
-    settings = {**SIZES, **overrides(plan), "Engine.max_steps": steps, "Engine.save_load.output_dir": output}
     settings |= {"Data.Train.dataset.input_dir": corpus, "Data.Eval.dataset.input_dir": corpus}
     words = [word for key, value in settings.items() for word in ("-o", f"{key}={value}")]
     jobs = []
