@@ -16,6 +16,7 @@ examples:
   ppfleetx quantize output --to int8 --output output-int8
   ppfleetx quantize output --to int4 --method gptq --calibration data/train --output output-int4
   ppfleetx quantize output --to int8 --smooth --calibration data/train --output output-w8a8
+  ppfleetx quantize output-of-qat --to int8 --activations int8 --output output-int8
   ppfleetx generate output-int8 "Once upon a time"
 """
 
@@ -54,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="8 bits for activations too, after their outliers were moved into the weights (SmoothQuant)",
     )
     parser.add_argument(
+        "--activations",
+        choices=("int8",),
+        help="8 bits for activations, as --smooth gives them, but weights stay where they are: for a "
+        "model that was trained with quantisation",
+    )
+    parser.add_argument(
         "--skip",
         action="append",
         default=[],
@@ -78,6 +85,7 @@ def run(args: argparse.Namespace) -> None:
             method=args.method,
             calibration=args.calibration,
             smooth=args.smooth,
+            activations=args.activations,
             skip=tuple(args.skip),
             samples=args.samples,
             config=args.config,

@@ -204,7 +204,9 @@ class Quantizer:
         cfg = self._options.trained
         if cfg is None or self._options.smooth:  # smoothing changes the weights
             return None
-        return on_trained_grid(weight, linear, form, cfg, self._checkpoint)
+        stored = on_trained_grid(weight, linear, form, cfg, self._checkpoint)
+        self.report.on_trained_grid += stored is not None
+        return stored
 
     def _keep(self, parameters: Mapping[str, paddle.Tensor], stored: Mapping[str, Stored]) -> None:
         for name, parameter in parameters.items():

@@ -37,6 +37,7 @@ class Report:
         kept: bytes of all other parameters.
         perplexity_before, perplexity_after: on the same windows; None: there was no data.
         num_measured: tokens they are of.
+        on_trained_grid: matrices whose numbers are those that training with quantisation computed with.
     """
 
     layers: list[LayerReport] = field(default_factory=list)
@@ -44,6 +45,7 @@ class Report:
     perplexity_before: float | None = None
     perplexity_after: float | None = None
     num_measured: int = 0
+    on_trained_grid: int = 0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
@@ -72,6 +74,11 @@ class Report:
             f"weights: {whole[0]:,} -> {whole[1]:,} bytes ({whole[0] / max(whole[1], 1):.2f} times smaller), "
             f"{self.kept:,} of them kept as they were"
         ]
+        if self.on_trained_grid:
+            said.append(
+                f"weights of {counted(self.on_trained_grid, 'linear')} lie on the grid that training with "
+                "quantisation rounded them to"
+            )
         if self.perplexity_before is not None and self.perplexity_after is not None:
             change = self.perplexity_after / self.perplexity_before - 1
             said.append(

@@ -25,11 +25,15 @@ from tests.deploy.exports import STYLES
 MODELS = {name: {**keys, "hidden_size": 48, "ffn_hidden_size": 96} for name, keys in STYLES.items()}
 
 
-def write_run(directory: Path, model: dict[str, Any]) -> Path:
+def write_run(directory: Path, model: dict[str, Any], compress: dict[str, Any] | None = None) -> Path:
     """An output directory with one checkpoint of large random weights, which holds its own configuration."""
     directory.mkdir(parents=True)
     tokenizer = train_tokenizer(["the cat and the hat and the other cat"] * 3, 300)
-    sections = {"Global": {"device": "cpu", "local_batch_size": 2}, "Model": model}
+    sections = {
+        "Global": {"device": "cpu", "local_batch_size": 2},
+        "Model": model,
+        "Compress": compress or {},
+    }
     path = directory / "config.yaml"
     path.write_text(json.dumps(sections))
     cfg = load_config(path)

@@ -112,6 +112,7 @@ def test_without_data_there_is_no_perplexity_and_layers_may_be_left_out(run_dir,
         ({"to": "int4", "group": 12}, "multiple of 8"),
         ({"group": 16}, "is for --to int4"),
         ({"to": "int4", "smooth": True, "calibration": "x"}, "goes with --to int8"),
+        ({"to": "int4", "activations": "int8"}, "goes with --to int8: kernels multiply 8 bits by 8"),
         ({"method": "gptq"}, "give --calibration DATA"),
         ({"smooth": True}, "give --calibration DATA"),
         ({"samples": 0}, "at least 1"),
@@ -146,6 +147,24 @@ def test_a_weight_that_is_no_number_is_named(tmp_path, monkeypatch) -> None:
         _quantize(run_dir, tmp_path / "small")
 
 
+@pytest.mark.parametrize("style", MODELS)
+def test_a_model_trained_with_quantisation_computes_what_it_was_trained_to(style, tmp_path, capsys) -> None:
+    """Both round weights on the same grid, and inputs by each token's largest magnitude."""
+    trained = {"enable": True, "activation_quantize_type": "abs_max"}
+    run_dir = write_run(tmp_path / "run", MODELS[style], {"Quantization": trained})
+    edges = ("head", "embedding.*")
+    report = _quantize(run_dir, tmp_path / "small", activations="int8", skip=edges)
+    assert report["on_trained_grid"] == 8
+    assert "8 linears lie on the grid that training" in capsys.readouterr().out
+    logits = [_logits(_generator(place)[0]) for place in (run_dir, tmp_path / "small")]
+    np.testing.assert_allclose(*logits, atol=1e-4 * np.abs(logits[0]).max())
+
+
+def _logits(generator) -> np.ndarray:
+    tokens = paddle.arange(1, 21).reshape([1, 20])
+    return generator.next_token_model.without_cache(tokens, paddle.arange(20).unsqueeze(0), None).numpy()
+
+
 @pytest.mark.parametrize("to", ["int8", "int4"])
 def test_adapters_and_the_quantised_weights_beside_them_are_merged(run_dir, tmp_path, to) -> None:
     group = {"group": 16} if to == "int4" else {}
@@ -158,10 +177,7 @@ def test_adapters_and_the_quantised_weights_beside_them_are_merged(run_dir, tmp_
     for place in (adapted, tmp_path / "merged"):
         generator, cfg = _generator(place)
         assert (cfg.Model.lora is None) == (place != adapted)
-        tokens = paddle.arange(1, 21).reshape([1, 20])
-        logits.append(
-            generator.next_token_model.without_cache(tokens, paddle.arange(20).unsqueeze(0), None).numpy()
-        )
+        logits.append(_logits(generator))
     np.testing.assert_allclose(*logits, atol=2e-3 * np.abs(logits[0]).max())
 
 

@@ -46,6 +46,7 @@ class Request:
     method: Literal["rtn", "gptq"] = "rtn"
     calibration: str | None = None
     smooth: bool = False
+    activations: Literal["int8"] | None = None
     skip: tuple[str, ...] = ()
     samples: int = 64
     config: str | None = None
@@ -84,6 +85,8 @@ def _weights(request: Request) -> WeightsConfig:
         )
     if request.smooth and request.to != "int8":
         raise ConfigError("goes with --to int8: it makes activations 8 bits too", key="--smooth")
+    if request.activations and request.to != "int8":
+        raise ConfigError("goes with --to int8: kernels multiply 8 bits by 8 bits", key="--activations")
     if request.to == "int8" and request.group is not None:
         raise ConfigError(
             "is for --to int4; 8 bits have one scale for each output channel",
@@ -93,7 +96,8 @@ def _weights(request: Request) -> WeightsConfig:
     if request.samples < 1:
         raise ConfigError("must be at least 1", key="--samples", value=request.samples)
     if request.to == "int8":
-        return WeightsConfig(bits=8, activation_bits=8 if request.smooth else None, skip=request.skip)
+        rounded = 8 if request.smooth or request.activations else None
+        return WeightsConfig(bits=8, activation_bits=rounded, skip=request.skip)
     group = DEFAULT_GROUP if request.group is None else request.group
     if group < 1 or group % 8:
         raise ConfigError(
