@@ -5,6 +5,8 @@ calls is shown by how far they come: past arguments and shapes, to the kernel th
 """
 
 from dataclasses import replace
+from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import paddle
@@ -12,6 +14,7 @@ import pytest
 from paddle import _C_ops
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.fused import FusedName
 from ppfleetx.config.loader import load_config
 from ppfleetx.core.module.build import build_module
 from ppfleetx.distributed.checks import NonFiniteSearch
@@ -176,6 +179,13 @@ def test_what_is_listed_and_cannot_run_is_refused_with_the_reason():
         assert part in str(refused.value)
     assert choose(("swiglu",), ("float32",), single).taken == {"swiglu": ["float32"]}
     assert choose("none", ("float32",), single).taken == {}
+
+
+def test_the_page_has_the_table():
+    page = Path(__file__).parents[2].joinpath("docs/numerics.md").read_text(encoding="utf-8")
+    section = page.split("## Fused operators")[1].split("\n## ")[0]
+    rows = [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert rows == list(TABLE) == list(get_args(FusedName))
 
 
 def test_a_program_that_is_exported_has_plain_operators(monkeypatch):
