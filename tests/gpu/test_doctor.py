@@ -10,9 +10,14 @@ from tests.helpers import programs
 pytestmark = pytest.mark.gpu
 
 
-def test_the_doctor_finds_nothing_wrong(here, tmp_path, record_property):
+@pytest.mark.parametrize("together", [False, True], ids=["one process", "a process for each card"])
+def test_the_doctor_finds_nothing_wrong(here, need_cards, tmp_path, record_property, together):
+    if together:
+        need_cards(2)
     command = [sys.executable, "-m", "ppfleetx", "doctor", "--json"]
-    done = programs.run(command, timeout=600, executed=here.has_gpu, cwd=tmp_path)
+    command += ["--nproc", str(here.cards)] if together else []
+    done = programs.run(command, timeout=900, executed=here.has_gpu, cwd=tmp_path)
+    assert "{" in done.stdout, done.stderr
     found = json.loads(done.stdout[done.stdout.index("{") :])
     rows = found["rows"]
     record_property("rows", rows)

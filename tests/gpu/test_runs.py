@@ -20,6 +20,7 @@ STEPS, HALF = 6, 3
 # Relative, between a card and the CPU over six steps of AdamW.
 TOLERANCE = 1e-3
 PREDICTED = r"memory of tensors ([\d.]+) and ([\d.]+) MiB, step ([\d.e-]+) \(.*?\) and ([\d.e-]+) s"
+# Of memory. What cuBLAS takes to work in is not predicted.
 MORE_THAN_PREDICTED, LEAST_MIB = 1.25, 64
 
 
@@ -99,19 +100,20 @@ def test_saving_beside_training_saves_the_same(train, tmp_path, plan):
 def test_profiler_and_memory(here, device, corpus, tmp_path, record_property):
     """The command itself: a trace of two steps, in which the card's kernels are, and the memory that its log
     tells beside what was predicted."""
-    sizes = {"hidden_size": 256, "num_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 128}
+    hidden, layers, length = (1024, 8, 512) if here.has_gpu else (128, 2, 64)
+    sizes = {"hidden_size": hidden, "num_layers": layers, "max_position_embeddings": length}
     overrides = {
         **{f"Model.{key}": value for key, value in sizes.items()},
-        "Data.Train.dataset.max_seq_len": 128,
-        "Data.Eval.dataset.max_seq_len": 128,
+        "Data.Train.dataset.max_seq_len": length,
+        "Data.Eval.dataset.max_seq_len": length,
         "Data.Train.dataset.input_dir": corpus,
         "Data.Eval.dataset.input_dir": corpus,
-        "Engine.max_steps": 5,
+        "Engine.max_steps": 4,
         "Engine.eval_freq": 0,
         "Engine.save_load.output_dir": tmp_path / "run",
         "Global.device": device,
         "Profiler.enable": True,
-        "Profiler.scheduler": "[2, 4]",
+        "Profiler.scheduler": "[1, 3]",
     }
     words = [word for key, value in overrides.items() for word in ("-o", f"{key}={value}")]
     command = [sys.executable, "-m", "ppfleetx", "train", "-c", str(NANO), *words]
@@ -122,12 +124,12 @@ def test_profiler_and_memory(here, device, corpus, tmp_path, record_property):
     predicted, measured, *seconds = map(float, said.groups())
     record_property("MiB predicted and measured", [predicted, measured])
     record_property("seconds predicted and measured", seconds)
+    assert measured <= MORE_THAN_PREDICTED * predicted + (LEAST_MIB if here.has_gpu else 0)
     kernels, copies = _trace(tmp_path / "run")
     record_property("kernels", kernels)
     record_property("copies to the host in two steps", copies)
     if here.has_gpu:
         assert kernels > 0, "no kernel of the card is in the trace"
-        assert measured <= MORE_THAN_PREDICTED * predicted + LEAST_MIB
 
 
 def _trace(run):
