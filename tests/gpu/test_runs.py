@@ -100,7 +100,7 @@ def test_saving_beside_training_saves_the_same(train, tmp_path, plan):
 def test_profiler_and_memory(here, device, corpus, tmp_path, record_property):
     """The command itself: a trace of two steps, in which the card's kernels are, and the memory that its log
     tells beside what was predicted."""
-    hidden, layers, length = (1024, 8, 512) if here.has_gpu else (128, 2, 64)
+    hidden, layers, length = (1024, 8, 512) if here.has_gpu else (256, 4, 128)
     sizes = {"hidden_size": hidden, "num_layers": layers, "max_position_embeddings": length}
     overrides = {
         **{f"Model.{key}": value for key, value in sizes.items()},
@@ -108,16 +108,16 @@ def test_profiler_and_memory(here, device, corpus, tmp_path, record_property):
         "Data.Eval.dataset.max_seq_len": length,
         "Data.Train.dataset.input_dir": corpus,
         "Data.Eval.dataset.input_dir": corpus,
-        "Engine.max_steps": 4,
+        "Engine.max_steps": 5,
         "Engine.eval_freq": 0,
         "Engine.save_load.output_dir": tmp_path / "run",
         "Global.device": device,
         "Profiler.enable": True,
-        "Profiler.scheduler": "[1, 3]",
+        "Profiler.scheduler": "[2, 4]",
     }
     words = [word for key, value in overrides.items() for word in ("-o", f"{key}={value}")]
     command = [sys.executable, "-m", "ppfleetx", "train", "-c", str(NANO), *words]
-    done = programs.run(command, timeout=600, executed=here.has_gpu, cwd=tmp_path)
+    done = programs.run(command, timeout=1100, executed=here.has_gpu, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     said = re.search(PREDICTED, done.stdout)
     assert said, done.stdout
