@@ -20,11 +20,13 @@ from ppfleetx.checkpoint.foreign.weights import with_vocabulary
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.tensors import load_model
 from ppfleetx.config.errors import CheckpointError
-from ppfleetx.config.sections.compress import DistillConfig, is_of_quantizer
+from ppfleetx.config.sections.compress import DistillConfig, WeightsConfig, is_of_quantizer
 from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.config.validate import section_of
 from ppfleetx.models.gpt.stages import model_stages
 from ppfleetx.models.module import BasicModule, Tensors
 from ppfleetx.models.staged import StagedModel
+from ppfleetx.nn.quantized import with_small_weights
 from ppfleetx.nn.stage import LayerFactory, Stage, canonical_parameters
 from ppfleetx.utils.log import get_logger
 
@@ -77,7 +79,7 @@ class Distillation(BasicModule):
 
 
 def load_teacher(place: str, student: ModelConfig, factory: LayerFactory) -> StagedModel:
-    """The model of a checkpoint, made by ``factory`` and with this rank's part of the weights.
+    """The model of a checkpoint, made by ``factory`` and with this rank's part of its weights, of any bits.
 
     Raises:
         CheckpointError: there is no such model, or it has another vocabulary.
@@ -91,7 +93,8 @@ def load_teacher(place: str, student: ModelConfig, factory: LayerFactory) -> Sta
         )
     rows = "vocab_size_divisible_unit"  # their columns must lie alike
     model = model.model_copy(update={rows: getattr(student, rows), "lora": None, "loss_chunks": 1})
-    teacher = StagedModel(model_stages(model, factory), seed=None)
+    stages = with_small_weights(model_stages(model, factory), _weights_of(checkpoint), factory)
+    teacher = StagedModel(stages, seed=None)
     teacher.eval()
     parameters = canonical_parameters(teacher)
     scales = [name for name in checkpoint.names() if is_of_quantizer(name)]
@@ -111,6 +114,13 @@ def _model_of(checkpoint: Checkpoint) -> ModelConfig:
             f"Compress.Distill.teacher: checkpoint {checkpoint.path} does not say what network it is"
         )
     return ModelConfig(**{key: value for key, value in section.items() if key in ModelConfig.model_fields})
+
+
+def _weights_of(checkpoint: Checkpoint) -> WeightsConfig | None:
+    """How the weights are stored, where they are quantised."""
+    compress = checkpoint.manifest.config.get("Compress") or {}
+    weights = compress.get("Weights")
+    return None if weights is None else section_of(WeightsConfig, weights)
 
 
 def divergence(

@@ -15,6 +15,7 @@ import pytest
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.foreign.convert import Conversion, convert
 from ppfleetx.checkpoint.foreign.merge_lora import merge_lora
+from ppfleetx.compress.distill import load_teacher
 from ppfleetx.config.errors import CheckpointError, ConfigError, UserError
 from ppfleetx.config.loader import load_config
 from ppfleetx.core.programs.generate import load_generator
@@ -22,6 +23,7 @@ from ppfleetx.core.programs.model_place import find_model
 from ppfleetx.core.programs.quantize import REPORT_FILE, Request, run
 from ppfleetx.core.programs.train import refuse_small_weights
 from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.nn.factory import LocalFactory
 from tests.compress.runs import MODELS, add_adapters, write_corpus, write_run
 
 PROMPTS = ["the cat", "and the other hat", "the"]
@@ -158,6 +160,15 @@ def test_a_model_trained_with_quantisation_computes_what_it_was_trained_to(style
     assert "8 linears lie on the grid that training" in capsys.readouterr().out
     logits = [_logits(_generator(place)[0]) for place in (run_dir, tmp_path / "small")]
     np.testing.assert_allclose(*logits, atol=1e-4 * np.abs(logits[0]).max())
+
+
+def test_a_quantised_model_teaches(run_dir, tmp_path) -> None:
+    _quantize(run_dir, tmp_path / "small", to="int4", group=16)
+    generator, cfg = _generator(tmp_path / "small")
+    teacher = load_teacher(str(tmp_path / "small"), cfg.Model, LocalFactory())
+    tokens = paddle.arange(1, 21).reshape([1, 20])
+    logits, expected = teacher(tokens, paddle.arange(20).unsqueeze(0))[-1].numpy(), _logits(generator)
+    np.testing.assert_allclose(logits[:, : expected.shape[1]], expected, atol=1e-4 * np.abs(expected).max())
 
 
 def _logits(generator) -> np.ndarray:
