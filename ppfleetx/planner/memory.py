@@ -13,6 +13,7 @@ from ppfleetx.planner.activations import embedding_tape, head_tape, layer_tape
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.case import Case
 from ppfleetx.planner.network import Cluster
+from ppfleetx.planner.operations import head_operations, layer_operations
 from ppfleetx.planner.parameters import Held, held_parameters, layer_parameters
 from ppfleetx.planner.tape import Tape
 
@@ -186,7 +187,7 @@ def _worst_moment(case: Case, stage: int, held: Held) -> dict[str, float]:
     v, last = case.plan.virtual_pp_degree, stage == case.plan.pp - 1
     kept = sum(run.tape.kept * run.count for run in runs)
     whole = kept + (v - 1) * sum(run.tape.kept * run.count for run in runs if run.everywhere)
-    others = whole * in_flight - kept
+    others = whole * in_flight - kept + _waiting_for_weights(case, stage)
     chunk = whole / v
     logits = runs[-1].tape.kept if last else 0.0
     passes = [(others, True)]
@@ -210,6 +211,19 @@ def _worst_moment(case: Case, stage: int, held: Held) -> dict[str, float]:
             }
         )
     return max(moments, key=lambda parts: sum(parts.values()))
+
+
+def _waiting_for_weights(case: Case, stage: int) -> float:
+    """ZB-H1: of as many micro batches as stages come before, the inputs and output gradients of products
+    whose weights have no gradients yet."""
+    if case.plan.pp_schedule != "zb_h1":
+        return 0.0
+    layers = sum(case.layer_kinds(stage).values())
+    elements = layers * sum(operation.operands for operation in layer_operations(case))
+    if stage == case.plan.pp - 1:
+        elements += sum(operation.operands for operation in head_operations(case))
+    micro_batches = min(stage, max(0, case.accumulate - (case.plan.pp - stage)))
+    return micro_batches * elements * case.precision.activation_bytes
 
 
 def _pass_peak(runs: list[_Run], *, first: bool, forward: bool, most_gradients: float) -> tuple[float, float]:

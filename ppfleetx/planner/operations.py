@@ -32,6 +32,7 @@ class Operation:
         backward_bytes: the same in the backward pass.
         kernels: launches of the forward pass.
         narrowest: least dimension of a product of weights; 0 for all others.
+        operands: elements of input and output of a product of weights: what its weight's gradient is made of.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Operation:
     backward_bytes: float = 0.0
     kernels: int = 1
     narrowest: float = 0.0
+    operands: float = 0.0
 
 
 def layer_operations(case: Case) -> list[Operation]:
@@ -59,8 +61,14 @@ def _split(case: Case) -> int:
 
 
 def _matmul(name: str, part: Part, rows: float, width_in: float, width_out: float) -> Operation:
-    narrowest = min(rows, width_in, width_out)
-    return Operation(name, "matmul", part, flops=2 * rows * width_in * width_out, narrowest=narrowest)
+    return Operation(
+        name,
+        "matmul",
+        part,
+        flops=2 * rows * width_in * width_out,
+        narrowest=min(rows, width_in, width_out),
+        operands=rows * (width_in + width_out),
+    )
 
 
 def _elementwise(name: str, part: Part, forward: float, backward: float, kernels: int = 1) -> Operation:

@@ -21,6 +21,7 @@ from ppfleetx.planner.timeline import Span
 from ppfleetx.utils.files import atomic_write
 
 _FORWARD, _BACKWARD, _AGAIN, _IDLE = "#4477aa", "#228833", "#ccbb44", "#dddddd"
+_WEIGHTS = "#aa3377"
 _PALETTE = (
     "#4477aa",
     "#66ccee",
@@ -94,9 +95,12 @@ def _draw_timeline(axes: Any, prediction: Prediction, _: Found | None) -> None:
     for stage in range(plan.pp):
         mine = [span for span in spans if span.stage == stage]
         _bars(axes, stage, [span for span in mine if span.is_forward], _FORWARD)
-        _bars(axes, stage, [span for span in mine if not span.is_forward], _BACKWARD)
+        later = [span for span in mine if span.is_weights]
+        backward = [span for span in mine if not span.is_forward and not span.is_weights]
+        _bars(axes, stage, backward, _BACKWARD)
+        _bars(axes, stage, later, _WEIGHTS)
         if again > 0.005:  # what is recomputed stands at the beginning of a backward pass
-            starts = [(s.start, (s.end - s.start) * min(1.0, again)) for s in mine if not s.is_forward]
+            starts = [(s.start, (s.end - s.start) * min(1.0, again)) for s in backward]
             axes.broken_barh(starts, (stage - 0.42, 0.84), facecolors=_AGAIN)
     axes.set(xlabel="seconds", ylabel="pipeline stage", xlim=(0, end), ylim=(plan.pp - 0.5, -0.5))
     axes.set_title(
@@ -104,14 +108,14 @@ def _draw_timeline(axes: Any, prediction: Prediction, _: Found | None) -> None:
         f"is idle"
     )
     axes.yaxis.get_major_locator().set_params(integer=True)
-    _legend(axes, again)
+    _legend(axes, again, divided=plan.pp_schedule == "zb_h1")
 
 
 def _backward_of(spans: tuple[Span, ...]) -> list[float]:
     """Seconds of the backward passes of the busiest stage."""
     stages: dict[int, list[float]] = {}
     for span in spans:
-        if not span.is_forward:
+        if not span.is_forward and not span.is_weights:
             stages.setdefault(span.stage, []).append(span.end - span.start)
     return max(stages.values(), key=sum)
 
@@ -121,10 +125,12 @@ def _bars(axes: Any, stage: int, spans: list[Span], colour: str) -> None:
     axes.broken_barh(bars, (stage - 0.42, 0.84), facecolors=colour, edgecolors="white", linewidth=0.4)
 
 
-def _legend(axes: Any, again: float) -> None:
+def _legend(axes: Any, again: float, *, divided: bool) -> None:
     from matplotlib.patches import Patch
 
     kinds = [("forward", _FORWARD), ("backward", _BACKWARD), ("idle or waiting for a message", _IDLE)]
+    if divided:
+        kinds.insert(2, ("gradients of weights", _WEIGHTS))
     if again > 0.005:
         kinds.insert(2, ("recomputed", _AGAIN))
     patches = [Patch(color=colour, label=name) for name, colour in kinds]

@@ -104,4 +104,5 @@ def plan_words(case: Case) -> str:
     words = f"dp={plan.dp},mp={plan.mp},pp={plan.pp},sharding={plan.sharding},stage={plan.sharding_stage}"
     words += f",sep={plan.sep},vpp={plan.virtual_pp_degree},micro={case.micro_batch}"
     words += f",sp={int(plan.sequence_parallel)},offload={int(plan.sharding_offload)}"
+    words += ",zb=1" if plan.pp_schedule == "zb_h1" else ""
     return words + f",recompute={kinds.pop() if len(kinds) == 1 else 'mixed'}"

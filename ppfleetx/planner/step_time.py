@@ -106,6 +106,7 @@ def step_time(case: Case, cluster: Cluster, *, whole_timeline: bool = False) -> 
         message,
         whole=whole_timeline,
         forwards_first=case.forwards_first,
+        weights=_weight_seconds(case, cluster) if plan.pp_schedule == "zb_h1" else None,
     )
     worst = max(range(plan.pp), key=lambda i: sum(f_seconds[i]) + sum(b_seconds[i]))
     spent = sum((*forward[worst], *backward[worst]), Passes()).times(case.accumulate)
@@ -149,7 +150,10 @@ def quick_seconds(case: Case, cluster: Cluster) -> float:
     if plan.pp > 1:
         message = _message(same, case.plan, cluster)
         total += 2 * message * (plan.virtual_pp_degree * case.accumulate + plan.pp - 1)
-        total += (plan.pp - 1) * min(stages) / plan.virtual_pp_degree
+        filling = min(stages) / plan.virtual_pp_degree
+        if plan.pp_schedule == "zb_h1":
+            filling -= 2 * min(_weight_seconds(case, cluster))
+        total += (plan.pp - 1) * filling
     total += _after_passes(case, cluster, ranks)[-1]
     return total * cluster.straggling(plan.world_size)
 
@@ -194,6 +198,23 @@ def _stage_passes(case: Case, cluster: Cluster) -> tuple[list[list[Passes]], ...
         backward.append(rows[1])
         again.append(rows[2])
     return forward, backward, again
+
+
+def _weight_seconds(case: Case, cluster: Cluster) -> list[float]:
+    """Of each stage, the part of a backward pass that computes gradients of weights: half of what the
+    products with weights take."""
+    same, last = alike(case), case.plan.pp - 1
+    layer = _products_seconds(same, cluster, "layer")
+    seconds = [layer * sum(case.layer_kinds(stage).values()) for stage in range(case.plan.pp)]
+    seconds[last] += _products_seconds(same, cluster, "head")
+    return seconds
+
+
+@lru_cache(maxsize=4096)
+def _products_seconds(case: Case, cluster: Cluster, of: str) -> float:
+    """Forward products with weights, which take as long as one of the two products of the backward pass."""
+    operations = layer_operations(case) if of == "layer" else head_operations(case)
+    return _forward([o for o in operations if o.kind == "matmul"], case, cluster).total
 
 
 @lru_cache(maxsize=4096)

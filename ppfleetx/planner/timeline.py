@@ -1,8 +1,8 @@
 """The pipeline's schedule, played through: who computes what when.
 
 1F1B (Narayanan et al. 2021, PipeDream-Flush) and its interleaved form (the same, §2.2): the orders that
-Paddle's schedules follow. Messages are not overlapped with computation: the sender waits until its message
-has gone, the receiver until it has come.
+Paddle's schedules follow; and ZB-H1 (Qi et al. 2023), where gradients of weights come later. Messages are not
+overlapped with computation: the sender waits until its message has gone, the receiver until it has come.
 """
 
 from __future__ import annotations
@@ -11,11 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ppfleetx.config.schedules import zero_bubble_order
+
 _STEADY_ROUNDS = 3
+_WEIGHTS = -1
 
 
 class Span(NamedTuple):
-    """One forward or backward pass: of ``chunk`` (virtual stage) and ``micro`` (micro batch), in seconds."""
+    """One forward or backward pass: of ``chunk`` (virtual stage) and ``micro`` (micro batch), in seconds.
+
+    ``is_weights``: the half of a backward pass that only computes gradients of weights.
+    """
 
     stage: int
     start: float
@@ -23,6 +29,7 @@ class Span(NamedTuple):
     is_forward: bool
     chunk: int
     micro: int
+    is_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,7 @@ def play(
     *,
     whole: bool = False,
     forwards_first: bool = False,
+    weights: Sequence[float] | None = None,
 ) -> Timeline:
     """Play one step's passes.
 
@@ -49,16 +57,18 @@ def play(
         micro_batches: number of micro batches.
         message: seconds of a message between neighbouring chunks.
         forwards_first: an interleaved schedule begins with all forward passes.
+        weights: seconds of each stage's gradients of weights, a part of ``backward``, which run in the order
+            of ZB-H1; None: backward passes are not divided.
         whole: play every micro batch. Otherwise a long step is cut: once the pipeline is in its rhythm,
             the remaining micro batches repeat it.
     """
     num_stages, num_chunks = len(forward), len(forward[0])
     shown = num_stages * (_STEADY_ROUNDS + num_chunks - 1)
     if whole or forwards_first or micro_batches <= shown + num_stages:
-        return _play(forward, backward, micro_batches, message, forwards_first)
+        return _play(forward, backward, micro_batches, message, forwards_first, weights)
     extra = (micro_batches - shown) % num_stages
-    some = _play(forward, backward, shown + extra, message)
-    more = _play(forward, backward, shown + extra + num_stages, message)
+    some = _play(forward, backward, shown + extra, message, weights=weights)
+    more = _play(forward, backward, shown + extra + num_stages, message, weights=weights)
     rounds = (micro_batches - shown - extra) // num_stages
     return Timeline(more.spans, some.seconds + rounds * (more.seconds - some.seconds))
 
@@ -69,11 +79,18 @@ def _play(
     micro_batches: int,
     message: float,
     forwards_first: bool = False,
+    weights: Sequence[float] | None = None,
 ) -> Timeline:
     num_stages, num_chunks = len(forward), len(forward[0])
-    orders = [
-        _order(stage, num_stages, num_chunks, micro_batches, forwards_first) for stage in range(num_stages)
-    ]
+    if weights is None:
+        orders = [
+            _order(stage, num_stages, num_chunks, micro_batches, forwards_first)
+            for stage in range(num_stages)
+        ]
+    else:
+        assert num_chunks == 1, "ZB-H1 is of whole stages"
+        orders = [_divided_order(stage, num_stages, micro_batches) for stage in range(num_stages)]
+        backward = [[row[0] - later] for row, later in zip(backward, weights, strict=True)]
     positions, clock = [0] * num_stages, [0.0] * num_stages
     arrived: dict[
         tuple[bool, int, int], float
@@ -85,6 +102,11 @@ def _play(
         stage = waiting.pop()
         while positions[stage] < len(orders[stage]):
             is_forward, chunk, micro = orders[stage][positions[stage]]
+            if chunk == _WEIGHTS:
+                start, clock[stage] = clock[stage], clock[stage] + weights[stage]
+                spans.append(Span(stage, start, clock[stage], False, 0, micro, is_weights=True))
+                positions[stage] += 1
+                continue
             place = chunk * num_stages + stage
             needed = (is_forward, place, micro)
             starts_alone = is_forward and place == 0
@@ -105,6 +127,12 @@ def _play(
             positions[stage] += 1
     assert all(p == len(o) for p, o in zip(positions, orders, strict=True)), "the schedule is stuck"
     return Timeline(tuple(spans), max(clock))
+
+
+def _divided_order(stage: int, num_stages: int, micro_batches: int) -> list[tuple[bool, int, int]]:
+    """:func:`_order` in ZB-H1; gradients of weights are of no virtual stage."""
+    order = zero_bubble_order(stage, num_stages, micro_batches)
+    return [(part == "F", _WEIGHTS if part == "W" else 0, micro) for part, micro in order]
 
 
 def _order(

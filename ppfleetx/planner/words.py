@@ -14,7 +14,7 @@ _DEGREES = {
     "vpp": "virtual_pp_degree",
 }
 _GRANULARITIES: tuple[Recompute, ...] = ("none", "core_attn", "full_attn", "full")
-WORDS = (*_DEGREES, "micro", "sp", "offload", "recompute")
+WORDS = (*_DEGREES, "micro", "sp", "offload", "zb", "recompute")
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,10 @@ def read_words(words: str, own: ParallelPlan) -> PlanWords:
     for word, name in (("sp", "sequence_parallel"), ("offload", "sharding_offload")):
         if word in given:
             values[name] = _truth(given, word)
+    if "zb" in given:
+        values["pp_schedule"] = "zb_h1" if _truth(given, "zb") else "1f1b"
+    elif values.get("pp") == 1 or values.get("virtual_pp_degree", 1) != 1:
+        values["pp_schedule"] = "1f1b"
     if "pp" in values or "virtual_pp_degree" in values:
         values["pp_layers"] = None
     if values.get("pp") == 1 and "vpp" not in given:

@@ -15,8 +15,10 @@ from ppfleetx.planner.activations import layer_tape
 from ppfleetx.planner.cards import card_names, load_card
 from ppfleetx.planner.case import Case, Precision
 from ppfleetx.planner.flops import step_flops
+from ppfleetx.planner.memory import stage_memory
 from ppfleetx.planner.network import Cluster, all_reduce_seconds, group_of
 from ppfleetx.planner.parameters import held_parameters
+from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.timeline import play
 
 H, LAYERS, VOCAB, LENGTH = 64, 4, 512, 32
@@ -68,6 +70,30 @@ def test_an_empty_pipeline_has_the_bubble_of_the_textbook():
     assert play(forward, backward, 8, 0.0).seconds == pytest.approx((8 + 3) * 3.0)
     halves = play([[0.5, 0.5]] * 4, [[1.0, 1.0]] * 4, 8, 0.0).seconds
     assert halves == pytest.approx((8 + 3 / 2) * 3.0)
+
+
+def test_gradients_of_weights_fill_the_bubble():
+    """(p - 1)(F + B - W) remains (Qi et al. 2023, table 2), B the backward pass without W, for any times."""
+    for forward, inputs, weights in ((1.0, 1.0, 1.0), (1.0, 1.3, 0.9)):
+        times = [[forward]] * 4, [[inputs + weights]] * 4, 8, 0.0
+        played = play(*times, weights=[weights] * 4)
+        busy = 8 * (forward + inputs + weights)
+        assert played.seconds == pytest.approx(busy + 3 * (forward + inputs - weights), rel=0.01)
+        assert sum(span.is_weights for span in played.spans) == 4 * 8
+        long = play(times[0], times[1], 64, 0.0, weights=[weights] * 4).seconds
+        assert long == pytest.approx(busy * 8 + 3 * (forward + inputs - weights), rel=0.01)
+
+
+def test_zero_bubble_is_predicted_faster_and_larger_in_its_last_stages():
+    plain = case(ParallelPlan(pp=2))
+    divided = replace(plain, plan=replace(plain.plan, pp_schedule="zb_h1"))
+    cluster = Cluster(load_card("A100-80GB"))
+    times = [Prediction(one, cluster).time for one in (plain, divided)]
+    assert times[1].bubble < times[0].bubble
+    assert times[1].seconds < times[0].seconds
+    first, last = ([stage_memory(one, cluster, stage).total for one in (plain, divided)] for stage in (0, 1))
+    assert first[0] == first[1]
+    assert last[0] < last[1]
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
