@@ -8,7 +8,7 @@ OUT     := quickstart# where the configuration below reads and writes
 CONFIG  := ppfleetx/configs/nlp/gpt/pretrain_gpt_tiny.yaml
 ARGS    ?=# further -o Section.key=value of the quickstart
 
-.PHONY: help quickstart test gpu-test gpu-test-dry parity hangs planner-accuracy lint docs site docs-test clean
+.PHONY: help quickstart test gpu-test gpu-test-dry parity operators hangs planner-accuracy lint docs site docs-test clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' 'BEGIN { n = 0 } /^[a-z-]+:.*## / { name[n] = $$1; text[n++] = $$2; if (length($$1) > w) w = length($$1) } \
@@ -64,6 +64,10 @@ parity: $(VENV)/.test  ## Run every legal plan of 1, 2, 4 and 8 processes agains
 	$(PY) -m tests.parity.every_plan
 	$(PY) -m tests.e2e.resumption
 	$(PY) -m tests.dialects.every_configuration
+
+operators: $(VENV)/.test  ## Record every kernel that runs on a GPU, and what a step waits for; writes the table and the counts
+	$(PY) -m tests.operators table --sizes 1 2 4
+	$(PY) -m tests.operators counts
 
 hangs: $(VENV)/.test  ## Let jobs come to a halt in ten ways, and read what they say (two of the ways need root)
 	$(PY) -m tests.faults.hang_campaign

@@ -1,0 +1,132 @@
+"""Python that takes the branches of a GPU, on a CPU that computes what they ask for.
+
+Where a GPU has an operator that a CPU lacks, or of which it lacks the type, a stand-in computes the same with
+others and says the operator's name (see :data:`NAMED`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import paddle
+import paddle.nn.functional as F
+from paddle import _C_ops
+from paddle.base import core
+
+from ppfleetx.distributed import transfer
+from ppfleetx.distributed.cpu.patches import TABLE
+from ppfleetx.nn import flash, fused, kernels
+from tests.helpers import low_precision
+
+GRADIENTS_OF = (
+    "c_embedding",
+    "c_softmax_with_cross_entropy",
+    "flash_attn",
+    "flashmask_attention",
+    "linear_v2",
+)
+"""Operators that only stand-ins name, and that have one for their gradients."""
+
+
+class Named:
+    """(operator, element type) that stand-ins have computed with others, and arrays that would be queued.
+
+    Attributes:
+        calls: of each operator and type.
+        queued: copies to the GPU for which nobody waits.
+    """
+
+    def __init__(self) -> None:
+        self.calls, self.queued = Counter[tuple[str, str]](), 0
+        self._inside = False
+
+    def add(self, name: str, dtype: Any) -> None:
+        """Note a call, but for what stand-ins compute with."""
+        if not self._inside:
+            self.calls[name, str(dtype).removeprefix("paddle.")] += 1
+
+    @contextlib.contextmanager
+    def stand_in(self, name: str, dtype: Any) -> Iterator[None]:
+        """Note an operator that is computed within, by others."""
+        self.add(name, dtype)
+        outer, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = outer
+
+
+@contextlib.contextmanager
+def gpu_branches(named: Named, *, low: bool = False) -> Iterator[None]:
+    """Within, ppfleetx takes the paths of a GPU (capability 8.0).
+
+    Args:
+        named: told of what has a stand-in.
+        low: 16-bit types are emulated (tests/helpers/low_precision.py), which names operators too.
+    """
+
+    def queue(array: Any) -> paddle.Tensor:
+        named.queued += 1
+        return paddle.to_tensor(array)
+
+    with contextlib.ExitStack() as stack:
+        patch = lambda *of: stack.enter_context(mock.patch.object(*of))  # noqa: E731
+        patch(core.Place, "is_cpu_place", lambda _: False)
+        patch(transfer, "on_gpu", lambda: True)
+        patch(transfer, "_queue", queue)
+        for module in (flash, kernels):
+            patch(module, "on_gpu", lambda: True)
+        patch(flash, "_capability", lambda _: (8, 0))
+        patch(fused, "TABLE", {name: replace(row, exact_on_cpu=True) for name, row in fused.TABLE.items()})
+        fused._obstacle.cache_clear()
+        stack.callback(fused._obstacle.cache_clear)
+        patch(F.flash_attention, "flash_attention", _flash(named, "flash_attn"))
+        patch(F.flash_attention, "flashmask_attention", _flash(named, "flashmask_attention"))
+        if low:
+            stack.enter_context(low_precision.emulated())
+            patch(low_precision, "observe", named.add)
+        else:
+            patch(_C_ops, "linear", _linear(named, _C_ops.linear))
+        for entry in TABLE:
+            if entry.owner == "paddle._C_ops":
+                patch(_C_ops, entry.name, _naming(named, entry.name, getattr(_C_ops, entry.name)))
+        yield
+
+
+def _linear(named: Named, original: Callable[..., Any]) -> Callable[..., Any]:
+    """What ``F.linear`` calls on a GPU. The CPU's own kernel of that name (3.3.1) ends the process."""
+
+    def linear(x: paddle.Tensor, weight: paddle.Tensor, bias: paddle.Tensor | None) -> paddle.Tensor:
+        with nullcontext() if bias is None else named.stand_in("linear_v2", x.dtype):
+            return original(x, weight, bias)
+
+    return linear
+
+
+def _naming(named: Named, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with named.stand_in(name, args[0].dtype):
+            return original(*args, **kwargs)
+
+    return call
+
+
+def _flash(named: Named, name: str) -> Callable[..., Any]:
+    """Attention without its mask: of the right shapes, and differentiable."""
+
+    def attend(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        with named.stand_in(name, query.dtype):
+            copies = query.shape[2] // key.shape[2]
+            key, value = (paddle.stack([t] * copies, axis=3).flatten(2, 3) for t in (key, value))
+            query, key, value = (t.transpose([0, 2, 1, 3]) for t in (query, key, value))
+            out = paddle.matmul(F.softmax(paddle.matmul(query, key, transpose_y=True)), value)
+            out = out.transpose([0, 2, 1, 3])
+        return (out, None) if name == "flash_attn" else out
+
+    return attend

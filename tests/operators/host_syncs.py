@@ -1,0 +1,91 @@
+"""Where a program makes its host wait for the device, or copies to it: counted on a CPU, call by call."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import paddle
+
+from ppfleetx.utils.hangs.record import RECORD
+
+ROOT = str(Path(__file__).resolve().parents[2] / "ppfleetx") + "/"
+# Paddle keeps AdamW's powers of beta in host memory on a GPU too (optimizer/adamw.py, device='cpu').
+ON_HOST = ("optims/fused_adamw.py:_power",)
+READS = ("numpy", "item", "tolist", "__array__", "__bool__", "__int__", "__float__", "__index__")
+
+
+class HostSyncs:
+    """Counts within :meth:`watching`, by the line of ppfleetx that is the cause.
+
+    Attributes:
+        reads: device to host, each of which waits for the device.
+        copies: host to device from ordinary memory, each of which waits too. Those of
+            ppfleetx/distributed/transfer.py do not wait and are not among them.
+        collectives: collectives and messages to other ranks.
+    """
+
+    def __init__(self) -> None:
+        self.reads, self.copies, self.collectives = Counter[str](), Counter[str](), Counter[str]()
+        self._depth = 0
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Count what happens within."""
+        with contextlib.ExitStack() as stack:
+            for name in READS:
+                counted = self._counted(getattr(paddle.Tensor, name), self.reads, name)
+                stack.enter_context(mock.patch.object(paddle.Tensor, name, counted))
+            counted = self._counted(paddle.to_tensor, self.copies, "to_tensor")
+            stack.enter_context(mock.patch.object(paddle, "to_tensor", counted))
+            stack.enter_context(mock.patch.object(RECORD, "begin", self._begin(RECORD.begin)))
+            yield
+
+    def totals(self) -> dict[str, int]:
+        """The three numbers."""
+        return {name: getattr(self, name).total() for name in ("reads", "copies", "collectives")}
+
+    def places(self) -> dict[str, dict[str, int]]:
+        """The three numbers, by place."""
+        return {name: dict(getattr(self, name)) for name in ("reads", "copies", "collectives")}
+
+    def _counted(self, original: Callable[..., Any], counter: Counter[str], name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            queued = name == "to_tensor" and sys._getframe(1).f_code.co_name == "queue"
+            if (
+                self._depth == 0
+                and not queued
+                and not (name == "to_tensor" and isinstance(args[0], paddle.Tensor))
+            ):
+                place = caller()
+                counter[f"{name} {place}"] += place not in ON_HOST
+            self._depth += 1  # one call may use another
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        return call
+
+    def _begin(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def begin(operation: str, *args: Any) -> Any:
+            self.collectives[f"{operation} {caller()}"] += 1
+            return original(operation, *args)
+
+        return begin
+
+
+def caller() -> str:
+    """The line of ppfleetx that the program has come from."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(ROOT) and "/distributed/cpu/" not in path and "/hangs/" not in path:
+            return f"{path.removeprefix(ROOT)}:{frame.f_code.co_name}"
+        frame = frame.f_back
+    return "?"

@@ -1,0 +1,96 @@
+"""The committed table of kernels: what recordings are compared with, and how it is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ppfleetx.nn import fused
+from ppfleetx.utils.gpu_operators import TABLE, used_kernels
+from tests.helpers.ranks import Pools
+from tests.operators.scenarios import CASES, Scenario
+
+Used = tuple[str, str]  # kernel, element type
+PROMPTS = ["the cat", "and", "the other hat and the ca"]
+
+
+def write_runs(directory: Path) -> dict[str, Path]:
+    """A run of each style with a YAML that generates from it."""
+    from ppfleetx.data.tokenizer.training import train_tokenizer
+    from tests.generation.conftest import LLAMA_STYLE, write_run
+
+    tokenizer, runs = train_tokenizer(["the cat and the hat and the other cat"] * 3, 300), {}
+    for style, keys in {"gpt2": {}, "llama": LLAMA_STYLE}.items():
+        run = runs[style] = directory / style
+        run.mkdir()
+        write_run(run, tokenizer, **keys)
+        file = run / "generation.yaml"
+        sections = json.loads(file.read_text())
+        sections["Generation"] = {"prompt": PROMPTS, "max_dec_len": 10, "seed": 7}
+        sections["Engine"] = {"save_load": {"ckpt_dir": str(run / "run")}}
+        file.write_text(json.dumps(sections))
+    return runs
+
+
+def arguments_of(scenario: Scenario, runs: dict[str, Path]) -> dict[str, Any]:
+    """The scenario's arguments, with the directory of its run where it needs one."""
+    if scenario.case != "kernels_of_generation":
+        return scenario.arguments
+    return {**scenario.arguments, "directory": str(runs[scenario.arguments["directory"]])}
+
+
+def named() -> set[Used]:
+    """Kernels of fused operators, which a CPU cannot run and the product says the names of."""
+    return {(kernel, dtype) for row in fused.TABLE.values() for kernel in row.kernels for dtype in row.types}
+
+
+def exported(pools: Pools, directory: Path, timeout: float) -> set[Used]:
+    """Kernels of exported programs of both styles."""
+    from tests.deploy.exports import STYLES, make_export
+
+    found: set[Used] = set()
+    for name, style in STYLES.items():
+        made = make_export(directory / f"export-{name}", style)
+        (path,) = {str(file).removesuffix(".json") for file in Path(made.directory).glob("model.json")}
+        (kernels,) = pools(1).run(CASES + "kernels_of_export", timeout=timeout, path=path)
+        found |= set(map(tuple, kernels))
+    return found
+
+
+def unknown(found: Iterable[Used]) -> list[str]:
+    """What is not in the table, or is there and has no kernel on a GPU; in words."""
+    kernels, told = used_kernels(), []
+    for name, dtype in sorted(set(found)):
+        entry = kernels.get(name)
+        if entry is None or dtype not in entry.used:
+            told.append(f"{name} {dtype} is not in the table")
+        elif dtype not in entry.gpu:
+            told.append(f"{name} {dtype} is not registered for GPUs")
+    return told
+
+
+def write(found: Iterable[Used], gpu_registry: Path | None) -> int:
+    """Add what was found to the table; the exit code. What a GPU has is told by a GPU build's registry, or
+    else by the table: a kernel of which neither says that a GPU has it is not written."""
+    content = json.loads(TABLE.read_text(encoding="utf-8"))
+    registry = {} if gpu_registry is None else json.loads(gpu_registry.read_text(encoding="utf-8"))
+    kernels, missing = content["kernels"], []
+    for name, dtype in sorted(set(found)):
+        entry = kernels.get(name, {"used": [], "gpu": []})
+        entry["gpu"] = sorted(registry.get(name, entry["gpu"]))
+        if dtype not in entry["gpu"]:
+            missing.append(f"{name} {dtype}")
+            continue
+        entry["used"] = sorted({*entry["used"], dtype})
+        kernels[name] = entry
+    lines = [f"    {json.dumps(name)}: {json.dumps(kernels[name])}" for name in sorted(kernels)]
+    head = [
+        f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in content.items() if key != "kernels"
+    ]
+    text = "\n".join(["{", *head, '  "kernels": {', ",\n".join(lines), "  }", "}", ""])
+    TABLE.write_text(text, encoding="utf-8")
+    for one in missing:
+        print(f"not known to be registered for GPUs, and not written: {one}")
+    return 1 if missing else 0

@@ -1,0 +1,38 @@
+"""What a step waits for and launches does not grow (tests/operators/counts.json)."""
+
+import warnings
+
+import pytest
+
+from tests.operators import counts
+
+CURE = "python -m tests.operators counts"
+
+
+def compare(row, found, committed):
+    risen, fallen = counts.differences(row, found, committed)
+    assert not risen, f"{'; '.join(risen)}; where that is meant: {CURE}"
+    if fallen:
+        warnings.warn(f"{row}: fewer than committed; keep it so: {CURE}", stacklevel=2)
+
+
+@pytest.mark.parametrize("row", counts.STEPS)
+def test_a_step_waits_no_more_than_before(pools, row):
+    compare(row, counts.step(pools, row), counts.read()["steps"][row])
+
+
+@pytest.mark.parametrize("row", counts.BLOCKS)
+def test_a_block_launches_no_more_than_before(pools, row):
+    committed = counts.read()["launches"]
+    for part, found in counts.block(pools, row).items():
+        compare(part, found, committed[part])
+
+
+def test_a_count_that_rises_is_an_error_and_one_that_falls_is_told():
+    committed = {"reads": 2, "copies": 1}
+    with pytest.raises(AssertionError, match="dp 2: reads 3, were 2; where that is meant: python -m"):
+        compare("dp 2", {"reads": 3, "copies": 0}, committed)
+    with pytest.warns(UserWarning, match="dp 2: fewer than committed"):
+        compare("dp 2", {"reads": 2, "copies": 0}, committed)
+    with pytest.raises(AssertionError, match="all 9, were 8"):
+        compare("gpt: a block", {"add": 3, "mul": 6, "all": 9}, {"add": 4, "mul": 4, "all": 8})
