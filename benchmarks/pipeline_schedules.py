@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Time in which pipeline stages wait: 1F1B and ZB-H1 on CPU processes.
+"""Time in which pipeline stages wait: 1F1B and ZB-H1, without and with overlapped messages, on CPUs.
 
     python benchmarks/pipeline_schedules.py [--stages 4] [--micro-batches 8] [--sleep 0.15] [--steps 3]
 
@@ -22,7 +22,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-SCHEDULES = ("1f1b", "zb_h1")
+SCHEDULES = (("1f1b", False), ("zb_h1", False), ("zb_h1", True))
+"""Each with or without ``Distributed.overlap_p2p_comm``."""
 
 
 def main() -> None:
@@ -38,12 +39,13 @@ def main() -> None:
     from tests.helpers.ranks import Pools
 
     pools, p, m = Pools(), args.stages, args.micro_batches
-    print("schedule  step, s  waits  promised")
-    for schedule in SCHEDULES:
+    print("schedule  overlap_p2p_comm  step, s  waits  promised", flush=True)
+    for schedule, overlaps in SCHEDULES:
         ranks = pools(p).run(
             "benchmarks.pipeline_schedules:measure",
             timeout=60.0 + 10 * (args.steps + 1) * (m + p) * args.sleep,
             schedule=schedule,
+            overlaps=overlaps,
             stages=p,
             micro_batches=m,
             seconds=args.sleep,
@@ -52,16 +54,18 @@ def main() -> None:
         step = statistics.median(max(times) for times in zip(*ranks, strict=True))
         idle = (p - 1) * (3 if schedule == "1f1b" else 1)
         waits, promised = 1 - 3 * m * args.sleep / step, idle / (3 * m + idle)
-        print(f"{schedule:8}  {step:7.3f}  {waits:5.1%}  {promised:8.1%}", flush=True)
+        print(f"{schedule:8}  {overlaps!s:16}  {step:7.3f}  {waits:5.1%}  {promised:8.1%}", flush=True)
     pools.close()
 
 
-def measure(schedule: str, stages: int, micro_batches: int, seconds: float, steps: int) -> list[float]:
+def measure(
+    schedule: str, overlaps: bool, stages: int, micro_batches: int, seconds: float, steps: int
+) -> list[float]:
     """Seconds of each step (called in every rank)."""
     from tests.parity.training import GLOBAL_BATCH, build, take_step
 
     plan = {"pp": stages, "pp_schedule": schedule}
-    extra = {"Model.num_layers": stages}
+    extra = {"Model.num_layers": stages, "Distributed.overlap_p2p_comm": overlaps}
     cfg, ctx, runner = build(plan, stages, "gpt", "sgd", GLOBAL_BATCH // micro_batches, extra)
     _let_sleep(runner, seconds, in_two_parts=schedule == "zb_h1")
     times = []
