@@ -21,6 +21,7 @@ MODULES = ["ppfleetx.nn.cpu_ops"]
 NEEDS_PADDLE = [
     "tasks/gpt/generation.py",
     "tools/convert_checkpoint.py",
+    "tools/doctor.py",
     "tools/eval.py",
     "tools/export.py",
     "tools/inference.py",
@@ -140,6 +141,7 @@ def arguments(tmp_path: Path) -> dict[str, list[str]]:
             *("--input", str(run), "--output", str(tmp_path / "hf")),
         ],
         "tools/convert_fleetx_data.py": ["--input", str(tmp_path / "old"), "--output-prefix", "new"],
+        "tools/doctor.py": ["-c", str(config), "-o", f"Engine.save_load.output_dir={tmp_path / 'new'}"],
         "tools/eval.py": [*from_run, *data],
         "tools/export.py": [*from_run, "-o", f"Engine.save_load.output_dir={tmp_path / 'export'}"],
         "tools/gen_command_docs.py": ["--check"],

@@ -25,13 +25,13 @@ def train_with_spikes(
     gradients, repeat, wanted = StepRunner._gradients, StepRunner._repeat, set(bad)
     state = {"repeats": False}
 
-    def spoilt(runner: StepRunner, micro_batches: Any, num_valid: float) -> tuple[float, float]:
-        loss, norm = gradients(runner, micro_batches, num_valid)
+    def spoilt(runner: StepRunner, micro_batches: Any, num_valid: float) -> tuple[float, float, bool]:
+        loss, norm, overflow = gradients(runner, micro_batches, num_valid)
         here = {int(i) for batch in micro_batches for i in batch["sample_ids"]} & wanted
         if not here or (once and state["repeats"]):
-            return loss, norm
+            return loss, norm, overflow
         by = float("nan") if factor is None else factor
-        return loss * by, norm * by
+        return loss * by, norm * by, overflow
 
     def repeated(runner: StepRunner, *arguments: Any) -> tuple[float, float]:
         state["repeats"] = True
@@ -59,7 +59,7 @@ def train_with_a_slow_rank(values: Mapping[str, Any], world: int, rank: int, sec
 
     gradients = StepRunner._gradients
 
-    def slow(runner: StepRunner, *arguments: Any) -> tuple[float, float]:
+    def slow(runner: StepRunner, *arguments: Any) -> tuple[float, float, bool]:
         if os.environ["PADDLE_TRAINER_ID"] == str(rank):
             time.sleep(seconds)
         return gradients(runner, *arguments)

@@ -272,6 +272,10 @@ class CpuProcessGroup(Member):
             counter[peer] = number + 1
         signature = Signature(CODES["send"], code, array.nbytes, -1)
         other = self.ranks[peer]
+        # A send that nobody waits for yet travels in the background; a receive only has to be posted.
+        background = not sync and not incoming and self._coalesced is None
+        if background:  # Paddle's pipelines free what they send at once: a GPU's streams keep the memory
+            array = array.copy()
 
         def steps() -> Steps:
             if incoming:
@@ -287,8 +291,6 @@ class CpuProcessGroup(Member):
             memory.finish()
 
         text = f"{'recv' if incoming else 'send'} of group {self.group_id} ({array.nbytes} bytes)"
-        # A send that nobody waits for yet travels in the background; a receive only has to be posted.
-        background = not sync and not incoming and self._coalesced is None
         operation = self._operation(steps(), text, -1, signature, background=background)
         if self._coalesced is not None:
             self._coalesced.append(operation)
