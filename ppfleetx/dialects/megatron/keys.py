@@ -149,7 +149,7 @@ RECOMPUTE: tuple[Key, ...] = (
                 "deepspeed_activation_checkpointing",
                 "who does it makes no difference; checkpoint_activations asks for it",
             ),
-            ("recompute", "layers of each [vpp][pp] chunk recomputed in full, or true for all"),
+            ("recompute", "layers recomputed in full: a list for each stage, or true"),
             ("select_recompute", "true: core_attn of all layers; counts are refused"),
         )
     ),
