@@ -9,22 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.e2e.conftest import NANO, ROOT, corpus, environment  # noqa: F401  (fixture)
 from tests.helpers import programs
-from tests.multinode.nodes import Node, NoNamespacesError, two_nodes
+from tests.multinode.nodes import Node
 
 MASTER_PORT = 38531
-
-
-@pytest.fixture
-def nodes():
-    try:
-        with two_nodes() as made:
-            yield made
-    except NoNamespacesError as error:
-        pytest.skip(f"network namespaces cannot be made here: {error}")
 
 
 def doctor(

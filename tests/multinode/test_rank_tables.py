@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.conftest import ROOT, corpus, environment, losses  # noqa: F401  (fixtures)
 from tests.helpers import programs
 from tests.multinode.nodes import Node
-from tests.multinode.test_two_nodes import finish, nodes  # noqa: F401  (fixtures)
+from tests.multinode.test_two_nodes import finish
 
 PROJECT = ROOT / "projects/mindformers"
 CONFIG = """

@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.conftest import ROOT, Tool, corpus, environment, losses, tool  # noqa: F401  (fixtures)
 from tests.helpers import programs
-from tests.multinode.nodes import Node, NoNamespacesError, two_nodes
+from tests.multinode.nodes import Node
 
 OVERRIDES = (
     "Global.global_batch_size=8",
@@ -57,15 +57,6 @@ def finish(jobs: list[subprocess.Popen], timeout: float) -> list[tuple[int, str]
             except ProcessLookupError:
                 continue
     return [(job.returncode, output) for job, output in zip(jobs, outputs, strict=True)]
-
-
-@pytest.fixture
-def nodes():
-    try:
-        with two_nodes() as made:
-            yield made
-    except NoNamespacesError as error:
-        pytest.skip(f"network namespaces cannot be made here: {error}")
 
 
 def test_two_nodes_train_as_one_process(tool: Tool, tmp_path: Path, nodes) -> None:  # noqa: F811

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.documents import documents_of
 from ppfleetx.checkpoint.foreign.lazy import LazyTensor
-from ppfleetx.checkpoint.foreign.ours import load_tokenizer
 from ppfleetx.checkpoint.foreign.weights import slices_of, with_vocabulary
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.writer import save_checkpoint
@@ -32,18 +30,15 @@ from ppfleetx.compress.prune import (
     sizes_after,
 )
 from ppfleetx.config.errors import CheckpointError, ConfigError
-from ppfleetx.config.loader import load_config
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.programs.launch import start_with, world_size
-from ppfleetx.core.programs.model_place import find_model
-from ppfleetx.core.programs.replicas import as_replicas
+from ppfleetx.core.programs.shrinking import calibration_samples, check_request, open_model, refuse_adapters
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.models.gpt.shape import flops_per_step, parameter_count
 from ppfleetx.utils.log import configure_logging, get_logger
 
 REPORT_FILE = "pruning.json"
-_LONGEST = 512  # tokens of a window
 
 
 @dataclass(frozen=True)
@@ -72,10 +67,7 @@ def run(request: Request) -> Path:
     configure_logging()
     output = Path(request.output)
     _check(request, output)
-    with ExitStack() as stack:
-        place = find_model(request.checkpoint, stack, with_config=request.config is None)
-        cfg = load_config(request.config or place.config, place.overrides(request.override))
-        cfg, _ = as_replicas(cfg, 1)
+    with open_model(request) as (cfg, directory, tokenizer):
         _check_model(cfg, request.checkpoint)
         sizes = sizes_after(
             cfg.Model,
@@ -84,15 +76,13 @@ def run(request: Request) -> Path:
             multiple=request.multiple,
             drop_layers=request.drop_layers,
         )
-        tokenizer = None if place.tokenizer is None else load_tokenizer(place.tokenizer)
-        checkpoint = open_resolved(resolve_checkpoint(place.checkpoint, verify=True))
+        checkpoint = open_resolved(resolve_checkpoint(directory, verify=True))
         scores = _scores(cfg, checkpoint, request, sizes, tokenizer)
         return _write(cfg, checkpoint, request, sizes, scores, tokenizer, output)
 
 
 def _check(request: Request, output: Path) -> None:
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError("is not empty; name a new directory", key="--output", value=str(output))
+    check_request(request, output)
     if world_size(os.environ) > 1:
         raise ConfigError("one process prunes; the result loads under any plan")
     if request.criterion == "saliency" and request.calibration is None:
@@ -101,8 +91,6 @@ def _check(request: Request, output: Path) -> None:
         )
     if request.criterion != "saliency" and request.calibration is not None:
         raise ConfigError("is read with --criterion saliency only", key="--calibration")
-    if request.samples < 1:
-        raise ConfigError("must be at least 1", key="--samples", value=request.samples)
 
 
 def _check_model(cfg: RunConfig, place: str) -> None:
@@ -111,29 +99,16 @@ def _check_model(cfg: RunConfig, place: str) -> None:
             f"{place} is quantised (Compress.Weights in its configuration): prune the checkpoint it was made "
             "from, and quantise the result"
         )
-    if cfg.Model.lora is not None:
-        raise CheckpointError(
-            f"{place} has adapters (Model.lora); add them to the weights first: "
-            f"ppfleetx merge --input {place} --output MERGED"
-        )
+    refuse_adapters(cfg, place)
 
 
 def _scores(
     cfg: RunConfig, checkpoint: Checkpoint, request: Request, sizes: Sizes, tokenizer: Tokenizer | None
 ) -> dict[int, Scores]:
-    if request.criterion != "saliency":
+    samples = calibration_samples(cfg, request, tokenizer, fewest=1)
+    if samples is None:
         tensors = _tensors(checkpoint, cfg)
         return {i: magnitude_scores(tensors, cfg.Model, i, request.criterion) for i in sizes.layers}
-    from ppfleetx.compress.samples import read_samples
-
-    samples = read_samples(
-        request.calibration,
-        tokenizer,
-        vocab_size=cfg.Model.vocab_size,
-        seq_len=min(cfg.Model.max_position_embeddings, _LONGEST),
-        num_windows=request.samples,
-        fewest=1,
-    )
     cfg, _ = start_with(cfg)
     from ppfleetx.compress.saliency import saliency_scores
 

@@ -7,31 +7,25 @@ from __future__ import annotations
 
 import os
 import tempfile
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.documents import documents_of
-from ppfleetx.checkpoint.foreign.ours import load_tokenizer
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.config.errors import CheckpointError, ConfigError
-from ppfleetx.config.loader import load_config
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.sections.compress import CompressConfig, WeightsConfig
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.programs.launch import start_with, world_size
-from ppfleetx.core.programs.model_place import find_model
-from ppfleetx.core.programs.replicas import as_replicas
+from ppfleetx.core.programs.shrinking import calibration_samples, check_request, open_model, refuse_adapters
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
-    from ppfleetx.compress.samples import Samples
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 REPORT_FILE = "quantization.json"
-_LONGEST = 512  # tokens of a window
 DEFAULT_GROUP = 128
 
 
@@ -61,17 +55,13 @@ def run(request: Request) -> Path:
     """
     weights = _weights(request)
     output = Path(request.output)
-    _check_output(output)
+    check_request(request, output)
     if world_size(os.environ) > 1:
         raise ConfigError("one process quantises, layer by layer; the result loads under any plan")
-    with ExitStack() as stack:
-        place = find_model(request.checkpoint, stack, with_config=request.config is None)
-        cfg = load_config(request.config or place.config, place.overrides(request.override))
-        cfg, _ = as_replicas(cfg, 1)
+    with open_model(request) as (cfg, directory, tokenizer):
         _check_model(cfg, request.checkpoint)
-        tokenizer = None if place.tokenizer is None else load_tokenizer(place.tokenizer)
         cfg, _ = start_with(cfg)
-        return _quantize(cfg, place.checkpoint, request, weights, tokenizer, output)
+        return _quantize(cfg, directory, request, weights, tokenizer, output)
 
 
 def _weights(request: Request) -> WeightsConfig:
@@ -93,8 +83,6 @@ def _weights(request: Request) -> WeightsConfig:
             key="--group",
             value=request.group,
         )
-    if request.samples < 1:
-        raise ConfigError("must be at least 1", key="--samples", value=request.samples)
     if request.to == "int8":
         rounded = 8 if request.smooth or request.activations else None
         return WeightsConfig(bits=8, activation_bits=rounded, skip=request.skip)
@@ -106,22 +94,13 @@ def _weights(request: Request) -> WeightsConfig:
     return WeightsConfig(bits=4, group_size=group, skip=request.skip)
 
 
-def _check_output(output: Path) -> None:
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError("is not empty; name a new directory", key="--output", value=str(output))
-
-
 def _check_model(cfg: RunConfig, place: str) -> None:
     if cfg.Compress.Weights is not None:
         raise CheckpointError(
             f"{place} is quantised already (Compress.Weights in its configuration), and rounding twice loses "
             "more than once: quantise the checkpoint it was made from"
         )
-    if cfg.Model.lora is not None:
-        raise CheckpointError(
-            f"{place} has adapters (Model.lora); add them to the weights first: "
-            f"ppfleetx merge --input {place} --output MERGED"
-        )
+    refuse_adapters(cfg, place)
     if not cfg.Model.task.continues_text:
         raise ConfigError(
             "only models that continue text are quantised", key="Model.module", value=cfg.Model.module
@@ -141,7 +120,8 @@ def _quantize(
     options = Options(weights, request.method, request.smooth, cfg.Compress.quantization)
     check_options(cfg.Model, options)
     checkpoint = open_resolved(resolve_checkpoint(checkpoint_dir, verify=True))
-    samples = _samples(cfg, request, tokenizer)
+    widest = max(cfg.Model.ffn_size, cfg.Model.hidden_size)
+    samples = calibration_samples(cfg, request, tokenizer, fewest=widest)
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output, prefix=".quantizing-") as room:
         quantizer = Quantizer(checkpoint, cfg.Model, options, Path(room), samples)
@@ -166,19 +146,3 @@ def _quantize(
     get_logger().info(f"written: {step}; the table below is also in {output / REPORT_FILE}")
     print(quantizer.report.table(), flush=True)
     return step
-
-
-def _samples(cfg: RunConfig, request: Request, tokenizer: Tokenizer | None) -> Samples | None:
-    if request.calibration is None:
-        return None
-    from ppfleetx.compress.samples import read_samples
-
-    model = cfg.Model
-    return read_samples(
-        request.calibration,
-        tokenizer,
-        vocab_size=model.vocab_size,
-        seq_len=min(model.max_position_embeddings, _LONGEST),
-        num_windows=request.samples,
-        fewest=max(model.ffn_size, model.hidden_size),
-    )
