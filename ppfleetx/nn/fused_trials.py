@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import paddle
 from paddle import nn
+from paddle.base.framework import EagerParamBase
 
 from ppfleetx.nn import kernels, mlp, norm
 from ppfleetx.nn.flash import packed_flash_attention
@@ -91,7 +92,7 @@ def weight_cast(dtype: str) -> Pairs:
     weight, *inputs = _random("float32", [16, 24], [3, 16], [5, 16])
     kept = CastOnceProducts(dtype)
     rows = [x.astype(dtype) for x in inputs]
-    one, other = _leaf(weight), _leaf(weight)
+    one, other = EagerParamBase.from_tensor(weight), _leaf(weight)
     with paddle.enable_grad(), kept.kept():
         for x in rows:
             kept.linear(x, one).sum().backward()

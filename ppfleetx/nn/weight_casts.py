@@ -12,6 +12,7 @@ from typing import Any
 
 import paddle
 from paddle.autograd import PyLayer
+from paddle.base.framework import EagerParamBase
 
 from ppfleetx.nn.products import Products
 
@@ -46,8 +47,13 @@ class CastOnceProducts(Products):
         return super().transposed(x, self.low(weight))
 
     def low(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """``parameter`` in 16 bits, with a way back for its gradient; itself where nothing is kept."""
-        if self._copies is None or not parameter.is_leaf or parameter.dtype != paddle.float32:
+        """``parameter`` in 16 bits, with a way back for its gradient; itself where nothing is kept.
+
+        Only parameters have copies. What is computed from one (a weight that is rounded) is gone after its
+        product, and the next tensor may be given its ``id``.
+        """
+        is_kept = self._copies is not None and isinstance(parameter, EagerParamBase)
+        if not is_kept or parameter.dtype != paddle.float32:
             return parameter
         copy = self._copies.get(id(parameter))
         if copy is None:

@@ -27,10 +27,11 @@ def drop_gradient(parameter: Tensor) -> None:
 
 
 def add_to_main_gradient(parameter: Tensor) -> None:
-    """Move ``grad`` into the float32 ``main_grad``, adding to what is there."""
+    """Move ``grad`` into the float32 ``main_grad``, adding to what is there. That of a parameter that is
+    float32 itself stays where it is."""
     import paddle
 
-    if parameter.grad is None:
+    if parameter.grad is None or parameter.dtype == paddle.float32:
         return
     with paddle.no_grad():
         gradient = parameter.grad.astype("float32")

@@ -196,10 +196,10 @@ def test_a_program_that_is_exported_has_plain_operators(monkeypatch):
     assert not ops.takes("swiglu", x)
 
 
-def mixed(level):
+def mixed(level, *overrides):
     """A small GPT in float16, with accumulation and a loss scale; three micro batches of one step."""
     changes = {"mix_precision": {"enable": True, "dtype": "float16", "level": level, "scale_loss": 1024.0}}
-    cfg = load_config(NANO, ["Model.num_layers=2", "Model.hidden_dropout_prob=0"])
+    cfg = load_config(NANO, ["Model.num_layers=2", "Model.hidden_dropout_prob=0", *overrides])
     cfg = cfg.model_copy(update={"Engine": cfg.Engine.model_validate({**cfg.Engine.model_dump(), **changes})})
     tokens = np.random.default_rng(0).integers(0, cfg.Model.vocab_size, (2, 17))
     batch = {
@@ -247,6 +247,33 @@ def test_weights_at_o1_are_converted_once_a_step(monkeypatch):
     assert results[0] == results[1]
     # Weight and bias of four linears in each of two layers, and the head; two steps and an evaluation.
     assert [products.num_casts for products in made] == [(2 * 4 * 2 + 1) * 3, 1]
+
+
+QUANTIZATION = "Compress.Quantization"
+
+
+def test_a_weight_that_is_rounded_has_no_copy_of_another(monkeypatch):
+    """Rounded weights are gone after their product, and Python gives their ``id`` to the next ones."""
+    results = []
+    with emulated():
+        for taken in ({}, {"weight_cast": ("float16",)}):
+            monkeypatch.setattr(apply, "choose", lambda *_, taken=taken: FusedOps(taken))
+            results.append(two_steps(*mixed("O1", f"{QUANTIZATION}.enable=True")))
+    assert results[0] == results[1]
+
+
+def test_learned_clips_are_float32_beside_16_bit_weights(monkeypatch):
+    """Their gradients are where they were, when those of the weights are taken to float32."""
+    types = ("weight_preprocess_type", "activation_preprocess_type")
+    options = [f"{QUANTIZATION}.enable=True", *(f"{QUANTIZATION}.{key}=PACT" for key in types)]
+    cfg, batches = mixed("O2", *options, "Model.use_recompute=True")
+    with emulated():
+        runner = apply.parallelize(build_module(cfg), cfg, ParallelContext.single(), train=True)
+        output = runner.train_step(batches, step=1, lr=1e-3, weight_decay=0.1)
+    clips = [parameter for name, parameter in runner.named_parameters() if name.endswith("_clip")]
+    assert np.isfinite(output.grad_norm) and not output.skipped
+    assert {str(clip.dtype) for clip in clips} == {"paddle.float32"}
+    assert sum(float(clip) != 1 for clip in clips) >= len(clips) // 2  # those of weights have moved
 
 
 @pytest.mark.parametrize("wrong", [1.0, np.inf])
