@@ -204,6 +204,17 @@ void CheckFunctions() {
   exact = 0;
   for (int64_t i = 0; i < size; ++i) exact += double(x[i]) * weight[i];
   Check(std::fabs(numbers::Dot(x.data, weight.data, size) - exact) < 1e-3, "dot");
+  const int64_t count = Between(0, 5), width = Between(1, 150);
+  Exact<float> factors(count), rows(count * width), sums(width);
+  for (int64_t k = 0; k < count; ++k) factors[k] = Normal();
+  for (int64_t i = 0; i < count * width; ++i) rows[i] = Normal();
+  std::fill_n(sums.data, width, 0.5f);
+  numbers::AddRows(factors.data, count, rows.data, width, sums.data);
+  for (int64_t i = 0; i < width; ++i) {
+    exact = 0.5;
+    for (int64_t k = 0; k < count; ++k) exact += double(factors[k]) * rows[k * width + i];
+    Check(std::fabs(sums[i] - exact) < 1e-4, "sum of rows");
+  }
   double total = 0;
   for (int64_t i = 0; i < size; ++i) y[i] = x[i], total += std::exp(double(x[i]));
   numbers::Softmax(y.data, size);

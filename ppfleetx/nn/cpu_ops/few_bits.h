@@ -72,9 +72,17 @@ struct FourBits {
   }
   Vector Weights(int i, int v) const {
 #if defined(WITH_AVX512)
-    // The instruction looks at the lowest four bits of each index.
-    const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
-    return (Vector)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)words_[v], 4 * i), table);
+    const __m512i word = (__m512i)words_[v], low = i < 4 ? word : _mm512_srli_epi32(word, 16);
+    if (i % 4 == 0) {  // the instruction looks at the lowest four bits of each index
+      const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
+      return (Vector)_mm512_permutexvar_ps(low, table);
+    }
+    // The bits where they are, as the fraction of a number so large that they count ones; 8 is added and taken away.
+    const int shift = i % 4 * 4;
+    const __m512 large = _mm512_set1_ps(static_cast<float>((1 << (23 - shift)) + 8));
+    const __m512i bits = _mm512_ternarylogic_epi32(_mm512_castps_si512(large), low, _mm512_set1_epi32(15 << shift),
+                                                   0x78);  // a ^ (b & c)
+    return (Vector)_mm512_sub_ps(_mm512_castsi512_ps(bits), large);
 #else
     return __builtin_convertvector((words_[v] << (28 - 4 * i)) >> 28, Vector);
 #endif
@@ -133,9 +141,39 @@ struct Panel {
   int64_t columns;      // of them are wanted
 };
 
+// The panel's columns of y for R rows of x, whose sums stay in registers.
+template <class Format, int R>
+void MultiplyPanelByFew(const float* x, int64_t size, const Panel& panel, float* y, int64_t stride) {
+  constexpr int64_t kLines = Format::kBlockBytes / kLine, kAhead = 4096;
+  Vector sums[R][kVectors];
+  float start[kWidth] = {};
+  if (panel.bias != nullptr) std::copy_n(panel.bias, panel.columns, start);
+  for (int r = 0; r < R; ++r) std::memcpy(sums[r], start, sizeof start);
+  const int8_t* values = panel.values;
+  const int64_t blocks = size / panel.groups / kBlock;
+  for (int64_t group = 0; group < panel.groups; ++group, x += blocks * kBlock) {
+    Tile parts = {};
+    Accumulate<Format, R>(x, size, values, blocks, values + kAhead, kLines, parts);
+    values += blocks * Format::kBlockBytes;
+    const Vector* scales = reinterpret_cast<const Vector*>(panel.scales + group * kWidth);
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < kVectors; ++v) sums[r][v] += parts[r][v] * scales[v];
+  }
+  for (int r = 0; r < R; ++r) std::memcpy(y + r * stride, sums[r], panel.columns * sizeof(float));
+}
+
+template <class Format, int R = kRows>
+void MultiplyPanelByUpTo(const float* x, int64_t rows, int64_t size, const Panel& panel, float* y, int64_t stride) {
+  if constexpr (R > 1) {
+    if (rows < R) return MultiplyPanelByUpTo<Format, R - 1>(x, rows, size, panel, y, stride);
+  }
+  MultiplyPanelByFew<Format, R>(x, size, panel, y, stride);
+}
+
 // The panel's columns of y for up to kMostRows rows of x, which have `size` numbers.
 template <class Format>
 void MultiplyPanel(const float* x, int64_t rows, int64_t size, const Panel& panel, float* y, int64_t stride) {
+  if (rows <= kRows) return MultiplyPanelByUpTo<Format>(x, rows, size, panel, y, stride);
   Tile sums[kMostRows / kRows], parts[kMostRows / kRows];
   const int64_t tiles = (rows + kRows - 1) / kRows;
   float start[kWidth] = {};

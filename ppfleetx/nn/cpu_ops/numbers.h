@@ -9,6 +9,10 @@
 
 #include "few_rows.h"
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace numbers {
 
 using few_rows::kLanes;
@@ -32,11 +36,15 @@ inline void StoreFirst(float* to, int64_t count, Vector value) {
 }
 
 inline float Sum(Vector value) {
+#if PANEL_WIDTH == 48 && defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)value);
+#else
   float values[kLanes];
   Store(values, value);
   for (int width = kLanes / 2; width > 0; width /= 2)
     for (int i = 0; i < width; ++i) values[i] += values[i + width];
   return values[0];
+#endif
 }
 
 // to[i] = of(from[i]) for all i.
@@ -60,9 +68,25 @@ inline float Dot(const float* a, const float* b, int64_t size) {
   return Sum(sums[0] + sums[1]) + rest;
 }
 
-// y += factor * x
-inline void AddTimes(float factor, const float* x, int64_t size, float* y) {
-  for (int64_t i = 0; i < size; ++i) y[i] += factor * x[i];
+// y[i] += sum of factors[k] * rows[k][i], in the order of k; V vectors of y at a time, which stay in registers.
+template <int V>
+int64_t AddRows(const float* factors, int64_t count, const float* rows, int64_t size, int64_t i, float* y) {
+  for (; i + V * kLanes <= size; i += V * kLanes) {
+    Vector sums[V];
+    for (int v = 0; v < V; ++v) sums[v] = Load(y + i + v * kLanes);
+    for (int64_t k = 0; k < count; ++k)
+      for (int v = 0; v < V; ++v) sums[v] += factors[k] * Load(rows + k * size + i + v * kLanes);
+    for (int v = 0; v < V; ++v) Store(y + i + v * kLanes, sums[v]);
+  }
+  return i;
+}
+
+inline void AddRows(const float* factors, int64_t count, const float* rows, int64_t size, float* y) {
+  int64_t i = AddRows<8>(factors, count, rows, size, 0, y);
+  i = AddRows<4>(factors, count, rows, size, i, y);
+  i = AddRows<1>(factors, count, rows, size, i, y);
+  for (; i < size; ++i)
+    for (int64_t k = 0; k < count; ++k) y[i] += factors[k] * rows[k * size + i];
 }
 
 inline Vector Max(Vector a, Vector b) { return a > b ? a : b; }

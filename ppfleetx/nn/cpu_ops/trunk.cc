@@ -182,7 +182,7 @@ void AttendHead(const Shape& shape, const Pass& pass, const Block& block, int64_
       numbers::Softmax(scores.data(), seen);
       float* to = context + ((s * pass.batch + row) * shape.groups + group) * heads * size + h * size;
       std::fill_n(to, size, 0.0f);
-      for (int64_t k = 0; k < seen; ++k) numbers::AddTimes(scores[k], values + k * size, size, to);
+      numbers::AddRows(scores.data(), seen, values, size, to);
     }
   }
 }
