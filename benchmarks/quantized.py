@@ -11,7 +11,9 @@ float32, int8, int4, w8a8: this project; int4 has groups of 128, and 8 bits in t
 w8a8 rounds activations too. pruned: float32 without a quarter of its heads and feed-forward units.
 exported_*: the same as a program that Paddle Inference runs.
 hf: transformers in float32. hf_int8: the same with PyTorch's dynamic quantisation of all linears (weights and
-activations of 8 bits). Both run with the Python of --hf-python, which has torch and transformers.
+activations of 8 bits). hf_torchao, hf_torchao_weights: the same with torchao's 8 bits for weights and
+activations, and for weights alone, not compiled. They run with the Python of --hf-python, which has torch,
+transformers and torchao.
 
 Before that the memory is measured: how fast one core reads a block of 1 GiB, which no cache holds. Bytes of
 weights that a token reads over that speed is the time that no program can go below.
@@ -26,7 +28,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -142,26 +144,52 @@ def small(form: str, run: Callable[..., decode.Generate]) -> decode.Generate:
 
 
 def hugging_face_int8() -> decode.Generate:
-    """transformers with PyTorch's dynamic quantisation; GPT-2's Conv1D layers become linears first."""
+    """transformers with PyTorch's dynamic quantisation."""
+    import torch
+
+    def prepare(model: torch.nn.Module) -> torch.nn.Module:
+        return torch.ao.quantization.quantize_dynamic(
+            _with_linears(model), {torch.nn.Linear}, dtype=torch.qint8
+        )
+
+    return decode.hugging_face(1, prepare=prepare)
+
+
+def hugging_face_torchao(config: str) -> decode.Generate:
+    """transformers with torchao's quantisation of all linears by this configuration, the head included."""
+    from torchao import quantization
+
+    def prepare(model: Any) -> Any:
+        model = _with_linears(model)
+        model.lm_head.weight = type(model.lm_head.weight)(model.lm_head.weight.detach().clone())  # untied
+        quantization.quantize_(model, getattr(quantization, config)())
+        return model
+
+    return decode.hugging_face(1, prepare=prepare)
+
+
+def _with_linears(model: Any) -> Any:
+    """``model`` with linears in place of GPT-2's Conv1D layers."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
-    def prepare(model: torch.nn.Module) -> torch.nn.Module:
-        for module in list(model.modules()):
-            for name, child in list(module.named_children()):
-                if isinstance(child, Conv1D):
-                    linear = torch.nn.Linear(*child.weight.shape)
-                    linear.weight.data, linear.bias.data = child.weight.data.t().contiguous(), child.bias.data
-                    setattr(module, name, linear)
-        return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
-
-    return decode.hugging_face(1, prepare=prepare)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, Conv1D):
+                linear = torch.nn.Linear(*child.weight.shape)
+                linear.weight.data, linear.bias.data = child.weight.data.t().contiguous(), child.bias.data
+                setattr(module, name, linear)
+    return model
 
 
 PRUNED = {
     "num_attention_heads": decode.HEADS * 3 // 4,
     "head_dim": decode.HIDDEN // decode.HEADS,
     "ffn_hidden_size": 3 * decode.HIDDEN,
+}
+TORCHAO = {
+    "hf_torchao": "Int8DynamicActivationInt8WeightConfig",
+    "hf_torchao_weights": "Int8WeightOnlyConfig",
 }
 MODES: dict[str, Callable[[], decode.Generate]] = {
     "float32": lambda: decode.ours(1),
@@ -171,11 +199,12 @@ MODES: dict[str, Callable[[], decode.Generate]] = {
     **{f"exported_{form}": partial(small, form, decode.exported) for form in FORMS},
     "hf": lambda: decode.hugging_face(1),
     "hf_int8": hugging_face_int8,
+    **{mode: partial(hugging_face_torchao, config) for mode, config in TORCHAO.items()},
 }
 COMPARED = (
     *((form, "float32") for form in (*FORMS, "pruned")),
     *((f"exported_{form}", "exported_float32") for form in FORMS),
-    *((form, other) for other in ("hf", "hf_int8") for form in FORMS),
+    *((form, other) for other in ("hf", "hf_int8", *TORCHAO) for form in FORMS),
 )
 
 
