@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
     def finish(rows: list[Row]) -> None:
         if not directory and case.rank == 0:
             _show(rows, case.world_size, as_object=args.json)
-        elif directory and case.local_rank == 0:
-            leave_report(rows, case.world_size, directory)
+        elif directory:
+            leave_report(rows, case.world_size, directory, case.local_rank)
 
     if case.world_size == 1:
         rows = in_groups(examine_all(case))

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,9 +23,10 @@ from ppfleetx.doctor.run import LOCAL_SECONDS
 from ppfleetx.utils.start import START_VARIABLE
 
 DIRECTORY_VARIABLE = "PPFLEETX_DOCTOR_DIR"
-"""Where the first rank of a machine leaves the report for the process that has started it."""
-_REPORT, _LOG = "report.json", "launcher.log"
-_END_SECONDS = 30.0
+"""Where the ranks of a machine leave their reports for the process that has started them."""
+_REPORT, _LOG = "report.*.json", "launcher.log"
+_END_SECONDS, _LOOK_SECONDS = 10.0, 0.5
+_STOP_SECONDS = 60.0  # the launcher waits 30 s for its ranks, and then kills them
 _LAST_LINES = 12
 
 
@@ -55,17 +57,17 @@ def launched_rows(
         environ = {**os.environ, DIRECTORY_VARIABLE: str(place)}
         environ.setdefault(START_VARIABLE, f"{seconds:g}")
         with (place / _LOG).open("wb") as log:
-            code = _run([*command, *logs], environ, log.fileno(), LOCAL_SECONDS + 4 * seconds)
+            code = _run([*command, *logs], environ, log.fileno(), LOCAL_SECONDS + 4 * seconds, place)
         return _read(place, logs_there or place / "log", code)
     finally:
         shutil.rmtree(place, ignore_errors=True)
 
 
 def _read(place: Path, logs: Path, code: int) -> tuple[list[Row], int]:
-    """The report, or the last words of the ranks that have left none."""
-    report = place / _REPORT
-    if report.is_file():
-        content = json.loads(report.read_text("utf-8"))
+    """The report of the first rank that has left one, or the last words of ranks that have not."""
+    reports = sorted(place.glob(_REPORT))
+    if reports:
+        content = json.loads(reports[0].read_text("utf-8"))
         return [Row.from_json(row) for row in content["rows"]], content["world_size"]
     said = [_end_of(file) for file in (place / _LOG, *sorted(logs.glob("workerlog.*")))]
     told = "; ".join(filter(None, said))
@@ -73,18 +75,22 @@ def _read(place: Path, logs: Path, code: int) -> tuple[list[Row], int]:
     return [fail("launcher", f"the ranks ended without a report (exit code {code}): {told}", cure)], 1
 
 
-def _run(command: Sequence[str], environ: dict[str, str], log: int, seconds: float) -> int:
-    """The exit code; nothing is left running."""
+def _run(command: Sequence[str], environ: dict[str, str], log: int, seconds: float, place: Path) -> int:
+    """The exit code; nothing is left running. Where a rank has reported, the others end soon: one that does
+    not is stopped, or hangs."""
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ)
+    deadline, has_reported = time.monotonic() + seconds, False
     try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return signal.SIGTERM
+        while (code := process.poll()) is None and time.monotonic() < deadline:
+            if not has_reported and any(place.glob(_REPORT)):
+                has_reported, deadline = True, time.monotonic() + _END_SECONDS
+            time.sleep(_LOOK_SECONDS)
+        return signal.SIGTERM if code is None else code
     finally:
         if process.poll() is None:
             process.terminate()
             try:
-                process.wait(_END_SECONDS)
+                process.wait(_STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -96,12 +102,13 @@ def _end_of(file: Path) -> str:
     return f"{file.name}: " + " | ".join(told[-_LAST_LINES:]) if told else ""
 
 
-def leave_report(rows: Sequence[Row], world_size: int, directory: str) -> None:
+def leave_report(rows: Sequence[Row], world_size: int, directory: str, local_rank: int) -> None:
     """Write the rows for the process that has started this one."""
     content = {"world_size": world_size, "rows": [row.as_json() for row in rows]}
-    part = Path(directory) / f"{_REPORT}.part"
+    name = _REPORT.replace("*", f"{local_rank:06}")
+    part = Path(directory) / f"{name}.part"
     part.write_text(json.dumps(content), "utf-8")
-    part.replace(Path(directory) / _REPORT)
+    part.replace(Path(directory) / name)
 
 
 def command_of(script: Path, arguments: Sequence[str]) -> list[str]:

@@ -1,7 +1,8 @@
 """Processes that meet over plain sockets before they trust anything else, and exchange values.
 
 One of them is the host and listens, the others are its guests. Every wait ends within a known time, and then
-says who did not answer and what it was doing when it was last heard of.
+says who did not answer and what it was doing when it was last heard of. While members work, a thread of each
+says that its process runs; so one that is stopped is told from one that is slow.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import errno
 import json
 import selectors
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,6 +22,8 @@ _GREETING = "ppfleetx doctor"
 _CONNECT_SECONDS, _AGAIN_SECONDS, _SEND_SECONDS = 5.0, 0.1, 30.0
 _LONGEST_LINE = 64 << 20
 _MARGIN_SECONDS = 10.0  # that guests wait longer than the host, which says who is missing
+_PULSE_SECONDS = 1.0
+_LEAST_QUIET_SECONDS = 60.0  # what loads a large library lets no other thread of its process run
 
 
 class MeetingError(Exception):
@@ -62,11 +66,14 @@ class Meeting(Protocol):
     def tell(self, place: str) -> None:
         """Say what this member does now; it is named with it when it does not answer."""
 
-    def exchange(self, value: Any, seconds: float) -> list[Answer]:
+    def exchange(self, value: Any, seconds: float, quiet: float | None = None) -> list[Answer]:
         """Everybody's value by number, the same on all; all members call this in the same order.
 
-        ``seconds`` are those in which nobody says anything: each value, and each :meth:`tell`, is a sign of
-        life.
+        Args:
+            value: of this member.
+            seconds: in which nobody gets further: each value, and each :meth:`tell`, is a step.
+            quiet: in which nothing at all is heard of a member, which is stopped then; None: those that
+                members waited for each other, and at least a minute.
 
         Raises:
             MeetingError: the host is gone.
@@ -82,10 +89,17 @@ class _Line:
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self._read = connection, bytearray()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # With a timeout of its own: one thread may wait for a message while another sends.
+        self._out, self._lock = connection.dup(), threading.Lock()
+        self._out.settimeout(_SEND_SECONDS)
 
     def send(self, value: Any) -> None:
-        self.connection.settimeout(_SEND_SECONDS)
-        self.connection.sendall(json.dumps(value).encode() + b"\n")
+        with self._lock:
+            self._out.sendall(json.dumps(value).encode() + b"\n")
+
+    def close(self) -> None:
+        self.connection.close()
+        self._out.close()
 
     def receive(self, deadline: float) -> Any:
         """The next value; TimeoutError at ``deadline`` (monotonic), ConnectionError without the other."""
@@ -118,6 +132,35 @@ class _Line:
             raise ConnectionAbortedError(errno.EPROTO, "not a message of doctor") from None
 
 
+class _Pulse:
+    """Says to the others that this process runs, whatever its main thread does."""
+
+    def __init__(self, lines: Iterable[_Line]) -> None:
+        self._lines, self._over = list(lines), threading.Event()
+        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
+
+    def _beat(self) -> None:
+        while not self._over.wait(_PULSE_SECONDS):
+            for line in self._lines:
+                with contextlib.suppress(OSError):  # exchange says who is gone
+                    line.send({"alive": True})
+
+    def stop(self) -> None:
+        self._over.set()
+
+
+def _silence_limit(quiet: float, seconds: float) -> float:
+    """No longer than a whole wait, and some beats of a pulse at least."""
+    return max(min(quiet, seconds), 3 * _PULSE_SECONDS)
+
+
+def _silence(seconds: float, place: str) -> str:
+    return (
+        f"nothing was heard of it for {seconds:g} s: its process is stopped, or its machine does not answer; "
+        f"it was last heard of at: {place}"
+    )
+
+
 @dataclass
 class _Guest:
     """A member, seen by the host."""
@@ -125,6 +168,8 @@ class _Guest:
     line: _Line
     place: str = "its start"
     problem: str = ""
+    heard: float = 0.0  # of anything (monotonic)
+    moved: float = 0.0  # of a step
 
 
 @dataclass
@@ -135,42 +180,66 @@ class Host:
     number: int = 0
     clocks: dict[int, Clock] = field(default_factory=dict)
     guests: dict[int, _Guest] = field(default_factory=dict)
+    quiet: float = _LEAST_QUIET_SECONDS
+    _pulse: _Pulse | None = None
+
+    def begin(self) -> None:
+        """All have come."""
+        for number, guest in self.guests.items():
+            guest.line.send({"members": self.names, "number": number})
+        self._pulse = _Pulse(guest.line for guest in self.guests.values())
 
     def tell(self, place: str) -> None:
         self._send({"at": place})
 
-    def exchange(self, value: Any, seconds: float) -> list[Answer]:
-        deadline = time.monotonic() + seconds
+    def exchange(self, value: Any, seconds: float, quiet: float | None = None) -> list[Answer]:
+        quiet, begun = _silence_limit(quiet or self.quiet, seconds), time.monotonic()
         answers = {0: Answer(value)}
         with selectors.DefaultSelector() as selector:
             for number, guest in self.guests.items():
                 if guest.problem:
                     answers[number] = Answer(problem=guest.problem)
                     continue
+                guest.heard = guest.moved = begun
                 guest.line.connection.setblocking(False)
                 selector.register(guest.line.connection, selectors.EVENT_READ, number)
             while selector.get_map():
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    break
-                for key, _ in selector.select(left):
-                    deadline = time.monotonic() + seconds
+                self._give_up(seconds, quiet, answers, selector)
+                for key, _ in selector.select(min(_PULSE_SECONDS, quiet / 4)):
                     answer = self._hear(self.guests[key.data])
                     if answer is not None:
                         answers[key.data] = answer
                         selector.unregister(key.fileobj)
-        for number, guest in self.guests.items():
-            if number not in answers:
-                guest.problem = f"no answer within {seconds:g} s; it was last heard of at: {guest.place}"
-                answers[number] = Answer(problem=guest.problem)
         ordered = [answers[number] for number in range(len(self.names))]
         self._send({"all": [[answer.value, answer.problem] for answer in ordered]})
         return ordered
 
+    def _give_up(
+        self, seconds: float, quiet: float, answers: dict[int, Answer], selector: selectors.BaseSelector
+    ) -> None:
+        """Wait no longer for who is silent, nor, where nobody gets further, for anybody."""
+        now = time.monotonic()
+        waiting = [number for number in self.guests if number not in answers]
+        last = max(guest.moved for guest in self.guests.values())
+        for number in waiting:
+            guest = self.guests[number]
+            if now - guest.heard > quiet:
+                guest.problem = _silence(quiet, guest.place)
+            elif now - last > seconds:
+                guest.problem = f"no answer within {seconds:g} s; it was last heard of at: {guest.place}"
+            else:
+                continue
+            answers[number] = Answer(problem=guest.problem)
+            selector.unregister(guest.line.connection)
+
     def _hear(self, guest: _Guest) -> Answer | None:
         try:
             guest.line.fill()
+            guest.heard = time.monotonic()
             while (message := guest.line.waiting()) is not None:
+                if "alive" in message:
+                    continue
+                guest.moved = guest.heard
                 if "value" in message:
                     return Answer(message["value"])
                 guest.place = str(message.get("at", guest.place))
@@ -186,8 +255,10 @@ class Host:
                     guest.line.send(message)
 
     def close(self) -> None:
+        if self._pulse is not None:
+            self._pulse.stop()
         for guest in self.guests.values():
-            guest.line.connection.close()
+            guest.line.close()
 
 
 @dataclass
@@ -200,26 +271,49 @@ class Visitor:
     where: str
     clocks: dict[int, Clock] = field(default_factory=dict)
     place: str = "its start"
+    quiet: float = _LEAST_QUIET_SECONDS
+
+    def __post_init__(self) -> None:
+        self._pulse = _Pulse([self.line])
 
     def tell(self, place: str) -> None:
         with contextlib.suppress(OSError):  # exchange says that the host is gone
             self.line.send({"at": place})
 
-    def exchange(self, value: Any, seconds: float) -> list[Answer]:
+    def exchange(self, value: Any, seconds: float, quiet: float | None = None) -> list[Answer]:
+        quiet, moved = _silence_limit(quiet or self.quiet, seconds), time.monotonic()
+        why = ""
         try:
             self.line.send({"value": value})
-            while "all" not in (said := self.line.receive(time.monotonic() + seconds + _MARGIN_SECONDS)):
-                self.place = str(said.get("at", self.place))
+            while True:
+                heard = time.monotonic()
+                end = min(heard + quiet, moved + seconds)
+                if (said := self._hear(end + _MARGIN_SECONDS)) is None:
+                    if end == heard + quiet:
+                        why = _silence(quiet + _MARGIN_SECONDS, self.place)
+                    break
+                if "all" in said:
+                    return [Answer(value, problem) for value, problem in said["all"]]
+                if "at" in said:
+                    self.place, moved = str(said["at"]), time.monotonic()
+            problem = f"no answer within {seconds + _MARGIN_SECONDS:g} s"
         except OSError as error:
-            why = error.strerror or f"no answer within {seconds + _MARGIN_SECONDS:g} s"
-            raise MeetingError(
-                f"{self.names[0]} at {self.where} is gone: {why}; it was last heard of at: {self.place}",
-                "look at that machine and its log",
-            ) from error
-        return [Answer(value, problem) for value, problem in said["all"]]
+            problem = error.strerror or str(error)
+        raise MeetingError(
+            f"{self.names[0]} at {self.where} is gone: "
+            + (why or f"{problem}; it was last heard of at: {self.place}"),
+            "look at that machine and its log",
+        )
+
+    def _hear(self, deadline: float) -> Any:
+        try:
+            return self.line.receive(deadline)
+        except TimeoutError:
+            return None
 
     def close(self) -> None:
-        self.line.connection.close()
+        self._pulse.stop()
+        self.line.close()
 
 
 # -- how they meet ---------------------------------------------------------------------------------
@@ -238,7 +332,7 @@ def receive_guests(port: int, size: int, name: str, seconds: float) -> Host:
             f"port {port} of this machine cannot be opened: {error.strerror}",
             "another program, or a job that still runs, holds it: give all machines another free port",
         ) from error
-    host = Host([name, *[""] * (size - 1)])
+    host = Host([name, *[""] * (size - 1)], quiet=max(seconds, _LEAST_QUIET_SECONDS))
     deadline = time.monotonic() + seconds
     with listener:
         while len(host.guests) < size - 1 and (left := deadline - time.monotonic()) > 0:
@@ -259,8 +353,7 @@ def receive_guests(port: int, size: int, name: str, seconds: float) -> Host:
         raise MeetingError(
             found, "start the same command on every machine; a firewall must let them reach this port"
         )
-    for number, guest in host.guests.items():
-        guest.line.send({"members": host.names, "number": number})
+    host.begin()
     return host
 
 
@@ -273,7 +366,7 @@ def _welcome(host: Host, line: _Line, address: str, size: int) -> None:
     deadline = time.monotonic() + _CONNECT_SECONDS
     said = line.receive(deadline)
     if not isinstance(said, dict) or said.get("greeting") != _GREETING:
-        line.connection.close()
+        line.close()
         raise ConnectionAbortedError(errno.EPROTO, "a stranger")
     if said["size"] != size:
         line.send({"refused": f"{host.names[0]} waits for {size} members, not {said['size']}"})
@@ -310,14 +403,15 @@ def visit(
         line.send({"clock": time.time()})
         said = line.receive(deadline + _MARGIN_SECONDS)
         if "refused" not in said:
-            return Visitor(list(said["members"]), said["number"], line, where)
+            quiet = max(seconds, _LEAST_QUIET_SECONDS)
+            return Visitor(list(said["members"]), said["number"], line, where, quiet=quiet)
     except (OSError, KeyError, TypeError) as error:
-        line.connection.close()
+        line.close()
         raise MeetingError(
             f"what answers at {where} is not doctor, or ended: {error}",
             "another program holds that port of the first machine, or doctor ended there: look at its output",
         ) from error
-    line.connection.close()
+    line.close()
     raise MeetingError(f"the first at {where} says: {said['refused']}", "start the same command everywhere")
 
 

@@ -37,6 +37,10 @@ _SHORT_SECONDS = 60.0
 _PROCESSES, _AGREEMENT, _COLLECTIVES = "processes", "agreement", "collectives"
 # What fails in these groups would make the process groups fail or hang as well.
 _DECISIVE = ("environment", "network", "configuration", _PROCESSES, _AGREEMENT)
+_LOST_CURE = (
+    "look at its log (workerlog.N of its machine), at its state (`ps -e -o pid,stat,args`: T is stopped, and "
+    "`kill -CONT PID` lets it go on) and at the machine"
+)
 _FIRST_FAILURES = "something failed above that communication needs"
 
 
@@ -66,7 +70,7 @@ def examine_job(case: Case, *, seconds: float, finish: Callable[[list[Row]], Non
             job.compare()
             job.communicate(seconds, finish)
         except MeetingError as error:
-            job.rows[case.rank].append(_in(_PROCESSES, fail("meeting", str(error), error.cure)))
+            job.lose_host(error)
         return job.result()
 
 
@@ -126,7 +130,10 @@ class Job:
             elif rank not in self._lost:
                 self._lost.add(rank)
                 text = f"{self.meeting.names[rank]}: {answer.problem}"
-                cure = "look at its log (workerlog.N of its machine) and at the machine"
+                cure = (
+                    "look at its log (workerlog.N of its machine), at its state (`ps -e -o pid,stat,args`: T "
+                )
+                cure += "is stopped, and `kill -CONT PID` lets it go on) and at the machine"
                 self.of_job.append(_in(_PROCESSES, fail(f"rank {rank}", text, cure)))
 
     def compare(self) -> None:
@@ -140,6 +147,10 @@ class Job:
         self.of_job += [_in(_AGREEMENT, row) for row in clock_rows(self.meeting.names, first.value)]
         if self.case.cfg is not None:
             self.of_job += [_in(_AGREEMENT, row) for row in self._shared_directory()]
+
+    def lose_host(self, error: MeetingError) -> None:
+        """What this process knows is all that there is now."""
+        self.rows[self.case.rank].append(_in(_PROCESSES, fail("meeting", str(error), error.cure)))
 
     def _told(self, answers: Sequence[Answer]) -> dict[int, dict]:
         self._take([Answer([], answer.problem) for answer in answers])
@@ -187,24 +198,28 @@ class Job:
             text = f"{what} did not end within {seconds:g} s"
             cure = "the rank that others wait for is named beside this; NCCL_DEBUG=INFO shows what NCCL does"
             own.append(fail("communication", text, cure))
-            with contextlib.suppress(MeetingError):
+            try:
                 self._share(own, seconds)
+            except MeetingError as error:
+                self.rows[self.case.rank] += [_in(_COLLECTIVES, row) for row in own]
+                self.lose_host(error)
             finish(self.result())
             sys.stdout.flush()
             os._exit(1)
 
         with Guard(seconds, give_up) as guard:
             tell("joining the process groups")
-            self._collectives(tell, own)
+            self._collectives(tell, own, guard)
         self._share(own, seconds)
 
     def _share(self, own: Sequence[Row], seconds: float) -> None:
         rows = [_in(_COLLECTIVES, row).as_json() for row in own]
-        self._take(self.meeting.exchange(rows, seconds + _SHORT_SECONDS / 2))
+        # By now nothing keeps the threads of a process from running.
+        self._take(self.meeting.exchange(rows, seconds + _SHORT_SECONDS / 2, quiet=seconds))
         self.rows, measured = slowest(self.rows)
         self.of_job += measured
 
-    def _collectives(self, tell: Callable[[str], None], rows: list[Row]) -> None:
+    def _collectives(self, tell: Callable[[str], None], rows: list[Row], guard: Guard) -> None:
         """Add to ``rows`` as it goes."""
         from ppfleetx.distributed.init import init_distributed
         from ppfleetx.doctor.collectives import examine_groups
@@ -215,6 +230,8 @@ class Job:
             for row in examine_groups(ctx, tell):
                 rows.append(row)
         except Exception as error:  # noqa: BLE001  (whatever a library of communication raises is a finding)
+            if guard.has_given_up:
+                return  # it says what did not end
             cure = "look at the first rank that failed, at its log and its machine"
             rows.append(fail("communication", f"{type(error).__name__}: {str(error)[:400]}", cure))
 
@@ -224,29 +241,40 @@ class Guard:
 
     Args:
         seconds: that one thing may take.
-        give_up: is called with its name, in another thread.
+        give_up: is called with its name, in another thread; the main thread waits for it at the end.
+
+    Attributes:
+        has_given_up: whether it was called.
     """
 
     def __init__(self, seconds: float, give_up: Callable[[str], None]) -> None:
         self._seconds, self._give_up = seconds, give_up
         self._what, self._began = "", time.monotonic()
-        self._over = threading.Event()
+        self._over, self._lock = threading.Event(), threading.Lock()
+        self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
+        self.has_given_up = False
 
     def begin(self, what: str) -> None:
         """The next thing begins now."""
         self._what, self._began = what, time.monotonic()
 
     def __enter__(self) -> Self:
-        threading.Thread(target=self._watch, name="guard", daemon=True).start()
+        self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._over.set()
+        with self._lock:
+            self._over.set()
+        if self.has_given_up:
+            self._thread.join()
 
     def _watch(self) -> None:
         while not self._over.wait(min(1.0, self._seconds / 4)):
             if time.monotonic() - self._began > self._seconds:
-                self._give_up(self._what)
+                with self._lock:
+                    self.has_given_up = not self._over.is_set()
+                if self.has_given_up:
+                    self._give_up(self._what)
                 return
 
 

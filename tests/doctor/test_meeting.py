@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from ppfleetx.doctor import meeting as meeting_module
 from ppfleetx.doctor import nodes
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.interfaces import Interface, interfaces, named_rows, nccl_choice
@@ -68,6 +69,53 @@ def test_a_member_that_does_not_answer_or_ends_is_named_with_its_place():
     assert answers[0] == "" and answers == again
     assert answers[1] == "no answer within 1 s; it was last heard of at: all_reduce of the mp group"
     assert answers[2].startswith("it ended at: losses")
+
+
+def test_a_member_that_is_stopped_is_told_from_one_that_is_slow(monkeypatch):
+    monkeypatch.setattr(meeting_module, "_PULSE_SECONDS", 0.1)
+    done = threading.Event()
+
+    def act(meeting):
+        if meeting.number == 1:
+            meeting.tell("losses")
+            meeting._pulse.stop()  # as SIGSTOP does
+            done.wait(20.0)
+            return None
+        if meeting.number == 2:
+            time.sleep(1.5)
+            return [a.problem for a in meeting.exchange("slow", 20.0, 0.5)]
+        problems = [a.problem for a in meeting.exchange("here", 20.0, 0.5)]
+        done.set()
+        return problems
+
+    begun = time.monotonic()
+    first, _, slow = together(free_port(), 3, act)
+    assert first == slow and first[0] == first[2] == "" and time.monotonic() - begun < 15.0
+    assert first[1] == (
+        "nothing was heard of it for 0.5 s: its process is stopped, or its machine does not answer; it was "
+        "last heard of at: losses"
+    )
+
+
+def test_a_first_that_is_stopped_is_named_by_the_others(monkeypatch):
+    monkeypatch.setattr(meeting_module, "_PULSE_SECONDS", 0.1)
+    monkeypatch.setattr(meeting_module, "_MARGIN_SECONDS", 0.5)
+    done = threading.Event()
+
+    def act(meeting):
+        if meeting.number == 0:
+            meeting.tell("joining the process groups")
+            meeting._pulse.stop()
+            done.wait(20.0)
+            return None
+        with pytest.raises(MeetingError) as error:
+            meeting.exchange("here", 20.0, 0.5)
+        done.set()
+        return str(error.value)
+
+    _, told = together(free_port(), 2, act)
+    assert "is gone: nothing was heard of it for 1 s: its process is stopped" in told
+    assert told.endswith("last heard of at: joining the process groups")
 
 
 def test_who_does_not_come_is_named_to_all():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -20,7 +21,7 @@ from ppfleetx.doctor.registry import Check
 from ppfleetx.doctor.rows import Row, Status, fail, ok
 from ppfleetx.doctor.run import Guard, examine_job
 from tests.doctor.conftest import by_name
-from tests.helpers.ranks import free_port
+from tests.helpers.ranks import ROOT, free_port
 
 
 @pytest.fixture
@@ -122,10 +123,11 @@ def test_ranks_that_end_without_a_report_leave_their_last_words():
 
 
 def test_the_report_of_the_ranks_is_read_and_nothing_is_left(tmp_path):
-    leave_report([ok("python", "3.11")], 4, str(tmp_path))
-    content = (tmp_path / "report.json").read_text()
+    leave_report([ok("python", "3.11")], 4, str(tmp_path), 0)
+    (file,) = tmp_path.iterdir()
+    content = file.read_text()
     text = (
-        f"import os; open(os.environ['{launch.DIRECTORY_VARIABLE}'] + '/report.json', 'w').write({content!r})"
+        f"import os; open(os.environ['{launch.DIRECTORY_VARIABLE}'] + '/{file.name}', 'w').write({content!r})"
     )
     (row,), size = launched_rows(program(text), seconds=1.0, logs_there=None)
     assert (row.name, size) == ("python", 4)
@@ -136,6 +138,37 @@ def test_a_launcher_that_does_not_end_is_ended(monkeypatch):
     begun = time.monotonic()
     (row,), _ = launched_rows(program("import time; time.sleep(60)"), seconds=0.2, logs_there=None)
     assert row.status is Status.FAIL and time.monotonic() - begun < 30.0
+
+
+STOPS = """
+import os, signal, sys, threading, time
+
+def wait():
+    while "ppfleetx.doctor.collectives" not in sys.modules:  # imported when process groups are joined
+        time.sleep(0.005)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+if os.environ.get("PADDLE_TRAINER_ID") == "1":
+    with open(os.environ["STOPPED_PID"], "w") as file:
+        file.write(str(os.getpid()))
+    threading.Thread(target=wait, daemon=True).start()
+"""
+
+
+def test_a_rank_that_is_stopped_is_named_and_killed(tmp_path):
+    """A whole job: its first rank waits for the other, gives up, and tells why; nothing is left running."""
+    (tmp_path / "sitecustomize.py").write_text(STOPS)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PADDLE_")}
+    environ |= {"PYTHONPATH": f"{tmp_path}:{ROOT}", "STOPPED_PID": str(tmp_path / "pid")}
+    command = [sys.executable, "-m", "ppfleetx", "doctor", "--nproc", "2", "--timeout", "6", "--json"]
+    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=180)
+    rows = [row for row in json.loads(done.stdout)["rows"] if row["status"] == "fail"]
+    assert done.returncode == 1
+    told = {row["name"]: row["found"] for row in rows}
+    assert set(told) == {"rank 1", "communication"}
+    assert "nothing was heard of it for 6 s: its process is stopped" in told["rank 1"]
+    assert told["communication"] == "joining the process groups did not end within 6 s"
+    assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
 
 
 def test_several_machines_need_a_place_to_meet():
