@@ -43,13 +43,19 @@ class GrowingCache:
         Args:
             num_new: columns that every layer will give to :meth:`update`.
             visible: ``[b, n + num_new]`` bool, the columns that the new positions of each row may attend to
-                (of them, those that are not behind the position itself). Without effect in the first pass.
+                (of them, those that are not behind the position itself). In the first pass :meth:`update`
+                leaves that to the layers.
         """
         self._past, self._length = self._length, self._length + num_new
         if self._past:
             self._make_room()
-            self._num_new, self._visible = num_new, visible[:1] if visible.all() else visible
-            self._penalties, self._places = {}, None
+        self._num_new, self._visible = num_new, visible[:1] if visible.all() else visible
+        self._penalties, self._places = {}, None
+
+    def begin(self, num_layers: int, rows: int, groups: int, head_dim: int) -> None:
+        """Make the :meth:`memory` of a first pass, for whoever computes all layers at once."""
+        shape = [rows, groups, self._length + ROOM, head_dim]
+        self._layers = {layer: (paddle.zeros(shape), paddle.zeros(shape)) for layer in range(num_layers)}
 
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
@@ -69,8 +75,9 @@ class GrowingCache:
         return bool(self._past)
 
     def memory(self) -> list[paddle.Tensor]:
-        """Keys and values ``[b, g, k, d]`` of each layer in turn. In a pass that follows others there is room
-        in them for its columns, which whoever computes them all at once writes there."""
+        """Keys and values ``[b, g, k, d]`` of each layer in turn. In a pass that follows others, or after
+        :meth:`begin`, there is room in them for its columns, which whoever computes them all at once writes
+        there."""
         return [held for _, pair in sorted(self._layers.items()) for held in pair]
 
     def first_new_column(self) -> paddle.Tensor:

@@ -22,15 +22,22 @@ from ppfleetx.nn.panels import InferenceLinear
 from ppfleetx.nn.quantized import QuantizedLinear
 from ppfleetx.nn.rope import RotaryEmbedding
 
+_MOST_SMALL_ROWS, _MOST_COLUMNS = 256, 512
+"""Of weights of few bits so many rows are taken, while they attend to so many columns. Their products are the
+same operator either way; attention to more columns is left to Paddle's products."""
 AddLinear = Callable[[trunk.TrunkWeights, nn.Layer], bool]
 """Adds the matrix of a linear to the weights; False: it cannot be had."""
 
 
 class FusedTrunk:
-    """The blocks and the final norm of a model, for passes that follow cached keys.
+    """The blocks and the final norm of a model, for passes with a cache.
 
     Args:
         layers: the blocks and the final norm, which :func:`can_fuse` is true of.
+
+    Attributes:
+        takes_prompts: whether it may run first passes too. Where weights have few bits, the operations in
+            between would take a quarter of a prompt's time; float32 is multiplied by MKL, for many rows.
     """
 
     def __init__(self, layers: Sequence[nn.Layer]) -> None:
@@ -39,11 +46,14 @@ class FusedTrunk:
         self.window, self._rotary = first.attention.window, first.attention.rotary
         self._epsilon: float = first.input_norm.epsilon
         self._forms: dict[bool, trunk.TrunkWeights | None] = {}
+        linears = [linear for block in self._blocks for linear in linears_of(block)]
+        self.takes_prompts = all(type(linear) is QuantizedLinear for linear in linears)
 
-    def weights(self, num_rows: int) -> trunk.TrunkWeights | None:
-        """The weights in the form for so many rows; None: there is no memory for it, or the rows are too many
-        for an operation that takes them one after the other."""
-        if num_rows > MOST_ROWS:
+    def weights(self, num_rows: int, num_columns: int = 0) -> trunk.TrunkWeights | None:
+        """The weights in the form for so many rows that attend to so many columns; None: there is no memory
+        for it, or they are too many for an operation that takes them one after the other."""
+        is_small = self.takes_prompts and num_columns <= _MOST_COLUMNS
+        if num_rows > (_MOST_SMALL_ROWS if is_small else MOST_ROWS):
             return None
         is_single = num_rows == 1
         if is_single not in self._forms:
@@ -61,9 +71,12 @@ class FusedTrunk:
         cannot be done here."""
         if not hidden.place.is_cpu_place() or hidden.dtype != paddle.float32:
             return None
-        weights = self.weights(position_ids.size)
+        weights = self.weights(position_ids.size, cache.length)
         if weights is None:
             return None
+        if not cache.follows:
+            attention = self._blocks[0].attention
+            cache.begin(len(self._blocks), hidden.shape[1], attention.num_groups, attention.head_dim)
         return self.run_with(
             weights,
             hidden,

@@ -99,12 +99,13 @@ class NextTokenModel:
         position_ids = state[1]
         embedding, *rest = trunk
         state = embedding(state, cache)
-        if cache.follows and not paddle.is_grad_enabled():
+        if not paddle.is_grad_enabled():
             if not self._looked_for_fused:
                 self._fused, self._looked_for_fused = fused_trunk(rest), True
-            done = None if self._fused is None else self._fused.run(state[0], position_ids, cache)
-            if done is not None:
-                return done
+            if self._fused is not None and (cache.follows or self._fused.takes_prompts):
+                done = self._fused.run(state[0], position_ids, cache)
+                if done is not None:
+                    return done
         for stage in rest:
             state = stage(state, cache)
         return state[0]

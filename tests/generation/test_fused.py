@@ -92,8 +92,11 @@ def test_logits_are_those_of_the_layers(kind: str, prompts: list[list[int]]) -> 
 
 @needs_operator
 @pytest.mark.parametrize("bits", ["int8", "int4", "w8a8"])
-def test_small_weights(bits: str) -> None:
-    model = _model(WEIGHTS[bits], **BLOCKS["llama"])
+@pytest.mark.parametrize("kind", ["llama", "normed heads"])
+def test_small_weights(bits: str, kind: str) -> None:
+    """Prompts, too, go through the operator: of unequal length, and behind a window."""
+    model = _model(WEIGHTS[bits], **BLOCKS[kind])
+    assert fused_trunk(model.stages[1:-1]).takes_prompts
     expected = _logits(model, PROMPTS, fused=False)
     # An activation that lies between two integers may go to either when it is rounded to 8 bits.
     room = 2e-2 if bits == "w8a8" else 2e-5
