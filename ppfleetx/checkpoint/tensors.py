@@ -6,6 +6,7 @@ Parameters carry `info` (nn/stage.py): canonical name, global shape, offset and 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -87,7 +88,7 @@ def load_model(
         kind, state = MODEL, ""
         has_master = (OPTIMIZER, name, MASTER_WEIGHT) in checkpoint.manifest.tensors
         stored_as = checkpoint.entry(name).dtype
-        if has_master and stored_as in _SIXTEEN_BIT and _dtype(param) != stored_as:
+        if has_master and stored_as in _SIXTEEN_BIT and dtype_of(param) != stored_as:
             kind, state = OPTIMIZER, MASTER_WEIGHT
         _fill(checkpoint, checkpoint.entry(name, kind, state), param, param.info)
     return [name for name, _ in present]
@@ -168,7 +169,7 @@ def _slice(name: str, kind: str, state: str, tensor: Tensor, info: Any) -> Tenso
     return TensorSlice(
         name=name,
         kind=kind,
-        dtype=_dtype(tensor),
+        dtype=dtype_of(tensor),
         global_shape=place.global_shape,
         offset=place.offset,
         shape=place.local_shape,
@@ -187,12 +188,24 @@ def host_array(tensor: Tensor) -> np.ndarray:
     return np.from_dlpack(tensor.detach()) if _is_host(tensor) else tensor.numpy()
 
 
+@contextmanager
+def changed_on_host(tensor: Tensor) -> Iterator[np.ndarray]:
+    """A tensor's elements, as of :func:`host_array`; what is written into them is the tensor's afterwards."""
+    if _is_host(tensor):
+        yield host_array(tensor)
+        return
+    values = host_array(tensor).copy()
+    yield values
+    _set(tensor, values)
+
+
 def _is_host(tensor: Tensor) -> bool:
     """Whether NumPy can look at the tensor's memory: on the host, contiguous, of a type NumPy knows."""
-    return tensor.place.is_cpu_place() and _dtype(tensor) != "BF16" and tensor.is_contiguous()
+    return tensor.place.is_cpu_place() and dtype_of(tensor) != "BF16" and tensor.is_contiguous()
 
 
-def _dtype(tensor: Tensor) -> str:
+def dtype_of(tensor: Tensor) -> str:
+    """Element type, as checkpoints name it."""
     return DTYPE_OF_NAME[str(tensor.dtype).removeprefix("paddle.")]
 
 
@@ -207,11 +220,11 @@ def _fill(checkpoint: Checkpoint, entry: TensorEntry, tensor: Tensor, place: Any
     """Copy the tensor's part of a stored one into it."""
     offset, shape = tuple(place.offset), tuple(place.local_shape)
     if tuple(entry.shape) == tuple(place.global_shape):
-        if entry.dtype == _dtype(tensor) and _is_host(tensor):
+        if entry.dtype == dtype_of(tensor) and _is_host(tensor):
             checkpoint.read(*_key(entry), offset=offset, shape=shape, out=host_array(tensor))
         else:
             values = checkpoint.read(*_key(entry), offset=offset, shape=shape)
-            _set(tensor, cast(values, entry.dtype, _dtype(tensor)))
+            _set(tensor, cast(values, entry.dtype, dtype_of(tensor)))
         return
     dim = entry.vocab_dim
     rows = min(checkpoint.manifest.vocab_size - offset[dim], shape[dim])
@@ -219,7 +232,7 @@ def _fill(checkpoint: Checkpoint, entry: TensorEntry, tensor: Tensor, place: Any
     if rows > 0:
         part = tuple(rows if axis == dim else size for axis, size in enumerate(shape))
         values = checkpoint.read(*_key(entry), offset=offset, shape=part)
-        current[tuple(slice(size) for size in part)] = cast(values, entry.dtype, _dtype(tensor))
+        current[tuple(slice(size) for size in part)] = cast(values, entry.dtype, dtype_of(tensor))
     _set(tensor, current)
 
 
@@ -243,7 +256,9 @@ def _check_quantized(checkpoint: Checkpoint, params: list[tuple[str, Tensor]]) -
     for name, param in params:
         if name not in stored:
             continue
-        is_stored, is_wanted = (dtype in _INTEGERS for dtype in (checkpoint.entry(name).dtype, _dtype(param)))
+        is_stored, is_wanted = (
+            dtype in _INTEGERS for dtype in (checkpoint.entry(name).dtype, dtype_of(param))
+        )
         if is_stored and not is_wanted:
             raise CheckpointError(
                 f"checkpoint {checkpoint.path} is quantised ({name} is {checkpoint.entry(name).dtype}), and "

@@ -12,7 +12,7 @@ projection's input, f units, p columns of a unit (2 with a gate).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,12 +20,14 @@ import numpy as np
 
 from ppfleetx.checkpoint.foreign.lazy import LazyTensor, cast
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.sections.compress import parts_out
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.shape import layer_parameter_shapes
 
 Criterion = Literal["l1_norm", "l2_norm", "saliency"]
 Part = Literal["heads", "mlp", "both"]
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+"""A layer's number, and the name of a tensor in it."""
 _LINEARS = ("attention.qkv", "attention.out_proj", "mlp.fc1", "mlp.fc2")
 
 
@@ -48,6 +50,44 @@ class Kept:
 
     groups: np.ndarray
     units: np.ndarray
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The groups or units that a layer's tensor is made of, side by side.
+
+    Attributes:
+        of_groups: they are groups; false: units.
+        axis: along which dimension they lie.
+        width: of each of them.
+    """
+
+    of_groups: bool
+    axis: int
+    width: int
+
+    def indices(self, which: np.ndarray) -> np.ndarray:
+        """Along the axis, those of the parts ``which``."""
+        return (which[:, np.newaxis] * self.width + np.arange(self.width)).reshape(-1)
+
+
+def parts_of(own: str, shape: Sequence[int], model: ModelConfig) -> Parts | None:
+    """What a layer's tensor is made of; None: it belongs to all groups and units.
+
+    Args:
+        own: its name within the layer.
+        shape: of the whole tensor.
+        model: the network.
+    """
+    linear, _, kind = own.rpartition(".")
+    if linear in ("attention.qkv", "mlp.fc1"):
+        axis = len(shape) - 1
+    elif linear in ("attention.out_proj", "mlp.fc2") and kind == "weight":
+        axis = 0
+    else:
+        return None
+    of_groups = linear.startswith("attention")
+    return Parts(of_groups, axis, shape[axis] // (model.kv_heads if of_groups else model.ffn_size))
 
 
 @dataclass(frozen=True)
@@ -84,7 +124,7 @@ def sizes_after(
     Raises:
         ConfigError: nothing, or too little, would be left, or nothing would change.
     """
-    _check_network(model)
+    check_network(model)
     if not 0 <= ratio < 1:
         raise ConfigError("is the share taken out: from 0 to below 1", key="--ratio", value=ratio)
     if multiple < 1:
@@ -115,7 +155,7 @@ def sizes_after(
 
 
 def _left(total: int, ratio: float, multiple: int, what: str) -> int:
-    taken = int(total * ratio + 1e-9)
+    taken = parts_out(total, ratio)
     if ratio and total == 1:
         raise ConfigError(
             f"leaves no {what}: each layer has one only; prune the other part (--part)",
@@ -126,7 +166,8 @@ def _left(total: int, ratio: float, multiple: int, what: str) -> int:
     return min(left, total)
 
 
-def _check_network(model: ModelConfig) -> None:
+def check_network(model: ModelConfig) -> None:
+    """Raise ConfigError when the layers are of another kind than pruning knows."""
     shapes = layer_parameter_shapes(model)
     matrices = {name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) > 1}
     if matrices != set(_LINEARS):
@@ -159,18 +200,28 @@ def magnitude_scores(
     tensors: Mapping[str, LazyTensor], model: ModelConfig, layer: int, criterion: Criterion
 ) -> Scores:
     """Sum of magnitudes or squares of the weights that write into a group or unit, and read from it."""
-    power = 1 if criterion == "l1_norm" else 2
 
     def mass(name: str) -> np.ndarray:
         tensor = tensors[f"decoder.layers.{layer}.{name}.weight"]
-        values = np.abs(cast(tensor.read(), tensor.dtype, "F32").astype(np.float64))
-        return values**power
+        parts = parts_of(f"{name}.weight", tensor.shape, model)
+        return mass_of_parts(tensor.read(), tensor.dtype, parts, criterion)
 
-    groups, units = model.kv_heads, model.ffn_size
-    into_groups = mass("attention.qkv").sum(axis=0).reshape(groups, -1).sum(axis=1)
-    out_of_groups = mass("attention.out_proj").sum(axis=1).reshape(groups, -1).sum(axis=1)
-    into_units = mass("mlp.fc1").sum(axis=0).reshape(units, -1).sum(axis=1)
-    return Scores(into_groups + out_of_groups, into_units + mass("mlp.fc2").sum(axis=1))
+    return Scores(mass("attention.qkv") + mass("attention.out_proj"), mass("mlp.fc1") + mass("mlp.fc2"))
+
+
+def mass_of_parts(values: np.ndarray, dtype: str, parts: Parts, criterion: Criterion) -> np.ndarray:
+    """Sum of magnitudes or squares of each part, float64.
+
+    Args:
+        values: a matrix, or some of its parts; bfloat16 as its bits in uint16.
+        dtype: of its elements, as checkpoints name it.
+        parts: what it is made of.
+        criterion: which sum.
+    """
+    mass = np.abs(cast(values, dtype, "F32").astype(np.float64))
+    if criterion == "l2_norm":
+        mass = mass**2
+    return mass.sum(axis=1 - parts.axis).reshape(-1, parts.width).sum(axis=1)
 
 
 def kept_of(scores: Scores, sizes: Sizes) -> Kept:
@@ -198,7 +249,7 @@ def pruned_tensors(
     """
     numbers = {old: new for new, old in enumerate(sizes.layers)}
     for name, tensor in tensors.items():
-        found = _LAYER.fullmatch(name)
+        found = LAYER.fullmatch(name)
         if found is None:
             yield name, tensor
             continue
@@ -209,20 +260,12 @@ def pruned_tensors(
 
 def _cut(tensor: LazyTensor, own: str, model: ModelConfig, kept: Kept) -> LazyTensor:
     """The part of a layer's tensor that belongs to what is kept."""
-    linear, _, kind = own.rpartition(".")
-    groups, units = (kept.groups, model.kv_heads), (kept.units, model.ffn_size)
-    if linear in ("attention.qkv", "mlp.fc1"):
-        return _taken(tensor, *(groups if linear == "attention.qkv" else units), axis=len(tensor.shape) - 1)
-    if linear in ("attention.out_proj", "mlp.fc2") and kind == "weight":
-        return _taken(tensor, *(groups if linear == "attention.out_proj" else units), axis=0)
-    return tensor
-
-
-def _taken(tensor: LazyTensor, kept: np.ndarray, parts: int, *, axis: int) -> LazyTensor:
-    """Of ``parts`` equal parts along ``axis`` those that are kept."""
-    if len(kept) == parts:
+    parts = parts_of(own, tensor.shape, model)
+    if parts is None:
         return tensor
-    width = tensor.shape[axis] // parts
-    indices = (kept[:, np.newaxis] * width + np.arange(width)).reshape(-1)
-    shape = tuple(len(indices) if dim == axis else size for dim, size in enumerate(tensor.shape))
-    return LazyTensor(tensor.dtype, shape, lambda: np.take(tensor.read(), indices, axis=axis))
+    which = kept.groups if parts.of_groups else kept.units
+    if len(which) * parts.width == tensor.shape[parts.axis]:
+        return tensor
+    indices = parts.indices(which)
+    shape = tuple(len(indices) if dim == parts.axis else size for dim, size in enumerate(tensor.shape))
+    return LazyTensor(tensor.dtype, shape, lambda: np.take(tensor.read(), indices, axis=parts.axis))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ppfleetx.config.fields import RuleError
+from ppfleetx.config.sections.compress import PruneConfig, parts_out
 from ppfleetx.config.sections.root import RunConfig
 
 _SECTION = "Compress.Quantization"
@@ -18,8 +19,33 @@ def compression_violations(cfg: RunConfig) -> Iterator[RuleError]:
             quantization.check_layers(cfg.Model.num_layers)
     except RuleError as broken:
         yield RuleError([f"{_SECTION}.{key}" for key in broken.keys], broken.rule)
+    if cfg.Compress.pruning is not None:
+        yield from _pruning(cfg, cfg.Compress.pruning)
     if cfg.Compress.Distill is not None:
         yield from _distillation(cfg)
+
+
+def _pruning(cfg: RunConfig, pruning: PruneConfig) -> Iterator[RuleError]:
+    key, model = "Compress.Prune", cfg.Model
+    if model.lora is not None:
+        yield RuleError(
+            (f"{key}.enable", "Model.lora"),
+            "the weights below adapters are not trained, so they are not pruned while training; prune the "
+            "checkpoint first (ppfleetx prune), or merge the adapters (ppfleetx merge)",
+        )
+    totals = {"heads": model.kv_heads, "mlp": model.ffn_size}
+    pruned = [part for part in totals if pruning.part in (part, "both")]
+    if "heads" in pruned and model.kv_heads == 1:
+        yield RuleError(
+            (f"{key}.part", "Model.num_query_groups"),
+            "each layer has one key/value head only, which stays; set part to mlp",
+        )
+    elif not any(parts_out(totals[part], pruning.ratio) for part in pruned):
+        what = {"heads": f"{model.kv_heads} key/value heads", "mlp": f"{model.ffn_size} feed-forward units"}
+        yield RuleError((f"{key}.ratio",), f"removes none of {' and '.join(what[part] for part in pruned)}")
+    if pruning.last_step >= cfg.Engine.max_steps:
+        last = "begin_step" if pruning.end_step is None else "end_step"
+        yield RuleError((f"{key}.{last}", "Engine.max_steps"), "training ends before everything is removed")
 
 
 def _distillation(cfg: RunConfig) -> Iterator[RuleError]:

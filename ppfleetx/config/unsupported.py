@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.registries import OPTIMIZERS, SCHEDULES
-from ppfleetx.config.sections.root import PruneConfig, RunConfig
+from ppfleetx.config.sections.root import RunConfig
 
 _SHIPPED = Path(__file__).resolve().parents[1] / "configs"
 
@@ -24,7 +24,7 @@ def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
         cfg: a loaded configuration.
         device: the device the run has resolved to, ``cpu`` or ``gpu`` (or another name of Global.device).
     """
-    prune, precision = cfg.Compress.Prune or PruneConfig(), cfg.Engine.mix_precision
+    precision = cfg.Engine.mix_precision
     table: list[tuple[bool, str]] = [
         (
             device == "cpu" and precision.enable,
@@ -34,12 +34,6 @@ def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
         (
             device not in ("cpu", "gpu"),
             f"Global.device = {device}: only cpu and gpu can be used yet",
-        ),
-        (
-            prune.enable,
-            "Compress.Prune.enable = True: training does not change the sizes of a model. Prune the "
-            f"checkpoint with `ppfleetx prune CHECKPOINT --ratio {prune.ratio} --criterion {prune.criterion} "
-            "--output DIR`, and train from that",
         ),
     ]
     return [reason for applies, reason in table if applies]

@@ -134,7 +134,6 @@ def test_bubble():
     ("overrides", "device", "word"),
     [
         (["Engine.mix_precision.enable=True"], "cpu", "Engine.mix_precision.enable"),
-        (["Compress.Prune.enable=True"], "cpu", "Compress.Prune.enable"),
         ([], "xpu", "Global.device = xpu"),
     ],
 )

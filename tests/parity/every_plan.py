@@ -4,7 +4,7 @@ The model ``mixed`` is run on up to 4 processes.
 
 Prints one line a plan with the largest relative difference of loss, gradient norm (AdamW, with clipping,
 weight decay, warm-up, accumulation, unequal padding) and final weights (SGD) from the run of one process.
-Then plans with quantisation-aware training (``-m qat``: those alone).
+Then plans with quantisation-aware training (``-m qat``: those alone), and with pruning (``-m pruned``).
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ppfleetx.config.plan import ParallelPlan, Workload, enumerate_plans
 from tests.helpers.ranks import Pools, RanksFailedError
-from tests.parity import qat
+from tests.parity import pruned, qat
 from tests.parity.comparison import TOLERANCE, Comparison
 from tests.parity.training import MODELS, SEQ_LEN, SIZES
 
@@ -58,7 +59,7 @@ def workload(model: str) -> Workload:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sizes", nargs="*", type=int, default=[1, 2, 4, 8])
-    parser.add_argument("-m", "--models", nargs="+", default=[*MODELS, "qat"])
+    parser.add_argument("-m", "--models", nargs="+", default=[*MODELS, "qat", "pruned"])
     parser.add_argument("-k", "--keyword", default="", help="only plans whose text contains this")
     arguments = parser.parse_args()
     failures = total = 0
@@ -66,7 +67,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         comparison = Comparison(pools, Path(directory))
         for size in arguments.sizes:
-            for model in (model for model in arguments.models if model != "qat"):
+            for model in (model for model in arguments.models if model in MODELS):
                 if model == "mixed" and size > _MOST_OF_MIXED:
                     continue
                 zero_bubble = [plan for plan in ZERO_BUBBLE if plan.world_size == size]
@@ -78,23 +79,28 @@ def main() -> int:
             if plan.world_size in arguments.sizes and arguments.keyword in f"{plan}, {form}":
                 total += 1
                 failures += not report_qat(comparison, plan, form, model)
+        pruning = Comparison(pools, Path(directory), train=pruned.TRAIN)
+        for plan, form, model in pruned.rows() if "pruned" in arguments.models else ():
+            if plan.world_size in arguments.sizes and arguments.keyword in f"{plan}, {form}":
+                total += 1
+                failures += not report(pruning, plan, model, f"pruned {form}", extra=pruned.FORMS[form])
         pools.close()
     print(f"{total - failures} of {total} plans equal one card within {TOLERANCE:g}")
     return 1 if failures else 0
 
 
-def report(comparison: Comparison, plan: ParallelPlan, model: str) -> bool:
+def report(comparison: Comparison, plan: ParallelPlan, model: str, form: str = "", **more: Any) -> bool:
     """Run one plan with both optimizers, print its line, say whether it passed."""
-    started = time.monotonic()
+    started, what = time.monotonic(), f"{plan}, {form}" if form else str(plan)
     try:
-        adamw, sgd = (comparison.run(plan, model, optimizer) for optimizer in ("adamw", "sgd"))
+        adamw, sgd = (comparison.run(plan, model, optimizer, **more) for optimizer in ("adamw", "sgd"))
     except (RanksFailedError, AssertionError) as error:
-        print(f"FAILED  {model:5} {plan}\n{error}", flush=True)
+        print(f"FAILED  {model:5} {what}\n{error}", flush=True)
         return False
     passed = max(adamw.first, sgd.first) == 0 and max(adamw.worst, sgd.worst) <= TOLERANCE
     worst = f"adamw: {adamw}; sgd: {sgd}" if not passed else f"{max(adamw.worst, sgd.worst):.1e}"
     took = time.monotonic() - started
-    print(f"{'passed' if passed else 'FAILED':7} {model:5} {plan}: {worst} ({took:.1f} s)", flush=True)
+    print(f"{'passed' if passed else 'FAILED':7} {model:5} {what}: {worst} ({took:.1f} s)", flush=True)
     return passed
 
 

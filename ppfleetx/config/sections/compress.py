@@ -13,11 +13,13 @@ from pydantic import Field, model_validator
 
 from ppfleetx.config.fields import (
     Bool,
+    CountInt,
     Fraction,
     Int,
     NonNegativeFloat,
     PathText,
     PositiveFloat,
+    PositiveInt,
     RuleError,
     Section,
     Size,
@@ -191,15 +193,62 @@ class WeightsConfig(Section):
 
 
 class PruneConfig(Section):
-    """FleetX's section for structured pruning. Training with it is refused: `ppfleetx prune` makes the
-    smaller model, and training goes on from that."""
+    """Structured pruning while training: attention heads (a key/value head with its query heads) and
+    feed-forward units with the smallest weights become zero, the same number in each layer, and stay so.
+    `ppfleetx prune` takes them out of the checkpoint.
+
+    Without a schedule all go at once, before the first step. With one, the share after t steps is
+    `ratio * (1 - (1 - (t - begin_step) / (end_step - begin_step))^3)` (Zhu and Gupta, 2017).
+    """
 
     enable: Bool = False
-    """Refused in training, with the command that prunes."""
+    """Prune while training."""
     criterion: Literal["l1_norm", "l2_norm"] = "l1_norm"
     """What is small is removed: by sum of magnitudes or of squares."""
     ratio: UnitFloat = 0.125
-    """Share removed."""
+    """Share removed in the end; as of `ppfleetx prune --ratio`, rounded to fewer."""
+    part: Literal["heads", "mlp", "both"] = "both"
+    """What is pruned."""
+    begin_step: CountInt = 0
+    """Steps before pruning begins."""
+    end_step: CountInt | None = None
+    """Steps after which the whole ratio is removed; null: `begin_step`, all at once."""
+    frequency: PositiveInt = 100
+    """Steps from one removal to the next."""
+
+    @property
+    def last_step(self) -> int:
+        """Steps after which the whole ratio is removed."""
+        return self.begin_step if self.end_step is None else self.end_step
+
+    def is_due(self, step: int) -> bool:
+        """Whether something is removed after ``step`` steps."""
+        if step == self.last_step:
+            return True
+        return self.begin_step <= step < self.last_step and (step - self.begin_step) % self.frequency == 0
+
+    def share_after(self, step: int) -> float:
+        """The share that is to be gone after ``step`` steps, from 0 to ``ratio``."""
+        if step >= self.last_step:
+            return self.ratio
+        if step < self.begin_step:
+            return 0.0
+        done = (step - self.begin_step) // self.frequency * self.frequency
+        left = 1 - done / (self.last_step - self.begin_step)
+        return self.ratio * (1 - left**3)
+
+    @model_validator(mode="after")
+    def _check(self) -> PruneConfig:
+        if self.enable and self.ratio == 1:
+            raise RuleError(("ratio",), "of 1 leaves nothing; it is the share removed")
+        if self.last_step < self.begin_step:
+            raise RuleError(("end_step", "begin_step"), "pruning ends before it begins")
+        return self
+
+
+def parts_out(total: int, share: float) -> int:
+    """How many of ``total`` equal parts make up ``share``, rounded to fewer."""
+    return int(total * share + 1e-9)
 
 
 class DistillConfig(Section):
@@ -232,7 +281,7 @@ class CompressConfig(Section):
     Weights: WeightsConfig | None = None
     """How the weights of a quantised checkpoint are stored; null: they are not quantised."""
     Prune: PruneConfig | None = None
-    """Pruning; null: none."""
+    """Pruning while training; null: none."""
     Distill: DistillConfig | None = None
     """Distillation; null: none."""
 
@@ -241,9 +290,14 @@ class CompressConfig(Section):
         """How training simulates quantisation; None where it does not."""
         return self.Quantization if self.Quantization is not None and self.Quantization.enable else None
 
+    @property
+    def pruning(self) -> PruneConfig | None:
+        """How training prunes; None where it does not."""
+        return self.Prune if self.Prune is not None and self.Prune.enable else None
+
     @model_validator(mode="after")
     def _check_one(self) -> CompressConfig:
-        if self.Quantization and self.Quantization.enable and self.Prune and self.Prune.enable:
+        if self.quantization is not None and self.pruning is not None:
             raise RuleError(("Prune.enable", "Quantization.enable"), "prune or quantise, one at a time")
         if self.quantization is not None and self.Weights is not None:
             raise RuleError(

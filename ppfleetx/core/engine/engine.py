@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import UserError
@@ -29,6 +29,9 @@ from ppfleetx.parallel.runner import NonFiniteError, Runner, StepOutput
 from ppfleetx.utils.hangs.progress import EVALUATING, PROGRESS, READING, RESTING, SAVING, STEPPING
 from ppfleetx.utils.hangs.record import RECORD
 from ppfleetx.utils.log import get_logger
+
+if TYPE_CHECKING:
+    from ppfleetx.compress.in_training import PruningInTraining
 
 Loader = Iterable[Sequence[MicroBatch]]
 EvalSets = Mapping[str | None, Loader]
@@ -61,6 +64,7 @@ class Engine:
             ``state`` to it but for the samples consumed, and gives the batches that follow these; None when
             there is no checkpoint.
         sources: names of what the training data is made of, where its losses are told apart.
+        pruning: what is taken out of the model while it trains; None: nothing is.
     """
 
     def __init__(
@@ -77,12 +81,13 @@ class Engine:
         new_measure: Callable[[], Measure] = TokenLoss,
         sources: Sequence[str] = (),
         go_back: GoBack | None = None,
+        pruning: PruningInTraining | None = None,
     ) -> None:
         self.cfg, self.ctx, self.runner = cfg, ctx, runner
         self.schedule = schedule
         self.state = TrainState()
         self.pace, self._new_measure, self._sources = pace, new_measure, sources
-        self._saver, self._go_back = saver, go_back
+        self._saver, self._go_back, self._pruning = saver, go_back, pruning
         options = cfg.Engine.spike
         self._guard = None if options.action == "off" or schedule is None else SpikeGuard(options, ctx)
         self._callbacks = callbacks or CallbackList()
@@ -125,6 +130,8 @@ class Engine:
                 self._save_once()
                 self.runner.finish_update()  # other ranks may still wait for what this one sends
                 settle(self.ctx, self._callback_error)
+            if self._pruning is not None and self.state.step >= self.max_steps:
+                self._pruning.finish()
             if stop and self.state.step < self.max_steps:
                 get_logger().info(
                     f"stopped by {stop.signal_name or 'a signal to another rank'} after global step "
@@ -252,6 +259,8 @@ class Engine:
             to go on with.
         """
         PROGRESS.beat(STEPPING)
+        if self._pruning is not None:
+            self._pruning.before_step(self.state.step)
         step, scheduled = self.state.step + 1, self.state.schedule_step + 1
         if self._guard is not None:
             self._guard.expect(step)
@@ -295,6 +304,7 @@ class Engine:
             loss_scale=output.loss_scale,
             skipped=output.skipped,
             sources=self._losses_of_sources(output),
+            pruned=None if self._pruning is None else self._pruning.zero_share,
         )
         PROGRESS.beat(RESTING)
         PROGRESS.is_under_way = True

@@ -78,6 +78,7 @@ class StepRecord:
         skipped: the gradients overflowed, and nothing was updated.
         sources: where the data is a blend and ``Engine.log_source_loss`` is set, each source's part of the
             step.
+        pruned: share of the layers' matrices that has been taken out; None without ``Compress.Prune``.
     """
 
     step: int
@@ -95,6 +96,7 @@ class StepRecord:
     loss_scale: float | None = None
     skipped: bool = False
     sources: Mapping[str, SourceLoss] = field(default_factory=dict)
+    pruned: float | None = None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.adapters import BASE
 from ppfleetx.checkpoint.documents import documents_of
@@ -45,6 +46,9 @@ from ppfleetx.parallel.runner import Runner
 from ppfleetx.utils.hangs.progress import PROGRESS
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.progress import track
+
+if TYPE_CHECKING:
+    from ppfleetx.compress.in_training import PruningInTraining
 
 
 def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = ()) -> Engine:
@@ -111,6 +115,7 @@ def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext, given: Seq
         new_measure=measure_of(cfg, ctx),
         sources=sources,
         go_back=partial(_go_back, cfg, ctx, fingerprints, callbacks),
+        pruning=_pruning(cfg, ctx, runner, pace),
     )
     engine.state = start.state
     if start.resumes:
@@ -140,6 +145,21 @@ def _go_back(
     with joint_errors(ctx):
         callbacks.load_state(start.checkpoint.state.get("callbacks", {}))
     return iter(_loader(cfg, ctx, "Train", consumed_samples=consumed_samples))
+
+
+def _pruning(cfg: RunConfig, ctx: ParallelContext, runner: Runner, pace: Pace) -> PruningInTraining | None:
+    options = cfg.Compress.pruning
+    if options is None:
+        return None
+    if options.last_step >= pace.max_steps:
+        raise ConfigError(
+            f"must be below {pace.max_steps}, the steps of this run",
+            key="Compress.Prune.begin_step" if options.end_step is None else "Compress.Prune.end_step",
+            value=options.last_step,
+        )
+    from ppfleetx.compress.in_training import PruningInTraining
+
+    return PruningInTraining(cfg, ctx, runner)
 
 
 def _sources(cfg: RunConfig, loader: DataLoader) -> list[str]:

@@ -4,21 +4,25 @@ import pytest
 
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_config
+from ppfleetx.config.unsupported import not_supported_reasons
+from ppfleetx.core.programs import launch
 from ppfleetx.core.programs.launch import start_with, world_size
 
 PRETRAIN = "ppfleetx/configs/nlp/gpt/pretrain_gpt_345M_single_card.yaml"
 ON_CPU = ["Global.device=cpu", "Engine.mix_precision.enable=False"]
 
 
-def test_several_refusals_stand_on_lines_of_their_own() -> None:
-    cfg = load_config(PRETRAIN, ["Global.device=cpu", "Compress={Prune: {enable: true}}"])
+def test_several_refusals_stand_on_lines_of_their_own(monkeypatch) -> None:
+    cfg = load_config(PRETRAIN, ["Global.device=cpu"])
+    found = not_supported_reasons(cfg, "cpu")
+    monkeypatch.setattr(launch, "not_supported_reasons", lambda *_: [*found, "Model.other = 1: not built"])
     with pytest.raises(ConfigError, match="is valid, but cannot run yet:\n") as caught:
         start_with(cfg)
     head, *reasons = str(caught.value).splitlines()
     assert head.endswith(":")
     assert [reason.split()[0] for reason in reasons] == [
         "Engine.mix_precision.enable",
-        "Compress.Prune.enable",
+        "Model.other",
     ]
 
 

@@ -64,6 +64,7 @@ def train_record(run: Run, record: StepRecord, window: Window) -> dict[str, Any]
         **({} if utilization is None else utilization.rates(window.batch_cost)),
         **_scaling(record, run.state.skipped_steps),
         **_sources(record),
+        **({} if record.pruned is None else {"pruned": record.pruned}),
     }
 
 

@@ -1,0 +1,246 @@
+"""Pruning while training: groups and units become zero, and stay so by themselves (``Compress.Prune``).
+
+Taken out is what writes into a group or unit and reads from it, biases and optimizer states with it. What
+then passes through it is zero in both directions: an activation gives zero for zero, attention of any
+positions sums values that are zero, and the row that reads the result passes a zero gradient back. So all of
+its gradients are exactly zero, and an optimizer whose states are zero does not move it; decay multiplies
+zero. There is neither a mask nor a state: a checkpoint holds the zeros, and any plan goes on from them.
+
+Which parts go is decided from the whole model in each layer, as ``ppfleetx prune`` does. A group or unit lies
+whole on one tensor-parallel rank; of each matrix one rank of the job gives the sums, in float64. What was
+taken out has the smallest sum, zero, and is among those that go the next time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle import distributed
+
+from ppfleetx.checkpoint.tensors import changed_on_host, dtype_of, host_array
+from ppfleetx.compress.prune import (
+    LAYER,
+    Parts,
+    Scores,
+    Sizes,
+    check_network,
+    kept_of,
+    mass_of_parts,
+    parts_of,
+)
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.registries import ACTIVATIONS
+from ppfleetx.config.sections.compress import parts_out
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.models.gpt.shape import layer_parameter_shapes
+from ppfleetx.optims.build import build_optimizer
+from ppfleetx.parallel.runner import Runner
+from ppfleetx.utils.log import get_logger
+
+_WIDTH = 8  # of the tensors that activation and optimizer are tried on
+
+
+class PruningInTraining:
+    """Takes parts out of a runner's model as the section says. All ranks of a job call its methods together.
+
+    Args:
+        cfg: the run's configuration, with ``Compress.Prune``.
+        ctx: this process's place.
+        runner: of the model.
+
+    Raises:
+        ConfigError: the network has other parts, or its activation or the optimizer moves zeros.
+    """
+
+    def __init__(self, cfg: RunConfig, ctx: ParallelContext, runner: Runner) -> None:
+        assert cfg.Compress.pruning is not None
+        self._options, self._model, self._ctx, self._runner = cfg.Compress.pruning, cfg.Model, ctx, runner
+        self._cfg = cfg
+        self._begun, self._out, self._step = False, (0, 0), -1
+        check_network(cfg.Model)
+        _check_activation(cfg)
+        _check_optimizer(cfg)
+
+    def before_step(self, step: int) -> None:
+        """Take out what is to be gone after ``step`` steps; in most steps, nothing.
+
+        The first call looks whatever the step is, and so does one after the run has gone back: it may go on
+        from a checkpoint that was not pruned.
+
+        Raises:
+            ConfigError: what was taken out did not stay zero.
+        """
+        if step <= self._step:
+            self._begun, self._out = False, (0, 0)
+        self._step, share = step, self._options.share_after(step)
+        if not share or (self._begun and not self._options.is_due(step)):
+            return
+        out = self._counts(share)
+        if not any(out):
+            return
+        self._runner.before_update()  # a checkpoint that is being written has its own copy then
+        scores = self._scores()
+        self._check_zeros(scores)
+        num_new = self._take_out(scores, out)
+        self._begun, self._out = True, out
+        if num_new:
+            get_logger().info(f"pruned after {step} steps: {self._said()}")
+
+    def finish(self) -> None:
+        """At the end of training: say what is zero, and how it is taken out.
+
+        Raises:
+            ConfigError: what was taken out did not stay zero.
+        """
+        if not self._begun:
+            return
+        self._check_zeros(self._scores())
+        options, output = self._options, self._cfg.Engine.save_load.output_dir
+        words = [f"--ratio {options.ratio:g}", f"--criterion {options.criterion}"]
+        words += [f"--part {options.part}"] if options.part != "both" else []
+        get_logger().info(
+            f"pruned: {self._said()}. The smaller model: ppfleetx prune {output} {' '.join(words)} "
+            f"--output {output}-pruned"
+        )
+
+    @property
+    def zero_share(self) -> float:
+        """The share of the layers' matrices that has been taken out."""
+        zero = total = 0.0
+        for own, shape in layer_parameter_shapes(self._model).items():
+            parts = parts_of(own, shape, self._model) if len(shape) > 1 else None
+            if parts is not None:
+                size, count = float(np.prod(shape)), shape[parts.axis] // parts.width
+                zero += size * self._out[0 if parts.of_groups else 1] / count
+                total += size
+        return zero / total
+
+    def _counts(self, share: float) -> tuple[int, int]:
+        """How many groups and units of each layer make up ``share``."""
+        part, model = self._options.part, self._model
+        groups = parts_out(model.kv_heads, share) if part != "mlp" else 0
+        return groups, parts_out(model.ffn_size, share) if part != "heads" else 0
+
+    def _said(self) -> str:
+        model, (groups, units) = self._model, self._out
+        return (
+            f"{groups} of {model.kv_heads} key/value heads and {units} of {model.ffn_size} feed-forward "
+            f"units of each layer are zero, {self.zero_share:.1%} of the layers' matrices"
+        )
+
+    def _scores(self) -> list[Scores]:
+        """Of each layer of the whole model; the same on every rank, and under every plan."""
+        groups, units = self._model.kv_heads, self._model.ffn_size
+        sums = np.zeros((self._model.num_layers, groups + units))
+        for piece in self._pieces():
+            if not piece.is_matrix or not self._runner.writes(piece.parameter):
+                continue
+            values = host_array(piece.parameter)
+            mass = mass_of_parts(values, dtype_of(piece.parameter), piece.parts, self._options.criterion)
+            first = piece.first + (0 if piece.parts.of_groups else groups)
+            sums[piece.layer, first : first + len(mass)] += mass
+        if self._ctx.world_size > 1:
+            # Two numbers of a part, from at most two ranks, and zeros: exact in any order.
+            total = paddle.to_tensor(sums)
+            distributed.all_reduce(total)
+            sums = total.numpy()
+        return [Scores(row[:groups], row[groups:]) for row in sums]
+
+    def _check_zeros(self, scores: list[Scores]) -> None:
+        for layer, score in enumerate(scores):
+            for which, out in zip((score.groups, score.units), self._out, strict=True):
+                if np.count_nonzero(which == 0) < out:
+                    raise ConfigError(
+                        f"what was taken out of layer {layer} did not stay zero: something other than its "
+                        "gradients changes the weights",
+                        key="Compress.Prune.enable",
+                        value=True,
+                    )
+
+    def _take_out(self, scores: list[Scores], out: tuple[int, int]) -> int:
+        """Set to zero what has the smallest scores; how many parts of a layer were not zero before."""
+        groups, units = self._model.kv_heads, self._model.ffn_size
+        sizes = Sizes(groups - out[0], units - out[1], tuple(range(len(scores))))
+        gone, num_new = [], 0
+        for score in scores:
+            kept = kept_of(score, sizes)
+            gone.append(
+                (np.setdiff1d(np.arange(groups), kept.groups), np.setdiff1d(np.arange(units), kept.units))
+            )
+            num_new += np.count_nonzero(score.groups[gone[-1][0]]) + np.count_nonzero(
+                score.units[gone[-1][1]]
+            )
+        states: dict[str, list[Any]] = {}
+        for (name, _), tensor in self._runner.optimizer_state().items():
+            states.setdefault(name, []).append(tensor)
+        for piece in self._pieces():
+            which = gone[piece.layer][0 if piece.parts.of_groups else 1] - piece.first
+            which = which[(which >= 0) & (which < piece.count)]
+            index = (slice(None),) * piece.parts.axis + (piece.parts.indices(which),)
+            for tensor in (piece.parameter, *states.get(piece.name, ())):
+                if tuple(tensor.shape) == tuple(piece.parameter.info.local_shape):
+                    with changed_on_host(tensor) as values:
+                        values[index] = 0
+        return num_new
+
+    def _pieces(self) -> Iterator[_Piece]:
+        for name, parameter in self._runner.named_parameters():
+            found, info = LAYER.fullmatch(name), parameter.info
+            parts = None if found is None else parts_of(found[2], info.global_shape, self._model)
+            if parts is not None:
+                first, count = (size[parts.axis] // parts.width for size in (info.offset, info.local_shape))
+                yield _Piece(name, parameter, int(found[1]), parts, first, count)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What this rank holds of a tensor that is made of parts: ``count`` of them from ``first`` on."""
+
+    name: str
+    parameter: Any
+    layer: int
+    parts: Parts
+    first: int
+    count: int
+
+    @property
+    def is_matrix(self) -> bool:
+        return len(self.parameter.info.global_shape) > 1
+
+
+def _check_activation(cfg: RunConfig) -> None:
+    """Refuse one that gives something for nothing, or has no finite slope there."""
+    name = cfg.Model.hidden_act
+    given = paddle.zeros([1, 1, _WIDTH])
+    given.stop_gradient = False
+    output = ACTIVATIONS.make(name, given, gives=paddle.Tensor)
+    (slope,) = paddle.grad(output, given, paddle.zeros_like(output))
+    if bool((output != 0).any()) or bool((slope != 0).any()):
+        raise ConfigError(
+            "is not zero at zero: units that are taken out while training would come back. Train without, "
+            "and prune the checkpoint (ppfleetx prune)",
+            key="Model.hidden_act",
+            value=name,
+        )
+
+
+def _check_optimizer(cfg: RunConfig) -> None:
+    """Refuse one that moves zeros whose gradients are zero."""
+    parameter = paddle.create_parameter(
+        [_WIDTH, _WIDTH], "float32", default_initializer=paddle.nn.initializer.Constant(0.0)
+    )
+    parameter.grad = paddle.zeros_like(parameter)
+    optimizer = build_optimizer(cfg.Optimizer, [("decoder.layers.0.mlp.fc1.weight", parameter)])
+    optimizer.step(lr=cfg.Optimizer.lr.max_lr, weight_decay=0.1)
+    if bool((parameter != 0).any()):
+        raise ConfigError(
+            "moves weights that are zero and have no gradient: what is taken out while training would come "
+            "back. Train without, and prune the checkpoint (ppfleetx prune)",
+            key="Optimizer.name",
+            value=cfg.Optimizer.name,
+        )
