@@ -55,7 +55,9 @@ def _well_known(case: Case, devices: int, per_node: int) -> Iterator[tuple[str, 
         split = case.seq_len % wide == 0
         plan = ParallelPlan(mp=wide, dp=devices // wide, sequence_parallel=split)
         yield f"Tensor parallelism over two nodes (mp={wide})", plan
-    if case.plan.pp > 1 and case.plan.virtual_pp_degree == 1:
+    if case.plan.pp_schedule == "zb_h1":
+        yield "The same in the order 1F1B (zb=0)", replace(case.plan, pp_schedule="1f1b")
+    elif case.plan.pp > 1 and case.plan.virtual_pp_degree == 1:
         yield "The same in the order ZB-H1 (zb=1)", replace(case.plan, pp_schedule="zb_h1")
     if case.plan.virtual_pp_degree > 1:
         yield "The same without virtual stages (vpp=1)", replace(case.plan, virtual_pp_degree=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -69,7 +69,10 @@ def search(case: Case, cluster: Cluster, devices: int, *, goal: str = "time", ke
         keep: how many to give.
     """
     looking = _Search(case, cluster, goal, _Shortest(max(_PLAYED, keep)))
-    tight = [plan for plan in _plans(case, devices, cluster.per_node) if looking.is_tight(plan)]
+    plans = _plans(case, devices, cluster.per_node)
+    if goal == "time":  # ZB-H1 never needs less memory
+        plans = _in_both_orders(plans)
+    tight = [plan for plan in plans if looking.is_tight(plan)]
     for plan in tight:  # offload costs time in every step: only where memory is short
         if plan.sharding > 1 and plan.sharding_stage > 1:
             looking.is_tight(replace(plan, sharding_offload=True))
@@ -162,6 +165,14 @@ def _plans(case: Case, devices: int, per_node: int) -> Iterator[ParallelPlan]:
                     sharding_stage=stage,
                     virtual_pp_degree=chunks,
                 )
+
+
+def _in_both_orders(plans: Iterable[ParallelPlan]) -> Iterator[ParallelPlan]:
+    """Each plan, and where it has whole stages the same in the order ZB-H1."""
+    for plan in plans:
+        yield plan
+        if plan.pp > 1 and plan.virtual_pp_degree == 1:
+            yield replace(plan, pp_schedule="zb_h1")
 
 
 def _virtual_stages(case: Case, pp: int) -> tuple[int, ...]:
