@@ -10,7 +10,8 @@
       model_cpu_ops_16.json
                          the same program with our own operators (ppfleetx/nn/cpu_ops) and panels of 16
                          columns, when the machine that exported it had them compiled; of a quantised
-                         model: model_quantized_ops_16.json
+                         model: model_blocks_16.json, or model_quantized_ops_16.json where its blocks are
+                         not what the operator for whole blocks does
       tokenizer/         files that this package and Hugging Face transformers load
 """
 
@@ -91,6 +92,11 @@ def cpu_ops_file(width: int) -> str:
 def quantized_ops_file(width: int) -> str:
     """The same of a quantised model, which takes the operators for few bits as well."""
     return f"{PROGRAM}_quantized_ops_{width}.json"
+
+
+def blocks_file(width: int) -> str:
+    """The same where all blocks of a quantised model are one operation."""
+    return f"{PROGRAM}_blocks_{width}.json"
 
 
 def describe_files(directory: Path) -> dict[str, FileEntry]:

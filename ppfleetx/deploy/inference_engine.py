@@ -19,6 +19,7 @@ from ppfleetx.deploy.export_dir import (
     TOKENIZER_DIRECTORY,
     WEIGHTS_FILE,
     ExportManifest,
+    blocks_file,
     cpu_ops_file,
     open_export,
     quantized_ops_file,
@@ -30,7 +31,7 @@ from ppfleetx.generation.search import Row
 from ppfleetx.generation.session import pad_left
 from ppfleetx.generation.text import RowText
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
-from ppfleetx.nn.cpu_ops import quantized
+from ppfleetx.nn.cpu_ops import quantized, trunk
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.memory import back_process_by_huge_pages
 
@@ -191,6 +192,9 @@ def _program_file(files: Collection[str], options: InferenceConfig) -> str:
         return PROGRAM_FILE
     cpu_ops.note_if_missing()
     faster, of_few_bits = cpu_ops_file(cpu_ops.WIDTH), quantized_ops_file(cpu_ops.WIDTH)
+    of_blocks = blocks_file(cpu_ops.WIDTH)
+    if of_blocks in files and trunk.all_are_available():
+        return of_blocks
     if of_few_bits in files and cpu_ops.are_available() and quantized.are_available():
         return of_few_bits
     return faster if faster in files and cpu_ops.are_available() else PROGRAM_FILE

@@ -19,7 +19,8 @@ import paddle.nn.functional as F
 from paddle import nn
 from paddle.static import InputSpec
 
-from ppfleetx.deploy.export_dir import cpu_ops_file, quantized_ops_file
+from ppfleetx.deploy.export_dir import blocks_file, cpu_ops_file, quantized_ops_file
+from ppfleetx.deploy.program_blocks import ProgramBlocks, make_weights, program_blocks, run_blocks
 from ppfleetx.deploy.program_cache import LoopCache, RoomCache, with_room
 from ppfleetx.deploy.program_linear import Matrix, SmallMatrix, begin, matrices_of, use_panels
 from ppfleetx.deploy.program_lookup import FEWEST_ALIKE, accept, follow, last_occurrence, next_width
@@ -74,8 +75,7 @@ def save_program(
             weights = f"{path.name}.pdiparams"
             if not filecmp.cmp(path.with_name(weights), Path(directory) / weights, shallow=False):
                 raise RuntimeError("the two programs of an export do not have the same weights")
-            name = quantized_ops_file if program.is_quantized else cpu_ops_file
-            (Path(directory) / f"{path.name}.json").replace(path.with_name(name(cpu_ops.WIDTH)))
+            (Path(directory) / f"{path.name}.json").replace(path.with_name(program.file_name(cpu_ops.WIDTH)))
 
 
 def _save(program: GenerationProgram, path: Path) -> None:
@@ -109,6 +109,7 @@ class GenerationProgram(nn.Layer):
         # What is saved: sub-layers and buffers.
         self.model = next_token.model
         self.matrices, self.use_panels, self.by_cpu_ops = matrices_of(self.model), use_panels, False
+        self.blocks: ProgramBlocks | None = None
         self.head: Matrix | None = None
         if next_token.head_matrix is not None:
             self.register_buffer("head_matrix", next_token.head_matrix)
@@ -123,11 +124,19 @@ class GenerationProgram(nn.Layer):
         """Whether a matrix has few bits."""
         return any(isinstance(matrix, SmallMatrix) for matrix in self.matrices)
 
+    def file_name(self, width: int) -> str:
+        """Of the program with our own operators; by this name it is known which it needs."""
+        if self.blocks is not None:
+            return blocks_file(width)
+        return quantized_ops_file(width) if self.is_quantized else cpu_ops_file(width)
+
     def use_cpu_ops(self) -> None:
-        """From here on, products with panels and top-p are made by our own operators."""
+        """From here on, products with panels, top-p and, where it can be, whole blocks are made by our own
+        operators."""
         self.by_cpu_ops = True
         for matrix in self.matrices:
             matrix.by_cpu_ops = True
+        self.blocks = program_blocks(self.model.stages[1:-1])
 
     def forward(
         self,
@@ -146,6 +155,7 @@ class GenerationProgram(nn.Layer):
         """New tokens ``[b, up to t]`` int64. The arguments are those of :data:`INPUTS`."""
         begin(self.matrices)
         use_panels(self.matrices, [])
+        make_weights(self.blocks)
         step = paddle.zeros([1], "int64")
         length = tokens.shape[1]
         limits = max_new_tokens
@@ -315,10 +325,16 @@ class GenerationProgram(nn.Layer):
             cache: of the columns before.
             last_only: see above.
         """
-        *trunk, head = self.model.stages
-        for stage in trunk:
-            state = stage(state, cache)
-        last = state[0][-1] if last_only else state[0].squeeze(1)
+        embedding, *trunk, head = self.model.stages
+        position_ids = state[1]
+        state = embedding(state, cache)
+        if self.blocks is not None and cache.past:
+            hidden = run_blocks(self.blocks, state[0], position_ids, cache)
+        else:
+            for stage in trunk:
+                state = stage(state, cache)
+            hidden = state[0]
+        last = hidden[-1] if last_only else hidden.squeeze(1)
         logits = head((last,))[:, : self.vocab_size] if self.head is None else self.head.linear(last)
         return logits, cache.extended
 

@@ -30,6 +30,21 @@ class LoopCache:
         self.extended += [key, value]
         return key, value, None
 
+    def place(
+        self, window: int | None, num_new: paddle.Tensor | int
+    ) -> tuple[paddle.Tensor, paddle.Tensor | None, list[paddle.Tensor]]:
+        """For whoever does all layers at once: the first new column ``[1]``, what is added to the scores
+        (None: nothing), and memory with room for ``num_new`` columns, for a single row without padding."""
+        num_past = self.past[0].shape[2]
+        memory = _with_room(self.past, num_new)
+        penalty = None
+        if window is not None:
+            columns = paddle.arange(num_past + num_new)
+            rows = columns[num_past:].unsqueeze(1)
+            visible = paddle.logical_and(columns <= rows, columns >= rows - window)
+            penalty = penalty_of(visible.unsqueeze([0, 1]))
+        return paddle.full([1], num_past, "int64"), penalty, memory
+
 
 class RoomCache:
     """The cache of one turn of a loop that has made memory ahead: the new column is put into its place.
@@ -58,6 +73,12 @@ class RoomCache:
         self.extended += [key, value]
         return key, value, self._penalty(window)
 
+    def place(
+        self, window: int | None, num_new: paddle.Tensor | int
+    ) -> tuple[paddle.Tensor, paddle.Tensor | None, list[paddle.Tensor]]:
+        """For whoever does all layers at once: the column, what is added to the scores, and the memory."""
+        return self.column, self._penalty(window), list(self.past)
+
     def _penalty(self, window: int | None) -> paddle.Tensor:
         """What layers with this window add to their scores. No row has unused columns within its window."""
         if window not in self.penalties:
@@ -71,6 +92,10 @@ class RoomCache:
 
 def with_room(past: Sequence[paddle.Tensor]) -> list[paddle.Tensor]:
     """``past`` and more columns of zeros."""
+    return _with_room(past, ROOM)
+
+
+def _with_room(past: Sequence[paddle.Tensor], num_columns: paddle.Tensor | int) -> list[paddle.Tensor]:
     rows, groups, _, size = past[0].shape
-    room = paddle.zeros([rows, groups, ROOM, size], past[0].dtype)
+    room = paddle.zeros([rows, groups, num_columns, size], past[0].dtype)
     return [paddle.concat([tensor, room], axis=2) for tensor in past]

@@ -68,25 +68,26 @@ class SmallMatrix(Matrix):
 
     Attributes:
         stored: the matrix.
+        as_stored: its weights and scales in panels, from :meth:`begin` on; None: it is widened.
     """
 
     def __init__(self, stored: QuantizedMatrix) -> None:
         super().__init__(stored.weight)
         self.stored = stored
-        self._as_stored: tuple[paddle.Tensor, paddle.Tensor] | None = None
+        self.as_stored: tuple[paddle.Tensor, paddle.Tensor] | None = None
 
     def begin(self) -> None:
         if self.by_cpu_ops:
-            self._as_stored = self.stored.make_panels()
+            self.as_stored = self.stored.make_panels()
         else:
             self.weight = self.stored.widened()
 
     def make_panels(self) -> paddle.Tensor:
-        return self._as_stored[0] if self.by_cpu_ops else super().make_panels()
+        return self.as_stored[0] if self.by_cpu_ops else super().make_panels()
 
     def linear(self, x: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
         if self.by_cpu_ops:
-            return self.stored.multiply_panels(x, self._as_stored, bias)
+            return self.stored.multiply_panels(x, self.as_stored, bias)
         if not self.stored.rounds_activations:
             return super().linear(x, bias)
         return self.stored.rescaled(super().linear, x, bias)

@@ -17,11 +17,11 @@ from ppfleetx.core.programs.quantize import Request, run
 from ppfleetx.core.programs.train import evaluate
 from ppfleetx.deploy import inference_engine
 from ppfleetx.deploy.export import check_adapters, export
-from ppfleetx.deploy.export_dir import PROGRAM_FILE, WEIGHTS_FILE, quantized_ops_file
+from ppfleetx.deploy.export_dir import PROGRAM_FILE, WEIGHTS_FILE, blocks_file
 from ppfleetx.deploy.inference_engine import InferenceEngine
 from ppfleetx.deploy.server.app import Service
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.nn.cpu_ops import ops, quantized
+from ppfleetx.nn.cpu_ops import ops, trunk
 from tests.compress.runs import MODELS, add_adapters, write_corpus, write_run
 from tests.deploy.server.in_process import serve
 
@@ -30,7 +30,9 @@ WAYS = {
     ("gpt2_style", "int8"): {"to": "int8"},
     ("llama_style", "int4"): {"to": "int4", "group": 16},
     ("gpt2_style", "w8a8"): {"to": "int8", "smooth": True, "samples": 16},
+    ("windowed", "int8"): {"to": "int8"},
 }
+STYLES = {**MODELS, "windowed": {**MODELS["llama_style"], "attention_window": 3}}
 RUNS = {
     "greedy": ["Generation.decode_strategy=greedy_search"],
     "sampling": ["Generation.decode_strategy=sampling", "Generation.top_k=7", "Generation.seed=3"],
@@ -39,7 +41,7 @@ RUNS = {
 
 @pytest.mark.parametrize(("style", "way"), WAYS)
 def test_an_export_generates_what_the_quantised_model_does(style, way, tmp_path, monkeypatch) -> None:
-    run_dir = write_run(tmp_path / "run", MODELS[style])
+    run_dir = write_run(tmp_path / "run", STYLES[style])
     options = dict(WAYS[style, way])
     if options.get("smooth"):
         options["calibration"] = write_corpus(tmp_path / "text")
@@ -49,8 +51,8 @@ def test_an_export_generates_what_the_quantised_model_does(style, way, tmp_path,
     sizes = [(place / WEIGHTS_FILE).stat().st_size for place in (directory, plain)]
     assert sizes[0] < 0.45 * sizes[1]
     engines = [InferenceEngine(InferenceConfig(model_dir=str(directory), cpu_threads=1))]
-    if quantized.are_available() and ops.are_available():
-        assert (directory / quantized_ops_file(ops.WIDTH)).is_file()
+    if trunk.all_are_available():
+        assert (directory / blocks_file(ops.WIDTH)).is_file()
         monkeypatch.setattr(inference_engine, "_program_file", lambda *_: PROGRAM_FILE)
         engines.append(InferenceEngine(InferenceConfig(model_dir=str(directory), cpu_threads=1)))
     generator = load_generator(cfg, ParallelContext.single())
