@@ -78,23 +78,11 @@ def measure(
 
 def _let_sleep(runner: Any, seconds: float, *, in_two_parts: bool) -> None:
     """The stage's block takes ``seconds`` longer for each of F, B and W."""
-    from paddle.autograd import PyLayer
-
+    from benchmarks.pauses import let_sleep
     from ppfleetx.models.gpt.layers import Block
 
-    class Pause(PyLayer):
-        @staticmethod
-        def forward(ctx: Any, hidden: Any) -> Any:
-            time.sleep(seconds)
-            return hidden.clone()
-
-        @staticmethod
-        def backward(ctx: Any, upstream: Any) -> Any:
-            time.sleep(seconds if in_two_parts else 2 * seconds)
-            return upstream
-
     [block] = [layer for layer in runner.model.sublayers() if isinstance(layer, Block)]
-    block.register_forward_post_hook(lambda _, __, state: (Pause.apply(state[0]), *state[1:]))
+    let_sleep(block, forward=seconds, backward=seconds if in_two_parts else 2 * seconds)
     if in_two_parts:
         products = runner._pipeline._products
         run_next = products.run_next

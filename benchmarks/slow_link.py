@@ -11,8 +11,8 @@ seconds and as medians over the steps: computation, communication, the step with
 1.1 x max(both) + 5 %, and the least time that any order of sending can reach. That is the longer one of two:
 computation, what communication costs the same core, and the way of the tied embedding's gradient, which is
 complete when the pass ends; and the time to the first complete gradient, before which there is nothing to
-send, then communication, then norm and update, which need all of it. (Not with ``--sharding``: messages that
-are waited for one by one use one direction of the cable at a time, and both with overlap.)
+send, then communication, then norm and update, which need all of it. (Not with ``--sharding``: messages
+that are waited for one by one use one direction of the cable at a time, and both with overlap.)
 
 ``--sleep 0.2`` lets each block sleep so many seconds in the forward pass and twice as many in the backward
 pass: the link is then measured against a computation that needs no core, on a machine that has other work.
@@ -31,6 +31,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256, help="tokens of a sequence")
     parser.add_argument("--vocab", type=int, default=8192, help="its share of the parameters is sent last")
     parser.add_argument("--bucket", type=float, default=8.0, help="Distributed.bucket_size, MiB")
-    parser.add_argument("--sharding", action="store_true", help="sharding stage 1 instead of dp")
+    parser.add_argument("--sharding", type=int, choices=(1, 2), help="stage, instead of dp")
     parser.add_argument("--sleep", type=float, default=0.0, metavar="SECONDS", help="of each block")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -140,6 +142,7 @@ def _work(args: argparse.Namespace, overlaps: bool) -> dict[str, float]:
         "Data.Eval.dataset.max_seq_len": args.length,
         "Distributed.dp_degree": 1 if args.sharding else 2,
         "Distributed.sharding.sharding_degree": 2 if args.sharding else 1,
+        "Distributed.sharding.sharding_stage": args.sharding or 1,
         "Distributed.sharding.broadcast_overlap": overlaps,
         "Distributed.bucket_size": args.bucket,
         "Distributed.sharding.reduce_overlap": overlaps,
@@ -157,7 +160,10 @@ def _work(args: argparse.Namespace, overlaps: bool) -> dict[str, float]:
     ctx = init_distributed(cfg)
     runner = parallelize(build_module(cfg), cfg, ctx, train=True)
     if args.sleep:
-        _let_sleep(runner.model, args.sleep)
+        from benchmarks.pauses import let_sleep
+
+        for block in list(runner.model.stages)[1:-2]:
+            let_sleep(block, forward=args.sleep, backward=2 * args.sleep)
     tokens = np.random.default_rng(ctx.rank).integers(0, args.vocab, (args.rows, args.length + 1))
     batch = {
         "tokens": tokens[:, :-1],
@@ -165,13 +171,16 @@ def _work(args: argparse.Namespace, overlaps: bool) -> dict[str, float]:
         "loss_mask": np.ones((args.rows, args.length), np.float32),
         "position_ids": np.tile(np.arange(args.length), (args.rows, 1)),
     }
-    sums, core = _timed(runner._sync, "reduce")
-    clip, _ = _timed(runner._sync, "clip")
-    update, _ = _timed(runner._optimizer, "step")
-    values, for_values = _timed(runner._sync._values, "updated") if args.sharding else ([0.0] * 3, [0.0] * 3)
-    first = _first_gradients(runner._sync.parameters)
+    sync = runner._sync
+    exchanged = [(sync, "reduce")]
+    if args.sharding:
+        exchanged += [(sync._sharding, "_send"), (sync._values, "updated")]
+    sums, update = _Timed(exchanged), _Timed([(sync, "clip"), (runner._optimizer, "step")])
+    first = _first_gradients(sync.parameters)
     seconds = []
     for step in range(args.steps + 2):
+        for timed in (sums, update):
+            timed.begin_step()
         begin = time.perf_counter()
         first.append(0.0)
         runner.train_step([batch], step=step + 1, lr=1e-4, weight_decay=0.0)
@@ -179,27 +188,39 @@ def _work(args: argparse.Namespace, overlaps: bool) -> dict[str, float]:
         first[-1] -= begin
     return {
         "step": statistics.median(seconds[2:]),
-        "sums": statistics.median(sums[2:]) + statistics.median(values[2:]),
-        "core": statistics.median(core[2:]) + statistics.median(for_values[2:]),
+        "sums": statistics.median(sums.seconds[2:]),
+        "core": statistics.median(sums.core[2:]),
         "first": statistics.median(first[2:]),
-        "update": statistics.median(clip[2:]) + statistics.median(update[2:]),
-        "embedding": _share_of_embedding(runner._sync.parameters),
+        "update": statistics.median(update.seconds[2:]),
+        "embedding": _share_of_embedding(sync.parameters),
     }
 
 
-def _timed(owner: Any, name: str) -> tuple[list[float], list[float]]:
-    """Seconds of each call of a method from now on, and seconds of the core that it took."""
-    method, spent, core = getattr(owner, name), [], []
+class _Timed:
+    """Seconds of each step spent in some methods, and seconds of the core; a call within another one is not
+    counted twice."""
 
-    def timed(*args: Any, **more: Any) -> Any:
-        begin, busy = time.perf_counter(), time.process_time()
-        result = method(*args, **more)
-        spent.append(time.perf_counter() - begin)
-        core.append(time.process_time() - busy)
-        return result
+    def __init__(self, methods: Sequence[tuple[Any, str]]) -> None:
+        self.seconds: list[float] = []
+        self.core: list[float] = []
+        self._is_within = False
+        for owner, name in methods:
+            setattr(owner, name, partial(self._call, getattr(owner, name)))
 
-    setattr(owner, name, timed)
-    return spent, core
+    def begin_step(self) -> None:
+        self.seconds.append(0.0)
+        self.core.append(0.0)
+
+    def _call(self, method: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        if self._is_within:
+            return method(*args, **more)
+        self._is_within, begin, busy = True, time.perf_counter(), time.process_time()
+        try:
+            return method(*args, **more)
+        finally:
+            self._is_within = False
+            self.seconds[-1] += time.perf_counter() - begin
+            self.core[-1] += time.process_time() - busy
 
 
 def _first_gradients(parameters: Any) -> list[float]:
@@ -220,25 +241,6 @@ def _first_gradients(parameters: Any) -> list[float]:
 def _share_of_embedding(parameters: Any) -> float:
     of_words = sum(p.size for p in parameters if p.info.kind == "word_embedding")
     return of_words / sum(p.size for p in parameters)
-
-
-def _let_sleep(model: Any, seconds: float) -> None:
-    """Each block of ``model`` takes ``seconds`` longer in its forward and twice that in its backward pass."""
-    from paddle.autograd import PyLayer
-
-    class Pause(PyLayer):
-        @staticmethod
-        def forward(ctx: Any, hidden: Any) -> Any:
-            time.sleep(seconds)
-            return hidden.clone()
-
-        @staticmethod
-        def backward(ctx: Any, upstream: Any) -> Any:
-            time.sleep(2 * seconds)
-            return upstream
-
-    for block in list(model.stages)[1:-2]:
-        block.register_forward_post_hook(lambda _, __, state: (Pause.apply(state[0]), *state[1:]))
 
 
 if __name__ == "__main__":
