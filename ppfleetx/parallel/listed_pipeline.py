@@ -4,24 +4,41 @@ In ZB-H1 (Qi et al., "Zero Bubble Pipeline Parallelism", 2023) a backward pass i
 gradients of inputs (B), which the stage before waits for, and those of weights (W), which fill the time in
 which 1F1B waits. :func:`order_of` says when each runs.
 
-The messages are those of Paddle's 1F1B in the same order: after B the next forward pass's input is fetched
-before the gradient is sent. So sends and receives of neighbours meet where a send waits for its receive, as
-on a GPU. It costs nothing: the stage before sends that input before it asks for the gradient.
+The messages are those of Paddle's 1F1B in the same order: after B the receive of the next forward pass's
+input is started before the send of the gradient. So sends and receives of neighbours meet where a send waits
+for its receive, as on a GPU: the stage before sends that input before it asks for the gradient. Neither is
+waited for at once. W, which comes next, needs no message; F waits for its input, and the next gradient for
+the one before it.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import paddle
 from paddle.distributed import fleet
 from paddle.distributed.fleet.meta_parallel import PipelineLayer, PipelineParallel
+from paddle.distributed.fleet.meta_parallel.pp_utils import p2p_communication as p2p
 
 from ppfleetx.config.schedules import Pass, order_of
 from ppfleetx.nn.products import SplitProducts
+
+
+@dataclass
+class Receive:
+    """Tensors that are on their way from a neighbour."""
+
+    tensors: Any
+    tasks: list[Any]
+
+    def wait(self) -> Any:
+        for task in self.tasks:
+            task.wait()
+        return self.tensors
 
 
 class ListedPipeline(PipelineParallel):
@@ -40,7 +57,8 @@ class ListedPipeline(PipelineParallel):
         self._is_first, self._is_last = self.is_pipeline_first_stage(), self.is_pipeline_last_stage()
         self._following: dict[Pass, Pass] = {}
         self._under_way: deque[tuple[Any, Any]] = deque()
-        self._input: Any = None
+        self._input: Receive | None = None
+        self._sent: dict[str, list[Any]] = {}
 
     def forward_backward_pipeline(self, data: Iterator[Any], scaler: Any = None) -> None:
         """Run a step's passes; ``data`` gives (input, batch of the loss) of each micro batch."""
@@ -69,6 +87,8 @@ class ListedPipeline(PipelineParallel):
         return order
 
     def _end_passes(self) -> None:
+        for direction in self._sent:
+            self._complete(direction)
         self.processed_steps += 1
 
     def _follows(self, work: Pass, part: str) -> bool:
@@ -76,13 +96,11 @@ class ListedPipeline(PipelineParallel):
         following = self._following.get(work)
         return following is not None and following.part == part
 
-    def _fetch_input(self) -> Any:
-        return self._p2p_helper.recv_forward(self._is_first, batch_p2p_comm=self._use_batch_p2p_comm)
-
     def _forward(self, data: Iterator[Any], work: Pass) -> None:
-        given = self._input
+        given = None if self._input is None else self._input.wait()
         output, _, _ = self._forward_step(given, data, step_id=work.micro)
-        self._p2p_helper.send_forward(output, self._is_last, batch_p2p_comm=self._use_batch_p2p_comm)
+        self._send_output(output)
+        self._complete("tensor_send_next")
         self._keep(given, output)
         self._input = self._fetch_input() if self._follows(work, "F") else None
 
@@ -93,10 +111,10 @@ class ListedPipeline(PipelineParallel):
         self._under_way.append((given, output))
 
     def _backward(self, work: Pass) -> None:
-        upstream = self._p2p_helper.recv_backward(self._is_last, batch_p2p_comm=self._use_batch_p2p_comm)
-        gradient = self._input_gradient(upstream, work)
+        coming = self._fetch_upstream()
+        gradient = self._input_gradient(None if coming is None else coming.wait(), work)
         self._input = self._fetch_input() if self._follows(work, "F") else None
-        self._p2p_helper.send_backward(gradient, self._is_first, batch_p2p_comm=self._use_batch_p2p_comm)
+        self._send_gradient(gradient)
 
     def _input_gradient(self, upstream: Any, work: Pass) -> tuple[paddle.Tensor, ...] | None:
         """The gradient of the oldest forward pass's input; with ZB-H1 weights get theirs later."""
@@ -104,3 +122,48 @@ class ListedPipeline(PipelineParallel):
         if self._products is not None:
             self._products.end_backward()
         return gradient
+
+    def _fetch_input(self) -> Receive | None:
+        """Start to receive a forward pass's input; the first stage has it."""
+        if self._is_first:
+            return None
+        self._p2p_helper._recv_meta()
+        tensors, _, tasks = self._start(recv_prev=True)
+        return Receive(tensors, tasks)
+
+    def _fetch_upstream(self) -> Receive | None:
+        """Start to receive the gradient of an output; the last stage makes it."""
+        if self._is_last:
+            return None
+        _, tensors, tasks = self._start(recv_next=True)
+        return Receive(tensors, tasks)
+
+    def _send_output(self, output: Any) -> None:
+        if not self._is_last:
+            self._p2p_helper._send_meta(output)
+            self._send("tensor_send_next", output)
+
+    def _send_gradient(self, gradient: Any) -> None:
+        if not self._is_first:
+            self._send("tensor_send_prev", gradient)
+
+    def _send(self, direction: str, tensors: Any) -> None:
+        """Start a message; the one before it in the same direction has arrived then."""
+        self._complete(direction)
+        # Tensors of their own: those of the model are emptied while the message is still under way.
+        tensors = tuple(tensor.detach() for tensor in tensors)
+        _, _, self._sent[direction] = self._start(**{direction: tensors})
+
+    def _complete(self, direction: str) -> None:
+        for task in self._sent.get(direction, ()):
+            task.wait()
+        self._sent[direction] = []
+
+    def _start(self, **what: Any) -> tuple[Any, Any, list[Any]]:
+        nothing = {"tensor_send_next": None, "tensor_send_prev": None, "recv_prev": False, "recv_next": False}
+        return p2p._p2p_helper(
+            **{**nothing, **what},
+            send_recv_meta=self._p2p_helper._send_recv_meta,
+            batch_p2p_comm=False,
+            wait_on_reqs=False,
+        )

@@ -60,3 +60,36 @@ def messages(
             p2p._batched_p2p_ops = exchange
             p2p.SendRecvMeta.send_meta, p2p.SendRecvMeta.recv_meta = send_meta, recv_meta
     return [group for group in log if group]
+
+
+def starts(
+    plan: dict[str, Any], world_size: int, micro_batch_size: int, extra: dict[str, Any]
+) -> list[tuple[str, str]]:
+    """What a rank starts in its second training step, which tells no shapes, in order: (``send`` or ``recv``,
+    ``prev`` or ``next`` for the neighbour)."""
+    import paddle
+    from paddle.distributed.fleet.meta_parallel.pp_utils import p2p_communication as p2p
+
+    log: list[tuple[str, str]] = []
+    start = p2p._p2p_ops
+
+    def logged(send_prev: Any, recv_prev: Any, send_next: Any, recv_next: Any, hcg: Any) -> Any:
+        what = {
+            ("recv", "prev"): recv_prev,
+            ("send", "prev"): send_prev,
+            ("send", "next"): send_next,
+            ("recv", "next"): recv_next,
+        }
+        [started] = [key for key, tensors in what.items() if tensors is not None]
+        log.append(started)
+        return start(send_prev, recv_prev, send_next, recv_next, hcg)
+
+    with paddle.utils.unique_name.guard():
+        cfg, ctx, runner = build(plan, world_size, "gpt", "sgd", micro_batch_size, extra)
+        take_step(runner, 0, cfg, ctx)
+        p2p._p2p_ops = logged
+        try:
+            take_step(runner, 1, cfg, ctx)
+        finally:
+            p2p._p2p_ops = start
+    return log

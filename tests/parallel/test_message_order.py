@@ -1,0 +1,80 @@
+"""Messages of pipelines that do not wait at once: where a send waits for its receive, all of them meet."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+
+import pytest
+
+from ppfleetx.config.plan import ParallelPlan as Plan
+from tests.helpers.ranks import Pools
+from tests.parity.comparison import fields_of
+from tests.parity.training import GLOBAL_BATCH
+
+MICRO_BATCHES = 8
+STAGES = 4
+STEP = {"prev": -1, "next": 1}
+Start = tuple[str, str]
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    pools = Pools()
+    yield pools
+    pools.close()
+
+
+def left_over(logs: list[list[Start]], *, one_queue: bool) -> dict[tuple[int, int], list[Start]]:
+    """What has not met its other half when a rank runs its messages one after the other.
+
+    Args:
+        one_queue: all messages of a rank one after the other; else those with one neighbour.
+    """
+    queues: dict[tuple[int, int], deque[tuple[int, Start]]] = defaultdict(deque)
+    for rank, log in enumerate(logs):
+        for kind, side in log:
+            peer = rank + STEP[side]
+            queues[rank, -1 if one_queue else peer].append((peer, (kind, side)))
+    heads = lambda rank: [q for (owner, _), q in queues.items() if owner == rank and q]  # noqa: E731
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(len(logs)):
+            for mine in heads(rank):
+                for theirs in heads(mine[0][0]):
+                    if theirs[0][0] == rank and {mine[0][1][0], theirs[0][1][0]} == {"send", "recv"}:
+                        mine.popleft(), theirs.popleft()
+                        moved = True
+                        break
+                if moved:
+                    break
+    return {key: [start for _, start in queue] for key, queue in queues.items() if queue}
+
+
+def test_ranks_that_wait_for_each_other_are_found() -> None:
+    """Both send first: a gradient, and the input of the next forward pass."""
+    logs = [[("send", "next"), ("recv", "next")], [("send", "prev"), ("recv", "prev")]]
+    assert left_over(logs, one_queue=True)
+    logs[1].reverse()
+    assert not left_over(logs, one_queue=True)
+
+
+@pytest.mark.parametrize(("schedule", "overlaps"), [("zb_h1", False), ("zb_h1", True), ("1f1b", True)])
+def test_all_messages_meet(pools: Pools, schedule: str, overlaps: bool) -> None:
+    """Without ``overlap_p2p_comm`` even if a rank does one thing at a time; with it, as NCCL does, in order
+    for each pair."""
+    plan = Plan(pp=STAGES, pp_schedule=schedule)
+    logs = pools(STAGES).run(
+        "tests.parallel.message_log:starts",
+        timeout=180.0,
+        plan=fields_of(plan),
+        world_size=STAGES,
+        micro_batch_size=GLOBAL_BATCH // MICRO_BATCHES,
+        extra={"Model.num_layers": STAGES, "Distributed.overlap_p2p_comm": overlaps},
+    )
+    logs = [[tuple(start) for start in log] for log in logs]
+    for rank, log in enumerate(logs):
+        ends = 1 if rank in (0, STAGES - 1) else 2
+        assert len(log) == 2 * ends * MICRO_BATCHES
+    assert left_over(logs, one_queue=not overlaps) == {}
