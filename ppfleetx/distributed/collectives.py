@@ -88,6 +88,24 @@ class Packed:
 
 
 @paddle.no_grad()
+def move_together(tensors: Sequence[paddle.Tensor]) -> paddle.Tensor:
+    """One flat tensor that is the memory of all ``tensors``, which are of one type.
+
+    They become views of it, and what they had is free; a single one is given as it is. So nothing has to be
+    copied back, and memory is needed twice only while they are moved. Not for parts of other tensors.
+    """
+    if len(tensors) == 1:
+        return tensors[0]
+    flat, end = paddle.concat([tensor.reshape([-1]) for tensor in tensors]), 0
+    for tensor in tensors:
+        begin, end = end, end + tensor.size
+        if not tensor.is_contiguous():
+            tensor.contiguous()  # moves the tensor itself, which then has the strides of the view
+        flat._slice(begin, end)._share_buffer_to(tensor)
+    return flat
+
+
+@paddle.no_grad()
 def start_packed(
     tensors: Sequence[paddle.Tensor], start: Callable[[paddle.Tensor], Any], *, keeps_result: bool = True
 ) -> Packed:

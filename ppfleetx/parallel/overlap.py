@@ -6,10 +6,9 @@ stage's last backward pass has come by. Buckets are sent in their order and no o
 ready first, at points of the program that do not depend on time: so the ranks of a group issue the same
 operations in the same order, those of the model between them included.
 
-:data:`UNDER_WAY` buckets are packed and under way at a time: while the link carries the end of one, the next
-waits at its door. That bounds the memory beside the gradients. Where one more is complete sooner, the pass
-waits for the oldest: the link is busy then and could take no more. :meth:`BucketSums.finish` sends what is
-left.
+The pass never waits: a bucket is started and left to the link, however many are before it. That takes no
+memory, because the gradients of a bucket move into one piece and live there from then on; only while they
+move is their memory needed twice. :meth:`BucketSums.finish` sends what is left.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from typing import Any
 
 import paddle
 
-from ppfleetx.distributed.collectives import Packed, start_packed
+from ppfleetx.distributed.collectives import move_together
 from ppfleetx.optims.gradients import gradient_of
 
 Start = Callable[[paddle.Tensor], Any]
 """Starts the sum of a flat tensor, in place, and returns the task to wait for."""
 
 
-UNDER_WAY = 2
-"""Buckets that may be under way at once; together they are as large as ``Distributed.bucket_size`` says."""
+NUM_PARTS = 2
+"""``Distributed.bucket_size`` is what so many buckets hold: one is on its way while the next one fills up."""
 
 
 class Bucket:
@@ -63,7 +62,7 @@ class BucketSums:
         self._num_passes, self._counts = 0, Counter[int]()
         self._missing: list[int] = []
         self._next = 0
-        self._under_way: deque[tuple[Packed, Bucket]] = deque()
+        self._under_way: deque[tuple[Any, Bucket]] = deque()
         for bucket in self._buckets:
             for parameter in bucket.parameters:
                 parameter._register_backward_hook(lambda *_, p=parameter: self._on_gradient(p))
@@ -111,15 +110,16 @@ class BucketSums:
         found = [gradient_of(parameter) for parameter in bucket.parameters]
         gradients = [gradient for gradient in found if gradient is not None]
         self._next += 1
+        # Asked for the sake of memory alone, which `done` may free: what is sent when does not depend on it.
+        while self._under_way and self._under_way[0][0].is_completed():
+            self._complete()
         if gradients:
-            if len(self._under_way) == UNDER_WAY:
-                self._complete()
-            self._under_way.append((start_packed(gradients, bucket.start), bucket))
+            self._under_way.append((bucket.start(move_together(gradients)), bucket))
 
     def _complete(self) -> None:
         """Wait for the oldest."""
-        packed, bucket = self._under_way.popleft()
-        packed.complete()
+        task, bucket = self._under_way.popleft()
+        task.wait()
         bucket.done()
 
 

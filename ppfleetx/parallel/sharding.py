@@ -18,7 +18,7 @@ from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import DygraphSh
 
 from ppfleetx.distributed.collectives import BUCKET_BYTES, reduce_packed, start_packed
 from ppfleetx.optims.gradients import add_gradient, drop_gradient, gradient_of, take_gradient
-from ppfleetx.parallel.overlap import UNDER_WAY, Bucket, BucketSums, cut
+from ppfleetx.parallel.overlap import NUM_PARTS, Bucket, BucketSums, cut
 
 if TYPE_CHECKING:
     from ppfleetx.optims.adamw import Optimizer
@@ -129,7 +129,7 @@ class Sharding:
         self._bucket_bytes, self._overlaps = nbytes, True
         if self._stage > 1:
             return None
-        buckets = cut(list(reversed(self._parameters)), nbytes // UNDER_WAY, self.owner_of)
+        buckets = cut(list(reversed(self._parameters)), nbytes // NUM_PARTS, self.owner_of)
         return BucketSums(
             [
                 Bucket(bucket, self._start(owner), partial(self._drop, owner, bucket))

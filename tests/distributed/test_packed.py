@@ -68,3 +68,29 @@ def test_copies_are_made_the_first_members(monkeypatch, tensors, rank):
             bad = finite.pop(5 if number == 2 else 0)
             assert bad != bad or (rank == 0 and bad == float("inf"))
         assert finite == [n if rank == 0 else 0.0] * len(finite)
+
+
+def test_tensors_move_together_and_stay_there():
+    """What happens to the flat tensor happens to them; a strided one has no strides any more."""
+    whole = paddle.arange(12, dtype="float32").reshape([3, 4])
+    tensors = [paddle.ones([5, 7]), paddle.transpose(whole, [1, 0]), paddle.full([3], 2.0)]
+    assert not tensors[1].is_contiguous()
+    values = [tensor.numpy() for tensor in tensors]
+    flat = collectives.move_together(tensors)
+    flat.scale_(2.0)
+    for tensor, value in zip(tensors, values, strict=True):
+        assert tensor.is_contiguous()
+        assert (tensor.numpy() == 2 * value).all()
+    assert (whole.numpy().flatten() == range(12)).all()
+    tensors[0].zero_()
+    assert (flat.numpy()[:35] == 0).all() and (flat.numpy()[-3:] == 4).all()
+    assert collectives.move_together(tensors[:1]) is tensors[0]
+
+
+def test_moved_tensors_need_no_memory_of_their_own():
+    """Counted by Paddle."""
+    tensors = [paddle.ones([256, 256]) for _ in range(4)]
+    held = core.host_memory_stat_current_value("Allocated", 0)
+    flat = collectives.move_together(tensors)
+    assert core.host_memory_stat_current_value("Allocated", 0) == held
+    assert flat.size == 4 * 256 * 256

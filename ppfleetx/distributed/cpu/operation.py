@@ -27,6 +27,7 @@ class Operation:
 
     Attributes:
         busy: a thread is advancing it. Set and reset under the mesh's ``state``.
+        started: a thread has begun to advance it.
     """
 
     def __init__(
@@ -41,12 +42,17 @@ class Operation:
         signature: Signature,
         background: bool = False,
     ) -> None:
-        self.background, self.busy = background, False
+        self.background, self.busy, self.started = background, False, False
         self.text, self.group, self.number, self.signature = text, group, number, signature
         self._inbox, self._complete, self._steps = inbox, complete, steps
         self._receives: list[Receive] = []
         self.done = False
         self.failure: BaseException | None = None
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether all members of the group take part: no message between two of them."""
+        return self.number >= 0
 
     def ready(self) -> bool:
         """Whether some thread may advance it now."""
@@ -61,6 +67,7 @@ class Operation:
 
     def advance(self) -> None:
         """Run until the next receives are not there yet."""
+        self.started = True
         while not self.done and self._has_arrived():
             for receive in self._receives:
                 self._inbox.settle(receive, self.text)

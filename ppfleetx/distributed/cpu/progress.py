@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable
 
 from ppfleetx.distributed.cpu.operation import Operation
+
+UNDER_WAY = 2
+"""Collectives of a group that have been started and have not ended: while one waits for what it receives, the
+next one sends."""
 
 
 class Progress:
@@ -14,6 +19,10 @@ class Progress:
 
     Sending, and adding up what has come, release Python's lock: the program computes meanwhile. A rank's
     thread advances what is ready of any group, so groups cannot wait for each other in a circle.
+
+    The program may begin as many as it likes. Only :data:`UNDER_WAY` collectives of a group are started, in
+    their order, since each takes memory for what it receives. All members start the first ones, so those
+    end, then the next ones do.
 
     Args:
         state: lock of what all threads share; its waiters are told when receives are complete.
@@ -37,7 +46,15 @@ class Progress:
                 self._thread.start()
 
     def _next(self) -> Operation | None:
-        return next((o for o in self._pending if o.background and o.ready()), None)
+        started = Counter(o.group for o in self._pending if o.background and o.is_collective and o.started)
+        for operation in self._pending:
+            if operation.background and operation.ready() and self._may_go_on(operation, started):
+                return operation
+        return None
+
+    @staticmethod
+    def _may_go_on(operation: Operation, started: Counter[int]) -> bool:
+        return operation.started or not operation.is_collective or started[operation.group] < UNDER_WAY
 
     def _run(self) -> None:
         while True:
