@@ -7,12 +7,15 @@ Two network namespaces are joined by a cable that lets so many Mbit/s through in
 bucket, ``tc qdisc ... tbf``). Each rank has a core of its own. For each rate the same steps are trained
 twice, with ``Distributed.sharding.reduce_overlap`` and ``broadcast_overlap`` False and True. Of the first the
 time of sums and values is measured beside that of the step: what is left is the computation. Prints, in
-seconds and as medians over the steps: computation, communication, the step without and with overlap,
+seconds and as medians over the steps: computation, communication, the step without and with overlap, wire,
 1.1 x max(both) + 5 %, and the least time that any order of sending can reach. That is the longer one of two:
 computation, what communication costs the same core, and the way of the tied embedding's gradient, which is
 complete when the pass ends; and the time to the first complete gradient, before which there is nothing to
-send, then communication, then norm and update, which need all of it. (Not with ``--sharding``: messages
-that are waited for one by one use one direction of the cable at a time, and both with overlap.)
+send, then communication, then norm and update, which need all of it.
+
+With ``--sharding`` messages that are waited for one by one use one direction of the cable at a time, and both
+with overlap. So the limit there is that of the longer of computation and "wire": what each direction carries
+in a step, divided by the rate. There is no least time: the forward pass hides values too.
 
 ``--sleep 0.2`` lets each block sleep so many seconds in the forward pass and twice as many in the backward
 pass: the link is then measured against a computation that needs no core, on a machine that has other work.
@@ -58,14 +61,16 @@ def main() -> None:
         print(json.dumps({str(overlaps): _work(args, overlaps) for overlaps in (False, True)}), flush=True)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the nodes go in any case
-    print("Mbit/s  compute  communicate  one after the other  overlapped  1.1 max + 5 %  least")
+    print("Mbit/s  compute  communicate  one after the other  overlapped  wire  1.1 max + 5 %  least")
     for rate in args.rates:
         plain, overlapped = _ranks(rate)
         compute, sums = plain["step"] - plain["sums"], plain["sums"]
-        limit = 1.1 * max(compute, sums) * 1.05
+        wire = 8e-6 * plain["bytes"] / rate
+        limit = 1.1 * max(compute, wire if args.sharding else sums) * 1.05
         alone = compute + plain["core"] + plain["embedding"] * sums
         least = max(alone, plain["first"] + sums + plain["update"])
-        row = (compute, sums, plain["step"], overlapped["step"], limit, *(() if args.sharding else (least,)))
+        row = (compute, sums, plain["step"], overlapped["step"], wire, limit)
+        row += () if args.sharding else (least,)
         print(f"{rate:6d}" + "".join(f"  {value:8.2f}" for value in row), flush=True)
 
 
@@ -193,6 +198,7 @@ def _work(args: argparse.Namespace, overlaps: bool) -> dict[str, float]:
         "first": statistics.median(first[2:]),
         "update": statistics.median(update.seconds[2:]),
         "embedding": _share_of_embedding(sync.parameters),
+        "bytes": float(sum(4 * p.size for p in sync.parameters)),
     }
 
 
