@@ -61,17 +61,10 @@ class Packed:
     Args:
         tensors: of one type; they get the result in :meth:`complete` and must be left alone until then.
         start: starts it on a flat tensor, in place, and returns the task.
-        keeps_result: False where nobody reads the tensors any more: they may go at once.
     """
 
-    def __init__(
-        self,
-        tensors: Sequence[paddle.Tensor],
-        start: Callable[[paddle.Tensor], Any],
-        *,
-        keeps_result: bool = True,
-    ) -> None:
-        self._tensors = list(tensors) if keeps_result else []
+    def __init__(self, tensors: Sequence[paddle.Tensor], start: Callable[[paddle.Tensor], Any]) -> None:
+        self._tensors = list(tensors)
         flat = tensors[0] if len(tensors) == 1 else paddle.concat([t.reshape([-1]) for t in tensors])
         self._flat, self._task = flat, start(flat)
 
@@ -106,11 +99,9 @@ def move_together(tensors: Sequence[paddle.Tensor]) -> paddle.Tensor:
 
 
 @paddle.no_grad()
-def start_packed(
-    tensors: Sequence[paddle.Tensor], start: Callable[[paddle.Tensor], Any], *, keeps_result: bool = True
-) -> Packed:
+def start_packed(tensors: Sequence[paddle.Tensor], start: Callable[[paddle.Tensor], Any]) -> Packed:
     """Start an operation on tensors of one type, packed into one message; see :class:`Packed`."""
-    return Packed(tensors, start, keeps_result=keeps_result)
+    return Packed(tensors, start)
 
 
 def _buckets(tensors: Sequence[paddle.Tensor]) -> Iterator[list[paddle.Tensor]]:

@@ -67,7 +67,7 @@ class NewValues:
         for owner, members in self._small.items():
             for dtype in dict.fromkeys(p.dtype for p in members):
                 same = [p for p in members if p.dtype == dtype]
-                self._packed.append(start_packed(same, self._start(owner), keeps_result=True))
+                self._packed.append(start_packed(same, self._start(owner)))
         for parameter in self._large:
             self._tasks[id(parameter)] = self._start(self._owner_of(parameter))(parameter.detach())
 

@@ -8,6 +8,7 @@ gets what it needs just before its forward and its backward pass (``sharded_valu
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,12 +17,16 @@ import paddle
 from paddle import distributed
 from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import DygraphShardingOptimizer
 
-from ppfleetx.distributed.collectives import BUCKET_BYTES, reduce_packed, start_packed
+from ppfleetx.distributed.collectives import BUCKET_BYTES, move_together, reduce_packed
 from ppfleetx.optims.gradients import add_gradient, drop_gradient, gradient_of, take_gradient
 from ppfleetx.parallel.overlap import NUM_PARTS, Bucket, BucketSums, cut
 
 if TYPE_CHECKING:
     from ppfleetx.optims.adamw import Optimizer
+
+UNDER_WAY = 2
+"""Messages of stages 2 and 3: those to two owners go in both directions of a link. More would keep gradients
+whose memory these stages are to save."""
 
 Owners = Mapping[str, int]
 """Canonical name -> rank in the sharding group."""
@@ -99,7 +104,8 @@ class Sharding:
             (rank, dtype): {} for rank in range(group.nranks) for dtype in types
         }
         self._bucket_bytes = BUCKET_BYTES
-        self._overlaps, self._under_way = False, None
+        self._overlaps = False
+        self._under_way: deque[tuple[Any, list[paddle.Tensor], list[paddle.Tensor]]] = deque()
         if stage > 1:
             for parameter in self._parameters:
                 parameter._register_backward_hook(lambda *_, p=parameter: self._on_gradient(p))
@@ -154,7 +160,8 @@ class Sharding:
                 self._pending_with(parameter)[parameter.info.name] = parameter
         for owner, dtype in self._pending:
             self._send(owner, dtype)
-        self._complete()
+        while self._under_way:
+            self._complete()
         if self._stage == 3:
             # The first layer's input carries no gradient that could tell when its backward pass is over.
             for parameter in self._parameters:
@@ -183,17 +190,21 @@ class Sharding:
             reduce_packed([gradient_of(p) for p in parameters], self._group, owner)
             self._drop(owner, parameters)
             return
-        self._complete()
+        while len(self._under_way) == UNDER_WAY or self._is_under_way(parameters):
+            self._complete()
         gradients = [take_gradient(p) for p in parameters]
-        mine = owner == self._group.rank
-        packed = start_packed(gradients, self._start(owner), keeps_result=mine)
-        self._under_way = packed, list(zip(parameters, gradients, strict=True)) if mine else []
+        task = self._start(owner)(move_together(gradients))
+        self._under_way.append((task, parameters, gradients))
+
+    def _is_under_way(self, parameters: Sequence[paddle.Tensor]) -> bool:
+        """Whether a gradient of an earlier micro batch is. Sums are then added in the order of the passes."""
+        travelling = {id(p) for _, others, _ in self._under_way for p in others}
+        return any(id(p) in travelling for p in parameters)
 
     def _complete(self) -> None:
-        """Wait for what is under way; the owner adds it to what passes have given since."""
-        if self._under_way is None:
-            return
-        (packed, received), self._under_way = self._under_way, None
-        packed.complete()
-        for parameter, gradient in received:
-            add_gradient(parameter, gradient)
+        """Wait for the oldest; its owner adds it to what passes have given since."""
+        task, parameters, gradients = self._under_way.popleft()
+        task.wait()
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if self.owns(parameter):
+                add_gradient(parameter, gradient)

@@ -54,7 +54,9 @@ class CpuProcessGroup(Member):
             self._release(theirs)
             memory.finish()
 
-        return self._run("all_reduce", steps, sync=sync_op, dtype=code, nbytes=array.nbytes)
+        return self._run(
+            "all_reduce", steps, sync=sync_op, dtype=code, nbytes=array.nbytes, takes_memory=True
+        )
 
     def _gather_all(
         self, outs: Sequence[np.ndarray], mine: np.ndarray, code: int, sync: bool, memory: TensorMemory
@@ -116,7 +118,9 @@ class CpuProcessGroup(Member):
             self._release(theirs)
             memory.finish()
 
-        return self._run("reduce_scatter", steps, sync=sync_op, dtype=code, nbytes=target.nbytes)
+        return self._run(
+            "reduce_scatter", steps, sync=sync_op, dtype=code, nbytes=target.nbytes, takes_memory=True
+        )
 
     def reduce_scatter_tensor(
         self, out: paddle.Tensor, tensor: paddle.Tensor, op: Any = SUM, sync_op: bool = True
@@ -152,7 +156,15 @@ class CpuProcessGroup(Member):
                 yield from self._exchange(number, signature, 0, {dst: array}, {})
             memory.finish()
 
-        return self._run("reduce", steps, sync=sync_op, dtype=code, nbytes=array.nbytes, root=dst)
+        return self._run(
+            "reduce",
+            steps,
+            sync=sync_op,
+            dtype=code,
+            nbytes=array.nbytes,
+            root=dst,
+            takes_memory=self._rank == dst,
+        )
 
     def scatter(
         self, out: TensorOrList, tensors: TensorOrList, src: int, sync_op: bool | None = None

@@ -75,6 +75,7 @@ class Member:
         dtype: int = _BYTES,
         nbytes: int = 0,
         root: int = -1,
+        takes_memory: bool = False,
     ) -> Operation:
         """Start a collective; ``nbytes`` and ``root`` are what the members must agree on."""
         with self._lock:
@@ -82,11 +83,25 @@ class Member:
             self._number += 1
         signature = Signature(CODES[name], dtype, nbytes, root)
         text = f"{name} of group {self.group_id} ({nbytes} bytes)"
-        operation = self._operation(steps(number, signature), text, number, signature, background=not sync)
+        operation = self._operation(
+            steps(number, signature),
+            text,
+            number,
+            signature,
+            background=not sync,
+            takes_memory=takes_memory,
+        )
         return self._mesh.launch(operation, sync=sync)
 
     def _operation(
-        self, steps: Steps, text: str, number: int, signature: Signature, *, background: bool = False
+        self,
+        steps: Steps,
+        text: str,
+        number: int,
+        signature: Signature,
+        *,
+        background: bool = False,
+        takes_memory: bool = False,
     ) -> Operation:
         mesh = self._mesh
         return Operation(
@@ -98,6 +113,7 @@ class Member:
             number=number,
             signature=signature,
             background=background,
+            takes_memory=takes_memory,
         )
 
     def _exchange(

@@ -24,6 +24,7 @@ class Operation:
         group, number: which operation of which group it is; ``number`` is -1 between two ranks.
         signature: what all who take part must agree on.
         background: it advances in the mesh's own thread while the program computes.
+        takes_memory: it needs memory of its own for what it receives.
 
     Attributes:
         busy: a thread is advancing it. Set and reset under the mesh's ``state``.
@@ -41,18 +42,15 @@ class Operation:
         number: int,
         signature: Signature,
         background: bool = False,
+        takes_memory: bool = False,
     ) -> None:
-        self.background, self.busy, self.started = background, False, False
+        self.background, self.takes_memory = background, takes_memory
+        self.busy = self.started = False
         self.text, self.group, self.number, self.signature = text, group, number, signature
         self._inbox, self._complete, self._steps = inbox, complete, steps
         self._receives: list[Receive] = []
         self.done = False
         self.failure: BaseException | None = None
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether all members of the group take part: no message between two of them."""
-        return self.number >= 0
 
     def ready(self) -> bool:
         """Whether some thread may advance it now."""

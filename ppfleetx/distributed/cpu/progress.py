@@ -10,8 +10,8 @@ from collections.abc import Callable
 from ppfleetx.distributed.cpu.operation import Operation
 
 UNDER_WAY = 2
-"""Collectives of a group that have been started and have not ended: while one waits for what it receives, the
-next one sends."""
+"""Sums of a group that have been started and have not ended: while one waits for what it receives, the next
+one sends."""
 
 
 class Progress:
@@ -20,9 +20,10 @@ class Progress:
     Sending, and adding up what has come, release Python's lock: the program computes meanwhile. A rank's
     thread advances what is ready of any group, so groups cannot wait for each other in a circle.
 
-    The program may begin as many as it likes. Only :data:`UNDER_WAY` collectives of a group are started, in
-    their order, since each takes memory for what it receives. All members start the first ones, so those
-    end, then the next ones do.
+    The program may begin as many as it likes. Of those that take memory for what they receive, only
+    :data:`UNDER_WAY` of a group are started, in their order; what only sends, or receives in its place, is
+    not held up. Of all such operations that have not ended the first one is started on every member, so it
+    ends, then the next one does.
 
     Args:
         state: lock of what all threads share; its waiters are told when receives are complete.
@@ -46,7 +47,7 @@ class Progress:
                 self._thread.start()
 
     def _next(self) -> Operation | None:
-        started = Counter(o.group for o in self._pending if o.background and o.is_collective and o.started)
+        started = Counter(o.group for o in self._pending if o.background and o.takes_memory and o.started)
         for operation in self._pending:
             if operation.background and operation.ready() and self._may_go_on(operation, started):
                 return operation
@@ -54,7 +55,7 @@ class Progress:
 
     @staticmethod
     def _may_go_on(operation: Operation, started: Counter[int]) -> bool:
-        return operation.started or not operation.is_collective or started[operation.group] < UNDER_WAY
+        return operation.started or not operation.takes_memory or started[operation.group] < UNDER_WAY
 
     def _run(self) -> None:
         while True:

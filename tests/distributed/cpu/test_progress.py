@@ -35,7 +35,7 @@ class Background:
                 self.pending.remove(operation)
             self.state.notify_all()
 
-    def begin(self, group: int, number: int) -> None:
+    def begin(self, group: int, number: int, *, takes_memory: bool = True) -> None:
         name = f"{group}/{number}"
 
         def steps() -> Iterator[list]:
@@ -53,6 +53,7 @@ class Background:
             number=number,
             signature=SIGNATURE,
             background=True,
+            takes_memory=takes_memory,
         )
         self.progress.begin(operation)
 
@@ -66,7 +67,7 @@ class Background:
         return condition()
 
 
-def test_so_many_collectives_of_a_group_are_started_and_no_more() -> None:
+def test_so_many_sums_of_a_group_are_started_and_no_more() -> None:
     background = Background()
     for number in range(5):
         background.begin(7, number)
@@ -84,8 +85,11 @@ def test_so_many_collectives_of_a_group_are_started_and_no_more() -> None:
     assert background.pending == []
 
 
-def test_messages_between_two_ranks_are_not_counted() -> None:
+def test_what_takes_no_memory_is_not_held_up() -> None:
     background = Background()
-    for _ in range(UNDER_WAY + 2):
-        background.begin(7, -1)
-    assert background.wait(lambda: len(background.begun) == UNDER_WAY + 2)
+    for number in range(UNDER_WAY + 1):
+        background.begin(7, number)
+    for number in range(10, 13 + UNDER_WAY):
+        background.begin(7, number, takes_memory=False)
+    assert background.wait(lambda: len(background.begun) == 2 * UNDER_WAY + 3)
+    assert f"7/{UNDER_WAY}" not in background.begun
