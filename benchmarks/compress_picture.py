@@ -59,8 +59,17 @@ def draw(rows: list[dict[str, Any]]) -> None:
         axes.scatter(*place, s=row["gpt2_mb"], alpha=0.6)
         near = (at for at in names if abs(at[0] - place[0]) < 1 and abs(at[1] - place[1]) < 0.3)
         names.setdefault(next(near, place), []).append(row["name"])
-    for place, found in names.items():
-        axes.annotate("\n".join(found), place, textcoords="offset points", xytext=(4, 11))
+    above: list[tuple[float, float]] = []  # whose names are; a neighbour's name is put below
+    for place, found in sorted(names.items()):
+        is_close = any(abs(at[0] - place[0]) < 10 and abs(at[1] - place[1]) < 1 for at in above)
+        axes.annotate(
+            "\n".join(found),
+            place,
+            textcoords="offset points",
+            xytext=(4, -9) if is_close else (4, 11),
+            verticalalignment="top" if is_close else "baseline",
+        )
+        above += [] if is_close else [place]
     fastest = max(row["tokens_per_cpu_second"] for row in rows)
     axes.set_xlabel("tokens per CPU second (12 layers of 768, one text)")
     axes.set_ylabel("change of perplexity, %")
