@@ -2,9 +2,10 @@
 
 Within :func:`emulated` every operator of Paddle takes 16-bit tensors: they are converted to float32, the
 float32 kernel runs, and its result is rounded back. The conversions are operators themselves, so gradients
-are rounded at the same places. ``adamw_`` with master weights updates the float32 master and rounds it into
-the parameter. ``paddle.amp.auto_cast`` casts by Paddle's own lists, in which operators have the names they
-have on a GPU. The program takes the paths of a GPU where it asks for the device.
+are rounded at the same places. What works in place computes in float32 and rounds into the same tensor.
+``adamw_`` with master weights updates the float32 master and rounds it into the parameter.
+``paddle.amp.auto_cast`` casts by Paddle's own lists, in which operators have the names they have on a GPU.
+The program takes the paths of a GPU where it asks for the device.
 """
 
 from __future__ import annotations
@@ -58,8 +59,7 @@ def emulated() -> Iterator[None]:
 
     cpu_backend.install()  # it keeps the operators that it finds
     with contextlib.ExitStack() as stack:
-        for module, name, operator in _operators():
-            stack.enter_context(mock.patch.object(module, name, operator))
+        stack.enter_context(_replaced(list(_operators())))
         for method, name in METHODS.items():
             wrapped = _wrap(name, getattr(paddle.Tensor, method))
             stack.enter_context(mock.patch.object(paddle.Tensor, method, wrapped))
@@ -68,6 +68,19 @@ def emulated() -> Iterator[None]:
         for module in (linear, norm):
             stack.enter_context(mock.patch.object(module, "trains_on_cpu", lambda _: False))
         yield
+
+
+@contextlib.contextmanager
+def _replaced(operators: Sequence[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
+    """These operators in their places. There are thousands, so not one ``mock.patch`` for each."""
+    before = [(module, name, vars(module)[name]) for module, name, _ in operators]
+    try:
+        for module, name, operator in operators:
+            setattr(module, name, operator)
+        yield
+    finally:
+        for module, name, operator in before:
+            setattr(module, name, operator)
 
 
 def _operators() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
@@ -99,13 +112,30 @@ def _wrap(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
         if not low:
             return operator(*args, **kwargs)
         observe(name_on_gpu(name, args), paddle.float32 if paddle.float32 in types_in else low[0])
-        assert not name.endswith("_"), f"{name} writes into a 16-bit tensor: not emulated"
+        if name.endswith("_"):
+            return _in_place(name, operator, args, kwargs)
         args, kwargs = _map_all(args, kwargs, lambda t: t.astype("float32") if t.dtype in LOW else t)
         out = operator(*args, **kwargs)
         # Operands of two types give the wider one.
         return out if paddle.float32 in types_in else _map_out(out, low[0])
 
     return run
+
+
+def _in_place(name: str, operator: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An operator that writes into its first operand, a tensor or a list of tensors, and gives it back."""
+    target, *rest = args
+    written = list(_tensors([target]))
+    traced = paddle.is_grad_enabled() and any(not tensor.stop_gradient for tensor in _tensors(args))
+    assert not traced, f"{name} writes into a 16-bit tensor that is differentiated: not emulated"
+    (copies, *rest), kwargs = _map_all(
+        [target, *rest], kwargs, lambda t: t.astype("float32") if t.dtype in LOW else t
+    )
+    out = operator(copies, *rest, **kwargs)
+    for tensor, copy in zip(written, _tensors([copies]), strict=True):
+        if tensor.dtype in LOW:
+            paddle.assign(copy.astype(tensor.dtype), tensor)
+    return (target, *out[1:]) if isinstance(out, (list, tuple)) and len(out) else target
 
 
 def name_on_gpu(name: str, args: Sequence[Any]) -> str:

@@ -1,8 +1,9 @@
 """Record what runs on a GPU, and write the committed table and counts: ``make operators``.
 
-``python -m tests.operators table`` runs every plan of one and two processes (``--sizes 1 2 4`` more) in every
-precision, generation, finetuning and export, and adds what is new to ``ppfleetx/utils/gpu_operators.json``;
-``--part 1/4`` runs a quarter. ``python -m tests.operators counts`` writes ``tests/operators/counts.json``.
+``python -m tests.operators table`` makes the runs of tests/operators/scenarios.py of one and two processes
+(``--sizes 1 2 4`` of four too) and adds what is new to ``ppfleetx/utils/gpu_operators.json``; ``--part 1/4``
+makes a quarter of them, ``-k TEXT`` those whose names contain it. ``python -m tests.operators counts`` writes
+``tests/operators/counts.json``.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from pathlib import Path
 from ppfleetx.utils.gpu_operators import used_kernels
 from tests.helpers.ranks import Pools
 from tests.operators import counts, table
-from tests.operators.scenarios import CASES, Scenario, everything
+from tests.operators.scenarios import CASES, Scenario, everything, small_styles
 
 TIMEOUT = 600.0
+COMM_TIMEOUT = "30"  # seconds that ranks wait for one that has failed
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["table", "counts"])
-    parser.add_argument("--sizes", nargs="+", type=int, default=[1, 2], help="processes of the plans")
-    parser.add_argument("--part", default="1/1", help="one of so many parts of the scenarios")
+    parser.add_argument("--sizes", nargs="+", type=int, default=[1, 2], help="processes of the runs: 1, 2, 4")
+    parser.add_argument("--part", default="1/1", help="one of so many parts of the runs")
+    parser.add_argument("-k", "--keyword", default="", help="only runs whose name contains this")
     parser.add_argument("--gpu-registry", type=Path, help="JSON {kernel: [element type]} of a GPU build")
     arguments = parser.parse_args()
     pools = Pools()
@@ -35,28 +38,45 @@ def main() -> int:
             counts.write(counts.measure(pools, timeout=TIMEOUT))
             return 0
         number, parts = map(int, arguments.part.split("/"))
-        failed: list[str] = []
-        scenarios = list(everything(tuple(arguments.sizes)))[number - 1 :: parts]
-        with tempfile.TemporaryDirectory() as directory:
-            found = set(_record(pools, scenarios, Path(directory), failed))
-            if number == 1:
-                found |= set(table.exported(pools, Path(directory), TIMEOUT))
+        scenarios = [one for one in everything(tuple(arguments.sizes)) if arguments.keyword in one.name]
+        with_export = number == 1 and not arguments.keyword
+        return _record_all(pools, scenarios[number - 1 :: parts], with_export, arguments.gpu_registry)
     finally:
         pools.close()
-    return table.write(found | table.named(), arguments.gpu_registry) or bool(failed)
+
+
+def _record_all(pools: Pools, scenarios: list[Scenario], with_export: bool, registry: Path | None) -> int:
+    """Write the table whenever there is something new: what ends in the middle has not been for nothing."""
+    failed: list[str] = []
+    found, missing = table.named(), table.write(table.named(), registry)
+    with tempfile.TemporaryDirectory() as directory:
+        for seen in _record(pools, scenarios, Path(directory), failed):
+            if not seen <= found:
+                found |= seen
+                missing = table.write(found, registry)
+        if with_export:
+            missing = table.write(found | table.exported(pools, Path(directory), TIMEOUT), registry)
+    for name in failed:
+        print(f"not recorded: {name}")
+    for one in missing:
+        print(f"not known to be registered for GPUs, and not written: {one}")
+    return 1 if failed or missing else 0
 
 
 def _record(
     pools: Pools, scenarios: list[Scenario], directory: Path, failed: list[str]
-) -> Iterator[table.Used]:
-    """What the scenarios run; the names of those that end with an error are added to ``failed``."""
+) -> Iterator[set[table.Used]]:
+    """What each scenario runs; the names of those that end with an error are added to ``failed``."""
     known = {(name, dtype) for name, kernel in used_kernels().items() for dtype in kernel.used}
-    runs = table.write_runs(directory)
+    wanted = {scenario.arguments.get("directory") for scenario in scenarios}
+    runs = table.write_runs(directory, [name for name in small_styles() if name in wanted])
     for number, scenario in enumerate(scenarios, 1):
         started = time.monotonic()
-        pool, arguments = pools(scenario.world), table.arguments_of(scenario, runs)
+        pool = pools(scenario.world, PADDLE_CPU_COMM_TIMEOUT=COMM_TIMEOUT)
+        arguments = table.arguments_of(scenario, runs)
         outcomes = pool.call(CASES + scenario.case, timeout=TIMEOUT, **arguments)
         errors = [outcome.error or "died" for outcome in outcomes if outcome.error or outcome.died]
+        errors.sort(key=lambda error: error.startswith("CommTimeoutError"))  # the others only waited
         if errors:
             print(f"FAILED {scenario.name}: {errors[0]}", flush=True)
             failed.append(scenario.name)
@@ -68,7 +88,7 @@ def _record(
             f"{number}/{len(scenarios)} {scenario.name} ({took:.1f} s){': ' + new if new else ''}", flush=True
         )
         known |= seen
-        yield from seen
+        yield seen
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
+
 from tests.operators.gpu_branches import GRADIENTS_OF, Named, gpu_branches
 from tests.operators.host_syncs import HostSyncs
 from tests.operators.kernel_log import VIEWS, KernelLog, kernel_of
@@ -18,7 +20,12 @@ from tests.parity.training import CONFIG, micro_batches, overrides
 # Of programs: what is no kernel, and operands that decide the type where it is not the first.
 _NO_KERNEL = ("data", "full_int_array", "if", "while")
 _KEY_OPERAND = {"embedding": 1, "where": 1}
+Change = Callable[[dict[str, Any]], dict[str, Any]]  # of a micro batch
 BUCKET_BYTES = 64 << 20  # those of the product: the parity tests cut a small model into many
+
+
+def _unchanged(batch: dict[str, Any]) -> dict[str, Any]:
+    return batch
 
 
 def step_syncs(plan: dict[str, Any], world_size: int, extra: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -61,14 +68,32 @@ def kernels_of_training(
     micro_batch_size: int,
     extra: dict[str, Any],
     documents: bool = False,
+    sources: bool = False,
 ) -> list[list[str]]:
     """Kernels of two steps and an evaluation, by element type."""
+
+    def with_sources(batch: dict[str, Any]) -> dict[str, Any]:
+        return {**batch, "source_ids": np.arange(len(batch["tokens"])) % 2}
+
     log = KernelLog()
-    run = _training(plan, world_size, model, micro_batch_size, extra, documents)
+    change = with_sources if sources else _unchanged
+    run = _training(plan, world_size, model, micro_batch_size, extra, documents, change)
     with run as (named, step), log.recording():
+        step.runner.num_sources = 2 if sources else 0
         step(0)
         step(1)
         step.runner.eval_step(step.batch(2))
+    return _found(log, named)
+
+
+def kernels_of_evaluation(
+    plan: dict[str, Any], world_size: int, model: str, micro_batch_size: int, extra: dict[str, Any]
+) -> list[list[str]]:
+    """Kernels of a batch of an offline evaluation."""
+    log = KernelLog()
+    run = _training(plan, world_size, model, micro_batch_size, extra, trains=False)
+    with run as (named, step), log.recording():
+        step.runner.eval_step(step.batch(0)[:1])
     return _found(log, named)
 
 
@@ -86,25 +111,27 @@ def kernels_of_generation(directory: str, plan: list[str], world: int, dtype: st
     return _found(log, named)
 
 
-def kernels_of_finetuning(extra: dict[str, Any]) -> list[list[str]]:
-    """Kernels of a step and an evaluation of a classifier."""
-    import numpy as np
+def kernels_of_finetuning(
+    plan: dict[str, Any], world_size: int, micro_batch_size: int, extra: dict[str, Any], task: str
+) -> list[list[str]]:
+    """Kernels of two steps and of the predictions of a GLUE task."""
 
-    def classes(batch: dict[str, Any]) -> dict[str, Any]:
+    def labelled(batch: dict[str, Any]) -> dict[str, Any]:
         rows = len(batch["tokens"])
-        one = {"labels": np.arange(rows) % 2, "loss_mask": np.ones(rows, np.float32)}
-        return {**batch, **one, "lengths": np.full(rows, batch["tokens"].shape[1] // 2)}
+        labels = np.arange(rows) % 2
+        one = {"labels": labels if extra["Model.num_classes"] > 1 else labels.astype(np.float32)}
+        ends = np.full(rows, batch["tokens"].shape[1] // 2)
+        return {**batch, **one, "loss_mask": np.ones(rows, np.float32), "lengths": ends}
 
-    log = KernelLog()
-    extra = {"Model.module": "GPTFinetuneModule", "Model.num_classes": 2, **extra}
-    extra |= {f"Data.{mode}.dataset.name": "SST2" for mode in ("Train", "Eval")}
+    log, data = KernelLog(), {}
     for mode, split in (("Train", "train"), ("Eval", "dev")):
-        extra |= {
-            f"Data.{mode}.dataset.{key}": value for key, value in (("split", split), ("input_dir", "none"))
-        }
-    with _training({}, 1, "gpt", 8, extra, change=classes) as (named, step), log.recording():
+        values = {"name": task, "split": split, "input_dir": "none"}
+        data |= {f"Data.{mode}.dataset.{key}": value for key, value in values.items()}
+    run = _training(plan, world_size, "gpt", micro_batch_size, {**extra, **data}, change=labelled)
+    with run as (named, step), log.recording():
         step(0)
-        step.runner.compute(step.module.forward, step.batch(1))
+        step(1)
+        step.runner.compute(step.module.forward, step.batch(2)[:1])
     return _found(log, named)
 
 
@@ -119,11 +146,13 @@ def kernels_of_export(path: str) -> list[list[str]]:
 class _Step:
     """Takes steps of a runner as the engine does."""
 
-    def __init__(self, cfg: Any, ctx: Any, module: Any, documents: bool, change: Any) -> None:
+    def __init__(
+        self, cfg: Any, ctx: Any, module: Any, documents: bool, change: Change, *, trains: bool
+    ) -> None:
         from ppfleetx.core.engine.watch import Watch
         from ppfleetx.parallel.apply import parallelize
 
-        self.module, self.runner = module, parallelize(module, cfg, ctx, train=True)
+        self.module, self.runner = module, parallelize(module, cfg, ctx, train=trains)
         self._cfg, self._ctx, self._documents, self._change = cfg, ctx, documents, change
         self._watch, self._stop = Watch(cfg, ctx, 1e9), SimpleNamespace(signal_name=None, agree=bool)
 
@@ -145,7 +174,8 @@ def _training(
     micro_batch_size: int,
     extra: dict[str, Any],
     documents: bool = False,
-    change: Callable[[dict[str, Any]], dict[str, Any]] = lambda batch: batch,
+    change: Change = _unchanged,
+    trains: bool = True,
 ) -> Iterator[tuple[Named, _Step]]:
     """A run that takes the branches of a GPU."""
     import paddle
@@ -168,7 +198,7 @@ def _training(
         stack.enter_context(paddle.utils.unique_name.guard())
         ctx = init_distributed(cfg)
         stack.enter_context(gpu_branches(named, low=low))
-        yield named, _Step(cfg, ctx, build_module(cfg), documents, change)
+        yield named, _Step(cfg, ctx, build_module(cfg), documents, change, trains=trains)
 
 
 def _found(log: KernelLog, named: Named) -> list[list[str]]:

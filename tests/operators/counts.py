@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.ranks import Pools
-from tests.operators.scenarios import CASES, DROPOUT
+from tests.operators.options import DROPOUT
+from tests.operators.scenarios import CASES
 
 FILE = Path(__file__).with_name("counts.json")
 LOW = {

@@ -21,7 +21,7 @@ from paddle.base import core
 
 from ppfleetx.distributed import transfer
 from ppfleetx.distributed.cpu.patches import TABLE
-from ppfleetx.nn import flash, fused, kernels
+from ppfleetx.nn import flash, fused, kernels, quantized
 from tests.helpers import low_precision
 
 GRADIENTS_OF = (
@@ -80,9 +80,12 @@ def gpu_branches(named: Named, *, low: bool = False) -> Iterator[None]:
         patch(core.Place, "is_cpu_place", lambda _: False)
         patch(transfer, "on_gpu", lambda: True)
         patch(transfer, "_queue", queue)
-        for module in (flash, kernels):
+        for module in (flash, kernels, quantized):
             patch(module, "on_gpu", lambda: True)
         patch(flash, "_capability", lambda _: (8, 0))
+        patch(paddle.device.cuda, "get_device_capability", lambda *_: (8, 0))
+        patch(quantized, "weight_quantize", _weight_quantize(named))
+        patch(quantized, "weight_only_linear", _weight_only_linear(named))
         patch(fused, "TABLE", {name: replace(row, exact_on_cpu=True) for name, row in fused.TABLE.items()})
         fused._obstacle.cache_clear()
         stack.callback(fused._obstacle.cache_clear)
@@ -107,6 +110,24 @@ def _linear(named: Named, original: Callable[..., Any]) -> Callable[..., Any]:
             return original(x, weight, bias)
 
     return linear
+
+
+def _weight_quantize(named: Named) -> Callable[..., Any]:
+    def quantize(wide: paddle.Tensor, algo: str, arch: int) -> tuple[paddle.Tensor, paddle.Tensor]:
+        """Nothing is rounded: the integers are the matrix itself, the scales are 1."""
+        with named.stand_in("weight_quantize", wide.dtype):
+            return wide, paddle.ones([wide.shape[1]], wide.dtype)
+
+    return quantize
+
+
+def _weight_only_linear(named: Named) -> Callable[..., Any]:
+    def multiply(x: Any, weight: Any, bias: Any, scale: Any, dtype: str, arch: int) -> paddle.Tensor:
+        with named.stand_in("weight_only_linear", x.dtype):
+            product = paddle.matmul(x, weight) * scale
+            return product if bias is None else product + bias
+
+    return multiply
 
 
 def _naming(named: Named, name: str, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,14 +1,26 @@
-"""The runs whose kernels make the table: few for every test run, all for ``make operators``."""
+"""The runs whose kernels make the table: few for every test run, all for ``make operators``.
+
+Which runs are all, the rule: a kernel depends on the model, the precision, the plan and the options, and most
+of all on two of these at once. So all pairs are recorded, not all combinations:
+
+* with one process every model in every precision, and every option in every precision with two models;
+* with two every plan in every precision, and every plan with every option that it can be used with;
+* with four every plan once: what two axes do to each other. A kernel does not know how many ranks there are.
+
+What is left open in a pair (the model; of larger jobs the precision) is taken in turns.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import cycle, product
 from typing import Any
 
 from ppfleetx.config.plan import ParallelPlan, Workload, enumerate_plans
+from tests.operators.options import OPTIONS, Option
 from tests.parity.comparison import fields_of, micro_batch_size_of
-from tests.parity.training import MODELS
+from tests.parity.training import MODELS, SEQ_LEN
 
 CASES = "tests.operators.cases:"
 LAYERS = 4
@@ -20,29 +32,37 @@ PRECISIONS: dict[str, dict[str, Any]] = {
         for level in ("O1", "O2")
     },
 }
-DROPOUT = {"Model.hidden_dropout_prob": 0.1, "Model.attention_probs_dropout_prob": 0.1}
-# Blocks and losses that the three models of the parity suite lack.
-VARIANTS: dict[str, dict[str, Any]] = {
-    "dropout": DROPOUT,
-    "recompute": {"Model.use_recompute": True},
-    "recompute core": {"Model.use_recompute": True, "Model.recompute_granularity": "core_attn"},
-    "lora": {"Model.lora.rank": 4},
-    "sandwich": {"Model.sandwich_norm": True, "Model.hidden_act": "relu2"},
-    "gelu exact": {"Model.hidden_act": "gelu_exact", "Model.add_qkv_bias": False},
-    "pieces": {"Model.loss_chunks": 2},
-    "reference": {"Model.attention_kernel": "reference", **DROPOUT},
-    "full checks": {"Engine.checks": "full"},
-}
 GENERATIONS = {
     "greedy": ["Generation.decode_strategy=greedy_search", "Generation.repetition_penalty=1.2"],
     "sampling": ["Generation.num_return_sequences=2", "Generation.temperature=1.5", "Generation.top_p=0.9"],
     "top k": ["Generation.top_k=5", "Generation.min_dec_len=2"],
     "beam": ["Generation.decode_strategy=beam_search", "Generation.num_beams=3"],
+    "groups": [
+        *("Generation.decode_strategy=beam_search", "Generation.num_beams=4"),
+        *("Generation.num_beam_groups=2", "Generation.diversity_rate=0.5"),
+    ],
+    "no cache": ["Generation.decode_strategy=greedy_search", "Generation.use_cache=False"],
+    "forced": ["Generation.forced_bos_token_id=5", "Generation.forced_eos_token_id=6"],
     "guesses": [
         "Generation.prompt=the hat the cat the hat the",
         "Generation.decode_strategy=greedy_search",
         "Generation.max_dec_len=40",
     ],
+}
+DTYPES = ("float32", "float16", "bfloat16")
+STYLES = ("gpt2", "llama")
+SMALL = {
+    "int8": {"to": "int8"},
+    "int4": {"to": "int4", "group": 16},
+    "w8a8": {"to": "int8", "activations": "int8"},
+}
+"""Quantised models of both styles: what they are made with."""
+_WINDOWS = {"Offline_Eval.max_seq_len": SEQ_LEN, "Offline_Eval.overlapping_eval": 4}
+_CLASSES = {"Model.module": "GPTFinetuneModule", "Model.num_classes": 2}
+_FINETUNINGS = {
+    "classes": ("SST2", _CLASSES),
+    "classes, lora": ("SST2", {**_CLASSES, "Model.lora.rank": 4}),
+    "a number": ("STSB", {**_CLASSES, "Model.num_classes": 1}),
 }
 
 
@@ -63,18 +83,32 @@ class Scenario:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-def training(plan: ParallelPlan, model: str, precision: str, *variants: str, **more: Any) -> Scenario:
+def training(plan: ParallelPlan, model: str, precision: str, option: str = "") -> Scenario:
     """Steps and an evaluation under a plan."""
-    size = micro_batch_size_of(plan)
-    # A head of 8: what flash attention takes.
-    extra = {"Model.num_layers": LAYERS if plan.pp * plan.virtual_pp_degree > 2 else 2, "Model.head_dim": 8}
-    for variant in variants:
-        extra |= VARIANTS[variant]
-    extra |= {f"Engine.mix_precision.{key}": value for key, value in PRECISIONS[precision].items()}
-    arguments = {"plan": fields_of(plan), "model": model, "micro_batch_size": size, "extra": extra, **more}
-    name = ", ".join([model, str(plan), precision, *variants, *(("documents",) if more else ())])
-    arguments["world_size"] = plan.world_size
+    chosen = OPTIONS[option] if option else Option()
+    arguments = _arguments(plan, model, precision, chosen.keys) | chosen.batches
+    name = ", ".join([model, str(plan), precision, *([option] if option else [])])
     return Scenario(name, "kernels_of_training", plan.world_size, arguments)
+
+
+def evaluation(plan: ParallelPlan, model: str, precision: str, *, cloze: bool) -> Scenario:
+    """A batch of an offline evaluation: perplexity, or cloze."""
+    extra = {"Model.module": "GPTEvalModule", "Offline_Eval.cloze_eval": cloze, **_WINDOWS}
+    arguments = _arguments(plan, model, precision, extra)
+    kind = "cloze" if cloze else "perplexity"
+    return Scenario(
+        f"{kind}, {model}, {plan}, {precision}", "kernels_of_evaluation", plan.world_size, arguments
+    )
+
+
+def finetuning(plan: ParallelPlan, precision: str, kind: str = "classes") -> Scenario:
+    """A classifier, or a regression."""
+    task, extra = _FINETUNINGS[kind]
+    arguments = _arguments(plan, "gpt", precision, extra) | {"task": task}
+    del arguments["model"]
+    return Scenario(
+        f"finetuning, {kind}, {plan}, {precision}", "kernels_of_finetuning", plan.world_size, arguments
+    )
 
 
 def generation(style: str, world: int, dtype: str) -> Scenario:
@@ -84,55 +118,86 @@ def generation(style: str, world: int, dtype: str) -> Scenario:
     return Scenario(f"generation, {style}, {world} ranks, {dtype}", "kernels_of_generation", world, arguments)
 
 
-def finetuning(precision: str) -> Scenario:
-    """A classifier."""
-    extra = {f"Engine.mix_precision.{key}": value for key, value in PRECISIONS[precision].items()}
-    extra["Model.num_layers"] = 2
-    return Scenario(f"finetuning, {precision}", "kernels_of_finetuning", 1, {"extra": extra})
-
-
 def few() -> Iterator[Scenario]:
     """One of each kind, for every run of the tests."""
     one, two = ParallelPlan(), ParallelPlan
-    yield training(one, "gpt", "float32", "dropout", documents=True)
+    yield training(one, "gpt", "float32", "documents")
     yield training(one, "llama", "bfloat16 O2", "recompute")
     yield training(one, "mixed", "float16 O1", "dropout")
-    yield training(two(mp=2, sequence_parallel=True), "gpt", "bfloat16 O2", "dropout")
+    yield training(two(mp=2, sequence_parallel=True), "gpt", "bfloat16 O2", "pieces, documents")
     yield training(two(pp=2), "llama", "float32")
     yield training(two(sharding=2, sharding_stage=3), "gpt", "float16 O2")
-    yield finetuning("float32")
+    yield finetuning(one, "float32")
     yield generation("gpt2", 1, "float32")
 
 
 def everything(sizes: tuple[int, ...]) -> Iterator[Scenario]:
-    """Every plan of these sizes, model and precision, the variants, generation and finetuning."""
-    for size in sizes:
-        for model in MODELS:
-            for plan in enumerate_plans(size, _workload(model)):
-                # Of larger jobs one precision: a kernel does not know how many ranks there are.
-                for precision in PRECISIONS if size <= 2 else ("bfloat16 O2",):
-                    yield training(plan, model, precision)
-        if size == 1:
-            yield from _single()
+    """All of these numbers of processes (1, 2, 4)."""
+    if 1 in sizes:
+        yield from _of_one()
     if 2 in sizes:
-        for variant in ("dropout", "lora", "sandwich", "pieces", "full checks"):
-            for plan in (ParallelPlan(mp=2), ParallelPlan(pp=2), ParallelPlan(sep=2)):
-                yield training(plan, "llama", "bfloat16 O2", variant)
-        yield from (generation(style, 2, "float32") for style in ("gpt2", "llama"))
+        yield from _of_two()
+    if 4 in sizes:
+        for plan, model, precision in zip(plans(4), cycle(MODELS), cycle(PRECISIONS), strict=False):
+            yield training(plan, model, precision)
 
 
-def _single() -> Iterator[Scenario]:
+def plans(size: int) -> list[ParallelPlan]:
+    """Those of the parity suite."""
+    from tests.parity.every_plan import ZERO_BUBBLE, workload
+
+    work: Workload = replace(workload("llama"), num_layers=LAYERS)
+    return [*enumerate_plans(size, work), *(plan for plan in ZERO_BUBBLE if plan.world_size == size)]
+
+
+def _of_one() -> Iterator[Scenario]:
+    one = ParallelPlan()
     for precision in PRECISIONS:
-        for variant in VARIANTS:
-            yield training(ParallelPlan(), "gpt", precision, variant)
-            yield training(ParallelPlan(), "llama", precision, variant, documents=True)
-        yield finetuning(precision)
-    for style in ("gpt2", "llama"):
-        for dtype in ("float32", "float16", "bfloat16"):
-            yield generation(style, 1, dtype)
+        yield from (training(one, model, precision) for model in MODELS)
+        for name, option in OPTIONS.items():
+            if option.fits(one) and precision.endswith(option.level):
+                yield from (training(one, model, precision, name) for model in option.models)
+        yield from (finetuning(one, precision, kind) for kind in _FINETUNINGS)
+        for model, cloze in product(MODELS, (False, True)):
+            yield evaluation(one, model, precision, cloze=cloze)
+    for style, dtype in product([*STYLES, *small_styles()], DTYPES):
+        yield generation(style, 1, dtype)
 
 
-def _workload(model: str) -> Workload:
-    from tests.parity.every_plan import workload
+def _of_two() -> Iterator[Scenario]:
+    every = plans(2)
+    for number, plan in enumerate(every):
+        for turn, precision in enumerate(PRECISIONS):
+            yield training(plan, [*MODELS][(number + turn) % len(MODELS)], precision)
+        kind = [*_FINETUNINGS][number % len(_FINETUNINGS)]
+        precision = [*PRECISIONS][number % len(PRECISIONS)]
+        if plan.pp == plan.sep == 1:  # what classifiers run under
+            yield finetuning(plan, precision, kind)
+        for cloze in (False, True):
+            yield evaluation(plan, [*MODELS][(number + cloze) % len(MODELS)], precision, cloze=cloze)
+    for turn, (name, option) in enumerate(OPTIONS.items()):
+        precisions = [precision for precision in PRECISIONS if precision.endswith(option.level)]
+        for number, plan in enumerate(every if option.meets_plans else ()):
+            if option.fits(plan):
+                model = option.models[(number + turn) % len(option.models)]
+                yield training(plan, model, precisions[(number + turn) % len(precisions)], name)
+    for style, dtype in product([*STYLES, *small_styles()], DTYPES):
+        yield generation(style, 2, dtype)
 
-    return replace(workload(model), num_layers=LAYERS)
+
+def small_styles() -> list[str]:
+    """Names of the quantised models."""
+    return [f"{style} {way}" for style, way in product(STYLES, SMALL)]
+
+
+def _arguments(plan: ParallelPlan, model: str, precision: str, extra: dict[str, Any]) -> dict[str, Any]:
+    # A head of 8: what flash attention takes.
+    sizes = {"Model.num_layers": LAYERS if plan.num_chunks > 2 else 2, "Model.head_dim": 8}
+    low = {f"Engine.mix_precision.{key}": value for key, value in PRECISIONS[precision].items()}
+    return {
+        "plan": fields_of(plan),
+        "world_size": plan.world_size,
+        "model": model,
+        "micro_batch_size": micro_batch_size_of(plan),
+        "extra": {**sizes, **low, **extra},
+    }

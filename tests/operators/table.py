@@ -10,14 +10,18 @@ from typing import Any
 from ppfleetx.nn import fused
 from ppfleetx.utils.gpu_operators import TABLE, used_kernels
 from tests.helpers.ranks import Pools
-from tests.operators.scenarios import CASES, Scenario
+from tests.operators.scenarios import CASES, SMALL, Scenario
 
 Used = tuple[str, str]  # kernel, element type
 PROMPTS = ["the cat", "and", "the other hat and the ca"]
 
 
-def write_runs(directory: Path) -> dict[str, Path]:
-    """A run of each style with a YAML that generates from it."""
+def write_runs(directory: Path, small: Iterable[str] = ()) -> dict[str, Path]:
+    """A run of each style with a YAML that generates from it.
+
+    Args:
+        small: names of quantised models (:func:`~tests.operators.scenarios.small_styles`) to be there too.
+    """
     from ppfleetx.data.tokenizer.training import train_tokenizer
     from tests.generation.conftest import LLAMA_STYLE, write_run
 
@@ -26,12 +30,29 @@ def write_runs(directory: Path) -> dict[str, Path]:
         run = runs[style] = directory / style
         run.mkdir()
         write_run(run, tokenizer, **keys)
-        file = run / "generation.yaml"
-        sections = json.loads(file.read_text())
-        sections["Generation"] = {"prompt": PROMPTS, "max_dec_len": 10, "seed": 7}
-        sections["Engine"] = {"save_load": {"ckpt_dir": str(run / "run")}}
-        file.write_text(json.dumps(sections))
-    return runs
+        _generates(run / "generation.yaml", run / "run", json.loads((run / "generation.yaml").read_text()))
+    return runs | {name: _quantized(directory, *name.split()) for name in small}
+
+
+def _quantized(directory: Path, style: str, way: str) -> Path:
+    """A quantised model of widths that the GPU's kernel of 8-bit weights takes."""
+    from ppfleetx.core.programs.quantize import Request, run
+    from tests.compress.runs import MODELS, write_run
+
+    place, source = directory / f"{style} {way}", directory / f"{style} wide"
+    if not source.exists():
+        widths = {"hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 4, "ffn_hidden_size": 128}
+        write_run(source, {**MODELS[f"{style}_style"], **widths})
+    step = run(Request(checkpoint=str(source), output=str(place), **SMALL[way]))
+    base = {"_base_": str(step / "config.yaml"), "Model": {"module": "GPTGenerationModule"}}
+    _generates(place / "generation.yaml", place, base)
+    return place
+
+
+def _generates(file: Path, checkpoint: Path, sections: dict[str, Any]) -> None:
+    sections["Generation"] = {"prompt": PROMPTS, "max_dec_len": 10, "seed": 7}
+    sections["Engine"] = {"save_load": {"ckpt_dir": str(checkpoint)}}
+    file.write_text(json.dumps(sections))
 
 
 def arguments_of(scenario: Scenario, runs: dict[str, Path]) -> dict[str, Any]:
@@ -71,9 +92,9 @@ def unknown(found: Iterable[Used]) -> list[str]:
     return told
 
 
-def write(found: Iterable[Used], gpu_registry: Path | None) -> int:
-    """Add what was found to the table; the exit code. What a GPU has is told by a GPU build's registry, or
-    else by the table: a kernel of which neither says that a GPU has it is not written."""
+def write(found: Iterable[Used], gpu_registry: Path | None) -> list[str]:
+    """Add what was found to the table. What a GPU has is told by a GPU build's registry, or else by the
+    table: a kernel of which neither says that a GPU has it is not written, and given back."""
     content = json.loads(TABLE.read_text(encoding="utf-8"))
     registry = {} if gpu_registry is None else json.loads(gpu_registry.read_text(encoding="utf-8"))
     kernels, missing = content["kernels"], []
@@ -91,6 +112,4 @@ def write(found: Iterable[Used], gpu_registry: Path | None) -> int:
     ]
     text = "\n".join(["{", *head, '  "kernels": {', ",\n".join(lines), "  }", "}", ""])
     TABLE.write_text(text, encoding="utf-8")
-    for one in missing:
-        print(f"not known to be registered for GPUs, and not written: {one}")
-    return 1 if missing else 0
+    return missing

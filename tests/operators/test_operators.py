@@ -1,9 +1,17 @@
 """No kernel runs that a GPU lacks: a few runs on every test, all of them in ``make operators``."""
 
+import json
+
+import numpy as np
 import pytest
 
-from tests.operators.scenarios import CASES, few
+from ppfleetx.config.plan import ParallelPlan
+from tests.helpers.low_precision import emulated
+from tests.operators import table
+from tests.operators.options import OPTIONS
+from tests.operators.scenarios import CASES, PRECISIONS, everything, few, plans
 from tests.operators.table import arguments_of, unknown, write_runs
+from tests.parity.comparison import fields_of
 
 CURE = "python -m tests.operators table, and docs/gpu.md"
 
@@ -27,3 +35,62 @@ def test_a_kernel_that_is_not_in_the_table_is_named():
         "eigvalsh float32 is not in the table",
         "gelu int64 is not in the table",
     ]
+
+
+def test_all_pairs_are_recorded():
+    """The rule of tests/operators/scenarios.py."""
+    scenarios = list(everything((1, 2, 4)))
+    assert len(scenarios) == len({scenario.name for scenario in scenarios})
+
+    def under(plan):
+        chosen = [one for one in scenarios if one.arguments.get("plan") == fields_of(plan)]
+        return [one.name for one in chosen if one.case == "kernels_of_training"]
+
+    for plan in (*plans(1), *plans(2)):
+        for precision in PRECISIONS:
+            assert any(name.endswith(f", {precision}") for name in under(plan)), (plan, precision)
+        for name, option in OPTIONS.items():
+            wanted = option.fits(plan) and (plan == ParallelPlan() or option.meets_plans)
+            endings = tuple(f", {precision}, {name}" for precision in PRECISIONS)
+            assert any(run.endswith(endings) for run in under(plan)) == wanted, (plan, name)
+    assert all(under(plan) for plan in plans(4))
+    alone = under(ParallelPlan())
+    for name, option in OPTIONS.items():
+        for precision in PRECISIONS:
+            wanted = option.fits(ParallelPlan()) and precision.endswith(option.level)
+            assert any(run.endswith(f", {precision}, {name}") for run in alone) == wanted, (precision, name)
+
+
+def test_what_no_gpu_is_known_to_have_is_not_written(tmp_path, monkeypatch):
+    file = tmp_path / "table.json"
+    kernels = {"gelu": {"used": ["float32"], "gpu": ["float16", "float32"]}}
+    file.write_text(json.dumps({"about": "x", "kernels": kernels}))
+    monkeypatch.setattr(table, "TABLE", file)
+    registry = tmp_path / "registry.json"
+    registry.write_text(json.dumps({"relu": ["float32"]}))
+    found = [("gelu", "float16"), ("gelu", "int8"), ("relu", "float32"), ("eigvalsh", "float32")]
+    assert table.write(found, registry) == ["eigvalsh float32", "gelu int8"]
+    assert json.loads(file.read_text())["kernels"] == {
+        "gelu": {"used": ["float16", "float32"], "gpu": ["float16", "float32"]},
+        "relu": {"used": ["float32"], "gpu": ["float32"]},
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_what_works_in_place_on_16_bits_is_emulated(dtype):
+    """Computed in float32, rounded into the same memory; a list of tensors too."""
+    import paddle
+
+    with emulated():
+        x, y = (paddle.to_tensor(values).astype(dtype) for values in ([1.5, 2.25, -3.0], [1.01, 0.5, 3.0]))
+        place = x.data_ptr()
+        expected = (x.astype("float32") * y.astype("float32")).astype(dtype).astype("float32").numpy()
+        assert x.multiply_(y) is x and x.data_ptr() == place
+        np.testing.assert_array_equal(x.astype("float32").numpy(), expected)
+        scaled, found = paddle._C_ops.check_finite_and_unscale_([x, y], paddle.full([1], 2.0))
+        assert scaled[0] is x and not bool(found) and x.dtype == getattr(paddle, dtype)
+        np.testing.assert_array_equal(x.astype("float32").numpy(), expected / 2)
+        leaf = paddle.ones([3]).astype(dtype)
+        leaf.stop_gradient = False
+        with pytest.raises(AssertionError, match="a 16-bit tensor that is differentiated"):
+            (leaf * 1.0).multiply_(y)
