@@ -1,12 +1,9 @@
 #!/usr/bin/env python3
-"""Draws docs/images/compress.png and prints the table of docs/compress.md, from benchmarks/compress.json.
+"""Draws docs/images/compress.png and prints the tables of docs/compress.md, from benchmarks/compress.json.
 
     python benchmarks/compress_picture.py
 
-A row of that file is one form of a model. Of the quickstart's model: ``quickstart_mb``, bytes of all weights,
-and ``perplexity``, as `ppfleetx quantize --samples 20` prints it. Of a GPT-2 of 12 layers of 768:
-``gpt2_mb``, bytes of weights that a token reads, and ``tokens_per_cpu_second``, what benchmarks/quantized.py
-measures at batch 1. Numbers that were not measured are left out.
+benchmarks/compress_quality.py measures the numbers. Those that were not measured are left out.
 """
 
 from __future__ import annotations
@@ -21,65 +18,105 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).resolve().parent.parent
-ROWS = ROOT / "benchmarks" / "compress.json"
+NUMBERS = ROOT / "benchmarks" / "compress.json"
 PICTURE = ROOT / "docs" / "images" / "compress.png"
 COLUMNS = {
-    "quickstart_mb": ("quickstart, MB", "{:.1f}"),
+    "mb": ("MB", "{:.1f}"),
     "perplexity": ("perplexity", "{:.2f}"),
-    "gpt2_mb": ("12 x 768, MB", "{:.0f}"),
-    "tokens_per_cpu_second": ("tokens per CPU second", "{:.1f}"),
+    "change": ("change", "{:+.2%}"),
+    "output_error": ("error of a layer", "{:.2%}"),
+    "tokens_per_cpu_second": ("tokens per CPU second", "{:.0f}"),
+    "times_float32": ("over float32", "{:.2f}"),
 }
+LEARNED = 8.0
+DRAWN = ("change", "times_float32")
+COLOURS = {"float32": "#333333", "pruned": "#b35900", "int4": "#0b6e4f", "int8": "#1f5fa8", "W8A8": "#1f5fa8"}
+
+Rows = dict[str, dict[str, float]]
 
 
 def main() -> None:
-    rows = json.loads(ROWS.read_text("utf-8"))["rows"]
-    print(table(rows))
-    draw([row for row in rows if {"perplexity", "tokens_per_cpu_second"} <= row.keys()])
+    models = json.loads(NUMBERS.read_text("utf-8"))["models"]
+    drawn = {}
+    for name, model in models.items():
+        rows = with_change(model["rows"])
+        print(f"{name}: {model['about']}\n\n{table(rows)}\n")
+        has_learned = rows["float32"]["loss"] < LEARNED  # what guesses at random has no quality to lose
+        if has_learned and all(key in row for row in rows.values() for key in DRAWN):
+            drawn[model["about"]] = rows
+    draw(drawn)
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def with_change(rows: Rows) -> Rows:
+    """With the change of perplexity against float32, as a share."""
+    whole = rows["float32"]["perplexity"]
+    return {form: {**row, "change": row["perplexity"] / whole - 1} for form, row in rows.items()}
+
+
+def table(rows: Rows) -> str:
     """The rows as Markdown."""
-    titles = ["", *(title for title, _ in COLUMNS.values()), "change of perplexity"]
-    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
-    whole = rows[0]["perplexity"]
-    for row in rows:
-        cells = [form.format(row[key]) if key in row else "" for key, (_, form) in COLUMNS.items()]
-        change = f"{row['perplexity'] / whole - 1:+.2%}" if "perplexity" in row and row is not rows[0] else ""
-        lines.append("| " + " | ".join([row["name"], *cells, change]) + " |")
+    columns = {key: value for key, value in COLUMNS.items() if any(key in row for row in rows.values())}
+    lines = [
+        "| | " + " | ".join(title for title, _ in columns.values()) + " |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
+    for form, row in rows.items():
+        empty = {"change", "times_float32"} if form == "float32" else ()
+        cells = [
+            text.format(row[key]) if key in row and key not in empty else ""
+            for key, (_, text) in columns.items()
+        ]
+        lines.append("| " + " | ".join([form, *cells]) + " |")
     return "\n".join(lines)
 
 
-def draw(rows: list[dict[str, Any]]) -> None:
-    """Change of perplexity against speed."""
-    whole = rows[0]["perplexity"]
-    figure, axes = plt.subplots(figsize=(7, 3.6))
-    names: dict[tuple[float, float], list[str]] = {}  # of what lies at about the same place
-    for row in rows:
-        place = row["tokens_per_cpu_second"], 100 * (row["perplexity"] / whole - 1)
-        axes.scatter(*place, s=row["gpt2_mb"], alpha=0.6)
-        near = (at for at in names if abs(at[0] - place[0]) < 1 and abs(at[1] - place[1]) < 0.3)
-        names.setdefault(next(near, place), []).append(row["name"])
-    above: list[tuple[float, float]] = []  # whose names are; a neighbour's name is put below
-    for place, found in sorted(names.items()):
-        is_close = any(abs(at[0] - place[0]) < 10 and abs(at[1] - place[1]) < 1 for at in above)
-        axes.annotate(
-            "\n".join(found),
-            place,
-            textcoords="offset points",
-            xytext=(4, -9) if is_close else (4, 11),
-            verticalalignment="top" if is_close else "baseline",
-        )
-        above += [] if is_close else [place]
-    fastest = max(row["tokens_per_cpu_second"] for row in rows)
-    axes.set_xlabel("tokens per CPU second (12 layers of 768, one text)")
-    axes.set_ylabel("change of perplexity, %")
-    axes.set_title("Quality against speed; areas are bytes read for a token")
-    axes.set_xlim(10, 1.25 * fastest)
-    axes.margins(y=0.3)
-    axes.grid(alpha=0.3)
+def draw(models: dict[str, Rows]) -> None:
+    """Change of perplexity against speed, a panel for each model."""
+    figure, panels = plt.subplots(1, len(models), figsize=(4.6 * len(models) + 1, 4), squeeze=False)
+    for axes, (about, rows) in zip(panels[0], models.items(), strict=True):
+        _draw_panel(axes, rows)
+        axes.set_title(about, fontsize=10)
+        axes.set_xlabel("tokens per CPU second, over float32 (one text, one thread)")
+    panels[0][0].set_ylabel("change of perplexity, %")
     figure.tight_layout()
     PICTURE.parent.mkdir(exist_ok=True)
     figure.savefig(PICTURE, dpi=110, metadata={"Software": None})
+
+
+def _draw_panel(axes: Any, rows: Rows) -> None:
+    """Points, and aslant beside them their names, together where points lie in one place."""
+    points = {form: (row["times_float32"], 100 * row["change"]) for form, row in rows.items()}
+    xs, ys = zip(*points.values(), strict=True)
+    width, height = max(xs) - min(xs), max(ys) - min(ys)
+    axes.set_xlim(min(xs) - 0.1 * width, max(xs) + 0.35 * width)
+    axes.set_ylim(min(ys) - 0.15 * height, max(ys) + 0.4 * height)
+    names: dict[tuple[float, float], list[str]] = {}
+    for form, (x, y) in points.items():
+        axes.scatter(
+            [x], [y], s=160 * rows[form]["mb"] / rows["float32"]["mb"], color=_colour(form), alpha=0.7
+        )
+        near = (at for at in names if abs(at[0] - x) < 0.01 * width and abs(at[1] - y) < 0.03 * height)
+        names.setdefault(next(near, (x, y)), []).append(form)
+    for place, found in names.items():
+        below = any(
+            0 < place[0] - at[0] < 0.05 * width and abs(at[1] - place[1]) < 0.05 * height for at in names
+        )
+        axes.annotate(
+            " / ".join(found),
+            place,
+            textcoords="offset points",
+            xytext=(4, -5) if below else (4, 5),
+            rotation=-25 if below else 25,
+            rotation_mode="anchor",
+            verticalalignment="top" if below else "baseline",
+            fontsize=8.5,
+            color=_colour(found[0]),
+        )
+    axes.grid(alpha=0.3)
+
+
+def _colour(form: str) -> str:
+    return next(colour for key, colour in COLOURS.items() if key in form)
 
 
 if __name__ == "__main__":
