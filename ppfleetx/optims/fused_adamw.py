@@ -124,5 +124,7 @@ def fused_adamw(
     )
 
 
-def _fits(parameter: paddle.Tensor, gradient: paddle.Tensor) -> bool:
+def _fits(parameter: paddle.Tensor, gradient: paddle.Tensor | None) -> bool:
+    if gradient is None:  # sharding gives all of its parameters, those without a gradient too
+        return False
     return parameter.dtype == gradient.dtype == paddle.float32 and parameter.size <= _LARGEST
