@@ -101,7 +101,7 @@ class PruningInTraining:
             return
         self._check_zeros(self._scores())
         options, output = self._options, self._cfg.Engine.save_load.output_dir
-        words = [f"--ratio {options.ratio:g}", f"--criterion {options.criterion}"]
+        words = [f"--ratio {options.ratio!r}", f"--criterion {options.criterion}"]
         words += [f"--part {options.part}"] if options.part != "both" else []
         get_logger().info(
             f"pruned: {self._said()}. The smaller model: ppfleetx prune {output} {' '.join(words)} "

@@ -130,11 +130,7 @@ class Job:
             elif rank not in self._lost:
                 self._lost.add(rank)
                 text = f"{self.meeting.names[rank]}: {answer.problem}"
-                cure = (
-                    "look at its log (workerlog.N of its machine), at its state (`ps -e -o pid,stat,args`: T "
-                )
-                cure += "is stopped, and `kill -CONT PID` lets it go on) and at the machine"
-                self.of_job.append(_in(_PROCESSES, fail(f"rank {rank}", text, cure)))
+                self.of_job.append(_in(_PROCESSES, fail(f"rank {rank}", text, _LOST_CURE)))
 
     def compare(self) -> None:
         """What must be equal, clocks, and whether all machines see one output directory."""

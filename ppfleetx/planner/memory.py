@@ -258,8 +258,9 @@ def _fetched(case: Case, held: Held) -> float:
 
 
 def _buffers(case: Case, held: Held) -> float:
-    """Packed gradients on their way, one bucket."""
+    """Packed gradients on their way: one bucket, from sharding stage 2 on two."""
     plan = case.plan
     if plan.dp == plan.sep == plan.sharding == 1:
         return 0.0
-    return min(_BUCKET_BYTES, held.trained * case.precision.gradient_bytes)
+    buckets = 2 if plan.sharding_stage > 1 and case.overlap.bucket_bytes else 1
+    return min(buckets * _BUCKET_BYTES, held.trained * case.precision.gradient_bytes)

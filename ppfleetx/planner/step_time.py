@@ -294,7 +294,10 @@ def _layer_communication(case: Case, cluster: Cluster, *, backward: bool = False
 
 
 def _message(case: Case, plan: ParallelPlan, cluster: Cluster) -> float:
-    """Each tensor rank sends its part of an activation; without sequence parallelism the receivers gather."""
+    """Each tensor rank sends its part of an activation; without sequence parallelism the receivers gather,
+    or, with ZB-H1, each sends all of it."""
+    if plan.pp_schedule == "zb_h1" and not plan.sequence_parallel:
+        return message_seconds(case.trunk_bytes, plan, cluster)
     seconds = message_seconds(case.trunk_bytes / plan.mp, plan, cluster)
     if plan.mp > 1 and not plan.sequence_parallel:
         seconds += gather_seconds(case.trunk_bytes, group_of(case.plan, "mp", cluster), cluster)

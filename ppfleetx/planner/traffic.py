@@ -8,6 +8,7 @@ left out.
 
 from __future__ import annotations
 
+from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.planner.case import Case
 from ppfleetx.planner.parameters import held_parameters
 
@@ -75,7 +76,7 @@ def _tensor_parallel(case: Case, stage: int) -> float:
     if stage == plan.pp - 1:
         volume += _all_reduce(n, case.trunk_bytes) + _TOKEN_SUMS * _all_reduce(n, 4 * tokens)
     volume *= case.accumulate
-    if plan.pp > 1 and not plan.sequence_parallel:
+    if plan.pp > 1 and _sends_parts(plan):
         volume += _gathers(case, stage)
     owned = 1 / plan.sharding
     each = case.precision.gradient_bytes
@@ -83,6 +84,11 @@ def _tensor_parallel(case: Case, stage: int) -> float:
     if plan.sequence_parallel:
         volume += _all_reduce(n, held.partial * owned * each)
     return volume
+
+
+def _sends_parts(plan: ParallelPlan) -> bool:
+    """Whether tensor ranks that hold the same activations send a part each. With ZB-H1 each sends all."""
+    return not plan.sequence_parallel and plan.pp_schedule != "zb_h1"
 
 
 def _gathers(case: Case, stage: int) -> float:
@@ -122,8 +128,9 @@ def _messages(case: Case, stage: int) -> float:
     """Activations to the next chunk, their gradients to the previous one."""
     plan = case.plan
     forward, backward = _neighbours(case, stage)
-    size = (forward + backward) * case.trunk_bytes / plan.mp
-    ids = forward * _passenger(case) / (1 if plan.sequence_parallel else plan.mp)
+    parts = plan.mp if _sends_parts(plan) else 1
+    size = (forward + backward) * case.trunk_bytes / (plan.mp if plan.sequence_parallel else parts)
+    ids = forward * _passenger(case) / parts
     return case.accumulate * (size + ids)
 
 

@@ -35,6 +35,7 @@ def test_shares_follow_the_cube_between_its_two_steps():
         (["Model.lora.rank=4"], "below adapters are not trained"),
         (["Compress.Quantization.enable=True"], "prune or quantise, one at a time"),
         (["Compress.Prune.ratio=1"], "leaves nothing"),
+        (["Compress.Prune.frequency=10"], "goes with end_step"),
         (["Compress.Prune.ratio=0.001"], "removes none of 4 key/value heads and 256 feed-forward units"),
         (["Compress.Prune.ratio=0.1", "Compress.Prune.part=heads"], "removes none of 4 key/value heads$"),
         (["Model.num_query_groups=1"], "one key/value head only, which stays; set part to mlp"),

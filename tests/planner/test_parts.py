@@ -20,6 +20,7 @@ from ppfleetx.planner.network import Cluster, all_reduce_seconds, group_of
 from ppfleetx.planner.parameters import held_parameters
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.timeline import play
+from ppfleetx.planner.traffic import sent_bytes
 
 H, LAYERS, VOCAB, LENGTH = 64, 4, 512, 32
 CONFIG = "ppfleetx/configs/nlp/gpt/pretrain_gpt_1.3B_dp8.yaml"
@@ -94,6 +95,16 @@ def test_zero_bubble_is_predicted_faster_and_larger_in_its_last_stages():
     first, last = ([stage_memory(one, cluster, stage).total for one in (plain, divided)] for stage in (0, 1))
     assert first[0] == first[1]
     assert last[0] < last[1]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_zero_bubble_sends_whole_activations_where_each_tensor_rank_holds_them(sequence_parallel):
+    plain = case(ParallelPlan(mp=4, pp=2, sequence_parallel=sequence_parallel))
+    divided = replace(plain, plan=replace(plain.plan, pp_schedule="zb_h1"))
+    plain_bytes, bytes_ = sent_bytes(plain, 0), sent_bytes(divided, 0)
+    assert bytes_["pp"] == pytest.approx(plain_bytes["pp"] * (1 if sequence_parallel else 4))
+    gathered = plain.accumulate * plain.trunk_bytes * 3 / 4  # gradients that come back in four parts
+    assert plain_bytes["mp"] - bytes_["mp"] == pytest.approx(0 if sequence_parallel else gathered)
 
 
 @pytest.mark.parametrize("chunks", [1, 2])

@@ -33,6 +33,7 @@ GROUP_MULTIPLE = 8
 QUANTIZER = "quant"
 """Sub-layer of a quantised linear; part of the canonical names of its parameters."""
 LINEAR_KINDS = ("Linear", "ColumnParallelLinear", "RowParallelLinear")
+_FREQUENCY = 100  # steps from one removal to the next
 _CONVOLUTIONS = ("Conv2D", "Conv2DTranspose")  # FleetX's files name them
 _MLP_LINEARS = {"linear1": "fc1", "linear2": "fc2"}
 _BLOCK = re.compile(r"block_\d{1,5}", re.ASCII)
@@ -213,7 +214,7 @@ class PruneConfig(Section):
     """Steps before pruning begins."""
     end_step: CountInt | None = None
     """Steps after which the whole ratio is removed; null: `begin_step`, all at once."""
-    frequency: PositiveInt = 100
+    frequency: PositiveInt = _FREQUENCY
     """Steps from one removal to the next."""
 
     @property
@@ -243,6 +244,8 @@ class PruneConfig(Section):
             raise RuleError(("ratio",), "of 1 leaves nothing; it is the share removed")
         if self.last_step < self.begin_step:
             raise RuleError(("end_step", "begin_step"), "pruning ends before it begins")
+        if self.enable and self.end_step is None and self.frequency != _FREQUENCY:
+            raise RuleError(("frequency",), "goes with end_step; without it all are removed at once")
         return self
 
 

@@ -39,8 +39,8 @@ class DistributedConfig(Section):
     """Pipeline stages."""
     pp_schedule: PipelineSchedule = "1f1b"
     """Order of a pipeline's passes. `zb_h1` leaves the gradients of weights until a stage would otherwise
-    wait (ZB-H1, Qi et al. 2023), in the memory of `1f1b`; it needs `Model.virtual_pp_degree` 1. No number
-    changes."""
+    wait (ZB-H1, Qi et al. 2023), in somewhat more memory than `1f1b`; it needs `Model.virtual_pp_degree` 1.
+    No number changes."""
     overlap_p2p_comm: Bool = False
     """Send activations and gradients of a pipeline while the next pass runs, and ask for them early. It needs
     `Model.virtual_pp_degree` 1. No number changes."""
@@ -56,8 +56,9 @@ class DistributedConfig(Section):
     """Ranks that split each sequence."""
     sharding: ShardingConfig = ShardingConfig()
     bucket_size: PositiveFloat = 64.0
-    """MiB of gradients that travel in one message (a larger gradient travels alone). With
-    `sharding.reduce_overlap` smaller ones begin earlier and cost more messages."""
+    """MiB of gradients that travel in two messages, one of which fills up while the other is on its way; with
+    sharding stages 2 and 3, and without `sharding.reduce_overlap`, in one. A larger gradient travels alone.
+    Smaller ones begin earlier and cost more messages."""
     pp_layers: tuple[CountInt | tuple[CountInt, ...], ...] | None = None
     """Layers of each pipeline stage in model order; null: equal parts. With virtual stages, of each chunk:
     one number each, or one list per virtual stage with a number per pipeline stage. The first also holds
