@@ -19,13 +19,14 @@ from pathlib import Path
 
 from ppfleetx.doctor.nodes import examine_nodes
 from ppfleetx.doctor.rows import Row, fail
-from ppfleetx.doctor.run import LOCAL_SECONDS
+from ppfleetx.doctor.run import ALONE, LOCAL_SECONDS
 from ppfleetx.utils.start import START_VARIABLE
 
 DIRECTORY_VARIABLE = "PPFLEETX_DOCTOR_DIR"
 """Where the ranks of a machine leave their reports for the process that has started them."""
 _REPORT, _LOG = "report.*.json", "launcher.log"
 _END_SECONDS, _LOOK_SECONDS = 10.0, 0.5
+_ALONE_SECONDS = 90.0
 _STOP_SECONDS = 60.0  # the launcher waits 30 s for its ranks, and then kills them
 _LAST_LINES = 12
 
@@ -77,13 +78,14 @@ def _read(place: Path, logs: Path, code: int) -> tuple[list[Row], int]:
 
 def _run(command: Sequence[str], environ: dict[str, str], log: int, seconds: float, place: Path) -> int:
     """The exit code; nothing is left running. Where a rank has reported, the others end soon: one that does
-    not is stopped, or hangs."""
+    not is stopped, or hangs. Ranks that did not meet look for themselves, the first one at more things."""
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ)
     deadline, has_reported = time.monotonic() + seconds, False
     try:
         while (code := process.poll()) is None and time.monotonic() < deadline:
-            if not has_reported and any(place.glob(_REPORT)):
-                has_reported, deadline = True, time.monotonic() + _END_SECONDS
+            if not has_reported and (reports := sorted(place.glob(_REPORT))):
+                more = _END_SECONDS if _has_met(reports[0]) else _ALONE_SECONDS
+                has_reported, deadline = True, time.monotonic() + more
             time.sleep(_LOOK_SECONDS)
         return signal.SIGTERM if code is None else code
     finally:
@@ -94,6 +96,11 @@ def _run(command: Sequence[str], environ: dict[str, str], log: int, seconds: flo
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _has_met(report: Path) -> bool:
+    rows = json.loads(report.read_text("utf-8"))["rows"]
+    return all(row["name"] != ALONE for row in rows)
 
 
 def _end_of(file: Path) -> str:

@@ -34,6 +34,8 @@ from ppfleetx.doctor.storage import nearest_directory
 LOCAL_SECONDS = 1200.0
 """That a process may take for the checks that it makes by itself; each has its own limit."""
 _SHORT_SECONDS = 60.0
+ALONE = "meeting"
+"""Row of a rank that has not met the others, and looked for itself."""
 _PROCESSES, _AGREEMENT, _COLLECTIVES = "processes", "agreement", "collectives"
 # What fails in these groups would make the process groups fail or hang as well.
 _DECISIVE = ("environment", "network", "configuration", _PROCESSES, _AGREEMENT)
@@ -61,7 +63,7 @@ def examine_job(case: Case, *, seconds: float, finish: Callable[[list[Row]], Non
     try:
         meeting = meet(case, seconds)
     except MeetingError as error:
-        row = fail("meeting", f"rank {case.rank}: {error}", error.cure)
+        row = fail(ALONE, f"rank {case.rank}: {error}", error.cure)
         return in_groups([*examine_all(case), _in(_PROCESSES, row)])
     with contextlib.closing(meeting):
         job = Job(case, meeting)
@@ -146,7 +148,7 @@ class Job:
 
     def lose_host(self, error: MeetingError) -> None:
         """What this process knows is all that there is now."""
-        self.rows[self.case.rank].append(_in(_PROCESSES, fail("meeting", str(error), error.cure)))
+        self.rows[self.case.rank].append(_in(_PROCESSES, fail("first rank", str(error), error.cure)))
 
     def _told(self, answers: Sequence[Answer]) -> dict[int, dict]:
         self._take([Answer([], answer.problem) for answer in answers])
