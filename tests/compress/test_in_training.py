@@ -51,7 +51,8 @@ def test_what_cannot_be_done_is_said(more, words):
 
 
 def test_one_head_is_no_matter_where_units_are_pruned():
-    load_config(CONFIG, [ON, "Model.num_query_groups=1", "Compress.Prune.part=mlp"])
+    cfg = load_config(CONFIG, [ON, "Model.num_query_groups=1", "Compress.Prune.part=mlp"])
+    assert cfg.Compress.pruning is not None and cfg.Model.kv_heads == 1
 
 
 class Restless(UpdateRule):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from tests.helpers.ranks import Pools
 from tests.parity.training import GLOBAL_BATCH, STEPS
 
 TRAIN = "tests.parity.training:train"
+TRAIN_PART = "tests.parity.training:train_part"
 TOLERANCE = 1e-5
 
 
@@ -113,6 +115,44 @@ class Comparison:
             weights_dir=weights_dir,
             **more,
         )
+
+    def train_part(
+        self,
+        plan: ParallelPlan,
+        first: int,
+        end: int,
+        *,
+        load_from: str | None = None,
+        save_to: str | None = None,
+        train: str = TRAIN_PART,
+        model: str = "gpt",
+        **more: Any,
+    ) -> list[float]:
+        """Losses and gradient norms of steps ``first`` to ``end``, which all ranks agree on; from a
+        checkpoint and to another where they are named."""
+        results = self.pools(plan.world_size).run(
+            train,
+            plan=fields_of(plan),
+            world_size=plan.world_size,
+            model=model,
+            micro_batch_size=micro_batch_size_of(plan),
+            first_step=first,
+            end_step=end,
+            load_from=load_from,
+            save_to=save_to,
+            **more,
+        )
+        assert all(result == results[0] for result in results)
+        return results[0]
+
+    def train_along(self, plans: Sequence[ParallelPlan], directory: Path, **more: Any) -> list[float]:
+        """The numbers of :meth:`train_part`, two steps with each plan, which goes on from the one before."""
+        numbers, checkpoint = [], None
+        for index, plan in enumerate(plans):
+            first, end = 2 * index, 2 * index + 2
+            numbers += self.train_part(plan, first, end, load_from=checkpoint, save_to=str(directory), **more)
+            checkpoint = str(directory / f"epoch_0_step_{end}")
+        return numbers
 
     def reference(
         self, model: str, optimizer: str, micro_batch_size: int, **more: Any

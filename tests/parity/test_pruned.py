@@ -57,39 +57,26 @@ def test_whole_groups_and_units_are_zero(comparison, model):
                 assert gone[0].sum() == parts // 4
 
 
-def part(comparison, plan, first, end, load_from=None, save_to=None):
-    results = comparison.pools(plan.world_size).run(
-        "tests.parity.pruned:train_part",
-        timeout=120.0,
-        plan=fields_of(plan),
-        world_size=plan.world_size,
-        model="llama",
-        micro_batch_size=micro_batch_size_of(plan),
-        first_step=first,
-        end_step=end,
-        load_from=load_from,
-        save_to=save_to,
-        extra=pruned.FORMS[SCHEDULE],
-    )
-    assert all(result == results[0] for result in results)
-    return results[0]
+PART = {
+    "train": "tests.parity.pruned:train_part",
+    "timeout": 120.0,
+    "model": "llama",
+    "extra": pruned.FORMS[SCHEDULE],
+}
 
 
 @pytest.mark.parametrize("plan", [Plan(), Plan(mp=2, pp=2), Plan(sharding=2, sharding_stage=3)], ids=str)
 def test_resumption_in_the_middle_of_a_schedule_is_exact(comparison, tmp_path, plan):
-    expected = part(comparison, plan, 0, 5)
-    numbers = part(comparison, plan, 0, 2, save_to=str(tmp_path))
-    numbers += part(comparison, plan, 2, 5, load_from=str(tmp_path / "epoch_0_step_2"))
+    expected = comparison.train_part(plan, 0, 5, **PART)
+    numbers = comparison.train_part(plan, 0, 2, save_to=str(tmp_path), **PART)
+    numbers += comparison.train_part(plan, 2, 5, load_from=str(tmp_path / "epoch_0_step_2"), **PART)
     assert numbers == expected
 
 
 def test_plans_change_at_each_resumption(comparison, tmp_path):
-    expected, numbers, checkpoint = part(comparison, Plan(), 0, 6), [], None
-    for index, plan in enumerate((Plan(mp=2), Plan(sharding=2, sharding_stage=3), Plan(pp=2))):
-        first, end = 2 * index, 2 * index + 2
-        numbers += part(comparison, plan, first, end, load_from=checkpoint, save_to=str(tmp_path))
-        checkpoint = str(tmp_path / f"epoch_0_step_{end}")
-    assert numbers == pytest.approx(expected, rel=TOLERANCE)
+    expected = comparison.train_part(Plan(), 0, 6, **PART)
+    plans = (Plan(mp=2), Plan(sharding=2, sharding_stage=3), Plan(pp=2))
+    assert comparison.train_along(plans, tmp_path, **PART) == pytest.approx(expected, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("plan", [Plan(), Plan(mp=2), Plan(sharding=2, sharding_stage=2)], ids=str)

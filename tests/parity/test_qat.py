@@ -4,7 +4,7 @@ import pytest
 
 from ppfleetx.config.plan import ParallelPlan as Plan
 from tests.parity import qat
-from tests.parity.comparison import TOLERANCE, fields_of, micro_batch_size_of
+from tests.parity.comparison import TOLERANCE
 
 CHOICE = [
     (Plan(mp=2, sequence_parallel=True), "PACT"),
@@ -22,37 +22,16 @@ def test_losses_gradients_and_weights(comparison, plan, form):
     assert found.worst <= TOLERANCE, str(found)
 
 
-def train(comparison, plan, first, end, load_from=None, save_to=None, **options):
-    """Losses and gradient norms of some steps with AdamW, which all ranks agree on."""
-    results = comparison.pools(plan.world_size).run(
-        "tests.parity.training:train_part",
-        plan=fields_of(plan),
-        world_size=plan.world_size,
-        model="gpt",
-        micro_batch_size=micro_batch_size_of(plan),
-        first_step=first,
-        end_step=end,
-        load_from=load_from,
-        save_to=save_to,
-        **options,
-    )
-    assert all(result == results[0] for result in results)
-    return results[0]
-
-
 def test_scales_belong_to_the_model_and_go_from_plan_to_plan(comparison, tmp_path):
     options = qat.options("per tensor, moving average")
-    expected, numbers, checkpoint = train(comparison, Plan(), 0, 6, **options), [], None
-    for index, plan in enumerate((Plan(mp=2, pp=2), Plan(sharding=2, sharding_stage=3), Plan())):
-        first, end = 2 * index, 2 * index + 2
-        numbers += train(comparison, plan, first, end, checkpoint, str(tmp_path), **options)
-        checkpoint = str(tmp_path / f"epoch_0_step_{end}")
-    assert numbers == pytest.approx(expected, rel=TOLERANCE)
+    expected = comparison.train_part(Plan(), 0, 6, **options)
+    plans = (Plan(mp=2, pp=2), Plan(sharding=2, sharding_stage=3), Plan())
+    assert comparison.train_along(plans, tmp_path, **options) == pytest.approx(expected, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_learned_clips_without_a_gradient_yet_pass_the_fused_optimizer(comparison, stage):
     """Operators are fused in float32 only, where a sum in another order may round to the next grid point."""
     plan = Plan(sharding=2, sharding_stage=stage)
-    expected, numbers = (train(comparison, p, 0, 3, extra=qat.FORMS["PACT"]) for p in (Plan(), plan))
+    expected, numbers = (comparison.train_part(p, 0, 3, extra=qat.FORMS["PACT"]) for p in (Plan(), plan))
     assert numbers == pytest.approx(expected, rel=1e-3)

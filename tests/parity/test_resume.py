@@ -3,7 +3,7 @@
 import pytest
 
 from ppfleetx.config.plan import ParallelPlan as Plan
-from tests.parity.comparison import TOLERANCE, fields_of, micro_batch_size_of
+from tests.parity.comparison import TOLERANCE
 
 ONE_CARD = Plan()
 CHAINS = [
@@ -18,28 +18,7 @@ CHAINS = [
 ]
 
 
-def part(comparison, plan, first, end, load_from=None, save_to=None) -> list[float]:
-    results = comparison.pools(plan.world_size).run(
-        "tests.parity.training:train_part",
-        plan=fields_of(plan),
-        world_size=plan.world_size,
-        model="gpt",
-        micro_batch_size=micro_batch_size_of(plan),
-        first_step=first,
-        end_step=end,
-        load_from=load_from,
-        save_to=save_to,
-    )
-    assert all(result == results[0] for result in results)
-    return results[0]
-
-
 @pytest.mark.parametrize("chain", CHAINS, ids=lambda plans: " -> ".join(map(str, plans)))
 def test_plans_change_at_each_resumption(comparison, tmp_path, chain):
-    expected = part(comparison, ONE_CARD, 0, 6)
-    numbers, checkpoint = [], None
-    for index, plan in enumerate(chain):
-        first, end = 2 * index, 2 * index + 2
-        numbers += part(comparison, plan, first, end, load_from=checkpoint, save_to=str(tmp_path))
-        checkpoint = str(tmp_path / f"epoch_0_step_{end}")
-    assert numbers == pytest.approx(expected, rel=TOLERANCE)
+    expected = comparison.train_part(ONE_CARD, 0, 6)
+    assert comparison.train_along(chain, tmp_path) == pytest.approx(expected, rel=TOLERANCE)
