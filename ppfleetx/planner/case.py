@@ -134,6 +134,18 @@ class Case:
         return tokens * self.model.hidden_size * self.precision.activation_bytes
 
     @property
+    def message_parts(self) -> int:
+        """Tensor ranks that hold the same activation send the next stage a part each, which it gathers: so
+        many. 1 where each has its own with sequence parallelism, and with ZB-H1, where each sends all."""
+        plan = self.plan
+        return 1 if plan.sequence_parallel or plan.pp_schedule == "zb_h1" else plan.mp
+
+    @property
+    def message_bytes(self) -> float:
+        """Bytes of an activation that a tensor rank sends to the next stage."""
+        return self.trunk_bytes / (self.plan.mp if self.plan.sequence_parallel else self.message_parts)
+
+    @property
     def forwards_first(self) -> bool:
         """Whether an interleaved schedule runs all forward passes first: Paddle with fewer than two rounds of
         micro batches, Megatron-LM with one."""

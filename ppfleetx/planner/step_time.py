@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.planner.case import Case, alike
 from ppfleetx.planner.hidden import PassSeconds, waited_for_gradients, waited_for_layer, waited_for_values
 from ppfleetx.planner.network import (
@@ -96,7 +95,7 @@ def step_time(case: Case, cluster: Cluster, *, whole_timeline: bool = False) -> 
     """Predict the time of one optimizer step of ``case`` on ``cluster``."""
     plan = case.plan
     forward, backward, again = _stage_passes(case, cluster)
-    message = _message(case, plan, cluster) if plan.pp > 1 else 0.0
+    message = _message(case, cluster) if plan.pp > 1 else 0.0
     f_seconds = [[p.total for p in stage] for stage in forward]
     b_seconds = [[p.total for p in stage] for stage in backward]
     timeline = play(
@@ -148,7 +147,7 @@ def quick_seconds(case: Case, cluster: Cluster) -> float:
     stages = [ways.forward + ways.backward for _, ways in ranks.values()]
     total = case.accumulate * max(stages)
     if plan.pp > 1:
-        message = _message(same, case.plan, cluster)
+        message = _message(case, cluster)
         total += 2 * message * (plan.virtual_pp_degree * case.accumulate + plan.pp - 1)
         filling = min(stages) / plan.virtual_pp_degree
         if plan.pp_schedule == "zb_h1":
@@ -293,13 +292,10 @@ def _layer_communication(case: Case, cluster: Cluster, *, backward: bool = False
     return Passes(tensor_parallel=sums, context_parallel=exchanges)
 
 
-def _message(case: Case, plan: ParallelPlan, cluster: Cluster) -> float:
-    """Each tensor rank sends its part of an activation; without sequence parallelism the receivers gather,
-    or, with ZB-H1, each sends all of it."""
-    if plan.pp_schedule == "zb_h1" and not plan.sequence_parallel:
-        return message_seconds(case.trunk_bytes, plan, cluster)
-    seconds = message_seconds(case.trunk_bytes / plan.mp, plan, cluster)
-    if plan.mp > 1 and not plan.sequence_parallel:
+def _message(case: Case, cluster: Cluster) -> float:
+    """An activation to the next stage, whose tensor ranks gather what came in parts."""
+    seconds = message_seconds(case.message_bytes, case.plan, cluster)
+    if case.message_parts > 1:
         seconds += gather_seconds(case.trunk_bytes, group_of(case.plan, "mp", cluster), cluster)
     return seconds
 

@@ -8,7 +8,6 @@ left out.
 
 from __future__ import annotations
 
-from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.planner.case import Case
 from ppfleetx.planner.parameters import held_parameters
 
@@ -76,7 +75,7 @@ def _tensor_parallel(case: Case, stage: int) -> float:
     if stage == plan.pp - 1:
         volume += _all_reduce(n, case.trunk_bytes) + _TOKEN_SUMS * _all_reduce(n, 4 * tokens)
     volume *= case.accumulate
-    if plan.pp > 1 and _sends_parts(plan):
+    if plan.pp > 1 and case.message_parts > 1:
         volume += _gathers(case, stage)
     owned = 1 / plan.sharding
     each = case.precision.gradient_bytes
@@ -84,11 +83,6 @@ def _tensor_parallel(case: Case, stage: int) -> float:
     if plan.sequence_parallel:
         volume += _all_reduce(n, held.partial * owned * each)
     return volume
-
-
-def _sends_parts(plan: ParallelPlan) -> bool:
-    """Whether tensor ranks that hold the same activations send a part each. With ZB-H1 each sends all."""
-    return not plan.sequence_parallel and plan.pp_schedule != "zb_h1"
 
 
 def _gathers(case: Case, stage: int) -> float:
@@ -126,11 +120,9 @@ def _passenger(case: Case) -> float:
 
 def _messages(case: Case, stage: int) -> float:
     """Activations to the next chunk, their gradients to the previous one."""
-    plan = case.plan
     forward, backward = _neighbours(case, stage)
-    parts = plan.mp if _sends_parts(plan) else 1
-    size = (forward + backward) * case.trunk_bytes / (plan.mp if plan.sequence_parallel else parts)
-    ids = forward * _passenger(case) / parts
+    size = (forward + backward) * case.message_bytes
+    ids = forward * _passenger(case) / case.message_parts
     return case.accumulate * (size + ids)
 
 
