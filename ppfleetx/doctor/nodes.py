@@ -12,8 +12,9 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from ppfleetx.doctor.arrival import listening, reach, receive_guests, visit
 from ppfleetx.doctor.interfaces import is_local
-from ppfleetx.doctor.meeting import Answer, Meeting, MeetingError, listening, reach, receive_guests, visit
+from ppfleetx.doctor.meeting import Answer, Meeting, MeetingError
 from ppfleetx.doctor.rows import Row, fail, ok, warn
 
 _RESOLVE_SECONDS, _REACH_SECONDS, _ROUND_SECONDS = 20.0, 5.0, 60.0

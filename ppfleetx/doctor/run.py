@@ -23,8 +23,9 @@ from ppfleetx.config.shipped import CONFIGS
 from ppfleetx.core.engine.run_directory import output_dir_of
 from ppfleetx.distributed.cpu.rendezvous import meeting_point
 from ppfleetx.doctor.agreement import agreement_rows, differing, digests, host_of, in_full
+from ppfleetx.doctor.arrival import receive_guests, visit
 from ppfleetx.doctor.case import Case
-from ppfleetx.doctor.meeting import Answer, Meeting, MeetingError, receive_guests, visit
+from ppfleetx.doctor.meeting import Answer, Meeting, MeetingError
 from ppfleetx.doctor.nodes import clock_rows
 from ppfleetx.doctor.registry import CHECKS, Check, examine
 from ppfleetx.doctor.report import in_groups, joined, rank_words
@@ -122,7 +123,20 @@ class Job:
             if check.is_for(self.case):
                 self.meeting.tell(f"{check.group}, {check.title}")
                 own += examine(check, self.case)
-        self._take(self.meeting.exchange([row.as_json() for row in own], LOCAL_SECONDS))
+        self._share(own, LOCAL_SECONDS)
+
+    def _share(self, own: Sequence[Row], seconds: float, quiet: float | None = None) -> None:
+        """Give everybody this process's rows, and take theirs.
+
+        Raises:
+            MeetingError: the first rank is gone; its own rows are left to this process.
+        """
+        try:
+            answers = self.meeting.exchange([row.as_json() for row in own], seconds, quiet)
+        except MeetingError:
+            self.rows[self.case.rank] += own
+            raise
+        self._take(answers)
 
     def _take(self, answers: Sequence[Answer]) -> None:
         """Add everybody's rows; those who did not answer are named once."""
@@ -197,9 +211,8 @@ class Job:
             cure = "the rank that others wait for is named beside this; NCCL_DEBUG=INFO shows what NCCL does"
             own.append(fail("communication", text, cure))
             try:
-                self._share(own, seconds)
+                self._share_collectives(own, seconds)
             except MeetingError as error:
-                self.rows[self.case.rank] += [_in(_COLLECTIVES, row) for row in own]
                 self.lose_host(error)
             finish(self.result())
             sys.stdout.flush()
@@ -208,12 +221,12 @@ class Job:
         with Guard(seconds, give_up) as guard:
             tell("joining the process groups")
             self._collectives(tell, own, guard)
-        self._share(own, seconds)
+        self._share_collectives(own, seconds)
 
-    def _share(self, own: Sequence[Row], seconds: float) -> None:
-        rows = [_in(_COLLECTIVES, row).as_json() for row in own]
+    def _share_collectives(self, own: Sequence[Row], seconds: float) -> None:
+        rows = [_in(_COLLECTIVES, row) for row in own]
         # By now nothing keeps the threads of a process from running.
-        self._take(self.meeting.exchange(rows, seconds + _SHORT_SECONDS / 2, quiet=seconds))
+        self._share(rows, seconds + _SHORT_SECONDS / 2, quiet=seconds)
         self.rows, measured = slowest(self.rows)
         self.of_job += measured
 

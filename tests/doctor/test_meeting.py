@@ -9,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from ppfleetx.doctor import line, nodes
 from ppfleetx.doctor import meeting as meeting_module
-from ppfleetx.doctor import nodes
+from ppfleetx.doctor.arrival import reach, receive_guests, visit
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.interfaces import Interface, interfaces, named_rows, nccl_choice
-from ppfleetx.doctor.meeting import Answer, MeetingError, reach, receive_guests, visit
+from ppfleetx.doctor.meeting import Answer, MeetingError
 from ppfleetx.doctor.rows import Status
 from tests.doctor.conftest import by_name
 from tests.helpers.ranks import free_port
@@ -35,6 +36,11 @@ def together(port: int, size: int, act, seconds: float = 10.0) -> list:
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(member, range(size)))
+
+
+def short_pulse(monkeypatch) -> None:
+    for module in (line, meeting_module):
+        monkeypatch.setattr(module, "PULSE_SECONDS", 0.1)
 
 
 def test_members_meet_and_exchange_values_in_the_same_order():
@@ -72,7 +78,7 @@ def test_a_member_that_does_not_answer_or_ends_is_named_with_its_place():
 
 
 def test_a_member_that_is_stopped_is_told_from_one_that_is_slow(monkeypatch):
-    monkeypatch.setattr(meeting_module, "_PULSE_SECONDS", 0.1)
+    short_pulse(monkeypatch)
     done = threading.Event()
 
     def act(meeting):
@@ -98,8 +104,8 @@ def test_a_member_that_is_stopped_is_told_from_one_that_is_slow(monkeypatch):
 
 
 def test_a_first_that_is_stopped_is_named_by_the_others(monkeypatch):
-    monkeypatch.setattr(meeting_module, "_PULSE_SECONDS", 0.1)
-    monkeypatch.setattr(meeting_module, "_MARGIN_SECONDS", 0.5)
+    short_pulse(monkeypatch)
+    monkeypatch.setattr(meeting_module, "MARGIN_SECONDS", 0.5)
     done = threading.Event()
 
     def act(meeting):
@@ -116,6 +122,23 @@ def test_a_first_that_is_stopped_is_named_by_the_others(monkeypatch):
     _, told = together(free_port(), 2, act)
     assert "is gone: nothing was heard of it for 1 s: its process is stopped" in told
     assert told.endswith("last heard of at: joining the process groups")
+
+
+def test_who_has_answered_waits_while_somebody_gets_further(monkeypatch):
+    """Longer than a step may take: the first goes on waiting, and so does everybody."""
+    short_pulse(monkeypatch)
+    monkeypatch.setattr(meeting_module, "MARGIN_SECONDS", 0.2)
+
+    def act(meeting):
+        if meeting.number == 0:
+            time.sleep(0.6)  # others wait for the first
+        if meeting.number == 1:
+            for step in range(8):
+                meeting.tell(f"check {step}")
+                time.sleep(0.3)
+        return [answer.value for answer in meeting.exchange(meeting.number, 0.8)]
+
+    assert together(free_port(), 3, act) == [[0, 1, 2]] * 3
 
 
 def test_who_does_not_come_is_named_to_all():

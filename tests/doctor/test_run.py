@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,12 @@ import pytest
 from ppfleetx.cli import main
 from ppfleetx.cli.doctor import _case
 from ppfleetx.doctor import launch, run
+from ppfleetx.doctor.arrival import receive_guests
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.launch import examine_nodes_first, launched_rows, leave_report
 from ppfleetx.doctor.registry import Check
 from ppfleetx.doctor.rows import Row, Status, fail, ok
-from ppfleetx.doctor.run import Guard, examine_job
+from ppfleetx.doctor.run import Guard, Job, examine_job
 from tests.doctor.conftest import by_name
 from tests.helpers.ranks import ROOT, free_port
 
@@ -94,6 +96,31 @@ def test_a_rank_that_never_comes_is_a_row(monkeypatch, quick):
     rows = by_name(examine_job(Case(rank=0, world_size=2), seconds=0.5, finish=lambda rows: None))
     assert rows["meeting"].status is Status.FAIL and rows["meeting"].group == "processes"
     assert "missing: ranks 1" in rows["meeting"].found and "python" in rows
+
+
+def test_without_the_first_rank_the_others_keep_what_they_have_found(monkeypatch):
+    """It ends while they look, and after their collectives."""
+    port = free_port()
+    monkeypatch.setattr(run, "meeting_point", lambda: ("127.0.0.1", port))
+    monkeypatch.setattr(run, "CHECKS", (Check("files", "files", "data", "data"),))
+    monkeypatch.setattr(run, "examine", lambda check, case: [fail("data", "gone", "mount it")])
+    case = Case(None, "cpu", 1, 2, 0, 1, environ={})
+    with ThreadPoolExecutor(1) as pool:
+        others = pool.submit(examine_job, case, seconds=10.0, finish=lambda rows: None)
+        receive_guests(port, 2, "rank 0", 10.0).close()
+        told = by_name(others.result())
+    assert told["data"].found == "gone" and "is gone" in told["first rank"].found
+    monkeypatch.setattr(run, "CHECKS", ())
+    measured = fail("all_reduce (dp)", "numbers are wrong", "look at the link")
+    monkeypatch.setattr(Job, "_collectives", lambda self, tell, own, guard: own.append(measured))
+    monkeypatch.setattr(Job, "compare", lambda self: None)
+    with ThreadPoolExecutor(1) as pool:
+        others = pool.submit(examine_job, case, seconds=10.0, finish=lambda rows: None)
+        first = receive_guests(port, 2, "rank 0", 10.0)
+        first.exchange([], 10.0)
+        first.close()
+        told = by_name(others.result())
+    assert told["all_reduce (dp)"].group == "collectives" and "is gone" in told["first rank"].found
 
 
 def test_what_takes_too_long_is_given_up_by_name():
