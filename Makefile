@@ -8,6 +8,10 @@ OUT     := quickstart# where the configuration below reads and writes
 CONFIG  := ppfleetx/configs/nlp/gpt/pretrain_gpt_tiny.yaml
 ARGS    ?=# further -o Section.key=value of the quickstart
 
+ifeq ($(origin OUT)-$(origin CONFIG),command line-file)
+$(error OUT=$(OUT): the quickstart's configuration reads and writes in ./quickstart; give CONFIG=FILE with it, which names $(OUT))
+endif
+
 .PHONY: help quickstart test gpu-test gpu-test-dry parity operators hangs planner-accuracy lint docs site docs-test clean
 
 help:  ## Show this list

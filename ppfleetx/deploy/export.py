@@ -30,7 +30,7 @@ from ppfleetx.deploy.export_dir import (
     files_of_others,
     is_export,
 )
-from ppfleetx.utils.files import exclusive_lock
+from ppfleetx.utils.files import exclusive_lock, is_taken
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.progress import ProgressBar
 
@@ -136,7 +136,7 @@ def check_target(cfg: RunConfig) -> None:
         raise directory_error(cfg, f"{there} is a file; name a directory")
     if not os.access(there, os.W_OK | os.X_OK):
         raise directory_error(cfg, f"cannot be written: nothing may be created in {there}")
-    is_used = any(target.iterdir()) if target.is_dir() else target.exists()
+    is_used = is_taken(target)
     if is_used and not is_export(target):
         raise directory_error(
             cfg, f"{target} is there and is no export of this program; remove it or name another directory"

@@ -62,10 +62,12 @@ class Overlap:
         bucket_bytes: gradients leave in messages of about this size; None: after the passes.
         values: new values come during the next forward pass (sharding stages 1 and 2), a layer's while the
             one before it computes (stage 3).
+        messages: pipeline stages compute on while their messages travel (``overlap_p2p_comm``).
     """
 
     bucket_bytes: float | None = None
     values: bool = False
+    messages: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,11 +136,18 @@ class Case:
         return tokens * self.model.hidden_size * self.precision.activation_bytes
 
     @property
+    def computes_on(self) -> bool:
+        """Whether stages compute while their messages travel, which only whole stages do."""
+        return self.overlap.messages and self.plan.pp > 1 and self.plan.virtual_pp_degree == 1
+
+    @property
     def message_parts(self) -> int:
         """Tensor ranks that hold the same activation send the next stage a part each, which it gathers: so
-        many. 1 where each has its own with sequence parallelism, and with ZB-H1, where each sends all."""
+        many. 1 where each has its own with sequence parallelism, and where each sends all: with ZB-H1, and
+        when messages travel while stages compute."""
         plan = self.plan
-        return 1 if plan.sequence_parallel or plan.pp_schedule == "zb_h1" else plan.mp
+        sends_all = plan.pp_schedule == "zb_h1" or self.computes_on
+        return 1 if plan.sequence_parallel or sends_all else plan.mp
 
     @property
     def message_bytes(self) -> float:
@@ -268,7 +277,11 @@ def case_of(cfg: RunConfig, card: Card) -> Case:
         flash=uses_flash(model, precision, card),
         async_save=cfg.Engine.save_load.async_save,
         kernels=card.kernels,
-        overlap=Overlap(cfg.Distributed.bucket_bytes, cfg.Distributed.sharding.broadcast_overlap),
+        overlap=Overlap(
+            cfg.Distributed.bucket_bytes,
+            values=cfg.Distributed.sharding.broadcast_overlap,
+            messages=cfg.Distributed.overlap_p2p_comm,
+        ),
     )
 
 

@@ -187,7 +187,7 @@ def _worst_moment(case: Case, stage: int, held: Held) -> dict[str, float]:
     v, last = case.plan.virtual_pp_degree, stage == case.plan.pp - 1
     kept = sum(run.tape.kept * run.count for run in runs)
     whole = kept + (v - 1) * sum(run.tape.kept * run.count for run in runs if run.everywhere)
-    others = whole * in_flight - kept + _waiting_for_weights(case, stage)
+    others = whole * in_flight - kept + _waiting_for_weights(case, stage) + _travelling(case, stage)
     chunk = whole / v
     logits = runs[-1].tape.kept if last else 0.0
     passes = [(others, True)]
@@ -224,6 +224,13 @@ def _waiting_for_weights(case: Case, stage: int) -> float:
         elements += sum(operation.operands for operation in head_operations(case))
     micro_batches = min(stage, max(0, case.accumulate - (case.plan.pp - stage)))
     return micro_batches * elements * case.precision.activation_bytes
+
+
+def _travelling(case: Case, stage: int) -> float:
+    """``overlap_p2p_comm``: an input that came early, and an output on its way."""
+    if not case.computes_on:
+        return 0.0
+    return ((stage > 0) + (stage < case.plan.pp - 1)) * case.message_bytes
 
 
 def _pass_peak(runs: list[_Run], *, first: bool, forward: bool, most_gradients: float) -> tuple[float, float]:

@@ -1,15 +1,15 @@
 """Seconds of one optimizer step under a plan, part by part.
 
-Tensor-parallel sums and pipeline messages are waited for where they stand, as in the engine. Sums of
-gradients and values of sharding count as far as the passes do not hide them (``hidden.py``); of published
-runs, nothing is hidden.
+Tensor-parallel sums are waited for where they stand, as in the engine, and so are pipeline messages unless
+the configuration lets them travel meanwhile (``overlap_p2p_comm``). Sums of gradients and values of sharding
+count as far as the passes do not hide them (``hidden.py``); of published runs, nothing is hidden.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from ppfleetx.planner.case import Case, alike
 from ppfleetx.planner.hidden import PassSeconds, waited_for_gradients, waited_for_layer, waited_for_values
@@ -30,7 +30,7 @@ from ppfleetx.planner.operations import (
     repeats,
 )
 from ppfleetx.planner.parameters import Held, held_parameters, layer_parameters
-from ppfleetx.planner.timeline import Timeline, play
+from ppfleetx.planner.timeline import Messages, Timeline, play
 
 SPREAD = (0.93, 1.10)
 """Low and high end of the interval around the predicted step, from the errors on published runs
@@ -95,22 +95,25 @@ def step_time(case: Case, cluster: Cluster, *, whole_timeline: bool = False) -> 
     """Predict the time of one optimizer step of ``case`` on ``cluster``."""
     plan = case.plan
     forward, backward, again = _stage_passes(case, cluster)
-    message = _message(case, cluster) if plan.pp > 1 else 0.0
     f_seconds = [[p.total for p in stage] for stage in forward]
     b_seconds = [[p.total for p in stage] for stage in backward]
-    timeline = play(
+    schedule = partial(
+        play,
         f_seconds,
         b_seconds,
         case.accumulate,
-        message,
         whole=whole_timeline,
         forwards_first=case.forwards_first,
         weights=_weight_seconds(case, cluster) if plan.pp_schedule == "zb_h1" else None,
     )
+    sent = _messages(case, cluster)
+    timeline = schedule(sent)
     worst = max(range(plan.pp), key=lambda i: sum(f_seconds[i]) + sum(b_seconds[i]))
     spent = sum((*forward[worst], *backward[worst]), Passes()).times(case.accumulate)
     repeated = sum(p.total for p in again[worst]) * case.accumulate
-    messages = 2 * message * case.accumulate * plan.virtual_pp_degree if plan.pp > 1 else 0.0
+    messages = 2 * sent.seconds * case.accumulate * plan.virtual_pp_degree
+    if case.computes_on:
+        messages = timeline.seconds - schedule(Messages(0.0)).seconds
     held = [held_parameters(case, stage) for stage in range(plan.pp)]
     ways = [PassSeconds(sum(f), sum(b)) for f, b in zip(f_seconds, b_seconds, strict=True)]
     gradients, update, values, after = _after_passes(
@@ -147,8 +150,9 @@ def quick_seconds(case: Case, cluster: Cluster) -> float:
     stages = [ways.forward + ways.backward for _, ways in ranks.values()]
     total = case.accumulate * max(stages)
     if plan.pp > 1:
-        message = _message(case, cluster)
-        total += 2 * message * (plan.virtual_pp_degree * case.accumulate + plan.pp - 1)
+        message = _messages(case, cluster).seconds
+        shown = 1 - 1 / plan.pp if case.computes_on else 1.0  # as many micro batches go round as stages
+        total += 2 * message * (shown * plan.virtual_pp_degree * case.accumulate + plan.pp - 1)
         filling = min(stages) / plan.virtual_pp_degree
         if plan.pp_schedule == "zb_h1":
             filling -= 2 * min(_weight_seconds(case, cluster))
@@ -292,12 +296,16 @@ def _layer_communication(case: Case, cluster: Cluster, *, backward: bool = False
     return Passes(tensor_parallel=sums, context_parallel=exchanges)
 
 
-def _message(case: Case, cluster: Cluster) -> float:
-    """An activation to the next stage, whose tensor ranks gather what came in parts."""
+def _messages(case: Case, cluster: Cluster) -> Messages:
+    """Activations to the next stage, whose tensor ranks gather what came in parts, and gradients back. ZB-H1
+    waits for what it sends forward alone (``parallel/listed_pipeline.py``)."""
+    if case.plan.pp == 1:
+        return Messages(0.0)
     seconds = message_seconds(case.message_bytes, case.plan, cluster)
     if case.message_parts > 1:
         seconds += gather_seconds(case.trunk_bytes, group_of(case.plan, "mp", cluster), cluster)
-    return seconds
+    waits = not case.computes_on
+    return Messages(seconds, waits, waits and case.plan.pp_schedule == "1f1b")
 
 
 def _fetch_seconds(case: Case, cluster: Cluster) -> float:

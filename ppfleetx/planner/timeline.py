@@ -1,8 +1,7 @@
 """The pipeline's schedule, played through: who computes what when.
 
 1F1B (Narayanan et al. 2021, PipeDream-Flush) and its interleaved form (the same, §2.2): the orders that
-Paddle's schedules follow; and ZB-H1 (Qi et al. 2023), where gradients of weights come later. Messages are not
-overlapped with computation: the sender waits until its message has gone, the receiver until it has come.
+Paddle's schedules follow; and ZB-H1 (Qi et al. 2023), where gradients of weights come later.
 """
 
 from __future__ import annotations
@@ -32,6 +31,25 @@ class Span(NamedTuple):
     is_weights: bool = False
 
 
+class Messages(NamedTuple):
+    """Activations and their gradients on the way to a neighbouring chunk.
+
+    The receiver waits until its message has come. A stage has one message under way in each direction.
+
+    Attributes:
+        seconds: of one message.
+        output_waits, gradient_waits: the sender computes on only when it has gone.
+    """
+
+    seconds: float
+    output_waits: bool = True
+    gradient_waits: bool = True
+
+    def keeps(self, *, output: bool) -> bool:
+        """Whether the sender waits for it."""
+        return self.output_waits if output else self.gradient_waits
+
+
 @dataclass(frozen=True)
 class Timeline:
     """Attributes: ``spans`` of all passes that were played, ``seconds`` of the whole step's passes."""
@@ -44,7 +62,7 @@ def play(
     forward: Sequence[Sequence[float]],
     backward: Sequence[Sequence[float]],
     micro_batches: int,
-    message: float,
+    messages: Messages,
     *,
     whole: bool = False,
     forwards_first: bool = False,
@@ -55,7 +73,7 @@ def play(
     Args:
         forward, backward: seconds of a micro batch's passes, ``[stage][virtual stage]``.
         micro_batches: number of micro batches.
-        message: seconds of a message between neighbouring chunks.
+        messages: what neighbouring chunks send each other.
         forwards_first: an interleaved schedule begins with all forward passes.
         weights: seconds of each stage's gradients of weights, a part of ``backward``, which run in the order
             of ZB-H1; None: backward passes are not divided.
@@ -65,10 +83,10 @@ def play(
     num_stages, num_chunks = len(forward), len(forward[0])
     shown = num_stages * (_STEADY_ROUNDS + num_chunks - 1)
     if whole or forwards_first or micro_batches <= shown + num_stages:
-        return _play(forward, backward, micro_batches, message, forwards_first, weights)
+        return _play(forward, backward, micro_batches, messages, forwards_first, weights)
     extra = (micro_batches - shown) % num_stages
-    some = _play(forward, backward, shown + extra, message, weights=weights)
-    more = _play(forward, backward, shown + extra + num_stages, message, weights=weights)
+    some = _play(forward, backward, shown + extra, messages, weights=weights)
+    more = _play(forward, backward, shown + extra + num_stages, messages, weights=weights)
     rounds = (micro_batches - shown - extra) // num_stages
     return Timeline(more.spans, some.seconds + rounds * (more.seconds - some.seconds))
 
@@ -77,7 +95,7 @@ def _play(
     forward: Sequence[Sequence[float]],
     backward: Sequence[Sequence[float]],
     micro_batches: int,
-    message: float,
+    messages: Messages,
     forwards_first: bool = False,
     weights: Sequence[float] | None = None,
 ) -> Timeline:
@@ -95,6 +113,7 @@ def _play(
     arrived: dict[
         tuple[bool, int, int], float
     ] = {}  # when the input of (is_forward, global chunk, micro) is there
+    gone = [[0.0, 0.0] for _ in range(num_stages)]  # when the last gradient and output have left
     spans: list[Span] = []
     last = num_stages * num_chunks - 1
     waiting = list(range(num_stages))
@@ -119,8 +138,9 @@ def _play(
                 arrived[(False, place, micro)] = end
             elif is_forward or place > 0:
                 following = place + 1 if is_forward else place - 1
-                end += message
-                arrived[(is_forward, following, micro)] = end
+                comes = max(end, gone[stage][is_forward]) + messages.seconds
+                gone[stage][is_forward] = arrived[(is_forward, following, micro)] = comes
+                end = comes if messages.keeps(output=is_forward) else end
                 if following % num_stages != stage:
                     waiting.append(following % num_stages)
             clock[stage] = end

@@ -57,6 +57,11 @@ def remove_unfinished(directory: Path, names: Iterable[str]) -> None:
             path.unlink(missing_ok=True)
 
 
+def is_taken(path: Path) -> bool:
+    """Whether anything but an empty directory is at ``path``: what is written there would mix with it."""
+    return any(path.iterdir()) if path.is_dir() else path.exists()
+
+
 def put_aside(path: Path) -> Path:
     """Rename a file to the first free one of ``name.1.suffix``, ``name.2.suffix``, ...; the new name."""
     names = (path.with_suffix(f".{number}{path.suffix}") for number in count(1))

@@ -17,6 +17,8 @@ KEYS = {
     "batch": "Global.global_batch_size",
     "recompute": "Model.recompute_granularity",
     "chunks": "Model.loss_chunks",
+    "schedule": "Distributed.pp_schedule",
+    "p2p": "Distributed.overlap_p2p_comm",
 }
 MEMORY_PLANS: tuple[dict[str, Any], ...] = (
     {},
@@ -33,6 +35,9 @@ MEMORY_PLANS: tuple[dict[str, Any], ...] = (
     {"mp": 2, "micro": 4, "recompute": "full_attn"},
     {"pp": 2},
     {"pp": 2, "recompute": "full", "batch": 16},
+    {"pp": 4, "batch": 16, "p2p": 1},
+    {"pp": 4, "batch": 16, "schedule": "zb_h1"},
+    {"pp": 2, "batch": 16, "schedule": "zb_h1", "p2p": 1},
     {"pp": 2, "vpp": 2},
     {"sharding": 2, "stage": 1},
     {"sharding": 2, "stage": 2},
@@ -72,6 +77,9 @@ TRAFFIC_PLANS: tuple[dict[str, Any], ...] = (
     {"dp": 2, "sep": 2},
     {"mp": 2, "pp": 2},
     {"mp": 2, "pp": 2, "sp": 1},
+    {"mp": 2, "pp": 2, "p2p": 1},
+    {"mp": 2, "pp": 2, "schedule": "zb_h1"},
+    {"mp": 2, "pp": 2, "schedule": "zb_h1", "p2p": 1},
     {"mp": 2, "sharding": 2, "stage": 2},
     {"mp": 2, "sep": 2},
     {"pp": 2, "sharding": 2, "stage": 2},
@@ -82,7 +90,7 @@ TRAFFIC_PLANS: tuple[dict[str, Any], ...] = (
 
 def overrides(plan: dict[str, Any]) -> dict[str, Any]:
     """Configuration keys of a plan."""
-    values = {KEYS[word]: bool(value) if word == "sp" else value for word, value in plan.items()}
+    values = {KEYS[word]: bool(value) if word in ("sp", "p2p") else value for word, value in plan.items()}
     return values | ({"Model.use_recompute": "true"} if "recompute" in plan else {})
 
 

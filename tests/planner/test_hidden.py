@@ -83,3 +83,20 @@ def test_published_runs_hide_nothing():
     shape = small().model
     bare = Case(shape, ParallelPlan(dp=2), 2, 4, LENGTH, Precision(), ("none",) * LAYERS)
     assert bare.overlap == Overlap()
+
+
+def test_messages_behind_the_passes():
+    """``overlap_p2p_comm`` makes the step shorter, by less than all its messages; chunks hide none."""
+    card = load_card("A100-80GB")
+    cluster, plan = Cluster(card, per_node=1), ["Distributed.dp_degree=1", "Distributed.pp_degree=8"]
+    given = [*plan, "Global.micro_batch_size=1", "Global.local_batch_size=32", "Global.global_batch_size=32"]
+    waited, hidden = (
+        case_of(load_config(CONFIG, [*given, *more], world_size=8), card)
+        for more in ([], ["Distributed.overlap_p2p_comm=True"])
+    )
+    one, other = step_time(hidden, cluster), step_time(waited, cluster)
+    assert other.seconds - other.parts["pipeline"] < one.seconds < other.seconds
+    assert sum(one.parts.values()) - one.parts["recompute"] == pytest.approx(one.seconds)
+    assert quick_seconds(hidden, cluster) == pytest.approx(one.seconds, rel=0.02)
+    chunks = replace(hidden, plan=replace(hidden.plan, virtual_pp_degree=3))
+    assert hidden.computes_on and not chunks.computes_on

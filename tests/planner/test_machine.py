@@ -14,6 +14,7 @@ from tests.planner.plans import MEMORY_PLANS, TRAFFIC_PLANS
         ({"dp": 2, "micro": 4, "recompute": "core_attn"}, "llama"),
         ({"mp": 2, "sp": 1, "recompute": "full"}, "gpt"),
         ({"pp": 2, "vpp": 2}, "llama"),
+        ({"pp": 4, "batch": 16, "p2p": 1}, "gpt"),
         ({"sharding": 2, "stage": 3}, "gpt"),
         ({"mp": 2, "chunks": 8, "recompute": "full"}, "llama"),
     ],
@@ -38,6 +39,7 @@ def test_memory_of_branches_side_by_side_and_of_normalised_heads(ranks, plan):
     [
         ({"mp": 2, "sp": 1, "recompute": "full_attn"}, "gpt"),
         ({"mp": 2, "pp": 2}, "llama"),
+        ({"mp": 2, "pp": 2, "p2p": 1}, "gpt"),
         ({"dp": 2, "sep": 2}, "gpt"),
         ({"sharding": 2, "stage": 3}, "llama"),
     ],

@@ -22,6 +22,7 @@ from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.rope import RopeScalingConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.models.gpt.hf_rope import rope_notes
+from ppfleetx.utils.files import is_taken
 from ppfleetx.utils.foreign_files import os_errors
 from ppfleetx.utils.log import get_logger
 
@@ -190,8 +191,8 @@ def _check(job: Conversion) -> None:
         )
     if job.input.resolve() == job.output.resolve():
         raise CheckpointError("--output must be another directory than --input")
-    if job.output.is_dir() and any(job.output.iterdir()):
-        raise CheckpointError(f"--output {job.output} is not empty")
+    if is_taken(job.output):
+        raise CheckpointError(f"--output {job.output} is there already; name a new or empty directory")
 
 
 def _refuse_finetuned(job: Conversion, weights: Weights, model: ModelConfig) -> None:

@@ -19,6 +19,7 @@ from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.lora import LoraConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.shape import parameter_shapes
+from ppfleetx.utils.files import is_taken
 
 
 def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = None) -> Path:
@@ -36,8 +37,8 @@ def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = N
         CheckpointError: there are no adapters, or they belong to another base.
     """
     output = Path(output)
-    if output.is_dir() and any(output.iterdir()):
-        raise CheckpointError(f"--output {output} is not empty")
+    if is_taken(output):
+        raise CheckpointError(f"--output {output} is there already; name a new or empty directory")
     trained = read_ppfleetx(path, masters=True, few_bits=True)
     model = _model(path)
     tensors = widened({**_frozen(path, model, base), **trained.tensors})

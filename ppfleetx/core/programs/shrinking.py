@@ -13,6 +13,7 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.programs.model_place import find_model
 from ppfleetx.core.programs.replicas import as_replicas
+from ppfleetx.utils.files import is_taken
 
 if TYPE_CHECKING:
     from ppfleetx.compress.samples import Samples
@@ -38,8 +39,10 @@ class Shrinking(Protocol):
 
 def check_request(request: Shrinking, output: Path) -> None:
     """Refuse an output that holds something, and a calibration of no samples."""
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError("is not empty; name a new directory", key="--output", value=str(output))
+    if is_taken(output):
+        raise ConfigError(
+            "is there already; name a new or empty directory", key="--output", value=str(output)
+        )
     if request.samples < 1:
         raise ConfigError("must be at least 1", key="--samples", value=request.samples)
 
