@@ -105,48 +105,78 @@ def _play(
             _order(stage, num_stages, num_chunks, micro_batches, forwards_first)
             for stage in range(num_stages)
         ]
-    else:
-        assert num_chunks == 1, "ZB-H1 is of whole stages"
-        orders = [_divided_order(stage, num_stages, micro_batches) for stage in range(num_stages)]
-        backward = [[row[0] - later] for row, later in zip(backward, weights, strict=True)]
-    positions, clock = [0] * num_stages, [0.0] * num_stages
-    arrived: dict[
-        tuple[bool, int, int], float
-    ] = {}  # when the input of (is_forward, global chunk, micro) is there
-    gone = [[0.0, 0.0] for _ in range(num_stages)]  # when the last gradient and output have left
-    spans: list[Span] = []
-    last = num_stages * num_chunks - 1
-    waiting = list(range(num_stages))
-    while waiting:
-        stage = waiting.pop()
-        while positions[stage] < len(orders[stage]):
-            is_forward, chunk, micro = orders[stage][positions[stage]]
-            if chunk == _WEIGHTS:
-                start, clock[stage] = clock[stage], clock[stage] + weights[stage]
-                spans.append(Span(stage, start, clock[stage], False, 0, micro, is_weights=True))
+        return _Stages(forward, backward, [0.0] * num_stages, messages).play(orders)
+    assert num_chunks == 1, "ZB-H1 is of whole stages"
+    orders = [_divided_order(stage, num_stages, micro_batches) for stage in range(num_stages)]
+    inputs = [[row[0] - later] for row, later in zip(backward, weights, strict=True)]
+    return _Stages(forward, inputs, weights, messages).play(orders)
+
+
+class _Stages:
+    """The stages' clocks, and what is on the way between them."""
+
+    def __init__(
+        self,
+        forward: Sequence[Sequence[float]],
+        backward: Sequence[Sequence[float]],
+        weights: Sequence[float],
+        messages: Messages,
+    ) -> None:
+        self._forward, self._backward, self._weights = forward, backward, weights
+        self._messages = messages
+        self._num_stages = len(forward)
+        self._last = self._num_stages * len(forward[0]) - 1
+        self._clock = [0.0] * self._num_stages
+        self._gone = [[0.0, 0.0] for _ in forward]  # when a stage's last gradient and output have left
+        # When the input of (is forward, chunk of the whole model, micro batch) is there.
+        self._arrived: dict[tuple[bool, int, int], float] = {}
+        self._spans: list[Span] = []
+
+    def play(self, orders: Sequence[Sequence[tuple[bool, int, int]]]) -> Timeline:
+        """Let every stage run its passes in its order, each as soon as its input is there."""
+        positions = [0] * self._num_stages
+        waiting = list(range(self._num_stages))
+        while waiting:
+            stage = waiting.pop()
+            order = orders[stage]
+            while positions[stage] < len(order) and self._is_ready(stage, *order[positions[stage]]):
+                waiting += self._run(stage, *order[positions[stage]])
                 positions[stage] += 1
-                continue
-            place = chunk * num_stages + stage
-            needed = (is_forward, place, micro)
-            starts_alone = is_forward and place == 0
-            if not starts_alone and needed not in arrived:
-                break
-            start = clock[stage] if starts_alone else max(clock[stage], arrived[needed])
-            end = start + (forward if is_forward else backward)[stage][chunk]
-            spans.append(Span(stage, start, end, is_forward, chunk, micro))
-            if is_forward and place == last:
-                arrived[(False, place, micro)] = end
-            elif is_forward or place > 0:
-                following = place + 1 if is_forward else place - 1
-                comes = max(end, gone[stage][is_forward]) + messages.seconds
-                gone[stage][is_forward] = arrived[(is_forward, following, micro)] = comes
-                end = comes if messages.keeps(output=is_forward) else end
-                if following % num_stages != stage:
-                    waiting.append(following % num_stages)
-            clock[stage] = end
-            positions[stage] += 1
-    assert all(p == len(o) for p, o in zip(positions, orders, strict=True)), "the schedule is stuck"
-    return Timeline(tuple(spans), max(clock))
+        assert all(p == len(o) for p, o in zip(positions, orders, strict=True)), "the schedule is stuck"
+        return Timeline(tuple(self._spans), max(self._clock))
+
+    def _place(self, stage: int, chunk: int) -> int:
+        return chunk * self._num_stages + stage
+
+    def _is_ready(self, stage: int, is_forward: bool, chunk: int, micro: int) -> bool:
+        place = self._place(stage, chunk)
+        return chunk == _WEIGHTS or (is_forward and place == 0) or (is_forward, place, micro) in self._arrived
+
+    def _run(self, stage: int, is_forward: bool, chunk: int, micro: int) -> list[int]:
+        """Run one pass; the stages that may go on with what it made."""
+        if chunk == _WEIGHTS:
+            start, end = self._clock[stage], self._clock[stage] + self._weights[stage]
+            self._clock[stage] = end
+            self._spans.append(Span(stage, start, end, False, 0, micro, is_weights=True))
+            return []
+        place = self._place(stage, chunk)
+        start = max(self._clock[stage], self._arrived.get((is_forward, place, micro), 0.0))
+        end = start + (self._forward if is_forward else self._backward)[stage][chunk]
+        self._clock[stage] = end
+        self._spans.append(Span(stage, start, end, is_forward, chunk, micro))
+        if is_forward and place == self._last:
+            self._arrived[(False, place, micro)] = end
+            return []
+        return self._send(stage, is_forward, place, micro) if is_forward or place > 0 else []
+
+    def _send(self, stage: int, is_forward: bool, place: int, micro: int) -> list[int]:
+        following = place + 1 if is_forward else place - 1
+        comes = max(self._clock[stage], self._gone[stage][is_forward]) + self._messages.seconds
+        self._gone[stage][is_forward] = self._arrived[(is_forward, following, micro)] = comes
+        if self._messages.keeps(output=is_forward):
+            self._clock[stage] = comes
+        receiver = following % self._num_stages
+        return [] if receiver == stage else [receiver]
 
 
 def _divided_order(stage: int, num_stages: int, micro_batches: int) -> list[tuple[bool, int, int]]:
