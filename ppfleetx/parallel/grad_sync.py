@@ -24,7 +24,7 @@ from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 from ppfleetx.optims.grad_clip import global_norm, scale_to_norm
 from ppfleetx.optims.gradients import gradient_of
-from ppfleetx.parallel.overlap import NUM_PARTS, Bucket, BucketSums, cut
+from ppfleetx.parallel.overlap import BUCKETS_IN_SIZE, Bucket, BucketSums, cut
 
 if TYPE_CHECKING:
     from ppfleetx.parallel.sharding import Sharding, Values
@@ -76,7 +76,7 @@ class GradientSync:
         early = [p for p in reversed(self.parameters) if not getattr(p, "partial_gradient", False)]
         self._early = {id(parameter) for parameter in early}
         start = partial(distributed.all_reduce, group=group, sync_op=False)
-        return BucketSums([Bucket(bucket, start) for _, bucket in cut(early, nbytes // NUM_PARTS)])
+        return BucketSums([Bucket(bucket, start) for _, bucket in cut(early, nbytes // BUCKETS_IN_SIZE)])
 
     def begin(self, num_micro_batches: int) -> None:
         """Before the passes of a step: how many backward passes its gradients come from."""

@@ -26,7 +26,7 @@ Start = Callable[[paddle.Tensor], Any]
 """Starts the sum of a flat tensor, in place, and returns the task to wait for."""
 
 
-NUM_PARTS = 2
+BUCKETS_IN_SIZE = 2
 """``Distributed.bucket_size`` is what so many buckets hold: one is on its way while the next one fills up."""
 
 

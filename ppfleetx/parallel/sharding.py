@@ -19,14 +19,14 @@ from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import DygraphSh
 
 from ppfleetx.distributed.collectives import BUCKET_BYTES, move_together, reduce_packed
 from ppfleetx.optims.gradients import add_gradient, drop_gradient, gradient_of, take_gradient
-from ppfleetx.parallel.overlap import NUM_PARTS, Bucket, BucketSums, cut
+from ppfleetx.parallel.overlap import BUCKETS_IN_SIZE, Bucket, BucketSums, cut
 
 if TYPE_CHECKING:
     from ppfleetx.optims.adamw import Optimizer
 
-UNDER_WAY = 2
-"""Messages of stages 2 and 3: those to two owners go in both directions of a link. More would keep gradients
-whose memory these stages are to save."""
+UNWAITED_MESSAGES = 2
+"""Of stages 2 and 3, that have left and have not been waited for: those to two owners go in both directions
+of a link. More would keep gradients whose memory these stages are to save."""
 
 Owners = Mapping[str, int]
 """Canonical name -> rank in the sharding group."""
@@ -135,7 +135,7 @@ class Sharding:
         self._bucket_bytes, self._overlaps = nbytes, True
         if self._stage > 1:
             return None
-        buckets = cut(list(reversed(self._parameters)), nbytes // NUM_PARTS, self.owner_of)
+        buckets = cut(list(reversed(self._parameters)), nbytes // BUCKETS_IN_SIZE, self.owner_of)
         return BucketSums(
             [
                 Bucket(bucket, self._start(owner), partial(self._drop, owner, bucket))
@@ -190,7 +190,7 @@ class Sharding:
             reduce_packed([gradient_of(p) for p in parameters], self._group, owner)
             self._drop(owner, parameters)
             return
-        while len(self._under_way) == UNDER_WAY or self._is_under_way(parameters):
+        while len(self._under_way) == UNWAITED_MESSAGES or self._is_under_way(parameters):
             self._complete()
         gradients = [take_gradient(p) for p in parameters]
         task = self._start(owner)(move_together(gradients))

@@ -142,19 +142,28 @@ class CpuProcessGroup(Member):
         return self._run("broadcast", steps, sync=sync_op, dtype=code, nbytes=array.nbytes, root=src)
 
     def reduce(self, tensor: paddle.Tensor, dst: int, op: Any = SUM, sync_op: bool = True) -> Operation:
+        """The sum in member ``dst``; the others' part has left, and may be on its way, when they are done."""
         memory, code = TensorMemory(), DTYPE_CODES[tensor.dtype]
         array = memory.write(tensor)
         self._count("reduce", array.nbytes, (self._size - 1) / self._size * array.nbytes)
 
+        def add_up(number: int, signature: Signature) -> Steps:
+            theirs = self._scratch(array, self._others())
+            yield from self._exchange(number, signature, 0, {}, theirs)
+            self._reduce_parts(array, theirs, array, int(op), code)
+            self._release(theirs)
+            self._tell_end(number, signature)
+            memory.finish()
+
+        def send(number: int, signature: Signature, first: list[tuple[int, Signature]]) -> Steps:
+            yield self._ends(dst, first)
+            yield from self._exchange(number, signature, 0, {dst: array}, {})
+            memory.finish()
+
         def steps(number: int, signature: Signature) -> Steps:
             if self._rank == dst:
-                theirs = self._scratch(array, self._others())
-                yield from self._exchange(number, signature, 0, {}, theirs)
-                self._reduce_parts(array, theirs, array, int(op), code)
-                self._release(theirs)
-            else:
-                yield from self._exchange(number, signature, 0, {dst: array}, {})
-            memory.finish()
+                return add_up(number, signature)
+            return send(number, signature, self._window.admit(dst, number, signature))
 
         return self._run(
             "reduce",

@@ -46,10 +46,14 @@ class Inbox:
         rank: of this process, for messages to people.
         state: lock of what all threads share; its waiters are told when a step's receives are complete.
         pool: where spare buffers come from.
+
+    Attributes:
+        most_early: the most bytes of messages kept at a time that nobody had begun to receive.
     """
 
     def __init__(self, rank: int, state: threading.Condition, pool: BufferPool) -> None:
         self._rank, self._state, self._pool = rank, state, pool
+        self._early = self.most_early = 0
         self._posted: dict[Key, Receive] = {}
         self._arrived: dict[Key, tuple[Signature, np.ndarray]] = {}
 
@@ -64,6 +68,7 @@ class Inbox:
                     self._posted[receive.key] = receive
                 else:
                     receive.spare_signature, receive.spare = message
+                    self._early -= receive.spare.nbytes
                     receive.done = True
                     batch.remaining -= 1
         return receives
@@ -100,6 +105,8 @@ class Inbox:
             receive = receive or self._posted.pop(key, None)
             if receive is None:
                 self._arrived[key] = (signature, buffer)
+                self._early += length
+                self.most_early = max(self.most_early, self._early)
                 return
             receive.spare, receive.spare_signature, receive.done = buffer, signature, True
             receive.batch.remaining -= 1

@@ -11,10 +11,11 @@ import numpy as np
 import paddle
 
 from ppfleetx.distributed.cpu.arrays import DTYPE_CODES, byte_view, reduce_in_order
-from ppfleetx.distributed.cpu.inbox import BufferPool
+from ppfleetx.distributed.cpu.inbox import BufferPool, Receive
 from ppfleetx.distributed.cpu.operation import Operation, Steps
 from ppfleetx.distributed.cpu.transport import Mesh
-from ppfleetx.distributed.cpu.wire import OPERATIONS, Key, Signature
+from ppfleetx.distributed.cpu.window import Window
+from ppfleetx.distributed.cpu.wire import ENDED, OPERATIONS, Key, Signature
 
 CODES = {name: code for code, name in enumerate(OPERATIONS)}
 _BYTES = 255  # the dtype code of operations without one (barrier)
@@ -29,6 +30,7 @@ class Member:
         self._number = 0
         self._to: dict[int, int] = {}
         self._from: dict[int, int] = {}
+        self._window = Window()
         self._coalesced: list[Operation] | None = None
         self._lock = threading.Lock()
         self.counts: dict[str, dict[str, float]] = {}
@@ -140,6 +142,18 @@ class Member:
             if wait_until_read is not None:
                 wait_until_read()
         yield receives
+
+    def _tell_end(self, number: int, signature: Signature) -> None:
+        """Tell those who sent to a sum that it has ended."""
+        for member in self._others():
+            self._mesh.tell(self.ranks[member], self._key, ENDED, number, signature)
+
+    def _ends(self, owner: int, sums: Sequence[tuple[int, Signature]]) -> list[Receive]:
+        """Of sums in ``owner``, which tells of them."""
+        return self._mesh.inbox.post(
+            ((self.ranks[owner], self._key, ENDED, number), signature, memoryview(bytearray()))
+            for number, signature in sums
+        )
 
     def _others(self) -> list[int]:
         return [member for member in range(self._size) if member != self._rank]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from ppfleetx.distributed.cpu.operation import Operation
 
-UNDER_WAY = 2
+STARTED_SUMS = 2
 """Sums of a group that have been started and have not ended: while one waits for what it receives, the next
 one sends."""
 
@@ -21,7 +21,7 @@ class Progress:
     thread advances what is ready of any group, so groups cannot wait for each other in a circle.
 
     The program may begin as many as it likes. Of those that take memory for what they receive, only
-    :data:`UNDER_WAY` of a group are started, in their order; what only sends, or receives in its place, is
+    :data:`STARTED_SUMS` of a group are started, in their order; what only sends, or receives in its place, is
     not held up. Of all such operations that have not ended the first one is started on every member, so it
     ends, then the next one does.
 
@@ -55,7 +55,7 @@ class Progress:
 
     @staticmethod
     def _may_go_on(operation: Operation, started: Counter[int]) -> bool:
-        return operation.started or not operation.takes_memory or started[operation.group] < UNDER_WAY
+        return operation.started or not operation.takes_memory or started[operation.group] < STARTED_SUMS
 
     def _run(self) -> None:
         while True:

@@ -167,6 +167,17 @@ class Mesh:
                 raise self._lost(f"{signature} to rank {dst}", dst) from error
         return lambda: self._await_read(peer, ticket, signature, view)
 
+    def tell(self, dst: int, group: int, phase: int, number: int, signature: Signature) -> None:
+        """Send a message without payload, after which nothing waits here: ``dst`` may have ended."""
+        peer = self.peers.get(dst)
+        with self.state:
+            if peer is None or dst in self._ends:
+                return
+        with peer.counting:
+            peer.frames_sent += 1
+        with contextlib.suppress(OSError):  # its reader thread finds out, and says so
+            peer.send_control(make_header(DATA, signature, phase, group, number))
+
     def _await_read(self, peer: Peer, ticket: int, signature: Signature, view: memoryview) -> None:
         """Until the peer has read ``view``; its reader thread does so without its program's help."""
         deadline = time.monotonic() + self.timeout if self.timeout else float("inf")

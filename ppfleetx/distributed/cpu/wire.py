@@ -32,6 +32,7 @@ OPERATIONS = (
     "barrier",
 )
 POINT_TO_POINT = 255  # the "phase" of messages that are not part of a collective
+ENDED = 254  # and of those, without payload, that tell of the end of a sum
 
 DATA, DIRECT, ACK, QUERY, STATE, BYE = range(6)
 # kind, operation, dtype, phase, root, group, number, operation's bytes, payload bytes, address

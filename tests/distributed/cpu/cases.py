@@ -12,6 +12,7 @@ import paddle.distributed as dist
 
 from ppfleetx.distributed.cpu import backend as cpu_backend
 from ppfleetx.distributed.cpu import job as cpu_job
+from ppfleetx.distributed.cpu import window
 from ppfleetx.distributed.cpu.arrays import TensorMemory, tensor_array
 from ppfleetx.distributed.cpu.wire import CommError
 
@@ -243,6 +244,34 @@ def in_the_background(count: int) -> bool:
     assert [t.unique().tolist() for t in tensors] == [[float(e)] for e in expected]
     assert alone.unique().tolist() == [float(world)]
     return ended
+
+
+def behind(late: int, most: int) -> list[int]:
+    """Sums in rank 0, of which rank ``late`` begins none until the others have sent what they may.
+
+    Returns:
+        The most bytes that this rank kept before it wanted them.
+    """
+    start()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    inbox = cpu_job._mesh.inbox
+    dist.barrier()
+    inbox.most_early = 0
+    dist.barrier()
+    deadline = time.monotonic() + 30
+    if rank == late == 0:
+        while inbox.most_early < most and time.monotonic() < deadline:
+            time.sleep(0.001)
+    if rank == late:
+        time.sleep(0.3)  # in which more would come
+    with mock.patch.object(window, "AHEAD_BYTES", 1 << 20):
+        tensors = [paddle.full([1 << 16], float(rank + i)) for i in range(32)]
+        for task in [dist.reduce(t, 0, sync_op=False) for t in tensors]:
+            task.wait()
+    if rank == 0:
+        expected = [float(sum(r + i for r in range(world))) for i in range(32)]
+        assert [t.unique().tolist() for t in tensors] == [[e] for e in expected]
+    return [inbox.most_early]
 
 
 def ring(rounds: int, count: int) -> None:

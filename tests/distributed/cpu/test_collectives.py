@@ -21,6 +21,15 @@ def test_through_sockets_alone(ranks, size):
     assert pool.run(CASES + "sent_directly") == [0] * size
 
 
+def test_sums_that_a_late_rank_has_not_begun(ranks):
+    """The owner keeps what may be ahead of it and no more: 1 MiB here of the 8 MiB that each rank sends."""
+    pool = ranks(4)
+    kept = pool.run(CASES + "behind", late=0, most=3 << 20)
+    assert kept[0] == [3 << 20]
+    kept = pool.run(CASES + "behind", late=3, most=0)
+    assert kept[0][0] <= 3 << 20
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_large_payloads(ranks, size):
     ranks(size).run(CASES + "every_collective", dtype="float32", shape=[400000])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from ppfleetx.distributed.cpu.inbox import BufferPool, Inbox
 from ppfleetx.distributed.cpu.operation import Operation
-from ppfleetx.distributed.cpu.progress import UNDER_WAY, Progress
+from ppfleetx.distributed.cpu.progress import STARTED_SUMS, Progress
 from ppfleetx.distributed.cpu.wire import Signature
 
 SIGNATURE = Signature(1, 0, 4, -1)
@@ -72,7 +72,7 @@ def test_so_many_sums_of_a_group_are_started_and_no_more() -> None:
     for number in range(5):
         background.begin(7, number)
     background.begin(8, 0)  # behind all of them, and not kept waiting: another group
-    assert background.wait(lambda: len(background.begun) == UNDER_WAY + 1)
+    assert background.wait(lambda: len(background.begun) == STARTED_SUMS + 1)
     assert background.begun == ["7/0", "7/1", "8/0"]
     background.arrive(7, 1)
     assert background.wait(lambda: background.ended == ["7/1"] and len(background.begun) == 4)
@@ -87,9 +87,9 @@ def test_so_many_sums_of_a_group_are_started_and_no_more() -> None:
 
 def test_what_takes_no_memory_is_not_held_up() -> None:
     background = Background()
-    for number in range(UNDER_WAY + 1):
+    for number in range(STARTED_SUMS + 1):
         background.begin(7, number)
-    for number in range(10, 13 + UNDER_WAY):
+    for number in range(10, 13 + STARTED_SUMS):
         background.begin(7, number, takes_memory=False)
-    assert background.wait(lambda: len(background.begun) == 2 * UNDER_WAY + 3)
-    assert f"7/{UNDER_WAY}" not in background.begun
+    assert background.wait(lambda: len(background.begun) == 2 * STARTED_SUMS + 3)
+    assert f"7/{STARTED_SUMS}" not in background.begun
