@@ -30,13 +30,46 @@ def _unchanged(batch: dict[str, Any]) -> dict[str, Any]:
 
 def step_syncs(plan: dict[str, Any], world_size: int, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     """Host synchronisations of the second step of a run, what the engine exchanges before it included."""
-    syncs = HostSyncs()
+    syncs, log = HostSyncs(), KernelLog()
     with _training(plan, world_size, "gpt", 4, extra or {}) as (named, step):
         for number in range(2):
             before = named.queued
-            with syncs.watching() if number == 1 else contextlib.nullcontext():
+            with contextlib.ExitStack() as stack:
+                if number == 1:
+                    stack.enter_context(log.recording())
+                    stack.enter_context(syncs.watching())
                 step(number)
+    syncs.add_kernels(log)
     return {**syncs.totals(), "queued copies": named.queued - before, "places": syncs.places()}
+
+
+def each_wait() -> dict[str, list[int]]:
+    """[reads, copies] that are counted of each way to make the host wait for its device."""
+    import paddle
+
+    x, host = paddle.ones([3]), np.zeros(3, np.float32)
+    ways: dict[str, Callable[[], Any]] = {
+        "item": lambda: x[0].item(),
+        "float": lambda: float(x[0]),
+        "truth": lambda: bool(x[0] > 0),
+        "list": lambda: x.tolist(),
+        "array": lambda: np.asarray(x),
+        "to the host": lambda: x.cpu(),
+        "to a place": lambda: x._copy_to(paddle.CPUPlace(), True),
+        "by a mask": lambda: x[x > 0],
+        "places": lambda: paddle.nonzero(x),
+        "to_tensor": lambda: paddle.to_tensor([1.0]),
+        "set_value": lambda: x.set_value(host),
+        "nothing": lambda: x + 1.0,
+    }
+    found = {}
+    for name, wait in ways.items():
+        syncs, log = HostSyncs(), KernelLog()
+        with log.recording(), syncs.watching():
+            wait()
+        syncs.add_kernels(log)
+        found[name] = [syncs.totals()[kind] for kind in ("reads", "copies")]
+    return found
 
 
 def step_launches(model: str, num_layers: int, extra: dict[str, Any]) -> dict[str, int]:

@@ -11,13 +11,17 @@ from typing import Any
 from unittest import mock
 
 import paddle
+from paddle.base import core
 
 from ppfleetx.utils.hangs.record import RECORD
+from tests.operators.kernel_log import KernelLog, kernel_of
 
 ROOT = str(Path(__file__).resolve().parents[2] / "ppfleetx") + "/"
 # Paddle keeps AdamW's powers of beta in host memory on a GPU too (optimizer/adamw.py, device='cpu').
 ON_HOST = ("optims/fused_adamw.py:_power",)
-READS = ("numpy", "item", "tolist", "__array__", "__bool__", "__int__", "__float__", "__index__")
+READS = ("numpy", "item", "tolist", "cpu", "__array__", "__bool__", "__int__", "__float__", "__index__")
+# Kernels that bring the size of their result to the host.
+WAITING = ("bincount", "masked_select", "nonzero", "unique", "unique_consecutive")
 
 
 class HostSyncs:
@@ -41,10 +45,18 @@ class HostSyncs:
             for name in READS:
                 counted = self._counted(getattr(paddle.Tensor, name), self.reads, name)
                 stack.enter_context(mock.patch.object(paddle.Tensor, name, counted))
-            counted = self._counted(paddle.to_tensor, self.copies, "to_tensor")
-            stack.enter_context(mock.patch.object(paddle, "to_tensor", counted))
+            for owner, name in ((paddle, "to_tensor"), (paddle.Tensor, "set_value")):
+                counted = self._counted(getattr(owner, name), self.copies, name)
+                stack.enter_context(mock.patch.object(owner, name, counted))
+            stack.enter_context(mock.patch.object(paddle.Tensor, "_copy_to", self._copied()))
             stack.enter_context(mock.patch.object(RECORD, "begin", self._begin(RECORD.begin)))
             yield
+
+    def add_kernels(self, log: KernelLog) -> None:
+        """Count kernels of ``log`` that wait for the device as reads."""
+        for (operator, _), count in log.calls.items():
+            if kernel_of(operator) in WAITING:
+                self.reads[f"kernel {kernel_of(operator)}"] += count
 
     def totals(self) -> dict[str, int]:
         """The three numbers."""
@@ -56,7 +68,7 @@ class HostSyncs:
 
     def _counted(self, original: Callable[..., Any], counter: Counter[str], name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            queued = name == "to_tensor" and sys._getframe(1).f_code.co_name == "queue"
+            queued = name == "to_tensor" and sys._getframe(1).f_code.co_name in ("queue", "_queue")
             if (
                 self._depth == 0
                 and not queued
@@ -69,6 +81,19 @@ class HostSyncs:
                 return original(*args, **kwargs)
             finally:
                 self._depth -= 1
+
+        return call
+
+    def _copied(self) -> Callable[..., Any]:
+        """``Tensor._copy_to``, which is a read where it goes to the host, and else a copy, if it waits."""
+        original = paddle.Tensor._copy_to
+        read = self._counted(original, self.reads, "_copy_to")
+        copy = self._counted(original, self.copies, "_copy_to")
+
+        def call(tensor: paddle.Tensor, place: Any, blocking: bool) -> Any:
+            if isinstance(place, core.CPUPlace):
+                return read(tensor, place, blocking)
+            return (copy if blocking else original)(tensor, place, blocking)
 
         return call
 

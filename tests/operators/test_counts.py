@@ -28,6 +28,12 @@ def test_a_block_launches_no_more_than_before(pools, row):
         compare(part, found, committed[part])
 
 
+def test_each_way_to_wait_is_counted(pools):
+    (found,) = pools(1).run(counts.CASES + "each_wait")
+    copies = {"to_tensor": [0, 1], "set_value": [0, 1], "nothing": [0, 0]}
+    assert found == {key: copies.get(key, [1, 0]) for key in found}
+
+
 def test_a_count_that_rises_is_an_error_and_one_that_falls_is_told():
     committed = {"reads": 2, "copies": 1}
     with pytest.raises(AssertionError, match="dp 2: reads 3, were 2; where that is meant: python -m"):
