@@ -54,6 +54,6 @@ def test_a_step_reads_no_more_from_the_card_than_from_the_cpu(alone, here, recor
         alone("repeats:reads_of_a_step", device=where, extra={}, **run) for where in (here.device, "cpu")
     )
     record_property("reads", on_device["reads"])
-    record_property("by method", on_device["by method"])
+    record_property("by place", on_device["by place"])
     record_property("seconds", on_device["seconds"])
     assert on_device["reads"] <= on_cpu["reads"], (on_device, on_cpu)

@@ -9,11 +9,13 @@ from unittest import mock
 import numpy as np
 import paddle
 import paddle.nn.functional as F
+from paddle.base import core
 
 from ppfleetx.distributed.tf32 import allow_tf32
 from ppfleetx.nn.flash import flash_attention, flash_obstacle
 from tests.gpu.cases.numbers import number, on
 from tests.gpu.place import DETERMINISTIC
+from tests.operators.host_syncs import HostSyncs
 
 _TIMES = 5
 
@@ -66,9 +68,6 @@ def matmul_error(device: str, tf32: bool) -> float:
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
-_READS = ("item", "numpy", "tolist", "__float__", "__int__", "__bool__")
-
-
 def reads_of_a_step(device: str, **run: Any) -> dict[str, Any]:
     """How often a step of training waits for the device to tell a number, and how long a step takes.
 
@@ -77,30 +76,20 @@ def reads_of_a_step(device: str, **run: Any) -> dict[str, Any]:
     """
     from tests.parity.training import build, take_step
 
-    counts: dict[str, int] = {}
-
-    def counting(name: str) -> Any:
-        method = getattr(paddle.Tensor, name)
-
-        def read(tensor: paddle.Tensor, *arguments: Any) -> Any:
-            counts[name] = counts.get(name, 0) + 1
-            with mock.patch.object(paddle.Tensor, name, method):  # one read may be made of another
-                return method(tensor, *arguments)
-
-        return mock.patch.object(paddle.Tensor, name, read)
-
+    syncs = HostSyncs()
     with paddle.utils.unique_name.guard():
         extra = {**run.pop("extra", {}), "Global.device": device}
         cfg, ctx, runner = build(**run, extra=extra)
         for step in range(2):
             take_step(runner, step, cfg, ctx)
-        patches = [counting(name) for name in _READS]
         begin = time.perf_counter()
-        for patch in patches:
-            patch.start()
-        try:
+        with syncs.watching():
             take_step(runner, 2, cfg, ctx)
-        finally:
-            for patch in patches:
-                patch.stop()
-    return {"reads": sum(counts.values()), "by method": counts, "seconds": time.perf_counter() - begin}
+    seconds = time.perf_counter() - begin
+    return {"reads": syncs.totals()["reads"], "by place": syncs.places()["reads"], "seconds": seconds}
+
+
+def reads_on_branches_of_a_card(**run: Any) -> dict[str, Any]:
+    """:func:`reads_of_a_step` of a CPU that takes the branches of a card."""
+    with mock.patch.object(core.Place, "is_cpu_place", lambda _: False):
+        return reads_of_a_step("cpu", **run)
