@@ -8,14 +8,16 @@ from ppfleetx.distributed.cpu.wire import Signature
 
 AHEAD_MESSAGES = 2
 AHEAD_BYTES = 32 << 20
+MOST_MESSAGES = 256
 
 
 class Window:
     """Messages of one rank in one group that their owners are not known to have added up.
 
     To each owner there are at most :data:`AHEAD_BYTES`, or :data:`AHEAD_MESSAGES` messages where these are
-    larger. The owner of a sum tells those who sent to it when the sum has ended; a sender waits for that
-    before it sends something that would be more.
+    larger, and never more than :data:`MOST_MESSAGES`, however small: each is remembered. The owner of a sum
+    tells those who sent to it when the sum has ended; a sender waits for that before it sends something that
+    would be more.
 
     No circle comes of it: a rank waits for ends of sums alone that its group began earlier. Take the first
     operation that has not ended, in the one order in which programs start them (docs/parallelism.md, "Why
@@ -32,7 +34,9 @@ class Window:
         Each is given once: whoever sends after this one need not ask for them again.
         """
         sent, first = self._sent[owner], []
-        while len(sent) >= AHEAD_MESSAGES and self._nbytes(sent) + signature.nbytes > AHEAD_BYTES:
+        while len(sent) >= MOST_MESSAGES or (
+            len(sent) >= AHEAD_MESSAGES and self._nbytes(sent) + signature.nbytes > AHEAD_BYTES
+        ):
             first.append(sent.popleft())
         sent.append((number, signature))
         return first

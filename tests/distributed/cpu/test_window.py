@@ -1,6 +1,6 @@
 """How far ahead of an owner's sums a rank sends."""
 
-from ppfleetx.distributed.cpu.window import AHEAD_BYTES, AHEAD_MESSAGES, Window
+from ppfleetx.distributed.cpu.window import AHEAD_BYTES, AHEAD_MESSAGES, MOST_MESSAGES, Window
 from ppfleetx.distributed.cpu.wire import Signature
 
 
@@ -31,3 +31,8 @@ def test_a_large_message_waits_for_several_small_ones() -> None:
 
 def test_each_owner_has_its_own() -> None:
     assert admitted([AHEAD_BYTES] * 6, owners=[0, 1] * 3) == [[], [], [], [], [0], [1]]
+
+
+def test_the_smallest_messages_are_ahead_by_their_number_too() -> None:
+    waited = admitted([4] * (MOST_MESSAGES + 2))
+    assert [first for first in waited if first] == [[0], [1]], "what is remembered is bounded"
