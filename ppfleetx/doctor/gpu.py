@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import paddle
 
 from ppfleetx.distributed.tf32 import allow_tf32
+from ppfleetx.doctor.cards import lacks
 from ppfleetx.doctor.case import Case
-from ppfleetx.doctor.rows import Row, fail, ok, warn
+from ppfleetx.doctor.rows import Row, fail, ok, skipped, warn
 
 _QUERY = "index,name,driver_version,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,pstate"
 _QUERY_SECONDS = 20.0
@@ -74,13 +75,27 @@ def card(case: Case) -> Iterator[Row]:
         f"{capability[0]}.{capability[1]}, {found.total_memory / 2**30:.1f} GiB; {libraries}",
         memory_gib=found.total_memory / 2**30,
     )
+    for dtype in case.float_types:
+        if lacks(dtype):
+            yield _lacking(dtype, capability, case)
+
+
+def _lacking(dtype: str, capability: tuple[int, int], case: Case) -> Row:
+    """A type the card does not compute in: a failure where the configuration asks for it."""
+    text = f"a card of compute capability {capability[0]}.{capability[1]} does not compute in {dtype}"
+    if case.cfg is None:
+        return skipped(dtype, f"{text}; nothing of it is tried")
+    return fail(
+        dtype, text, "set Engine.mix_precision.dtype to float16, or Engine.mix_precision.enable to False"
+    )
 
 
 def tf32(case: Case) -> Iterator[Row]:
     """Whether float32 matrix products are exact when TF32 is off: against float64."""
-    allowed = case.cfg is not None and case.cfg.Global.allow_tf32
+    allowed = allows_tf32(case)
     said = allow_tf32(allowed)
     error = product_error()
+    allow_tf32(False)  # what is compared with the CPU after this is exact
     if not allowed and error > _EXACT:
         yield fail(
             "TF32",
@@ -92,6 +107,11 @@ def tf32(case: Case) -> Iterator[Row]:
         yield fail("TF32", f"{said}: a product is off by {error:.1e}", "the card computes wrongly")
     else:
         yield ok("TF32", f"{said}; a product of 1,024 numbers is off by {error:.1e}", relative_error=error)
+
+
+def allows_tf32(case: Case) -> bool:
+    """What the configuration says of it."""
+    return case.cfg is not None and case.cfg.Global.allow_tf32
 
 
 def product_error(size: int = 1024) -> float:

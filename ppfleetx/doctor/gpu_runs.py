@@ -12,7 +12,10 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 
+from ppfleetx.distributed.tf32 import allow_tf32
+from ppfleetx.doctor.cards import lacks
 from ppfleetx.doctor.case import Case
+from ppfleetx.doctor.gpu import allows_tf32
 from ppfleetx.doctor.rows import Row, fail, ok, skipped, warn
 from ppfleetx.doctor.storage import words
 from ppfleetx.nn.flash import flash_attention, flash_obstacle, on_gpu
@@ -63,11 +66,11 @@ OPERATORS: dict[str, tuple[Operator, Inputs]] = {
 
 def small_operators(case: Case) -> Iterator[Row]:
     """Each operator in each type of the plan, forward and backward, against the CPU; fused ones as well."""
-    for dtype in case.float_types:
-        if dtype in TOLERANCE:
-            yield operators_row(dtype, case.device)
+    types = [dtype for dtype in case.float_types if dtype in TOLERANCE and not lacks(dtype)]
+    for dtype in types:
+        yield operators_row(dtype, case.device)
     for name in TABLE:
-        reasons = {dtype: obstacle(name, dtype) for dtype in case.float_types if dtype in TOLERANCE}
+        reasons = {dtype: obstacle(name, dtype) for dtype in types}
         well = [dtype for dtype, reason in reasons.items() if reason is None]
         others = "; ".join(f"{dtype}: {reason}" for dtype, reason in reasons.items() if reason)
         text = f"gives what plain operators give in {', '.join(well)}" if well else "is not taken"
@@ -77,8 +80,9 @@ def small_operators(case: Case) -> Iterator[Row]:
 def operators_row(
     dtype: str, device: str, operators: Mapping[str, tuple[Operator, Inputs]] = OPERATORS
 ) -> Row:
-    """All small runs in one type on one device."""
+    """All small runs in one type on one device, in products without TF32."""
     wrong, worst = [], 0.0
+    allow_tf32(False)
     for name, (operator, inputs) in operators.items():
         expected = _run(operator, inputs, "float32", "cpu")
         found = _run(operator, inputs, dtype, device)
@@ -122,7 +126,7 @@ def _difference(found: np.ndarray, expected: np.ndarray) -> float:
 def flash(case: Case) -> Iterator[Row]:
     """Flash attention against the reference over head sizes, types and documents, and what ``auto`` takes."""
     for dtype in case.float_types:
-        if dtype not in _HALF:
+        if dtype not in _HALF or lacks(dtype):
             continue
         for packed in (False, True):
             yield attention_row(dtype, packed=packed)
@@ -225,9 +229,11 @@ def speeds(case: Case) -> Iterator[Row]:
     told["to the host"] = size / seconds_of(lambda: there.cpu())
     text = ", ".join(f"{words(speed)}/s {way}" for way, speed in told.items())
     yield ok("copies", text, **{f"bytes_per_second {way}": speed for way, speed in told.items()})
+    allow_tf32(allows_tf32(case))  # as fast as the run will be
     for dtype in case.float_types:
-        if dtype != "float64":
+        if dtype != "float64" and not lacks(dtype):
             yield product_row(dtype, 4096)
+    allow_tf32(False)
 
 
 def product_row(dtype: str, size: int) -> Row:

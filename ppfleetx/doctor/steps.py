@@ -19,6 +19,7 @@ from ppfleetx.config.shipped import CONFIGS
 from ppfleetx.core.module.build import build_module
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.tf32 import allow_tf32
+from ppfleetx.doctor.cards import lacks
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.rows import Row, fail, ok, skipped
 from ppfleetx.parallel.apply import parallelize
@@ -44,6 +45,9 @@ def losses(case: Case) -> Iterator[Row]:
         recomputed = train(model, "gpu", ["Model.use_recompute=True", "Model.recompute_granularity=full"])
         yield losses_row(f"{model} recompute", recomputed, golden[model], TOLERANCE["gpu"])
         for dtype, level in _HALF_MODES:
+            if lacks(dtype):
+                yield skipped(f"{model} {dtype} {level}", f"this card does not compute in {dtype}")
+                continue
             mixed = {"enable": True, "dtype": dtype, "level": level}
             given = [f"Engine.mix_precision.{key}={value}" for key, value in mixed.items()]
             found = train(model, "gpu", given)

@@ -5,10 +5,15 @@ from __future__ import annotations
 import numpy as np
 import paddle
 import pytest
+from paddle.base import core
 
-from ppfleetx.doctor import gpu, gpu_runs
-from ppfleetx.doctor.rows import Status
+from ppfleetx.config.loader import load_config
+from ppfleetx.doctor import gpu, gpu_runs, steps
+from ppfleetx.doctor.case import Case
+from ppfleetx.doctor.rows import Status, ok
+from ppfleetx.parallel import precision
 from tests.doctor.conftest import by_name
+from tests.parity.training import CONFIG
 
 CARDS = """\
 0, NVIDIA A100-SXM4-80GB, 550.54.15, 81920, 4, 0, P0
@@ -65,3 +70,41 @@ def test_attention_says_why_flash_does_not_run(packed):
 
 def test_a_product_is_timed():
     assert gpu_runs.product_row("float32", 64).numbers["tflops"] > 0
+
+
+def test_a_card_that_may_use_tf32_is_compared_without():
+    """TF32 is off by 3e-4 in a product of 32 numbers: three times what is allowed."""
+    switch = core.get_cublas_switch()
+    used = []
+
+    def product(x):
+        used.append(core.get_cublas_switch())
+        return paddle.matmul(x, x)
+
+    try:
+        core.set_cublas_switch(True)
+        gpu_runs.operators_row("float32", "cpu", {"matmul": (product, (np.ones((2, 2), np.float32),))})
+    finally:
+        core.set_cublas_switch(switch)
+    assert used == [False, False]
+
+
+def test_a_type_that_the_card_lacks_is_not_tried(monkeypatch):
+    """A V100 has no bfloat16: that fails where the configuration asks for it, and nowhere else."""
+    monkeypatch.setattr(precision, "has_kernels", lambda dtype: dtype == "float16")
+    tried = []
+    monkeypatch.setattr(gpu_runs, "operators_row", lambda dtype, _: tried.append(dtype) or ok("x", "y"))
+    monkeypatch.setattr(gpu_runs, "TABLE", {})
+    monkeypatch.setattr(gpu_runs, "attention_row", lambda dtype, packed: tried.append(dtype) or ok("x", "y"))
+    case = Case(device="gpu")
+    list(gpu_runs.small_operators(case))
+    list(gpu_runs.flash(case))
+    assert tried == ["float32", "float16", "float16", "float16"]
+    monkeypatch.setattr(steps, "train", lambda *_: [1.0])
+    monkeypatch.setattr(steps, "losses_row", lambda name, *_: ok(name, "as they should be"))
+    rows = by_name(steps.losses(case))
+    statuses = {row.status for name, row in rows.items() if "bfloat16" in name}
+    assert statuses == {Status.SKIPPED} and rows["GPT float16 O2"].status is Status.OK
+    assert gpu._lacking("bfloat16", (7, 0), case).status is Status.SKIPPED
+    row = gpu._lacking("bfloat16", (7, 0), Case(cfg=load_config(CONFIG), device="gpu"))
+    assert row.status is Status.FAIL and "7.0 does not compute in bfloat16" in row.found
