@@ -65,7 +65,7 @@ class Packed:
 
     def __init__(self, tensors: Sequence[paddle.Tensor], start: Callable[[paddle.Tensor], Any]) -> None:
         self._tensors = list(tensors)
-        flat = tensors[0] if len(tensors) == 1 else paddle.concat([t.reshape([-1]) for t in tensors])
+        flat = _whole(tensors[0]) if len(tensors) == 1 else paddle.concat([t.reshape([-1]) for t in tensors])
         self._flat, self._task = flat, start(flat)
 
     @paddle.no_grad()
@@ -88,14 +88,18 @@ def move_together(tensors: Sequence[paddle.Tensor]) -> paddle.Tensor:
     copied back, and memory is needed twice only while they are moved. Not for parts of other tensors.
     """
     if len(tensors) == 1:
-        return tensors[0]
+        return _whole(tensors[0])
     flat, end = paddle.concat([tensor.reshape([-1]) for tensor in tensors]), 0
     for tensor in tensors:
         begin, end = end, end + tensor.size
-        if not tensor.is_contiguous():
-            tensor.contiguous()  # moves the tensor itself, which then has the strides of the view
-        flat._slice(begin, end)._share_buffer_to(tensor)
+        flat._slice(begin, end)._share_buffer_to(_whole(tensor))
     return flat
+
+
+def _whole(tensor: paddle.Tensor) -> paddle.Tensor:
+    """The tensor, without strides afterwards: NCCL takes no others. The gradient of a weight that a layer
+    uses transposed has some. Paddle moves the tensor itself."""
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 @paddle.no_grad()

@@ -87,6 +87,24 @@ def test_tensors_move_together_and_stay_there():
     assert collectives.move_together(tensors[:1]) is tensors[0]
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_gradient_with_strides_is_sent_whole(alone):
+    """That of a weight which a layer uses transposed; NCCL refuses it as it is."""
+    weights = [paddle.create_parameter([4, 6], "float32") for _ in range(1 if alone else 2)]
+    paddle.add_n([(weight.t() * paddle.arange(4, dtype="float32")).sum() for weight in weights]).backward()
+    assert not weights[0].grad.is_contiguous()
+    for start in (collectives.move_together, lambda grads: collectives._packed(grads, double)):
+        start([weight.grad for weight in weights])
+    for weight in weights:
+        assert weight.grad.is_contiguous()
+        assert (weight.grad.numpy() == 2 * weight.numpy() ** 0 * [[0], [1], [2], [3]]).all()
+
+
+def double(flat):
+    assert flat.is_contiguous()
+    return Task(lambda: flat.scale_(2.0))
+
+
 def test_moved_tensors_need_no_memory_of_their_own():
     """Counted by Paddle."""
     tensors = [paddle.ones([256, 256]) for _ in range(4)]
