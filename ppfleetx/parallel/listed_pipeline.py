@@ -41,6 +41,18 @@ class Receive:
         return self.tensors
 
 
+@dataclass
+class _Sent:
+    """A message that may be under way, and what it carries.
+
+    Kept here and not left to Paddle: a NCCL group notes which stream still reads a piece of memory, but
+    waiting for one of its tasks strikes out the notes of all (``NCCLTask::RemoveHolderStreamInGroup``).
+    """
+
+    tensors: tuple[paddle.Tensor, ...]
+    tasks: list[Any]
+
+
 class ListedPipeline(PipelineParallel):
     """Paddle's pipeline, training in the order of a list of passes; it evaluates as Paddle does.
 
@@ -58,7 +70,7 @@ class ListedPipeline(PipelineParallel):
         self._following: dict[Pass, Pass] = {}
         self._under_way: deque[tuple[Any, Any]] = deque()
         self._input: Receive | None = None
-        self._sent: dict[str, list[Any]] = {}
+        self._sent: dict[str, _Sent] = {}
 
     def forward_backward_pipeline(self, data: Iterator[Any], scaler: Any = None) -> None:
         """Run a step's passes; ``data`` gives (input, batch of the loss) of each micro batch."""
@@ -87,7 +99,7 @@ class ListedPipeline(PipelineParallel):
         return order
 
     def _end_passes(self) -> None:
-        for direction in self._sent:
+        for direction in list(self._sent):
             self._complete(direction)
         self.processed_steps += 1
 
@@ -152,12 +164,13 @@ class ListedPipeline(PipelineParallel):
         self._complete(direction)
         # Tensors of their own: those of the model are emptied while the message is still under way.
         tensors = tuple(tensor.detach() for tensor in tensors)
-        _, _, self._sent[direction] = self._start(**{direction: tensors})
+        _, _, tasks = self._start(**{direction: tensors})
+        self._sent[direction] = _Sent(tensors, tasks)
 
     def _complete(self, direction: str) -> None:
-        for task in self._sent.get(direction, ()):
+        sent = self._sent.pop(direction, None)
+        for task in () if sent is None else sent.tasks:
             task.wait()
-        self._sent[direction] = []
 
     def _start(self, **what: Any) -> tuple[Any, Any, list[Any]]:
         nothing = {"tensor_send_next": None, "tensor_send_prev": None, "recv_prev": False, "recv_next": False}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,6 +23,28 @@ RECOMPUTES = {"Model.use_recompute": True, "Model.hidden_dropout_prob": 0.1}
 SEQUENCE = ["Distributed.mp_degree=2", "Model.sequence_parallel=True"]
 VIRTUAL = ["Distributed.pp_degree=2", "Model.virtual_pp_degree=2", "Model.num_layers=4"]
 SPLIT = Plan(mp=2, sequence_parallel=True)
+
+
+def test_what_is_sent_stays_until_it_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever becomes of the tensor, and whatever else of the group is waited for."""
+    import paddle
+    from paddle.base import core
+
+    from ppfleetx.parallel.listed_pipeline import ListedPipeline
+
+    def held() -> int:
+        return core.host_memory_stat_current_value("Allocated", 0)
+
+    waited, pipeline = [], ListedPipeline.__new__(ListedPipeline)
+    object.__setattr__(pipeline, "_sent", {})
+    task = SimpleNamespace(wait=lambda: waited.append(held()))
+    monkeypatch.setattr(ListedPipeline, "_start", lambda self, **_: (None, None, [task]))
+    before, output = held(), paddle.ones([1024])
+    pipeline._send("tensor_send_next", (output,))
+    output._clear_dataptr()
+    assert held() == before + 4096
+    pipeline._complete("tensor_send_next")
+    assert waited == [before + 4096] and held() == before
 
 
 @pytest.fixture(scope="module")
