@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import paddle
 from paddle.base import core
@@ -12,6 +14,20 @@ OVERRIDE = "NVIDIA_TF32_OVERRIDE"
 
 # Paddle has had switches since 2.0; where a build for GPUs has these flags, they decide.
 _FLAGS = ("FLAGS_cublas_allow_tf32", "FLAGS_cudnn_allow_tf32")
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Within, products are without TF32; afterwards as before."""
+    cublas, cudnn = core.get_cublas_switch(), core.get_cudnn_switch()
+    flags = {flag: paddle.get_flags(flag)[flag] for flag in _FLAGS if flag in core.globals()}
+    allow_tf32(False)
+    try:
+        yield
+    finally:
+        core.set_cublas_switch(cublas)
+        core.set_cudnn_switch(cudnn)
+        paddle.set_flags(flags)
 
 
 def allow_tf32(allowed: bool) -> str:

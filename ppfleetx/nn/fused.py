@@ -21,6 +21,7 @@ import paddle
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fused import FusedName
+from ppfleetx.distributed.tf32 import exact_products
 from ppfleetx.distributed.together import gather
 from ppfleetx.utils.gpu_operators import GPU_BACKENDS, registered_types
 from ppfleetx.utils.log import get_logger
@@ -221,8 +222,11 @@ def difference(trial: Callable[[str], Pairs], dtype: str) -> str | None:
     epsilon = float(paddle.finfo(getattr(paddle, dtype)).eps)
     allowed = epsilon * (64 if dtype == "float32" else 8)
     try:
-        for fused, plain in trial(dtype):
-            one, other = (value.astype("float32").numpy().astype(np.float64) for value in (fused, plain))
+        with exact_products():
+            pairs = [
+                [value.astype("float32").numpy().astype(np.float64) for value in p] for p in trial(dtype)
+            ]
+        for one, other in pairs:
             error = float(np.abs(one - other).max() / np.abs(other).max())
             if one.shape != other.shape or not error <= allowed:
                 return f"its trial in {dtype} differs from plain operators by {error:.1e}"

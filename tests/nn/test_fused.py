@@ -12,6 +12,7 @@ import numpy as np
 import paddle
 import pytest
 from paddle import _C_ops
+from paddle.base import core
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fused import FusedName
@@ -117,6 +118,22 @@ def test_a_wrong_kernel_is_found(monkeypatch):
 
     monkeypatch.setattr(_C_ops, "fused_rotary_position_embedding", other_way)
     assert "differs from plain operators by" in difference(fused_trials.rope, "float32")
+
+
+def test_trials_are_without_tf32_whatever_is_allowed():
+    """Attentions that differ in a last digit before a rounded product differ by 1e-4 behind it."""
+    before, used = core.get_cublas_switch(), []
+
+    def trial(dtype):
+        used.append(core.get_cublas_switch())
+        yield paddle.ones([1]), paddle.ones([1])
+
+    try:
+        core.set_cublas_switch(True)
+        assert difference(trial, "float32") is None
+        assert used == [False] and core.get_cublas_switch()
+    finally:
+        core.set_cublas_switch(before)
 
 
 @pytest.mark.parametrize("recompute", [{}, {"use_recompute": True}])
