@@ -21,6 +21,9 @@ _OF_PADDLE = (
     "Out of memory error on",
     "CUDA error(2)",
     "cudaErrorMemoryAllocation",
+    "CUBLAS error(3)",  # a library that finds no memory for its own work
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
 )
 _SAID = re.compile(r"Cannot (?:malloc|allocate)[^\n]*|Fail to alloc[^\n]*|Unable to allocate[^\n]*")
 _CURES = 3

@@ -53,6 +53,19 @@ def test_one_message_says_what_holds_the_memory_and_what_would_not(kind):
     assert all(re.fullmatch(r"  (-o \S+ ?)+  saves [\d.]+ [GM]iB, .*", cure) for cure in cures), cures
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(External) CUBLAS error(3). \n  [Hint: Please search for the error code(3) on website]",
+        "(External) CUDNN error(2), CUDNN_STATUS_ALLOC_FAILED.",
+        "(External) CUDA error(2), out of memory.",
+    ],
+)
+def test_a_library_that_finds_no_memory_is_out_of_memory_too(text):
+    assert out_of_memory.is_out_of_memory(OSError(text))
+    assert not out_of_memory.is_out_of_memory(OSError("(External) CUBLAS error(7)."))
+
+
 def test_the_card_is_that_of_the_run(monkeypatch):
     """On a V100 flash attention cannot run: its activations are larger than an A100's."""
     held = {}
