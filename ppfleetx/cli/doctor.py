@@ -10,9 +10,12 @@ failed, else 0.
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,38 +43,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=_seconds,
         default=_WAIT_SECONDS,
         metavar="SECONDS",
         help="how long machines and processes wait for each other, and for their communication (120)",
     )
 
 
+def _seconds(text: str) -> float:
+    """Of an option, for argparse."""
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(text)
+    return value
+
+
 def launching(args: argparse.Namespace, arguments: Sequence[str], start: Callable[[], int]) -> int:
     """Look at the nodes, run ``start`` in a process of its own, and print what the ranks have found."""
-    from ppfleetx.doctor.launch import DIRECTORY_VARIABLE, command_of, examine_nodes_first, launched_rows
-    from ppfleetx.doctor.report import exit_code
-    from ppfleetx.utils.orphans import end_child_with_parent
+    from ppfleetx.doctor.libraries import broken_row
+
+    try:
+        from ppfleetx.doctor.launch import DIRECTORY_VARIABLE, command_of, job_rows
+        from ppfleetx.utils.orphans import end_child_with_parent
+    except Exception as error:  # noqa: BLE001  (whatever a damaged library raises is a finding)
+        return _show([broken_row(error)], 1, as_object=args.json)
 
     if DIRECTORY_VARIABLE in os.environ:  # this is that process
         end_child_with_parent()
         return start()
-    rows, size = examine_nodes_first(args.nnodes, args.master, args.timeout), 1
-    rows = [replace(row, group="nodes") for row in rows]
-    if not exit_code(rows):
-        logs = None if args.log_dir is None else Path(args.log_dir)
-        found, size = launched_rows(command_of(SCRIPT, arguments), seconds=args.timeout, logs_there=logs)
-        rows += found
+    logs = None if args.log_dir is None else Path(args.log_dir)
+    command = command_of(SCRIPT, arguments)
+    place = args.nproc, args.nnodes, args.master
+    rows, size = job_rows(command, *place, seconds=args.timeout, logs_there=logs)
     return _show(rows, size, as_object=args.json)
 
 
 def run(args: argparse.Namespace) -> int:
     """Examine as one process, alone or of a job, and give the exit code."""
-    from ppfleetx.doctor.launch import DIRECTORY_VARIABLE, leave_report
-    from ppfleetx.doctor.report import exit_code, in_groups
-    from ppfleetx.doctor.run import examine_all, examine_job
+    from ppfleetx.doctor.libraries import broken_row
 
-    case = _case(args)
+    try:
+        from ppfleetx.doctor.launch import DIRECTORY_VARIABLE, leave_report
+        from ppfleetx.doctor.report import exit_code, in_groups
+        from ppfleetx.doctor.run import examine_job
+
+        case = _case(args)
+    except ImportError as error:
+        return _show([broken_row(error)], 1, as_object=args.json)
     directory = os.environ.get(DIRECTORY_VARIABLE, "")
 
     def finish(rows: list[Row]) -> None:
@@ -81,11 +99,24 @@ def run(args: argparse.Namespace) -> int:
             leave_report(rows, case.world_size, directory, case.local_rank)
 
     if case.world_size == 1:
-        rows = in_groups(examine_all(case))
+        rows = in_groups(_alone(case))
     else:
         rows = examine_job(case, seconds=args.timeout, finish=finish)
     finish(rows)
     return 0 if directory else exit_code(rows)
+
+
+def _alone(case: Case) -> list[Row]:
+    """What one process finds; where Paddle cannot be imported, all that needs no Paddle."""
+    from ppfleetx.doctor.before import import_row
+    from ppfleetx.doctor.registry import CHECKS
+    from ppfleetx.doctor.run import examine_all
+
+    problem = import_row() if "paddle" not in sys.modules and find_spec("paddle") is not None else None
+    if problem is None:
+        return examine_all(case)
+    checks = [check for check in CHECKS if not check.imports_paddle]
+    return [replace(problem, group="environment"), *examine_all(case, checks)]
 
 
 def _case(args: argparse.Namespace) -> Case:

@@ -30,12 +30,19 @@ _OPTIONS = {
 }
 
 
+def _count(text: str) -> int:
+    """1 or more, of an option, for argparse."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``--nproc`` and what goes with it."""
     add = parser.add_argument_group("several processes (paddle.distributed.launch)").add_argument
-    add("--nproc", type=int, metavar="N", help="processes on this machine")
+    add("--nproc", type=_count, metavar="N", help="processes on this machine")
     add("--devices", metavar="0,1,...", help="cards of this machine, one process each")
-    add("--nnodes", type=int, metavar="N", help="machines; start the same command on each, with --master")
+    add("--nnodes", type=_count, metavar="N", help="machines; start the same command on each, with --master")
     add("--master", metavar="HOST:PORT", help="the first machine, and a free port there")
     add("--log-dir", metavar="DIR", help="logs of the processes, workerlog.N (log)")
 

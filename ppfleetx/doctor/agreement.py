@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import re
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 from ppfleetx import __version__
 from ppfleetx.config.record import flat_values
 from ppfleetx.doctor.case import Case
-from ppfleetx.doctor.files import fingerprints
+from ppfleetx.doctor.files import fingerprints, starts
 from ppfleetx.doctor.report import rank_words
 from ppfleetx.doctor.rows import Row, Status, ok
 from ppfleetx.utils.installed import LIBRARIES
@@ -26,6 +27,9 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _VARIABLES = ("NCCL_", "FLAGS_", "NVIDIA_", "GLOO_", "CUDA_DEVICE_MAX_CONNECTIONS")
 _OF_A_RANK = ("FLAGS_selected_gpus",)
 _OF_A_MACHINE = ("_IFNAME", "NCCL_IB_HCA")  # interfaces may have other names on another machine
+# What one machine may have otherwise without harm: the log, the cards it has, how it is wired.
+_HARMLESS = ("NCCL_DEBUG", "NVIDIA_", "NCCL_TOPO", "NCCL_IB_GID_INDEX", "NCCL_NET_GDR", "FLAGS_logtostderr")
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _SHOWN = 4
 
 
@@ -53,13 +57,35 @@ class Fact:
 
 
 def _versions(case: Case) -> Values:
-    found = {"python": platform.python_version(), "ppfleetx": __version__}
-    for name in ("paddlepaddle", "paddlepaddle-gpu", *LIBRARIES.values()):
+    """Of all that ppfleetx, its extras and Paddle ask for, and of NVIDIA's libraries."""
+    found, decisive = _installed(), _decisive()
+    mine = {name: version for name, version in found.items() if name in decisive or "nvidia" in name}
+    return {"python": platform.python_version(), **mine, "ppfleetx": __version__}
+
+
+def _other_versions(case: Case) -> Values:
+    decisive = _versions(case)
+    return {name: version for name, version in _installed().items() if name not in decisive}
+
+
+def _installed() -> dict[str, str]:
+    """Versions of the distributions that are imported, by name: the first of each on the path."""
+    found: dict[str, str] = {}
+    for one in metadata.distributions():
+        if name := one.metadata["Name"]:
+            found.setdefault(name.lower().replace("_", "-"), str(one.version))
+    return found
+
+
+def _decisive() -> set[str]:
+    names = {"paddlepaddle", "paddlepaddle-gpu", *LIBRARIES.values()}
+    for name in ("ppfleetx", "paddlepaddle", "paddlepaddle-gpu"):
         try:
-            found[name] = metadata.version(name)
+            asked = metadata.requires(name) or []
         except metadata.PackageNotFoundError:
             continue
-    return found
+        names |= {_NAME.match(line)[0].lower().replace("_", "-") for line in asked}
+    return names
 
 
 def _sources(case: Case) -> Values:
@@ -80,21 +106,36 @@ def _configuration(case: Case) -> Values:
 
 
 def _variables(case: Case) -> Values:
-    return {
-        name: value
-        for name, value in case.environ.items()
-        if name.startswith(_VARIABLES) and name not in _OF_A_RANK and not name.endswith(_OF_A_MACHINE)
-    }
+    return {name: value for name, value in _all_variables(case) if not name.startswith(_HARMLESS)}
+
+
+def _harmless_variables(case: Case) -> Values:
+    return {name: value for name, value in _all_variables(case) if name.startswith(_HARMLESS)}
+
+
+def _all_variables(case: Case) -> Iterator[tuple[str, str]]:
+    for name, value in case.environ.items():
+        if name.startswith(_VARIABLES) and name not in _OF_A_RANK and not name.endswith(_OF_A_MACHINE):
+            yield name, value
 
 
 FACTS: tuple[Fact, ...] = (
     Fact("versions", _versions, "install the same versions on all machines", of_node=True),
+    Fact(
+        "other packages",
+        _other_versions,
+        "install the same versions on all machines: what they are needed for may differ",
+        Status.WARN,
+        of_node=True,
+    ),
     Fact("sources", _sources, "use the same checkout of ppfleetx on all machines", of_node=True),
     Fact("configuration", _configuration, "give all machines the same file and the same -o"),
     Fact(
         "data and tokenizer", fingerprints, "copy the same files to all machines, or share them", of_node=True
     ),
-    Fact("variables", _variables, "set them alike for all processes", Status.WARN),
+    Fact("checkpoints", starts, "copy the same checkpoint to all machines, or share it", of_node=True),
+    Fact("variables", _variables, "set them alike for all processes: these change what is computed or sent"),
+    Fact("other variables", _harmless_variables, "set them alike, or know why not", Status.WARN),
 )
 """Everything that is compared."""
 

@@ -37,32 +37,41 @@ def receive_guests(port: int, size: int, name: str, seconds: float) -> Host:
             "another program, or a job that still runs, holds it: give all machines another free port",
         ) from error
     host = Host([name, *[""] * (size - 1)], quiet=max(seconds, LEAST_QUIET_SECONDS))
-    deadline = time.monotonic() + seconds
+    deadline, turned_away = time.monotonic() + seconds, list[str]()
     with listener:
         while len(host.guests) < size - 1 and (left := deadline - time.monotonic()) > 0:
             listener.settimeout(left)
             with contextlib.suppress(OSError):  # nobody, or a stranger
                 connection, address = listener.accept()
-                _welcome(host, Line(connection), address[0], size)
+                if said := _welcome(host, Line(connection), address[0], size):
+                    turned_away.append(said)
     missing = [number for number in range(1, size) if number not in host.guests]
     if missing:
         came = ", ".join(host.names[number] for number in sorted(host.guests)) or "nobody"
         found = f"{len(missing)} of {size - 1} others did not come within {seconds:g} s (came: {came})"
-        if not all(name.startswith("node") for name in host.names):
+        if not name.startswith("node"):
             found += f"; missing: ranks {', '.join(map(str, missing))}"
+        if turned_away:
+            found += f"; turned away: {'; '.join(dict.fromkeys(turned_away))}"
         for guest in host.guests.values():
             with contextlib.suppress(OSError):
                 guest.line.send({"refused": found})
         host.close()
-        raise MeetingError(
-            found, "start the same command on every machine; a firewall must let them reach this port"
+        cure = (
+            "start the same command on every machine, with the same --master; a firewall must let them reach "
+            "this port"
         )
+        if not name.startswith("node"):
+            cure += (
+                "; of one that was started, look at its log (workerlog.N of its machine) and at its process"
+            )
+        raise MeetingError(found, cure)
     host.begin()
     return host
 
 
-def _welcome(host: Host, line: Line, address: str, size: int) -> None:
-    """Hear who somebody is, and compare clocks.
+def _welcome(host: Host, line: Line, address: str, size: int) -> str:
+    """Hear who somebody is, and compare clocks; why a member of another job is turned away.
 
     Raises:
         OSError: a stranger, or somebody who is gone again.
@@ -72,13 +81,16 @@ def _welcome(host: Host, line: Line, address: str, size: int) -> None:
     if not isinstance(said, dict) or said.get("greeting") != _GREETING:
         line.close()
         raise ConnectionAbortedError(errno.EPROTO, "a stranger")
-    if said["size"] != size:
-        line.send({"refused": f"{host.names[0]} waits for {size} members, not {said['size']}"})
-        return
     number = said["number"] if said["number"] is not None else len(host.guests) + 1
-    if number in host.guests or not 0 < number < size:
-        line.send({"refused": f"number {number} is there already, or is none of {size}"})
-        return
+    why = ""
+    if said["size"] != size:
+        why = f"{host.names[0]} waits for {size} members, not {said['size']}"
+    elif number in host.guests or not 0 < number < size:
+        why = f"number {number} is there already, or is none of {size}"
+    if why:
+        line.send({"refused": why})
+        line.close()
+        return f"{said['name']} ({address}): {why}"
     asked, before = time.time(), time.perf_counter()
     line.send({"clock": None})
     theirs = line.receive(deadline)["clock"]
@@ -86,6 +98,7 @@ def _welcome(host: Host, line: Line, address: str, size: int) -> None:
     host.names[number] = f"{said['name']} ({address})" if said["number"] is None else said["name"]
     host.guests[number] = Guest(line)
     host.clocks[number] = Clock(theirs - asked - trip / 2, trip)
+    return ""
 
 
 def visit(
@@ -103,9 +116,10 @@ def visit(
     greeting = {"greeting": _GREETING, "size": size, "number": number, "name": name}
     try:
         line.send(greeting)
-        line.receive(time.monotonic() + _CONNECT_SECONDS)  # asks for the clock
-        line.send({"clock": time.time()})
-        said = line.receive(deadline + MARGIN_SECONDS)
+        said = line.receive(time.monotonic() + _CONNECT_SECONDS)
+        if "refused" not in said:  # it asks for the clock
+            line.send({"clock": time.time()})
+            said = line.receive(deadline + MARGIN_SECONDS)
         if "refused" not in said:
             quiet = max(seconds, LEAST_QUIET_SECONDS)
             return Visitor(list(said["members"]), said["number"], line, where, quiet=quiet)
@@ -116,7 +130,10 @@ def visit(
             "another program holds that port of the first machine, or doctor ended there: look at its output",
         ) from error
     line.close()
-    raise MeetingError(f"the first at {where} says: {said['refused']}", "start the same command everywhere")
+    raise MeetingError(
+        f"the first at {where} says: {said['refused']}",
+        "start the same command on every machine, with the same --nnodes and --master",
+    )
 
 
 def _connect(address: tuple[str, int], deadline: float, seconds: float) -> socket.socket:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.doctor.rows import Row
+
+if TYPE_CHECKING:
+    from ppfleetx.config.sections.root import RunConfig
 
 _HALF_TYPES = ("float16", "bfloat16")
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 from importlib import metadata
-from importlib.util import find_spec
 
 from ppfleetx import __version__
 from ppfleetx.doctor.cards import visible_cards
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.rows import Row, fail, ok, skipped, warn
 from ppfleetx.utils.cpu import read_cpuinfo
-from ppfleetx.utils.installed import LIBRARIES, not_installed
+from ppfleetx.utils.installed import not_installed
 from ppfleetx.utils.memory import available_bytes
 from ppfleetx.utils.process_env import available_cpus, import_paddle, prepare_process
 
@@ -41,23 +39,14 @@ _OF_LAUNCHER = (
     *("PPFLEETX_DOCTOR", "PPFLEETX_LAUNCHER"),
 )
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
-_SHARED_MEMORY = "/dev/shm"  # noqa: S108
-_LEAST_SHARED_BYTES = 1 << 30
-_LEAST_FILES = 4096
 
 
 def versions(case: Case) -> Iterator[Row]:
-    """Python, ppfleetx, Paddle's distribution, NumPy, and the libraries that ppfleetx needs."""
+    """Python, ppfleetx, Paddle's distribution, NumPy."""
     yield ok("python", f"{platform.python_version()} ({sys.executable})")
     yield ok("ppfleetx", f"{__version__} ({os.path.dirname(os.path.dirname(__file__))})")  # noqa: PTH120
     yield _paddle_version()
     yield _numpy_version()
-    missing = [name for name in LIBRARIES if find_spec(name) is None]
-    if missing:
-        cure = str(not_installed(ModuleNotFoundError(name=missing[0])))
-        yield fail("libraries", f"not installed: {', '.join(missing)}", cure)
-    else:
-        yield ok("libraries", ", ".join(f"{name} {metadata.version(d)}" for name, d in LIBRARIES.items()))
 
 
 def _paddle_version() -> Row:
@@ -72,8 +61,10 @@ def _paddle_version() -> Row:
             f"{text}: both builds are installed, and one overwrites the other's files",
             "pip uninstall paddlepaddle paddlepaddle-gpu, then install the one you want",
         )
-    if not next(iter(there.values())).startswith(PADDLE):
-        return warn("paddle", text, f"ppfleetx is made for, and tested with, Paddle {PADDLE}x: install that")
+    version, cure = next(iter(there.values())), f"ppfleetx is made for, and tested with, Paddle {PADDLE}x"
+    if not version.startswith(PADDLE):
+        is_older = [int(part) for part in re.findall(r"\d+", version)[:2]] < [3, 3] and version != "0.0.0"
+        return (fail if is_older else warn)("paddle", text, f"{cure}: install that")
     return ok("paddle", text)
 
 
@@ -98,7 +89,7 @@ def _version(distribution: str) -> str | None:
 
 
 def machine(case: Case) -> Iterator[Row]:
-    """Processor, memory, open files, shared memory."""
+    """Processor and memory."""
     model = next((line.partition(":")[2].strip() for line in _model_lines()), platform.machine())
     cpus, free = available_cpus(), available_bytes()
     memory = "" if free is None else f", {free / 2**30:.1f} GiB of memory free"
@@ -111,33 +102,10 @@ def machine(case: Case) -> Iterator[Row]:
         )
     else:
         yield ok("processor", f"{model}, {cpus} CPUs{memory}")
-    yield from _limits(case)
 
 
 def _model_lines() -> Iterator[str]:
     return (line for line in read_cpuinfo().splitlines() if line.startswith("model name"))
-
-
-def _limits(case: Case) -> Iterator[Row]:
-    if not sys.platform.startswith("linux"):
-        yield skipped("open files", f"limits are read on Linux alone, this is {sys.platform}")
-        return
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    cure = f"ulimit -n {min(hard, 65536) if hard > 0 else 65536} before the job starts"
-    if 0 < soft < _LEAST_FILES and case.world_size > 1:
-        yield warn("open files", f"at most {soft} (connections, corpora and logs are files too)", cure)
-    else:
-        yield ok("open files", f"at most {soft}")
-    total, _, free = shutil.disk_usage(_SHARED_MEMORY)
-    text = f"{free / 2**20:.0f} of {total / 2**20:.0f} MiB free in {_SHARED_MEMORY}"
-    if case.device == "gpu" and case.local_size > 1 and free < _LEAST_SHARED_BYTES:
-        yield warn(
-            "shared memory", text, "NCCL needs it between the cards of a node: docker run --shm-size=8g"
-        )
-    else:
-        yield ok("shared memory", text)
 
 
 def variables(case: Case) -> Iterator[Row]:

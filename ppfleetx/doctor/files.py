@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ppfleetx.checkpoint.directory import resolve_checkpoint
+from ppfleetx.checkpoint.manifest import MANIFEST_FILE
+from ppfleetx.config.counts import counted
 from ppfleetx.config.data_sets import data_sets
-from ppfleetx.config.errors import UserError
+from ppfleetx.config.errors import DataError, UserError
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.programs.sources import refuse_foreign, sources
 from ppfleetx.core.programs.token_ids import token_id_lines
 from ppfleetx.data.build import build_dataset, load_tokenizer, open_corpora
-from ppfleetx.data.checksums import checksums_path, read_checksums
+from ppfleetx.data.checksums import BLOCK_BYTES, Block, CorpusChecksums, checksums_path, read_checksums
+from ppfleetx.data.split import MODES, split_ranges
 from ppfleetx.data.token_store import TokenStore
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.rows import Row, fail, ok, skipped, warn
+from ppfleetx.utils.foreign_files import opened
 
 _CURE = "mount or copy the files to this machine, or say where they are: one path for all machines"
+_DENIED_CURE = "let this user read it: chmod a+r FILE, and a+x on the directories above; or run as its owner"
+_DAMAGED_CURE = "copy it again from where it is whole, or make it anew (tools/preprocess_data.py)"
+_BLOCKS, _BLOCKS_COMPARED = 256, 64
+"""Of 1 MiB, spread over a file, that are read of it; smaller files are read whole."""
+_READ_SECONDS = 60.0
+_DAMAGE = ("truncated", "damaged", "not as it was written", "input/output")
 _MODES = ("Train", "Eval")
 
 
@@ -31,11 +43,19 @@ def data(case: Case) -> Iterator[Row]:
         try:
             texts = list(_look(cfg, mode))
         except (UserError, OSError) as error:
-            yield fail(title, str(error), _CURE)
+            yield fail(title, str(error), _cure(error))
             continue
         yield ok(title, "; ".join(texts))
     if not found:
         yield skipped("data", "the configuration has neither Data.Train nor Data.Eval")
+
+
+def _cure(error: Exception) -> str:
+    """By what the error says of the file."""
+    text = str(error).lower()
+    if "permission denied" in text:
+        return _DENIED_CURE
+    return _DAMAGED_CURE if any(word in text for word in _DAMAGE) else _CURE
 
 
 def _sets(cfg: RunConfig) -> Iterator[tuple[str, str | None, RunConfig]]:
@@ -48,14 +68,68 @@ def _look(cfg: RunConfig, mode: str) -> Iterator[str]:
     if not getattr(cfg.Data, mode).dataset.is_corpus:
         yield f"{len(build_dataset(cfg, mode)):,} examples"
         return
-    for corpus in corpora_of(cfg, mode):
+    corpora = corpora_of(cfg, mode)
+    _has_a_sample(corpora, cfg, mode)
+    for corpus in corpora:
         sums = read_checksums(corpus.prefix)
+        kept = ""
         if sums is not None:
             sums.check_sizes()
+            kept = f", {_as_written(sums)} as in {checksums_path(corpus.prefix).name}"
         ends = corpus.flat(0, 1).sum() + corpus.flat(corpus.num_tokens - 1, corpus.num_tokens).sum()
         assert ends >= 0
-        kept = "" if sums is None else f", sizes as in {checksums_path(corpus.prefix).name}"
         yield f"{corpus.prefix}: {corpus.num_tokens:,} tokens in {len(corpus):,} sequences{kept}"
+
+
+def _has_a_sample(corpora: Sequence[TokenStore], cfg: RunConfig, mode: str) -> None:
+    """Whether the split of some corpus has the tokens of one sample.
+
+    Raises:
+        DataError: none has.
+    """
+    options = getattr(cfg.Data, mode).dataset
+    ranges = [split_ranges(len(corpus), options.split)[MODES.index(mode)] for corpus in corpora]
+    most = max(int(one.sizes[first:last].sum()) for one, (first, last) in zip(corpora, ranges, strict=True))
+    if most <= options.max_seq_len:
+        raise DataError(
+            f"{corpora[0].prefix}: the {mode} split has {counted(most, 'token', ',')}, and one sample needs "
+            f"{options.max_seq_len + 1:,}. Give {mode} a larger share of `split`, more text, or a shorter "
+            "max_seq_len"
+        )
+
+
+def _as_written(sums: CorpusChecksums) -> str:
+    """Which part of a corpus was read, and has its checksums.
+
+    Raises:
+        DataError: a block has not.
+    """
+    end, is_whole = time.monotonic() + _READ_SECONDS, True
+    for suffix, one in sums.files.items():
+        path, numbers = Path(f"{sums.prefix}{suffix}"), spread(len(one.crcs), _BLOCKS)
+        is_whole &= len(numbers) == len(one.crcs)
+        for number, data in _blocks(path, numbers):
+            if zlib.crc32(data) != one.crcs[number]:
+                first = number * BLOCK_BYTES
+                raise DataError(f"damaged: {Block(path, number, first, first + len(data))}")
+            if time.monotonic() > end:
+                is_whole = False
+                break
+    return "every byte" if is_whole else "sizes and a sample of blocks"
+
+
+def _blocks(path: Path, numbers: Iterable[int]) -> Iterator[tuple[int, bytes]]:
+    with opened(path, DataError) as file:
+        for number in numbers:
+            file.seek(number * BLOCK_BYTES)
+            yield number, file.read(BLOCK_BYTES)
+
+
+def spread(count: int, most: int) -> list[int]:
+    """At most ``most`` of the numbers below ``count``, the first and the last among them."""
+    if count <= most:
+        return list(range(count))
+    return [(count - 1) * number // (most - 1) for number in range(most)]
 
 
 def corpora_of(cfg: RunConfig, mode: str) -> list[TokenStore]:
@@ -69,7 +143,14 @@ def tokenizer(case: Case) -> Iterator[Row]:
         loaded = load_tokenizer(case.cfg)
         lines = token_id_lines(case.cfg)
     except (UserError, OSError) as error:
-        yield fail("tokenizer", str(error), "mend what the message names, on every machine")
+        is_denied = _cure(error) == _DENIED_CURE
+        yield fail(
+            "tokenizer",
+            str(error),
+            _DENIED_CURE
+            if is_denied
+            else "mend what the message names, or copy it from a machine where it is whole",
+        )
         return
     if loaded is None and not lines:
         yield skipped("tokenizer", "the configuration names none (Data.tokenizer)")
@@ -87,7 +168,7 @@ def checkpoints(case: Case) -> Iterator[Row]:
         try:
             yield ok(key, str(resolve_checkpoint(place, verify=False)))
         except (UserError, OSError) as error:
-            yield fail(key, str(error), _CURE)
+            yield fail(key, str(error), _cure(error))
 
 
 def fingerprints(case: Case) -> dict[str, str]:
@@ -118,7 +199,34 @@ def _of_set(cfg: RunConfig, mode: str) -> dict[str, str]:
 
 def _of_corpus(corpus: TokenStore) -> str:
     text, path = corpus.fingerprint[:16], checksums_path(corpus.prefix)
-    return f"{text}, checksums {_digest(path)}" if path.is_file() else f"{text}, no checksums"
+    if path.is_file():
+        return f"{text}, checksums {_digest(path)}"
+    data = Path(f"{corpus.prefix}.bin")
+    count = -(-data.stat().st_size // BLOCK_BYTES)
+    found = hashlib.sha256()
+    for _, block in _blocks(data, spread(count, _BLOCKS_COMPARED)):
+        found.update(block)
+    return f"{text}, no checksums, {found.hexdigest()[:16]}"
+
+
+def starts(case: Case) -> dict[str, str]:
+    """The checkpoints that a run starts from, by key: step, and a hash of the manifest."""
+    if case.cfg is None:
+        return {}
+    options = case.cfg.Engine.save_load
+    named = list(sources(case.cfg))
+    if options.resume:
+        named.append(("Engine.save_load.output_dir", options.output_dir))
+    return {key: _of_checkpoint(Path(place)) for key, place in named}
+
+
+def _of_checkpoint(place: Path) -> str:
+    try:
+        found = resolve_checkpoint(place, verify=False)
+    except (UserError, OSError):
+        return "no checkpoint that can be read"
+    manifest = found / MANIFEST_FILE
+    return f"{found.name} {_digest(manifest)}" if manifest.is_file() else found.name
 
 
 def _digest(path: Path) -> str:

@@ -53,10 +53,20 @@ def network(case: Case) -> Iterator[Row]:
     yield from named_rows(case, found)
 
 
+def named_addresses(case: Case) -> dict[str, list[str]]:
+    """The addresses of the interfaces that each variable names, as far as they can be used."""
+    there = interfaces()
+    return {
+        variable: [one.address for one in choose(value, there) if one.is_up and one.address]
+        for variable, choose in _VARIABLES
+        if (value := case.environ.get(variable, ""))
+    }
+
+
 def named_rows(case: Case, found: Sequence[Interface]) -> Iterator[Row]:
     """Rows of ``NCCL_SOCKET_IFNAME`` and ``GLOO_SOCKET_IFNAME``, where they are set."""
     several = case.world_size > case.local_size
-    for variable, choose in (("NCCL_SOCKET_IFNAME", nccl_choice), ("GLOO_SOCKET_IFNAME", _exact)):
+    for variable, choose in _VARIABLES:
         value = case.environ.get(variable, "")
         if value:
             yield _named_row(variable, value, choose(value, found), found, several=several)
@@ -104,3 +114,6 @@ def _exact(value: str, found: Sequence[Interface]) -> list[Interface]:
 def is_local(address: str) -> bool:
     """Whether an IPv4 address is one of this machine's."""
     return any(one.address == address for one in interfaces()) or address.startswith("127.")
+
+
+_VARIABLES = (("NCCL_SOCKET_IFNAME", nccl_choice), ("GLOO_SOCKET_IFNAME", _exact))

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from ppfleetx.doctor.before import import_row, launcher_rows
+from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.nodes import examine_nodes
-from ppfleetx.doctor.rows import Row, fail
+from ppfleetx.doctor.registry import CHECKS, Need, examine
+from ppfleetx.doctor.report import exit_code, in_groups
+from ppfleetx.doctor.rows import Row, Status, fail
 from ppfleetx.doctor.run import ALONE, LOCAL_SECONDS
 from ppfleetx.utils.start import START_VARIABLE
 
@@ -28,17 +34,50 @@ _REPORT, _LOG = "report.*.json", "launcher.log"
 _END_SECONDS, _LOOK_SECONDS = 10.0, 0.5
 _ALONE_SECONDS = 90.0
 _STOP_SECONDS = 60.0  # the launcher waits 30 s for its ranks, and then kills them
-_LAST_LINES = 12
+_LAST_LINES, _LONGEST_WORDS = 4, 600
+_NOISE = ("LAUNCH INFO", "[    INFO]", "No ccache found", "warnings.warn(")
+_FAILED_RANK = re.compile(r"^Container rank (\d+) status failed .* code (-?\d+) log ", re.MULTILINE)
 
 
-def examine_nodes_first(nodes: int | None, master: str | None, seconds: float) -> list[Row]:
+def job_rows(
+    command: Sequence[str],
+    nproc: int | None,
+    nodes: int | None,
+    master: str | None,
+    *,
+    seconds: float,
+    logs_there: Path | None,
+) -> tuple[list[Row], int]:
+    """Look at what the launcher needs, at the nodes, and then start the ranks; rows, and the size of the job.
+
+    Args:
+        command: ends when all ranks of this machine have.
+        nproc: processes of this machine; None: one a card.
+        nodes: machines of the job; None: what the environment says, which the launcher asks too, or one.
+        master: ``HOST:PORT``, where they meet; None: what the environment says.
+        seconds: for which machines and processes wait for each other.
+        logs_there: where the ranks' logs are kept; None: nowhere.
+    """
+    named = os.environ.get("PADDLE_NNODES", "1")
+    nodes = nodes or (int(named) if named.isdigit() else 1)
+    master = master or os.environ.get("PADDLE_MASTER")
+    rows = [replace(row, group="processes") for row in launcher_rows(os.environ, nodes, nproc)]
+    if not rows:
+        rows += [replace(row, group="nodes") for row in examine_nodes_first(nodes, master, seconds)]
+    if exit_code(rows):
+        return rows, 1
+    found, size = launched_rows(command, seconds=seconds, logs_there=logs_there)
+    return in_groups([*rows, *found]), size
+
+
+def examine_nodes_first(nodes: int, master: str | None, seconds: float) -> list[Row]:
     """The rows of the nodes, of which there are none where a job has one machine."""
-    if nodes is None or nodes < 2:
+    if nodes < 2:
         return []
     if master is None:
-        return [
-            fail("--master", "several machines, and nothing says where they meet", "give --master HOST:PORT")
-        ]
+        told = f"PADDLE_NNODES={os.environ['PADDLE_NNODES']}: " if "PADDLE_NNODES" in os.environ else ""
+        cure = "give --master HOST:PORT" + (", or unset PADDLE_NNODES" if told else "")
+        return [fail("--master", f"{told}several machines, and nothing says where they meet", cure)]
     return list(examine_nodes(master, nodes, seconds, os.environ))
 
 
@@ -56,7 +95,7 @@ def launched_rows(
     try:
         logs = [] if logs_there else ["--log-dir", str(place / "log")]
         environ = {**os.environ, DIRECTORY_VARIABLE: str(place)}
-        environ.setdefault(START_VARIABLE, f"{seconds:g}")
+        environ.setdefault(START_VARIABLE, f"{seconds + _END_SECONDS:g}")  # ranks say first who is missing
         with (place / _LOG).open("wb") as log:
             code = _run([*command, *logs], environ, log.fileno(), LOCAL_SECONDS + 4 * seconds, place)
         return _read(place, logs_there or place / "log", code)
@@ -70,22 +109,46 @@ def _read(place: Path, logs: Path, code: int) -> tuple[list[Row], int]:
     if reports:
         content = json.loads(reports[0].read_text("utf-8"))
         return [Row.from_json(row) for row in content["rows"]], content["world_size"]
-    said = [_end_of(file) for file in (place / _LOG, *sorted(logs.glob("workerlog.*")))]
-    told = "; ".join(filter(None, said))
-    cure = "the end of their logs is above; --log-dir DIR keeps them whole"
-    return [fail("launcher", f"the ranks ended without a report (exit code {code}): {told}", cure)], 1
+    return [replace(row, group=row.group or "processes") for row in _unreported(place / _LOG, logs, code)], 1
+
+
+def _unreported(launcher_log: Path, logs: Path, code: int) -> Iterator[Row]:
+    """Why there is no report: ranks that have ended, the last words, and what this process finds itself."""
+    found = list(_FAILED_RANK.finditer(_text_of(launcher_log)))
+    for rank, number in {(one[1], int(one[2])) for one in found}:
+        how = f"exit code {number}" if number >= 0 else _signal_words(-number)
+        said = _end_of(logs / f"workerlog.{rank}")
+        cure = "look at its machine and its memory (`dmesg -T | tail`: oom-kill)"
+        yield fail(f"rank {rank}", f"it ended before it had looked ({how}) {said}".strip(), cure)
+    if not found:
+        said = filter(None, map(_end_of, (launcher_log, *sorted(logs.glob("workerlog.*")))))
+        cure = "the end of their logs is above; --log-dir DIR keeps them whole"
+        text = f"the ranks ended without a report (exit code {code}): {'; '.join(said)}"
+        yield fail("launcher", text, cure)
+    if (row := import_row()) is not None:
+        yield replace(row, group="environment")
+    for check in CHECKS:
+        if check.need is Need.NOTHING and not check.imports_paddle:
+            yield from (row for row in examine(check, Case()) if row.status in (Status.WARN, Status.FAIL))
+
+
+def _signal_words(number: int) -> str:
+    try:
+        return f"ended by signal {number}, {signal.Signals(number).name}"
+    except ValueError:
+        return f"ended by signal {number}"
 
 
 def _run(command: Sequence[str], environ: dict[str, str], log: int, seconds: float, place: Path) -> int:
     """The exit code; nothing is left running. Where a rank has reported, the others end soon: one that does
     not is stopped, or hangs. Ranks that did not meet look for themselves, the first one at more things."""
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ)
-    deadline, has_reported = time.monotonic() + seconds, False
+    deadline, is_near = time.monotonic() + seconds, False
     try:
-        while (code := process.poll()) is None and time.monotonic() < deadline:
-            if not has_reported and (reports := sorted(place.glob(_REPORT))):
-                more = _END_SECONDS if _has_met(reports[0]) else _ALONE_SECONDS
-                has_reported, deadline = True, time.monotonic() + more
+        while (code := process.poll()) is None and (now := time.monotonic()) < deadline:
+            if not is_near and (reports := sorted(place.glob(_REPORT))):
+                is_near = reports[0].name == _report_of(0) or _has_met(reports[0])
+                deadline = min(deadline, now + (_END_SECONDS if is_near else _ALONE_SECONDS))
             time.sleep(_LOOK_SECONDS)
         return signal.SIGTERM if code is None else code
     finally:
@@ -103,16 +166,25 @@ def _has_met(report: Path) -> bool:
     return all(row["name"] != ALONE for row in rows)
 
 
+def _text_of(file: Path) -> str:
+    return file.read_text("utf-8", "replace") if file.exists() else ""
+
+
+def _report_of(local_rank: int) -> str:
+    return _REPORT.replace("*", f"{local_rank:06}")
+
+
 def _end_of(file: Path) -> str:
-    lines = file.read_text("utf-8", "replace").splitlines()
-    told = [line.strip() for line in lines if line.strip() and "LAUNCH INFO" not in line]
-    return f"{file.name}: " + " | ".join(told[-_LAST_LINES:]) if told else ""
+    """The last words in a log."""
+    told = [line.strip() for line in _text_of(file).splitlines() if line.strip()]
+    told = [line for line in told if not any(noise in line for noise in _NOISE)]
+    return f"{file.name}: " + " | ".join(told[-_LAST_LINES:])[-_LONGEST_WORDS:] if told else ""
 
 
 def leave_report(rows: Sequence[Row], world_size: int, directory: str, local_rank: int) -> None:
     """Write the rows for the process that has started this one."""
     content = {"world_size": world_size, "rows": [row.as_json() for row in rows]}
-    name = _REPORT.replace("*", f"{local_rank:06}")
+    name = _report_of(local_rank)
     part = Path(directory) / f"{name}.part"
     part.write_text(json.dumps(content), "utf-8")
     part.replace(Path(directory) / name)

@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 _SEND_SECONDS = 30.0
@@ -52,6 +52,14 @@ class Line:
         self._read += data
         if len(self._read) > _LONGEST_LINE:
             raise ConnectionAbortedError(errno.EMSGSIZE, "a message that is too long")
+
+    def come(self) -> Iterator[Any]:
+        """The values that are here already."""
+        self.connection.settimeout(0.0)
+        with contextlib.suppress(BlockingIOError):
+            self.fill()
+        while (value := self.waiting()) is not None:
+            yield value
 
     def waiting(self) -> Any:
         """A value that has come whole, or None."""

@@ -210,6 +210,8 @@ class Visitor:
     def tell(self, place: str) -> None:
         with contextlib.suppress(OSError):  # exchange says that the host is gone
             self.line.send({"at": place})
+            for said in self.line.come():
+                self.place = str(said.get("at", self.place))
 
     def exchange(self, value: Any, seconds: float, quiet: float | None = None) -> list[Answer]:
         quiet, moved = silence_limit(quiet or self.quiet, seconds), time.monotonic()

@@ -10,16 +10,16 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
-from ppfleetx.doctor.arrival import listening, reach, receive_guests, visit
-from ppfleetx.doctor.interfaces import is_local
-from ppfleetx.doctor.meeting import Answer, Meeting, MeetingError
-from ppfleetx.doctor.rows import Row, fail, ok, warn
+from ppfleetx.doctor.arrival import receive_guests, visit
+from ppfleetx.doctor.case import Case
+from ppfleetx.doctor.interfaces import is_local, network
+from ppfleetx.doctor.links import examine_links, receiving
+from ppfleetx.doctor.meeting import Meeting, MeetingError
+from ppfleetx.doctor.rows import Row, Status, fail, ok
 
-_RESOLVE_SECONDS, _REACH_SECONDS, _ROUND_SECONDS = 20.0, 5.0, 60.0
-_CLOCK_SECONDS = 5.0
-_THREADS = 32
+_RESOLVE_SECONDS, _ROUND_SECONDS = 20.0, 60.0
+_CLOCK_SECONDS, _CLOCK_FAIL_SECONDS = 5.0, 300.0  # Kerberos, and file systems that ask it, refuse the latter
 
 
 def examine_nodes(master: str, size: int, seconds: float, environ: Mapping[str, str]) -> Iterator[Row]:
@@ -47,17 +47,18 @@ def examine_nodes(master: str, size: int, seconds: float, environ: Mapping[str, 
     yield problem or ok("own address", f"{own}, announced to the others by the launcher")
     name = f"node {socket.gethostname()} {own}"
     try:
-        with listening("") as own_port:
+        with receiving() as own_port:
             if is_first:
                 meeting: Meeting = receive_guests(int(port), size, name, seconds)
             else:
                 meeting = visit((address, int(port)), size, name, seconds)
             with contextlib.closing(meeting):
                 yield ok("--master", f"all {size} machines have met at {master}: {', '.join(meeting.names)}")
-                yield from _links(meeting, own, own_port)
+                yield from examine_links(meeting, own, own_port, environ)
                 yield from _clocks(meeting)
     except MeetingError as error:
         yield fail("--master", f"{master}: {error}", error.cure)
+        yield from network(Case(world_size=2, environ=environ))
 
 
 def resolved(host: str, seconds: float = _RESOLVE_SECONDS) -> str:
@@ -112,34 +113,6 @@ def route_to(address: str) -> str:
     return ""
 
 
-def _links(meeting: Meeting, own: str, port: int) -> Iterator[Row]:
-    """Who reaches whom, on a port that nobody has opened in a firewall by hand."""
-    told = meeting.exchange([own, port], _ROUND_SECONDS)
-    others = {n: tuple(answer.value) for n, answer in enumerate(told) if not answer.problem}
-    others.pop(meeting.number, None)
-    with ThreadPoolExecutor(_THREADS) as pool:
-        problems = pool.map(lambda address: reach(address, _REACH_SECONDS), others.values())
-        mine = {str(n): problem for n, problem in zip(others, problems, strict=True) if problem}
-    yield from link_rows(meeting.names, meeting.exchange(mine, _ROUND_SECONDS))
-
-
-def link_rows(names: Sequence[str], answers: Sequence[Answer]) -> Iterator[Row]:
-    """Rows of what each machine could not reach."""
-    failed = False
-    for name, answer in zip(names, answers, strict=True):
-        problems = {name: answer.problem} if answer.problem else answer.value
-        for other, problem in problems.items():
-            failed = True
-            whom = f"does not reach {names[int(other)]}" if other.isdigit() else "has left"
-            yield fail(
-                "links",
-                f"{name} {whom}: {problem}",
-                "NCCL and Gloo open ports of their own: let the machines reach each other on all ports",
-            )
-    if not failed:
-        yield ok("links", f"each of the {len(names)} machines reaches the others on a port of any number")
-
-
 def _clocks(meeting: Meeting) -> Iterator[Row]:
     own = {str(n): [clock.ahead, clock.round_trip] for n, clock in meeting.clocks.items()}
     answers = meeting.exchange(own, _ROUND_SECONDS)
@@ -151,10 +124,12 @@ def clock_rows(names: Sequence[str], clocks: Mapping[str, Sequence[float]]) -> I
     wrong = {n: ahead for n, (ahead, trip) in clocks.items() if abs(ahead) > _CLOCK_SECONDS + trip}
     for number, ahead in wrong.items():
         way = "ahead of" if ahead > 0 else "behind"
-        yield warn(
+        yield Row(
             "clock",
+            Status.FAIL if abs(ahead) > _CLOCK_FAIL_SECONDS else Status.WARN,
             f"{names[int(number)]} is {abs(ahead):.1f} s {way} {names[0]}",
-            "run a time service (chrony, ntpd) on all machines, or logs and checkpoints are dated wrongly",
+            "run a time service (chrony, ntpd) on all machines, or logs and checkpoints are dated wrongly, "
+            "and services that check the time refuse the machine",
         )
     if clocks and not wrong:
         worst = max(abs(ahead) for ahead, _ in clocks.values())

@@ -66,6 +66,11 @@ class Check:
         everyone = self.each is Each.RANK or (self.each is Each.CARD and case.device == "gpu")
         return everyone or case.local_rank == 0
 
+    @property
+    def imports_paddle(self) -> bool:
+        """Whether it cannot run where Paddle cannot be imported."""
+        return self.need in (Need.PADDLE, Need.GPU) or self.module == "libraries"
+
     def load(self) -> Callable[[Case], Iterable[Row]]:
         """The function."""
         return getattr(importlib.import_module(f"ppfleetx.doctor.{self.module}"), self.function)
@@ -74,6 +79,7 @@ class Check:
 CHECKS: tuple[Check, ...] = (
     Check("environment", "environment", "versions", "versions"),
     Check("environment", "environment", "machine", "machine"),
+    Check("environment", "limits", "limits", "limits"),
     Check("environment", "environment", "variables", "variables", each=Each.RANK),
     Check("configuration", "configuration", "plan", "plan", Need.CONFIG),
     Check("configuration", "configuration", "beginning", "start", Need.CONFIG, seconds=30.0),
@@ -84,6 +90,7 @@ CHECKS: tuple[Check, ...] = (
     Check("storage", "storage", "output_directory", "output directory", Need.CONFIG, seconds=120.0),
     Check("storage", "storage", "room", "room", Need.CONFIG, seconds=30.0),
     Check("environment", "environment", "paddle_loads", "import paddle", Need.PADDLE, Each.RANK),
+    Check("environment", "libraries", "libraries", "libraries"),
     Check("configuration", "configuration", "memory", "memory", Need.CONFIG, Each.CARD),
     Check("network", "interfaces", "network", "interfaces"),
     Check("operators", "operators", "registered", "registered kernels", Need.PADDLE),

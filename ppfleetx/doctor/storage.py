@@ -20,6 +20,13 @@ from ppfleetx.planner.summary import run_prediction
 
 _PIECE_BYTES, _PIECES = 4 << 20, 8
 _SLOW_SECONDS = 120.0  # of one checkpoint
+_LEAST_FILES = 200  # that can be made: a checkpoint has several for each process
+_CURES = {
+    errno.EACCES: "let this user write there, or",
+    errno.EPERM: "let this user write there, or",
+    errno.EROFS: "mount it for writing (mount -o remount,rw; dmesg says why it may be read-only), or",
+    errno.EFBIG: "ulimit -f unlimited before the job starts, or",
+}
 
 
 def output_directory(case: Case) -> Iterator[Row]:
@@ -47,13 +54,23 @@ def output_directory(case: Case) -> Iterator[Row]:
 
 
 def room(case: Case) -> Iterator[Row]:
-    """Free bytes against the checkpoints that the run will keep."""
+    """Free bytes against the checkpoints that the run will keep, and files that can still be made."""
+    yield from files_rows(nearest_directory(output_dir_of(case.cfg)))
     needed = one_checkpoint(case.cfg)
     if needed is None:
         yield skipped("room", "the size of a checkpoint is known of the training of our own GPT alone")
         return
     place = nearest_directory(output_dir_of(case.cfg))
     yield room_row(shutil.disk_usage(place).free, needed, checkpoints_at_once(case.cfg), place)
+
+
+def files_rows(place: Path) -> Iterator[Row]:
+    """A row where the file system of ``place`` has no room for more files, however small."""
+    there = os.statvfs(place)
+    if there.f_files and there.f_favail < _LEAST_FILES:  # some file systems have no number of files
+        text = f"{counted(there.f_favail, 'file')} can still be made in {place}, of {there.f_files:,}"
+        cure = "remove small files (df -i; du --inodes), or give another -o Engine.save_load.output_dir=DIR"
+        yield fail("files that can be made", text, cure)
 
 
 def room_row(free: float, each: float, count: int, place: Path) -> Row:
@@ -109,7 +126,8 @@ def _refused(where: str, error: OSError) -> Row:
     why = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return fail("output directory", f"{where}: {why}", "free some, or give another directory")
-    cure = "let this user write there, or give another -o Engine.save_load.output_dir=DIR"
+    cure = _CURES.get(error.errno, "look at its file system (mount, dmesg), or")
+    cure += " give another -o Engine.save_load.output_dir=DIR"
     return fail("output directory", f"{where} cannot be written: {why}", cure)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
-from ppfleetx.doctor import agreement
+from ppfleetx.doctor import agreement, files
 from ppfleetx.doctor.agreement import agreement_rows, differing, digests, in_full
 from ppfleetx.doctor.rows import Status
 from tests.doctor.conftest import by_name, write_corpus
@@ -22,6 +24,9 @@ def test_equal_processes_agree(case):
     one = case(environ={"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "eth0"})
     other = case(rank=1, local_rank=1, environ={"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "eth1"})
     assert {row.status for row in rows_of([one, other]).values()} == {Status.OK}
+    silent = case(rank=1, local_rank=1, environ={})
+    rows = rows_of([one, silent])
+    assert rows["other variables"].status is Status.WARN and rows["variables"].status is Status.OK
 
 
 def test_another_seed_other_data_and_other_variables_are_named(case, prefix):
@@ -34,9 +39,48 @@ def test_another_seed_other_data_and_other_variables_are_named(case, prefix):
     assert rows["configuration"].status is rows["data and tokenizer"].status is Status.FAIL
     assert "Global.seed is 1024 on rank 0, 7 on rank 1" in rows["configuration"].found
     assert f"{prefix} is " in rows["data and tokenizer"].found
-    assert rows["variables"].status is Status.WARN
+    assert rows["variables"].status is Status.FAIL
     assert rows["variables"].found == "NCCL_IB_DISABLE is 1 on rank 0, nothing on rank 1"
     assert rows["versions"].status is Status.OK
+
+
+def test_another_library_on_one_machine_is_found_and_another_tool_is_a_warning(case, monkeypatch, tmp_path):
+    def installed(name: str, version: str) -> None:
+        directory = tmp_path / f"{name}-{version}.dist-info"
+        directory.mkdir()
+        (directory / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+    names = ["versions", "other packages"]
+    full = in_full(case(), names)
+    installed("tokenizers", "0.1.0")
+    installed("a-tool-of-nobody", "7.0")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rows = by_name(agreement_rows({0: full, 1: in_full(case(rank=1), names)}, names))
+    assert rows["versions"].status is Status.FAIL and "tokenizers is " in rows["versions"].found
+    assert "0.1.0 on rank 1" in rows["versions"].found
+    assert rows["other packages"].status is Status.WARN
+    assert rows["other packages"].found == "a-tool-of-nobody is nothing on rank 0, 7.0 on rank 1"
+
+
+def test_another_checkpoint_on_one_machine_is_found(case, tmp_path):
+    places = [tmp_path / name for name in ("one", "other")]
+    for number, place in enumerate(places):
+        step = place / f"step_{number}"
+        step.mkdir(parents=True)
+    rows = rows_of([case(f"Engine.save_load.init_from={places[0]}"), case(rank=2)])
+    assert rows["checkpoints"].status is Status.FAIL and "init_from is" in rows["checkpoints"].found
+
+
+def test_a_change_anywhere_in_a_corpus_without_checksums_is_found(prefix):
+    Path(f"{prefix}.checksums.json").unlink()
+    with Path(f"{prefix}.bin").open("r+b") as file:
+        file.write(bytes(3 << 20))
+    corpus = SimpleNamespace(prefix=str(prefix), fingerprint="the same")
+    before = files._of_corpus(corpus)
+    with Path(f"{prefix}.bin").open("r+b") as file:
+        file.seek(1_234_567)
+        file.write(b"x")
+    assert files._of_corpus(corpus) != before
 
 
 def test_other_versions_and_sources_are_named(case, monkeypatch, tmp_path):

@@ -8,8 +8,10 @@ import os
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from ppfleetx.data.indexed import IndexedDatasetWriter
 from ppfleetx.doctor import files, storage
 from ppfleetx.doctor.configuration import beginning, memory, memory_row, plan
 from ppfleetx.doctor.rows import Status
@@ -34,7 +36,7 @@ def ordinary_user():
 def test_data_that_is_there_is_opened(case):
     rows = by_name(files.data(case()))
     assert rows["Data.Train"].status is Status.OK
-    assert "2,400 tokens in 60 sequences, sizes as in toy.checksums.json" in rows["Data.Train"].found
+    assert "2,400 tokens in 60 sequences, every byte as in toy.checksums.json" in rows["Data.Train"].found
     assert list(files.note_of_checksums(case())) == []
 
 
@@ -57,7 +59,7 @@ def test_data_that_this_user_may_not_read_is_named(case, prefix):
     with ordinary_user():
         row = by_name(files.data(case))["Data.Train"]
         found = files.fingerprints(case)
-    assert row.status is Status.FAIL and "ermission denied" in row.found
+    assert row.status is Status.FAIL and "ermission denied" in row.found and "chmod a+r" in row.cure
     assert found["Data.Train"] == "not readable"
 
 
@@ -68,6 +70,29 @@ def test_data_that_was_cut_off_is_named(case, prefix):
     row = by_name(files.data(case()))["Data.Train"]
     assert row.status is Status.FAIL and f"{prefix}.bin" in row.found
     assert files.fingerprints(case()) != before
+
+
+def test_a_byte_that_changed_on_disk_is_named(case, prefix):
+    with open(f"{prefix}.bin", "r+b") as file:
+        file.seek(1000)
+        byte = file.read(1)
+        file.seek(1000)
+        file.write(bytes([byte[0] ^ 1]))
+    row = by_name(files.data(case()))["Data.Train"]
+    assert row.status is Status.FAIL and "block 0, bytes [0, 4,800), is not as it was written" in row.found
+    assert row.cure.startswith("copy it again")
+
+
+def test_blocks_that_are_read_of_a_large_file():
+    assert files.spread(3, 4) == [0, 1, 2] and files.spread(0, 4) == []
+    assert files.spread(1000, 4) == [0, 333, 666, 999]
+
+
+def test_a_corpus_without_one_sample_is_named(case, tmp_path):
+    with IndexedDatasetWriter(tmp_path / "tiny", np.uint16) as writer:
+        writer.add_document(np.arange(5), [5])
+    row = by_name(files.data(case(f"Data.Train.dataset.input_dir={tmp_path / 'tiny'}")))["Data.Train"]
+    assert row.status is Status.FAIL and "the Train split has 5 tokens, and one sample needs 33" in row.found
 
 
 def test_a_corpus_without_checksums_is_a_warning(case, prefix):
@@ -125,6 +150,23 @@ def test_a_full_disk_is_named(case, tmp_path):
         subprocess.run(["umount", str(directory)], check=True)
     assert written.status is Status.FAIL and "No space left on device" in written.found
     assert room.status is Status.FAIL and "2 checkpoints of 1.6 MiB: not one fits" in room.found
+
+
+def test_a_file_system_without_room_for_files_or_for_writing_is_named(case, tmp_path):
+    directory = tmp_path / "output"
+    directory.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "nr_inodes=20", "none", str(directory)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a small file system cannot be mounted here")
+    try:
+        (few, _) = storage.room(case())
+        subprocess.run(["mount", "-o", "remount,ro", str(directory)], check=True)
+        (written,) = storage.output_directory(case())
+    finally:
+        subprocess.run(["umount", str(directory)], check=True)
+    assert few.status is Status.FAIL and "files can still be made" in few.found and "df -i" in few.cure
+    assert written.status is Status.FAIL and "Read-only file system" in written.found
+    assert written.cure.startswith("mount it for writing")
 
 
 def test_a_disk_that_ends_while_it_is_written_is_named(case, monkeypatch):

@@ -14,7 +14,7 @@ from ppfleetx.doctor import meeting as meeting_module
 from ppfleetx.doctor.arrival import reach, receive_guests, visit
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.interfaces import Interface, interfaces, named_rows, nccl_choice
-from ppfleetx.doctor.meeting import Answer, MeetingError
+from ppfleetx.doctor.meeting import MeetingError
 from ppfleetx.doctor.rows import Status
 from tests.doctor.conftest import by_name
 from tests.helpers.ranks import free_port
@@ -219,7 +219,7 @@ def test_nodes_that_meet_reach_each_other_and_agree_on_the_time(monkeypatch):
     with ThreadPoolExecutor(2) as pool:
         for rows in pool.map(node, (True, False)):
             assert {row.status for row in rows.values()} == {Status.OK}
-            assert list(rows) == ["own address", "--master", "links", "clock"]
+            assert list(rows) == ["own address", "--master", "links", "speed", "clock"]
 
 
 def test_a_name_nobody_knows_and_an_occupied_port_of_the_master():
@@ -246,11 +246,11 @@ def test_an_announced_address_that_is_not_ours_is_named():
         assert nodes.address_row(own, own, own, is_first=True) is None
 
 
-def test_links_and_clocks_in_words():
-    (row,) = nodes.link_rows(["node a", "node b"], [Answer({}), Answer({"0": "nothing comes back"})])
-    assert row.status is Status.FAIL and row.found == "node b does not reach node a: nothing comes back"
+def test_clocks_in_words():
     (row,) = nodes.clock_rows(["node a", "node b"], {"1": (-600.0, 0.001)})
-    assert row.status is Status.WARN and row.found == "node b is 600.0 s behind node a"
+    assert row.status is Status.FAIL and row.found == "node b is 600.0 s behind node a"
+    (row,) = nodes.clock_rows(["node a", "node b"], {"1": (60.0, 0.001)})
+    assert row.status is Status.WARN and row.found == "node b is 60.0 s ahead of node a"
     (row,) = nodes.clock_rows(["node a", "node b"], {"1": (0.1, 0.001)})
     assert row.status is Status.OK
 

@@ -144,8 +144,9 @@ def program(text: str) -> list[str]:
 
 def test_ranks_that_end_without_a_report_leave_their_last_words():
     text = "import sys; print('ranks are torn'); sys.exit(7)"
-    (row,), size = launched_rows(program(text), seconds=1.0, logs_there=Path("."))
-    assert row.status is Status.FAIL and size == 1
+    rows, size = launched_rows(program(text), seconds=1.0, logs_there=Path("."))
+    row = by_name(rows)["launcher"]
+    assert row.status is Status.FAIL and size == 1 and row.group == "processes"
     assert "exit code 7" in row.found and "ranks are torn" in row.found
 
 
@@ -163,7 +164,9 @@ def test_the_report_of_the_ranks_is_read_and_nothing_is_left(tmp_path):
 def test_a_launcher_that_does_not_end_is_ended(monkeypatch):
     monkeypatch.setattr(launch, "LOCAL_SECONDS", 0.0)
     begun = time.monotonic()
-    (row,), _ = launched_rows(program("import time; time.sleep(60)"), seconds=0.2, logs_there=None)
+    monkeypatch.setattr(launch, "import_row", lambda: None)
+    rows, _ = launched_rows(program("import time; time.sleep(60)"), seconds=0.2, logs_there=None)
+    row = by_name(rows)["launcher"]
     assert row.status is Status.FAIL and time.monotonic() - begun < 30.0
 
 
@@ -199,7 +202,7 @@ def test_a_rank_that_is_stopped_is_named_and_killed(tmp_path):
 
 
 def test_several_machines_need_a_place_to_meet():
-    assert examine_nodes_first(None, None, 1.0) == examine_nodes_first(1, None, 1.0) == []
+    assert examine_nodes_first(1, None, 1.0) == []
     (row,) = examine_nodes_first(2, None, 1.0)
     assert row.status is Status.FAIL and "--master" in row.cure
 

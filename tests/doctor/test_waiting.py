@@ -16,3 +16,10 @@ def test_a_rank_that_did_not_meet_the_first_one_lets_it_look_on(monkeypatch, tmp
     launch.leave_report([fail(name, "is gone", "")], 2, str(tmp_path), 1)
     with (tmp_path / "log").open("wb") as log:
         assert launch._run(["sleep", "3"], dict(os.environ), log.fileno(), 60.0, tmp_path) == code
+
+
+def test_a_rank_that_never_ends_is_not_waited_for_once_the_first_has_looked(monkeypatch, tmp_path):
+    monkeypatch.setattr(launch, "_END_SECONDS", 0.2)
+    launch.leave_report([fail(ALONE, "rank 1 did not come", "")], 2, str(tmp_path), 0)
+    with (tmp_path / "log").open("wb") as log:
+        assert launch._run(["sleep", "60"], dict(os.environ), log.fileno(), 60.0, tmp_path) == signal.SIGTERM

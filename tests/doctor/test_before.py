@@ -1,0 +1,116 @@
+"""What is looked at before the launcher runs, and libraries that cannot be used, planted for real."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ppfleetx.doctor import before, launch
+from ppfleetx.doctor.before import launcher_rows
+from ppfleetx.doctor.launch import launched_rows
+from ppfleetx.doctor.libraries import _fits, broken_row
+from ppfleetx.doctor.rows import Status
+from tests.doctor.conftest import by_name
+from tests.helpers.ranks import ROOT
+
+
+def rows_of(environ: dict[str, str], nodes: int = 1, nproc: int | None = 2):
+    return by_name(launcher_rows({"POD_IP": "127.0.0.1", **environ}, nodes, nproc))
+
+
+def test_an_environment_in_which_ranks_can_start():
+    assert rows_of({}) == rows_of({"CUDA_VISIBLE_DEVICES": "0,1"}) == {}
+    assert rows_of({"PADDLE_TRAINER_ID": "1", "POD_IP": "203.0.113.9"}, nodes=2) == {}
+
+
+@pytest.mark.parametrize(
+    ("environ", "name", "found", "cure"),
+    [
+        ({"PADDLE_TRAINERS_NUM": "4"}, "launcher variables", "of another job", "unset PADDLE_TRAINERS_NUM"),
+        ({"CUDA_VISIBLE_DEVICES": "3"}, "CUDA_VISIBLE_DEVICES", "1 card for 2 processes", "--nproc 1"),
+        ({"POD_IP": "203.0.113.9"}, "own address", "203.0.113.9 is not this machine's", "unset POD_IP"),
+    ],
+)
+def test_what_of_the_environment_keeps_ranks_from_starting(environ, name, found, cure):
+    row = rows_of(environ)[name]
+    assert row.status is Status.FAIL and found in row.found and cure in row.cure
+
+
+def test_a_machine_that_does_not_reach_itself_and_a_directory_that_is_gone(monkeypatch):
+    def gone():
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(before, "reach", lambda address, seconds: "Network is unreachable")
+    monkeypatch.setattr(before.os, "getcwd", gone)
+    rows = rows_of({})
+    assert "does not reach itself at 127.0.0.1" in rows["own address"].found
+    assert "ip link set lo up" in rows["own address"].cure
+    assert "cd to a directory" in rows["working directory"].cure
+
+
+def doctor(*words: str, path: Path | None = None) -> tuple[int, dict[str, dict]]:
+    """Exit code, and rows by name, of a real command; ``path`` comes first among the places of imports."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PADDLE_")}
+    environ["PYTHONPATH"] = f"{path}:{ROOT}" if path else str(ROOT)
+    command = [sys.executable, "-m", "ppfleetx", "doctor", *words, "--json"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert "Traceback" not in done.stderr
+    return done.returncode, {row["name"]: row for row in json.loads(done.stdout)["rows"]}
+
+
+def package(place: Path, name: str, text: str) -> Path:
+    (place / name).mkdir()
+    (place / name / "__init__.py").write_text(text)
+    return place
+
+
+def test_a_library_that_cannot_be_imported_is_named_without_a_traceback(tmp_path):
+    place = package(
+        tmp_path, "pydantic", "raise ImportError('libfoo.so.1: cannot open shared object file')\n"
+    )
+    for words in ([], ["--nproc", "2"]):
+        code, rows = doctor(*words, path=place)
+        assert (
+            code == 1
+            and "pydantic cannot be imported: ImportError: libfoo.so.1" in rows["libraries"]["found"]
+        )
+        assert "--force-reinstall pydantic" in rows["libraries"]["cure"]
+
+
+def test_a_library_that_hides_another_and_a_paddle_that_ends_the_process_are_named(tmp_path):
+    package(tmp_path, "paddle", "import os; os.abort()\n")
+    code, rows = doctor(path=tmp_path)
+    assert code == 1 and rows["import paddle"]["found"].startswith("ended by signal 6")
+    assert "losses" not in rows
+    (tmp_path / "paddle/__init__.py").unlink()
+    (tmp_path / "paddle").rmdir()
+    text = (
+        "from ppfleetx.doctor.libraries import libraries; from ppfleetx.doctor.case import Case; "
+        "print(*[(row.name, row.status, row.found) for row in libraries(Case())])"
+    )
+    package(tmp_path, "rich", "__version__ = '0.1'\n")
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-c", text]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True)
+    assert "'rich', <Status.FAIL: 'fail'>" in done.stdout and "another copy comes first" in done.stdout
+
+
+def test_conditions_of_versions_and_a_library_that_is_missing():
+    assert all(_fits("0.23.3", ">=0.20")) and not all(_fits("0.19", ">=0.20"))
+    assert all(_fits("2.3.5", "<2.4,>=1.26")) and not all(_fits("2.4.0", "<2.4,>=1.26"))
+    row = broken_row(ModuleNotFoundError("No module named 'tiktoken'", name="tiktoken"))
+    assert row.found == "tiktoken is not installed" and "pip install" in row.cure
+
+
+def test_a_rank_that_is_killed_before_it_reports_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(launch, "import_row", lambda: None)
+    said = f"Container rank 1 status failed cmd ['x'] code -9 log {tmp_path}/workerlog.1"
+    command = [sys.executable, "-c", f"print({said!r}); raise SystemExit(143)"]
+    rows, _ = launched_rows(command, seconds=1.0, logs_there=tmp_path)
+    row = by_name(rows)["rank 1"]
+    assert row.group == "processes" and "ended by signal 9, SIGKILL" in row.found and "oom" in row.cure
