@@ -35,8 +35,10 @@ from ppfleetx.distributed.cpu.wire import (
     BYE,
     DATA,
     DIRECT,
-    HEADER,
+    PART,
+    PART_BYTES,
     QUERY,
+    SHORT_BYTES,
     STATE,
     CommError,
     CommTimeoutError,
@@ -53,10 +55,11 @@ from ppfleetx.utils.peers import note_raised, report_lost
 from ppfleetx.utils.start import seconds_in
 
 TIMEOUT_VARIABLE = "PADDLE_CPU_COMM_TIMEOUT"
-DIRECT_BYTES = 1 << 16  # below this a copy through the socket is faster than the acknowledgement
+DIRECT_BYTES = SHORT_BYTES  # below this a copy through the socket is faster than the acknowledgement
 STALL_SECONDS = 2.0  # how long a rank waits before it asks the others what they are doing
 _GOODBYE_SECONDS = 2.0  # for all peers together; one of them may not read
 _SOCKET_BUFFER = 4 << 20
+_UNSENT_BYTES = 2 * PART_BYTES
 _POOL_BYTES = 256 << 20
 
 
@@ -130,7 +133,7 @@ class Mesh:
             left = max(deadline - time.monotonic(), 0.1)
             with contextlib.suppress(OSError):
                 _limit_sending(peer.connection, left)
-                peer.send(frame, memoryview(payload), patience=left)
+                peer.send_last(frame + payload, left)
                 peer.connection.shutdown(socket.SHUT_WR)
 
     # -- sending ------------------------------------------------------------------------------
@@ -176,7 +179,7 @@ class Mesh:
         with peer.counting:
             peer.frames_sent += 1
         with contextlib.suppress(OSError):  # its reader thread finds out, and says so
-            peer.send_control(make_header(DATA, signature, phase, group, number))
+            peer.send(make_header(DATA, signature, phase, group, number))
 
     def _await_read(self, peer: Peer, ticket: int, signature: Signature, view: memoryview) -> None:
         """Until the peer has read ``view``; its reader thread does so without its program's help."""
@@ -196,17 +199,29 @@ class Mesh:
     # -- receiving ----------------------------------------------------------------------------
 
     def _read(self, peer: Peer) -> None:
-        header = bytearray(HEADER.size)
         try:
-            while True:
-                peer.receive(memoryview(header))
-                fields = HEADER.unpack(header)
-                if fields[0] in (DATA, DIRECT):
-                    self._take(peer, fields)
-                elif self._take_control(peer, fields):
-                    return
+            while self._take_frame(peer, peer.receive_header()):
+                pass
         except (OSError, EOFError, MemoryError) as error:
             self._lose(peer, _reason(error))
+
+    def _take_frame(self, peer: Peer, fields: tuple[int, ...]) -> bool:
+        """Handle a frame; False when it was the last one."""
+        if fields[0] not in (DATA, DIRECT):
+            return not self._take_control(peer, fields)
+        self._take(peer, fields)
+        return True
+
+    def _receive_parts(self, peer: Peer, view: memoryview) -> None:
+        """Fill ``view`` with a long payload; short frames come between its parts."""
+        while view.nbytes:
+            fields = peer.receive_header()
+            if fields[0] == PART:
+                nbytes = fields[8]
+                peer.receive(view[:nbytes])
+                view = view[nbytes:]
+            else:
+                self._take_frame(peer, fields)
 
     def _take(self, peer: Peer, fields: tuple[int, ...]) -> None:
         kind, operation, dtype, phase, root, group, number, nbytes, length, address = fields
@@ -215,6 +230,8 @@ class Mesh:
             if kind == DIRECT:
                 read_memory(peer.pid, address, view)
                 peer.send_control(make_header(ACK))
+            elif length > SHORT_BYTES:
+                self._receive_parts(peer, view)
             else:
                 peer.receive(view)
             peer.frames_received += 1
@@ -396,6 +413,8 @@ def _tune(connection: socket.socket, timeout: float) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         connection.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER)
+    # What waits in the kernel cannot be overtaken.
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
     if timeout:
         _limit_sending(connection, timeout)
 

@@ -18,6 +18,7 @@ def test_through_sockets_alone(ranks, size):
     pool = ranks(size, PADDLE_CPU_COMM_DIRECT="0")
     pool.run(CASES + "every_collective", dtype="float32", shape=[400000])
     pool.run(CASES + "ring", rounds=2, count=400000)
+    assert pool.run(CASES + "in_the_background", count=4000000) == [True] * size
     assert pool.run(CASES + "sent_directly") == [0] * size
 
 
