@@ -15,7 +15,10 @@ send, then communication, then norm and update, which need all of it.
 
 With ``--sharding`` messages that are waited for one by one use one direction of the cable at a time, and both
 with overlap. So the limit there is that of the longer of computation and "wire": what each direction carries
-in a step, divided by the rate. There is no least time: the forward pass hides values too.
+in a step, divided by the rate: half of it values, half of it gradients. The least time is that of two parts.
+Up to the first complete gradient: values of the embedding and the first block come before anything is
+computed, and all values before the last block. Behind it: the rest is computed, and the tied embedding's
+gradient sent; or the gradients take longer. Norm and update come last, before the values of the next step.
 
 ``--sleep 0.2`` lets each block sleep so many seconds in the forward pass and twice as many in the backward
 pass: the link is then measured against a computation that needs no core, on a machine that has other work.
@@ -67,11 +70,25 @@ def main() -> None:
         compute, sums = plain["step"] - plain["sums"], plain["sums"]
         wire = 8e-6 * plain["bytes"] / rate
         limit = 1.1 * max(compute, wire if args.sharding else sums) * 1.05
-        alone = compute + plain["core"] + plain["embedding"] * sums
-        least = max(alone, plain["first"] + sums + plain["update"])
-        row = (compute, sums, plain["step"], overlapped["step"], wire, limit)
-        row += () if args.sharding else (least,)
+        least = (_least_of_sharding if args.sharding else _least_of_dp)(plain, overlapped, compute, wire)
+        row = (compute, sums, plain["step"], overlapped["step"], wire, limit, least)
         print(f"{rate:6d}" + "".join(f"  {value:8.2f}" for value in row), flush=True)
+
+
+Times = dict[str, float]
+
+
+def _least_of_dp(plain: Times, _: Times, compute: float, wire: float) -> float:
+    sums = plain["sums"]
+    alone = compute + plain["core"] + plain["embedding"] * sums
+    return max(alone, plain["first"] + sums + plain["update"])
+
+
+def _least_of_sharding(plain: Times, overlapped: Times, compute: float, wire: float) -> float:
+    each, first = wire / 2, plain["first"]
+    update = overlapped["update"]  # without overlap it waits for values
+    forward = max(plain["front"] * wire + first, each + plain["late"])
+    return forward + max(compute - first - update + plain["embedding"] * wire, each) + update
 
 
 def _ranks(rate: int) -> list[dict[str, float]]:
@@ -181,7 +198,7 @@ def _work(args: argparse.Namespace, overlaps: bool) -> dict[str, float]:
     if args.sharding:
         exchanged += [(sync._sharding, "_send"), (sync._values, "updated")]
     sums, update = _Timed(exchanged), _Timed([(sync, "clip"), (runner._optimizer, "step")])
-    first = _first_gradients(sync.parameters)
+    first, last = _first_gradients(sync.parameters), _last_blocks(runner.model)
     seconds = []
     for step in range(args.steps + 2):
         for timed in (sums, update):
@@ -191,11 +208,14 @@ def _work(args: argparse.Namespace, overlaps: bool) -> dict[str, float]:
         runner.train_step([batch], step=step + 1, lr=1e-4, weight_decay=0.0)
         seconds.append(time.perf_counter() - begin)
         first[-1] -= begin
+        last[-1] -= begin
     return {
         "step": statistics.median(seconds[2:]),
         "sums": statistics.median(sums.seconds[2:]),
         "core": statistics.median(sums.core[2:]),
         "first": statistics.median(first[2:]),
+        "late": statistics.median(a - b for a, b in zip(first[2:], last[2:], strict=True)),
+        "front": _share_of_front(runner.model, sync) if args.sharding else 0.0,
         "update": statistics.median(update.seconds[2:]),
         "embedding": _share_of_embedding(sync.parameters),
         "bytes": float(sum(4 * p.size for p in sync.parameters)),
@@ -242,6 +262,22 @@ def _first_gradients(parameters: Any) -> list[float]:
         if parameter.info.kind != "word_embedding":
             parameter._register_backward_hook(note)
     return times
+
+
+def _last_blocks(model: Any) -> list[float]:
+    """When the last block began its forward pass, of each step."""
+    times: list[float] = []
+    list(model.stages)[-3].register_forward_pre_hook(lambda *_: times.append(time.perf_counter()))
+    return times
+
+
+def _share_of_front(model: Any, sync: Any) -> float:
+    """Of all parameters, what one owner sends of the embedding and the first block: the one with more."""
+    sizes: dict[int, int] = {}
+    for parameter in [p for stage in list(model.stages)[:2] for p in stage.parameters()]:
+        owner = sync._sharding.owner_of(parameter)
+        sizes[owner] = sizes.get(owner, 0) + parameter.size
+    return max(sizes.values()) / sum(p.size for p in sync.parameters)
 
 
 def _share_of_embedding(parameters: Any) -> float:

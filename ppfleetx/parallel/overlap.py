@@ -14,7 +14,7 @@ move is their memory needed twice. :meth:`BucketSums.finish` sends what is left.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import paddle
@@ -28,6 +28,8 @@ Start = Callable[[paddle.Tensor], Any]
 
 BUCKETS_IN_SIZE = 2
 """``Distributed.bucket_size`` is what so many buckets hold: one is on its way while the next one fills up."""
+
+_NEARLY_FULL = 0.75
 
 
 class Bucket:
@@ -125,23 +127,27 @@ class BucketSums:
 
 def cut(
     parameters: Sequence[paddle.Tensor], nbytes: int, key: Callable[[paddle.Tensor], Any] = lambda _: None
-) -> Iterator[tuple[Any, list[paddle.Tensor]]]:
+) -> list[tuple[Any, list[paddle.Tensor]]]:
     """(key, parameters) of buckets of up to ``nbytes``, one key and one type in each.
 
-    In the order in which they fill up when the parameters come in their order; what is not full comes last. A
-    parameter that fills a bucket by itself leaves alone, and those before it go on collecting.
+    In the order in which they are complete when the parameters come in their order. One that is nearly full
+    takes nothing more, lest it wait for a few bytes. A parameter that fills a bucket by itself is alone, and
+    those before it go on collecting.
     """
+    buckets: list[tuple[Any, list[paddle.Tensor]]] = []
     open_buckets: dict[Any, tuple[list[paddle.Tensor], int]] = {}
     for parameter in parameters:
         kind = (key(parameter), parameter.dtype)
         more = parameter.size * parameter.element_size()
         if more >= nbytes:
-            yield kind[0], [parameter]
+            buckets.append((kind[0], [parameter]))
             continue
         bucket, size = open_buckets.pop(kind, ([], 0))
-        if bucket and size + more > nbytes:
-            yield kind[0], bucket
+        if not bucket or size + more > nbytes:
             bucket, size = [], 0
-        open_buckets[kind] = ([*bucket, parameter], size + more)
-    for (name, _), (bucket, _) in open_buckets.items():
-        yield name, bucket
+            buckets.append((kind[0], bucket))
+        bucket.append(parameter)
+        if size + more < _NEARLY_FULL * nbytes:
+            open_buckets[kind] = (bucket, size + more)
+    place = {id(parameter): index for index, parameter in enumerate(parameters)}
+    return sorted(buckets, key=lambda bucket: place[id(bucket[1][-1])])

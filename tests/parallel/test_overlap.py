@@ -106,12 +106,21 @@ def test_a_gradient_that_comes_too_late_is_an_error():
 
 def test_a_bucket_holds_one_kind_and_fills_up():
     parameters = [SimpleNamespace(size=10, element_size=lambda: 4, dtype="f", owner=i % 2) for i in range(8)]
-    found = list(cut(parameters, 80, lambda p: p.owner))
+    found = cut(parameters, 80, lambda p: p.owner)
     assert [(key, len(bucket)) for key, bucket in found] == [(0, 2), (1, 2), (0, 2), (1, 2)]
     assert {id(p) for _, bucket in found for p in bucket} == {id(p) for p in parameters}
     parameters[3].size = 20
     assert [len(bucket) for _, bucket in cut(parameters, 80)] == [2, 1, 2, 2, 1], "the large one alone"
     assert all(p.owner == key for key, bucket in found for p in bucket)
+
+
+def test_buckets_leave_in_the_order_in_which_they_are_complete():
+    """Not when the next parameter shows that a bucket is full, which may be layers later. One that is nearly
+    full does not wait for a small one either."""
+    sizes = [10, 20, 12, 15, 1]
+    parameters = [SimpleNamespace(size=size, element_size=lambda: 4, dtype="f") for size in sizes]
+    places = [[parameters.index(p) for p in bucket] for _, bucket in cut(parameters, 80)]
+    assert places == [[0], [1], [2], [3], [4]]
 
 
 def test_one_bucket_beside_the_gradients():
