@@ -81,9 +81,9 @@ class ParallelContext:
         """Sums of ``values`` over the ranks of ``axes``, in float64 and the same on each of them."""
         if all(axis not in self.groups for axis in axes):
             return list(values)
-        from ppfleetx.distributed.transfer import upload
+        from ppfleetx.distributed.transfer import read, upload
 
-        return self.sum_tensor_over(axes, upload(np.array(values, np.float64))).tolist()
+        return read(self.sum_tensor_over(axes, upload(np.array(values, np.float64)))).tolist()
 
     def sum_tensor_over(self, axes: Iterable[str], tensor: Any) -> Any:
         """``tensor``, summed in place over the ranks of ``axes``, one axis after the other."""

@@ -139,9 +139,9 @@ def _all_gather(ctx: ParallelContext, mine: np.ndarray) -> np.ndarray:
     import paddle
     from paddle import distributed
 
-    from ppfleetx.distributed.transfer import upload
+    from ppfleetx.distributed.transfer import read, upload
 
     own = upload(mine)
     received = paddle.empty([ctx.world_size * mine.size], own.dtype)
     distributed.stream.all_gather(received, own)
-    return received.numpy().reshape(ctx.world_size, mine.size)
+    return read(received).reshape(ctx.world_size, mine.size)

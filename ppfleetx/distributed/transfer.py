@@ -1,4 +1,4 @@
-"""From the host's memory to the device, without waiting for it.
+"""From the host's memory to the device, without waiting for it; and back.
 
 ``paddle.to_tensor`` of an ordinary array makes the host wait for a GPU: the copy leaves pageable memory, and
 the host goes on when it is done. Here arrays go through pinned memory, all of a micro batch in one copy,
@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import paddle
+
+from ppfleetx.utils.hangs.record import RECORD
 
 _ALIGNMENT = 256  # bytes; as Paddle's own allocations
 
@@ -37,6 +39,13 @@ def upload_all(arrays: Mapping[str, np.ndarray]) -> dict[str, paddle.Tensor]:
         return {name: upload(array) for name, array in arrays.items()}
     flat, begins = _packed(arrays)
     return _unpacked(_queue(flat), arrays, begins)
+
+
+def read(tensor: paddle.Tensor) -> np.ndarray:
+    """What the tensor holds, once the device has done all it was given; a rank that is missing there is told
+    by the hang report."""
+    with RECORD.reading():
+        return tensor.numpy()
 
 
 def _packed(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, dict[str, int]]:

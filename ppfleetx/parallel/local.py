@@ -10,6 +10,7 @@ import paddle
 
 from ppfleetx.data.loader import MicroBatch
 from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.transfer import read
 from ppfleetx.parallel.grad_sync import GradientSync
 from ppfleetx.parallel.sources import SourceLosses
 from ppfleetx.parallel.step import StepOptions, StepRunner, sum_of, to_tensors
@@ -76,4 +77,4 @@ class LocalRunner(StepRunner):
         self.model.eval()
         self._scales.begin()
         with self._precision.autocast():
-            return [function(self._model, to_tensors(batch)).numpy() for batch in micro_batches]
+            return [read(function(self._model, to_tensors(batch))) for batch in micro_batches]

@@ -17,7 +17,7 @@ from ppfleetx.distributed.checks import NonFinitePlace, NonFiniteSearch
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.random import DropoutStreams
 from ppfleetx.distributed.together import gather
-from ppfleetx.distributed.transfer import upload_all
+from ppfleetx.distributed.transfer import read, upload_all
 from ppfleetx.nn.pieces import PieceHead
 from ppfleetx.parallel.activation_scales import ActivationScales
 from ppfleetx.parallel.grad_sync import GradientSync
@@ -156,7 +156,7 @@ class StepRunner(ABC):
         numbers = [loss_sum, self._sync.norm()]
         if self._precision.scaler is not None:
             numbers.append(self._overflows(numbers))
-        loss, grad_norm, *overflow = paddle.stack(numbers).tolist()
+        loss, grad_norm, *overflow = read(paddle.stack(numbers)).tolist()
         self._sync.clip(grad_norm, self._clip_norm)
         return loss / num_valid, grad_norm, any(overflow)
 
@@ -193,7 +193,7 @@ class StepRunner(ABC):
         with paddle.no_grad(), self._precision.autocast(), self._loss_follows():
             loss_sum = self._forward(micro_batches)
         counted = self._count_valid(micro_batches)
-        return self._ctx.sum_tensor_over(LOSS_AXES, loss_sum).item(), counted
+        return float(read(self._ctx.sum_tensor_over(LOSS_AXES, loss_sum))), counted
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
         for parameter in self.model.parameters():

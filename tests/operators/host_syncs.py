@@ -17,6 +17,7 @@ from ppfleetx.utils.hangs.record import RECORD
 from tests.operators.kernel_log import KernelLog, kernel_of
 
 ROOT = str(Path(__file__).resolve().parents[2] / "ppfleetx") + "/"
+_PASSED_OVER = ("/distributed/cpu/", "/distributed/transfer.py", "/hangs/")
 # Paddle keeps AdamW's powers of beta in host memory on a GPU too (optimizer/adamw.py, device='cpu').
 ON_HOST = ("optims/fused_adamw.py:_power",)
 READS = ("numpy", "item", "tolist", "cpu", "__array__", "__bool__", "__int__", "__float__", "__index__")
@@ -110,7 +111,7 @@ def caller() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if path.startswith(ROOT) and "/distributed/cpu/" not in path and "/hangs/" not in path:
+        if path.startswith(ROOT) and not any(part in path for part in _PASSED_OVER):
             return f"{path.removeprefix(ROOT)}:{frame.f_code.co_name}"
         frame = frame.f_back
     return "?"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from ppfleetx.cli.main import call
 from ppfleetx.config.errors import UserError
 from ppfleetx.utils.hangs.explain import explain
-from ppfleetx.utils.hangs.progress import MEETING, Progress
+from ppfleetx.utils.hangs.progress import MEETING, READING, Progress
 from ppfleetx.utils.hangs.record import CallRecord
 from ppfleetx.utils.hangs.report import CallNote, Identity, Report, read_reports, take
 from ppfleetx.utils.hangs.watchdog import Limits, Watchdog
@@ -183,6 +184,53 @@ def test_the_command_prints_sentence_and_ranks(tmp_path, capsys):
 def test_without_reports_it_says_so(tmp_path):
     with pytest.raises(UserError, match="has no report of a rank"):
         call("hang-report", [str(tmp_path)])
+
+
+def test_a_thread_that_spins_for_its_card_does_not_work(tmp_path: Path):
+    """Ranks agree before a step, in the place where data are read: the card answers when all have come."""
+    progress, record = Progress(), CallRecord()
+    limits = Limits(timeout=100.0, start_timeout=100.0, counts_work=False)
+    watchdog = Watchdog(
+        Identity(), limits, tmp_path / "hang", end=lambda: None, progress=progress, record=record
+    )
+    watchdog._activity = SimpleNamespace(works=lambda **_: True)
+    progress.beat(READING)
+    assert watchdog._look_at_work()
+
+    task = SimpleNamespace(is_completed=lambda: False)
+    gather = CallRecord.recorded(record, lambda group, *_: task, "all_gather")
+    gather(object())
+    assert take(Identity(), progress, record, quiet=1.0, timeout=0.4, works=False).waits_for is None
+    with record.reading():
+        assert not watchdog._look_at_work()
+        told = take(Identity(), progress, record, quiet=1.0, timeout=0.4, works=False)
+    assert told.waits_for.operation == "all_gather"
+    assert watchdog._look_at_work()
+
+
+def test_numbers_are_read_from_a_card_where_the_report_sees_it(monkeypatch):
+    """All ranks agree before each step, and the step reads loss and norm: where a rank is missing, the others
+    wait there."""
+    import numpy as np
+    import paddle
+
+    from ppfleetx.distributed import together
+    from ppfleetx.distributed.context import ParallelContext
+    from ppfleetx.utils.hangs.record import RECORD
+
+    seen = []
+    numpy = paddle.Tensor.numpy
+
+    def spy(tensor):
+        seen.append(RECORD.reads)
+        return numpy(tensor)
+
+    monkeypatch.setattr(paddle.Tensor, "numpy", spy)
+    monkeypatch.setattr(
+        paddle.distributed.stream, "all_gather", lambda received, own: paddle.assign(own, received)
+    )
+    assert together._all_gather(ParallelContext.single(), np.ones([2], np.int64)).tolist() == [[1, 1]]
+    assert seen == [True] and not RECORD.reads
 
 
 def test_progress_is_what_the_program_or_its_communication_does(tmp_path: Path):

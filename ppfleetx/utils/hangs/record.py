@@ -6,11 +6,12 @@ shapes and tasks are only kept.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 KEPT = 100
@@ -55,15 +56,25 @@ class CallRecord:
         blocked_on: set by a backend that knows which task the program waits for; gives it, or None.
         names: of groups, by Paddle's number of them ("mp").
         waited: seconds that this process has waited for other ranks, where a backend measures them.
+        reads: the program waits until its device has done all it was given, collectives included.
     """
 
     def __init__(self) -> None:
         self.calls: deque[Call] = deque(maxlen=KEPT)
         self.blocked_on: Callable[[], Any] | None = None
         self.names: dict[int, str] = {}
-        self.waited = 0.0
+        self.waited, self.reads = 0.0, False
         self._counts: dict[int, list[Any]] = {}
         self._nested = threading.local()
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around what waits for the device."""
+        self.reads = True
+        try:
+            yield
+        finally:
+            self.reads = False
 
     @property
     def last_activity(self) -> float:

@@ -169,7 +169,7 @@ def take(
     """
     now, frame = time.monotonic(), main_frame()
     call = record.waited_for_main()
-    if call is None and _waits_for_a_device(frame):
+    if call is None and (record.reads or _waits_for_a_device(frame)):
         call = record.first_pending()
     groups = _Groups(record)
     return Report(

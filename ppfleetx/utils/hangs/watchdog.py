@@ -45,8 +45,8 @@ class Limits:
         timeout: seconds without progress, 0 for none.
         start_timeout: the same before the first step is done.
         ends: end the process; otherwise only report.
-        counts_work: computing is progress in a step too. On a card it is not: a thread that waits for one
-            spins.
+        counts_work: computing is progress in a step too, and where the program waits for its device. On a
+            card it is not: a thread that waits for one spins.
     """
 
     timeout: float = 600.0
@@ -155,7 +155,7 @@ class Watchdog:
 
     def _look_at_work(self) -> bool:
         works = self._activity.works(share=_WORKING_SHARE, size=_WORKING_BYTES)
-        if not self._limits.counts_work and self._progress.place in _ON_DEVICE:
+        if not self._limits.counts_work and (self._record.reads or self._progress.place in _ON_DEVICE):
             works = False
         if works:
             self._worked = time.monotonic()
