@@ -23,10 +23,11 @@ from ppfleetx.checkpoint.slices import TensorSlice
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.distributed.together import gather_numbers
+from ppfleetx.utils.hangs.record import RECORD
 from ppfleetx.utils.log import get_logger
 
-# While waiting for other ranks they are asked this often, which is also a sign of life to them.
-_BEAT_SECONDS = 0.05
+# While waiting for other ranks they are asked this often, which is a sign of life to them.
+_BEAT_SECONDS = 30.0
 
 
 class BackgroundManager(CheckpointManager):
@@ -98,7 +99,8 @@ class BackgroundManager(CheckpointManager):
         path = None
         while self._task is not None:
             self._task.done.wait(_BEAT_SECONDS)
-            path = self.poll()
+            with RECORD.asking():
+                path = self.poll()
         return path
 
     def abandon(self) -> None:

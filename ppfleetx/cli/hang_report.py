@@ -1,6 +1,7 @@
 """Say why a job came to a halt, from what its ranks have left in OUTPUT_DIR/hang.
 
-The first line is the sentence that the job ended with: who is missing where. A line for each rank follows.
+The first line is the sentence that the job ended with: who is missing where. Reports of an evaluation or a
+generation in the same directory are read too; the newest ones count. A line for each rank follows.
 The files rank_*.txt beside the reports have each rank's last collectives and the stacks of all its threads.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +17,9 @@ from pathlib import Path
 from ppfleetx.config.errors import UserError
 from ppfleetx.utils.hangs.explain import explain
 from ppfleetx.utils.hangs.report import Report, latest, read_reports
+from ppfleetx.utils.hangs.shelf import HANG_DIRS
 
+_SHOWN_FAULTS = 5
 EXAMPLES = """\
 examples:
   ppfleetx hang-report output
@@ -31,12 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Read the reports, join them, and print what they say."""
-    reports = latest(read_reports(args.directory / "hang") or read_reports(args.directory))
-    if not reports:
-        raise UserError(
-            f"{args.directory} has no report of a rank (rank_*.json): no job has come to a halt there, or "
-            "none of its ranks could write"
-        )
+    reports = _newest(args.directory)
     explanation = explain(reports)
     if args.json:
         ranks = {rank: _facts(report) for rank, report in sorted(reports.items())}
@@ -46,6 +45,31 @@ def run(args: argparse.Namespace) -> None:
     print()
     for line in _table(reports):
         print(line)
+
+
+def _newest(directory: Path) -> dict[int, Report]:
+    """The reports of the last hang in ``directory`` or in those that a run has below it; files that cannot be
+    read are named.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not directory.is_dir():
+        raise UserError(f"{directory}: there is no such directory")
+    faults: dict[Path, str] = {}
+    places = [directory, *(directory / name for name in HANG_DIRS)]
+    found = [latest(read_reports(place, faults=faults)) for place in places]
+    told = [f"{path.relative_to(directory)} is passed over: {fault}" for path, fault in faults.items()]
+    reports = max(found, key=lambda one: max((report.written for report in one.values()), default=0.0))
+    if not reports:
+        rest = f". {'; '.join(told[:_SHOWN_FAULTS])}" if told else ""
+        raise UserError(
+            f"{directory} has no report of a rank (rank_*.json): no job has come to a halt there, or "
+            f"none of its ranks could write{rest}"
+        )
+    for line in told[:_SHOWN_FAULTS]:
+        print(f"warning: {line}", file=sys.stderr)
+    return reports
 
 
 def _facts(report: Report) -> dict[str, object]:
@@ -64,5 +88,8 @@ def _table(reports: Mapping[int, Report]) -> Iterator[str]:
             yield f"rank {rank}: no report"
             continue
         state = f"waits in {report.waits_for}" if report.waits_for else f"{report.place}, {report.where}"
+        if report.failure:
+            yield f"rank {rank} on {report.host}, step {report.step}: {state}; {report.failure}"
+            continue
         step = "before its first step" if report.step is None else f"step {report.step}"
         yield f"rank {rank} on {report.host}, {step}: {state}; no progress for {report.quiet_seconds:.0f} s"

@@ -16,11 +16,12 @@ import numpy as np
 
 from ppfleetx.config.errors import UserError
 from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.utils.hangs.record import RECORD
 
 T = TypeVar("T")
 
 # Between two looks at whether the first ranks are done; each look is also a sign of life.
-_BEAT_SECONDS = 0.05
+_BEAT_SECONDS = 30.0
 
 
 class JointError(UserError):
@@ -119,8 +120,9 @@ def _make_beating(ctx: ParallelContext, make: Callable[[], T] | None) -> T | Non
     """Run ``make`` beside the exchange of signs of life, until every rank's is done."""
     with ThreadPoolExecutor(1, thread_name_prefix="first-on-node") as pool:
         future = pool.submit(make or (lambda: None))
-        while any_rank(ctx, not _done(future)):
-            pass
+        with RECORD.asking():
+            while any_rank(ctx, not _done(future)):
+                pass
     failure = future.exception()
     if failure is not None and not isinstance(failure, UserError):
         raise failure

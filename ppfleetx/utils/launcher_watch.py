@@ -25,13 +25,14 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.utils.cli import EXIT_PEER_LOST, EXIT_USER_ERROR
+from ppfleetx.utils.cli import EXIT_HUNG, EXIT_NO_MEMORY, EXIT_PEER_LOST, EXIT_USER_ERROR
 from ppfleetx.utils.start import START_VARIABLE, start_timeout
 
 _ANSWER_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
 _SAY_AFTER_SECONDS = 10.0  # a wait this long is said
 _FOREIGN_SECONDS = 60.0  # that another program may answer, until it is believed to stay
+_CAUSES = (EXIT_HUNG, EXIT_NO_MEMORY)  # which rank ends so is chance, and who follows it ends otherwise
 _SIGNALLED = 128  # a shell's code for a program that signal n has ended is 128 + n
 
 
@@ -70,7 +71,8 @@ def _controller() -> Any:
 
 
 def _end_with_conventional_code() -> None:
-    """At the launcher's exit: 0 when its ranks did what a signal asked them to, else 128 + signal."""
+    """At the launcher's exit: 0 when its ranks did what a signal asked them to, else 128 + signal; what a
+    rank says of all of them (a hang, no memory), whichever that is."""
     controller = _controller()
     if controller is None:
         return
@@ -80,9 +82,10 @@ def _end_with_conventional_code() -> None:
         code = 0 if codes and not any(codes) and None not in codes else _SIGNALLED + number
     else:
         failed = next((code for code in codes if code), 0)
-        if failed >= 0:
+        told = next((code for code in codes if code in _CAUSES), None)
+        if told is None and failed >= 0:
             return  # the launcher's own choice
-        code = _SIGNALLED - failed
+        code = _SIGNALLED - failed if told is None else told
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,11 @@ import pytest
 
 from ppfleetx.cli.main import call
 from ppfleetx.config.errors import UserError
-from ppfleetx.utils.hangs.explain import explain
+from ppfleetx.utils.hangs.explain import explain, explain_alone
 from ppfleetx.utils.hangs.progress import MEETING, READING, Progress
 from ppfleetx.utils.hangs.record import CallRecord
 from ppfleetx.utils.hangs.report import CallNote, Identity, Report, read_reports, take
+from ppfleetx.utils.hangs.shelf import Shelf
 from ppfleetx.utils.hangs.watchdog import Limits, Watchdog
 
 MP, PP = tuple(range(4)), (0, 4)
@@ -126,7 +128,7 @@ def test_a_message_that_was_not_sent_is_missed_from_its_sender():
     )
     others = [report(rank, note(ranks=MP), world_size=5) for rank in (1, 2, 3)]
     sentence = told(sender, *others, receiver)
-    assert "rank 4 waits in recv #3 from rank 0" in sentence
+    assert "rank 4 waits in recv #3 from rank 0 in the pp group [0, 4]" in sentence
     assert "rank 0 never arrived: it is saving a checkpoint (writer.py:9 in write)" in sentence
 
 
@@ -136,6 +138,34 @@ def test_all_have_come_and_nothing_gets_through():
         f"ranks 0-3 wait in {CALL}, and all that take part have called it: the messages do not get through; "
         "the network between node0 and node1 is down, or one of its ends drops packets (step 7)"
     )
+
+
+def test_a_rank_that_has_answered_that_it_is_not_done_is_missed():
+    asking = [replace(one, waits_for=note(asks=True)) for one in WAITING]
+    writing = report(
+        3, place="saving a checkpoint", where="writer.py:9 in write"
+    )  # it has answered meanwhile
+    assert "rank 3 never arrived: it is saving a checkpoint" in told(*asking, writing)
+
+
+def test_errors_that_ended_the_job_are_told_with_the_calls_in_which_the_others_were():
+    mistake = report(3, place="reading data", where="npy.py:3 in load", failure="ValueError: bad sample")
+    lost = [replace(one, failure="PeerLostError: rank 3 is gone", lost=True) for one in WAITING]
+    sentence = (
+        f"ranks 0-2 wait in {CALL}; rank 3 failed, reading data (npy.py:3 in load): ValueError: bad sample"
+    )
+    assert told(*lost, mistake) == f"{sentence} (step 7)"
+    assert told(*lost) == f"ranks 0-2 wait in {CALL}; PeerLostError: rank 3 is gone (step 7)"
+    failed = [replace(one, failure="OutOfStepError: x") for one in (*WAITING, report(3, note("reduce")))]
+    assert "as number 5 ranks 0-2 call all_reduce with" in told(*failed)
+
+
+def test_where_no_report_can_be_written_a_rank_says_nothing_of_the_others():
+    assert explain_alone(WAITING[1]).sentence == (
+        f"rank 1 waits in {CALL}; what the other ranks do is not known, because no report can be written "
+        "(step 7)"
+    )
+    assert explain_alone(replace(WAITING[1], works=True)).goes_on == (1,)
 
 
 def test_ranks_at_another_step_are_told():
@@ -151,6 +181,10 @@ def test_a_process_that_is_alone():
 def test_a_rank_that_works_keeps_the_job():
     working = report(3, works=True, quiet_seconds=0.1, counts={"7": 5})
     assert explain({one.rank: one for one in (*WAITING, working)}).goes_on == (3,)
+    endless = replace(working, works=False, computes=True, quiet_seconds=600.0)
+    found = explain({one.rank: one for one in (*WAITING, endless)})
+    assert found.goes_on == ()
+    assert "in its step (stages.py:12 in forward), and has computed there for 600 s" in found.sentence
 
 
 def test_a_report_is_read_as_it_was_written(tmp_path):
@@ -181,9 +215,131 @@ def test_the_command_prints_sentence_and_ranks(tmp_path, capsys):
     assert told_again["ranks"]["1"]["waits_for"]["number"] == 5
 
 
+def test_the_command_reads_the_newest_of_a_directory(tmp_path, capsys):
+    """Of an evaluation beside a training, and of a job that had more ranks before."""
+    for directory, one in (
+        ("hang", report(7, world_size=8, written=990.0)),
+        ("hang", report(0, place="saving a checkpoint", written=995.0)),
+        ("hang_evaluation", report(0, place="evaluating", world_size=1)),
+    ):
+        (tmp_path / directory).mkdir(exist_ok=True)
+        (tmp_path / directory / f"rank_{one.rank:05d}.json").write_text(one.to_json())
+    call("hang-report", [str(tmp_path)])
+    assert capsys.readouterr().out.startswith("no rank waits for another: it is evaluating (stages.py:12")
+    call("hang-report", [str(tmp_path / "hang")])
+    assert "rank 0 is saving" in (out := capsys.readouterr().out) or "it is saving" in out
+    assert "rank 7" not in out and "rank 3: no report" in out
+
+
+DAMAGED = {
+    "empty": b"",
+    "torn": report(1).to_json().encode()[:70],
+    "no text": b"\xff\xfe\x00",
+    "deep": b"[" * 100000,
+    "list": b"[]",
+    "other format": b'{"format": 99}',
+    "other words": json.dumps({**json.loads(report(1).to_json()), "written": "soon"}).encode(),
+    "no such rank": report(9).to_json().encode(),
+    "too many ranks": report(1, world_size=1 << 60).to_json().encode(),
+    "other call": json.dumps({**json.loads(report(1).to_json()), "calls": [{"group": 1}]}).encode(),
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
+def test_damaged_and_foreign_files_are_passed_over_and_named(tmp_path, capsys, content):
+    (tmp_path / "rank_00001.json").write_bytes(content)
+    (tmp_path / "rank_00002.json").mkdir()
+    with pytest.raises(UserError, match=r"has no report of a rank .*rank_00001.json is passed over: "):
+        call("hang-report", [str(tmp_path)])
+    (tmp_path / "rank_00000.json").write_text(WAITING[0].to_json())
+    call("hang-report", [str(tmp_path)])
+    said = capsys.readouterr()
+    assert said.out.startswith(f"rank 0 waits in {CALL}; ranks 1-3 never arrived and wrote no report")
+    assert said.err.count("is passed over: ") == 2
+
+
 def test_without_reports_it_says_so(tmp_path):
     with pytest.raises(UserError, match="has no report of a rank"):
         call("hang-report", [str(tmp_path)])
+    (tmp_path / "file").touch()
+    for name in ("nowhere", "file"):
+        with pytest.raises(UserError, match="there is no such directory"):
+            call("hang-report", [str(tmp_path / name)])
+
+
+def test_a_disk_that_takes_only_a_little_takes_the_report_that_programs_read(tmp_path, monkeypatch):
+    write = Path.write_text
+
+    def full(path: Path, text: str, **more: Any) -> int:
+        if ".txt" in path.name:
+            write(path, text[:10], **more)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, text, **more)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert Shelf(tmp_path).lay(WAITING[1], "for people")
+    assert [path.name for path in tmp_path.iterdir()] == ["rank_00001.json"]
+
+
+def test_asking_others_whether_they_are_done_is_no_progress():
+    record = CallRecord()
+    record.begin("all_reduce", object(), ())
+    before = record.last_activity
+    with record.asking():
+        record.begin("all_gather", object(), ())
+    assert record.last_activity == before
+    assert record.begin("barrier", object(), ()).begun == record.last_activity > before
+
+
+def test_the_call_that_failed_is_known_by_its_error():
+    record, error = CallRecord(), ValueError("x")
+
+    def fails(group: object, tensor: object) -> None:
+        raise error
+
+    with pytest.raises(ValueError, match="x"):
+        record.recorded(fails, "reduce")(object(), None)
+    assert record.failed.operation == "reduce"
+    assert record.failed_with(error) and not record.failed_with(ValueError("x"))
+
+
+def watching(directory: Path, **limits: Any) -> Watchdog:
+    return Watchdog(
+        Identity(0, 2),
+        Limits(**{"timeout": 60.0, "start_timeout": 60.0, **limits}),
+        directory / "hang",
+        end=lambda: None,
+        progress=Progress(),
+        record=CallRecord(),
+    )
+
+
+def test_a_job_that_was_stopped_as_a_whole_does_not_hang_when_it_goes_on(tmp_path):
+    watchdog = watching(tmp_path)
+    watchdog._progress.since -= 1000.0
+    watchdog._worked = 0.0
+    assert watchdog._quiet() == pytest.approx(1000.0, abs=5)
+    watchdog._notice_sleep(watchdog._tick + 0.5)  # a machine with much to do
+    assert watchdog._quiet() == pytest.approx(1000.0, abs=5)
+    watchdog._notice_sleep(970.0)
+    assert watchdog._quiet() == pytest.approx(31.0, abs=5)
+    assert watchdog._silence() == pytest.approx(31.0, abs=5)
+
+
+def test_computing_counts_for_a_while(tmp_path):
+    watchdog = watching(tmp_path)
+    watchdog._activity = SimpleNamespace(look=lambda **_: (True, False))
+    watchdog._progress.since -= 170.0
+    watchdog._progress.is_under_way = True
+    assert watchdog._look_at_work() and watchdog._quiet() < 5
+    watchdog._progress.since -= 20.0  # more than three time-outs
+    assert not watchdog._look_at_work() and watchdog._computes
+    assert watchdog._quiet() > 180
+    watchdog._progress.is_under_way = False  # a start may take long
+    assert watchdog._look_at_work()
+    watchdog._progress.is_under_way = True
+    watchdog._activity = SimpleNamespace(look=lambda **_: (True, True))
+    assert watchdog._look_at_work()  # it moves data
 
 
 def test_a_thread_that_spins_for_its_card_does_not_work(tmp_path: Path):
@@ -193,7 +349,7 @@ def test_a_thread_that_spins_for_its_card_does_not_work(tmp_path: Path):
     watchdog = Watchdog(
         Identity(), limits, tmp_path / "hang", end=lambda: None, progress=progress, record=record
     )
-    watchdog._activity = SimpleNamespace(works=lambda **_: True)
+    watchdog._activity = SimpleNamespace(look=lambda **_: (True, False))
     progress.beat(READING)
     assert watchdog._look_at_work()
 

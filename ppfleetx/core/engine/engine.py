@@ -212,6 +212,7 @@ class Engine:
             PROGRESS.beat(READING, self.state.step + 1)
             micro_batches, error = self._read(batches)
             reader_cost = time.perf_counter() - started
+            PROGRESS.beat(STEPPING)
             if self._watch.before_step(micro_batches, error, stop, self.state.step):
                 return
             self._tell_stragglers()
@@ -258,7 +259,6 @@ class Engine:
             None; or, when the step was a spike and the run has gone back to its last checkpoint, the batches
             to go on with.
         """
-        PROGRESS.beat(STEPPING)
         if self._pruning is not None:
             self._pruning.before_step(self.state.step)
         step, scheduled = self.state.step + 1, self.state.schedule_step + 1

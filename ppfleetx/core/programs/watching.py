@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ppfleetx.config.errors import UserError
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.run_directory import output_dir_of
 from ppfleetx.distributed.context import ParallelContext
@@ -14,12 +15,12 @@ from ppfleetx.distributed.together import gather
 from ppfleetx.utils.cli import EXIT_HUNG
 from ppfleetx.utils.hangs import watchdog
 from ppfleetx.utils.hangs.report import Identity
-from ppfleetx.utils.peers import ends_this_process
+from ppfleetx.utils.hangs.shelf import HANG_DIRS
+from ppfleetx.utils.peers import ended_peer_in, ends_this_process
 
-HANG_DIR = "hang"
-"""Of a training. Programs that may run beside it have directories of their own, so that what one of them lays
+HANG_DIR, EVALUATION_DIR, GENERATION_DIR = HANG_DIRS
+"""Of a training; programs that may run beside it have directories of their own, so that what one of them lays
 down is not taken for the other's."""
-EVALUATION_DIR, GENERATION_DIR = "hang_evaluation", "hang_generation"
 
 
 def watch_start(cfg: RunConfig, rank: int, device: str) -> None:
@@ -47,6 +48,13 @@ def watched(cfg: RunConfig, ctx: ParallelContext, directory: str = HANG_DIR) -> 
     introduce(cfg, ctx)
     try:
         yield
+    except UserError:
+        raise
+    except Exception as error:
+        watch = watchdog.current()
+        if watch is not None:
+            watch.report_failure(error, lost=ended_peer_in(error) is not None, at_end=ends_this_process())
+        raise
     finally:
         watchdog.finish()
 

@@ -313,6 +313,7 @@ class Mesh:
                         self._wait(operation, deadline)
                     except BaseException as error:
                         self._drop(operation, error)
+                        RECORD.note_failed(operation, error)
                         raise
 
     def advance(self, operation: Operation) -> None:

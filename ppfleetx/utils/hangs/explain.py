@@ -40,6 +40,9 @@ def explain(reports: Mapping[int, Report]) -> Explanation:
     goes_on = tuple(rank for rank, report in sorted(reports.items()) if report.goes_on)
     waits = {rank: report.waits_for for rank, report in sorted(reports.items()) if report.waits_for}
     edges = {rank: _absent(rank, call, reports) for rank, call in waits.items()}
+    failure = _failure(waits, edges, reports)
+    if failure:
+        return Explanation(failure + _steps(reports, ()), (), silent, ())
     awaited = {rank for absent in edges.values() for rank in absent}
     missing = tuple(sorted(awaited - set(waits)))
     if not waits:
@@ -63,6 +66,39 @@ def explain(reports: Mapping[int, Report]) -> Explanation:
     return Explanation(text + _steps(reports, ()), (), silent, goes_on)
 
 
+def explain_alone(report: Report) -> Explanation:
+    """What one rank can say when no report could be written: nothing of the others."""
+    where = f"waits in {_shown(report.waits_for)}" if report.waits_for is not None else f"is {_place(report)}"
+    text = (
+        f"rank {report.rank} {where}; what the other ranks do is not known, because no report can be written"
+    )
+    goes_on = (report.rank,) if report.goes_on else ()
+    others = tuple(rank for rank in range(report.world_size) if rank != report.rank)
+    return Explanation(text + _steps({report.rank: report}, ()), (), others, goes_on)
+
+
+def _failure(
+    waits: Mapping[int, CallNote], edges: Mapping[int, Sequence[int]], reports: Mapping[int, Report]
+) -> str:
+    """Why the job has ended with errors; "" when none of its ranks has one."""
+    failed = {rank: report for rank, report in sorted(reports.items()) if report.failure}
+    if not failed:
+        return ""
+    differs = _disagreement(waits, reports) or _crossed(waits, edges, reports)
+    own = {rank: report for rank, report in failed.items() if not report.lost}
+    if own and not differs:
+        told = [f"rank {rank} failed, {_place(report)}: {report.failure}" for rank, report in own.items()]
+        differs = "; ".join(told[:_SHOWN_WAITS])
+        if len(told) > _SHOWN_WAITS:
+            differs += f"; and {len(told) - _SHOWN_WAITS} more ranks failed"
+        others = [rank for rank in waits if rank not in own]
+        return f"{_waiting(others, waits)}; {differs}" if others else differs
+    if differs:
+        return differs
+    told = next(iter(failed.values())).failure
+    return f"{_waiting(list(waits), waits)}; {told}" if waits else told
+
+
 def _absent(rank: int, call: CallNote, reports: Mapping[int, Report]) -> list[int]:
     """The ranks without which the call cannot end, and that have not called it."""
     if call.peer >= 0:
@@ -73,7 +109,12 @@ def _absent(rank: int, call: CallNote, reports: Mapping[int, Report]) -> list[in
         other
         for other in call.ranks
         if other != rank
-        and (other not in reports or reports[other].counts.get(call.others_key, 0) <= call.number)
+        and (
+            other not in reports
+            or reports[other].counts.get(call.others_key, 0) <= call.number
+            # Asked again and again, it may have answered after the report of who asks.
+            or (call.asks and reports[other].waits_for is None)
+        )
     ]
 
 
@@ -121,7 +162,10 @@ def _places(ranks: Sequence[int], reports: Mapping[int, Report], *, name: bool |
 def _place(report: Report) -> str:
     what = report.place if report.importing is None else f"importing {report.importing}, {report.place}"
     where = f" ({report.where})" if report.where else ""
-    return f"{what}{where}{', and works' if report.works else ''}"
+    if report.works:
+        return f"{what}{where}, and works"
+    computes = f", and has computed there for {report.place_seconds:.0f} s" if report.computes else ""
+    return f"{what}{where}{computes}"
 
 
 def _silence(silent: Sequence[int], reports: Mapping[int, Report]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 _STATES = {
@@ -83,23 +84,27 @@ def _queued_seconds() -> float:
 
 
 class Activity:
-    """Whether this process works: computes, or moves bytes to or from files."""
+    """Whether this process works: computes, or moves bytes to or from files.
 
-    def __init__(self) -> None:
+    Args:
+        watching: seconds of computing so far that went into watching, and do not count.
+    """
+
+    def __init__(self, watching: Callable[[], float] = float) -> None:
+        self._watching = watching
         self._seen = self._now()
 
-    @staticmethod
-    def _now() -> tuple[float, float, int]:
+    def _now(self) -> tuple[float, float, int]:
         moved = 0
         with contextlib.suppress(OSError, ValueError):
             for line in Path("/proc/self/io").read_text().splitlines():
                 name, _, number = line.partition(":")
                 moved += int(number) if name in ("rchar", "wchar") else 0
-        return time.monotonic(), time.process_time() + _queued_seconds(), moved
+        return time.monotonic(), time.process_time() - self._watching() + _queued_seconds(), moved
 
-    def works(self, *, share: float, size: int) -> bool:
-        """Since the last call: it has used ``share`` of a core's time, or would have if one had been free, or
-        moved ``size`` bytes a second."""
+    def look(self, *, share: float, size: int) -> tuple[bool, bool]:
+        """Since the last call: whether it has used ``share`` of a core's time, or would have if one had been
+        free; and whether it has moved ``size`` bytes a second."""
         before, self._seen = self._seen, self._now()
         seconds, computed, moved = (now - then for now, then in zip(self._seen, before, strict=True))
-        return seconds > 0 and (computed / seconds >= share or moved / seconds >= size)
+        return seconds > 0 and computed / seconds >= share, seconds > 0 and moved / seconds >= size

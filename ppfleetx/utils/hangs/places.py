@@ -9,6 +9,32 @@ from types import FrameType
 
 _IMPORTS = "<frozen importlib._bootstrap>"
 _WAITING_FILES = ("threading.py", "queue.py", "selectors.py", "subprocess.py", "socket.py", "_base.py")
+# Files in which the main thread waits for threads that work for it, and how the names of these begin.
+_HELPERS = {"loader.py": "data", "background.py": "checkpoint", "together.py": "first-on-node"}
+_IDLE = "_worker"  # where a thread of a pool waits for work
+
+
+def main_place(frame: FrameType | None) -> str:
+    """:func:`innermost` of the main thread; when that only waits, of the thread that works for it."""
+    own = innermost(frame)
+    begins = _HELPERS.get(own.partition(":")[0])
+    if begins is None or frame is None or not _is_waiting(frame):
+        return own
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        if thread.name.startswith(begins):
+            where = innermost(frames.get(thread.ident or 0))
+            if where and not where.endswith(f" in {_IDLE}"):
+                return f"{where}, in thread {thread.name}"
+    return own
+
+
+def raised_at(error: BaseException) -> str:
+    """``file.py:12 in function`` of where an error was raised."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else _told(trace.tb_frame, trace.tb_lineno)
 
 
 def innermost(frame: FrameType | None) -> str:
@@ -17,8 +43,11 @@ def innermost(frame: FrameType | None) -> str:
         frame = frame.f_back
     if frame is None:
         return ""
-    name = frame.f_code.co_filename.rpartition("/")[2]
-    return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return _told(frame, frame.f_lineno)
+
+
+def _told(frame: FrameType, line: int) -> str:
+    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{line} in {frame.f_code.co_name}"
 
 
 def _is_waiting(frame: FrameType) -> bool:

@@ -30,14 +30,27 @@ class Call:
         shape, dtype: of the tensor that this rank brings, where there is one.
         begun, ended: of the call, in seconds of the monotonic clock; 0.0 while it goes on.
         task: what it returned: says whether an operation that goes on in the background is done.
+        asks: it only asks the other ranks whether they are done, and is no progress.
     """
 
-    __slots__ = ("begun", "dtype", "ended", "group", "number", "operation", "peer", "shape", "task", "thread")
+    __slots__ = (
+        "asks",
+        "begun",
+        "dtype",
+        "ended",
+        "group",
+        "number",
+        "operation",
+        "peer",
+        "shape",
+        "task",
+        "thread",
+    )
 
     def __init__(self, operation: str, group: Any, number: int, peer: int, shape: Any, dtype: Any) -> None:
         self.operation, self.group, self.number, self.peer = operation, group, number, peer
         self.shape, self.dtype = shape, dtype
-        self.begun, self.ended, self.task = time.monotonic(), 0.0, None
+        self.begun, self.ended, self.task, self.asks = time.monotonic(), 0.0, None, False
         self.thread = threading.get_ident()
 
     @property
@@ -57,13 +70,16 @@ class CallRecord:
         names: of groups, by Paddle's number of them ("mp").
         waited: seconds that this process has waited for other ranks, where a backend measures them.
         reads: the program waits until its device has done all it was given, collectives included.
+        failed: the last call that has raised, or whose task has.
     """
 
     def __init__(self) -> None:
         self.calls: deque[Call] = deque(maxlen=KEPT)
         self.blocked_on: Callable[[], Any] | None = None
         self.names: dict[int, str] = {}
-        self.waited, self.reads = 0.0, False
+        self.waited, self.reads, self._asks = 0.0, False, False
+        self.failed: Call | None = None
+        self._failure: BaseException | None = None
         self._counts: dict[int, list[Any]] = {}
         self._nested = threading.local()
 
@@ -78,11 +94,30 @@ class CallRecord:
 
     @property
     def last_activity(self) -> float:
-        """When a call last began or ended, in seconds of the monotonic clock; 0.0 before the first."""
-        if not self.calls:
-            return 0.0
-        call = self.calls[-1]
-        return max(call.begun, call.ended)
+        """When a call last began or ended that does not only ask, in seconds of the monotonic clock; 0.0
+        before the first."""
+        found = next((call for call in reversed(list(self.calls)) if not call.asks), None)
+        return 0.0 if found is None else max(found.begun, found.ended)
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        """Within, calls ask the other ranks whether they are done with something: however often that is
+        done, it is no progress."""
+        before, self._asks = self._asks, True
+        try:
+            yield
+        finally:
+            self._asks = before
+
+    def note_failed(self, task: Any, error: BaseException) -> None:
+        """The operation behind ``task`` has failed while the program waited for it."""
+        call = next((call for call in reversed(list(self.calls)) if call.task is task), None)
+        if call is not None:
+            self.failed, self._failure = call, error
+
+    def failed_with(self, error: BaseException) -> bool:
+        """Whether it was ``error`` with which :attr:`failed` has failed."""
+        return error is self._failure
 
     def begin(self, operation: str, group: Any, arguments: tuple[Any, ...]) -> Call:
         """Note a call that begins."""
@@ -104,6 +139,7 @@ class CallRecord:
         tensor = _tensor_in(arguments)
         shape, dtype = (None, None) if tensor is None else (tensor.shape, tensor.dtype)
         call = Call(operation, group, number, peer, shape, dtype)
+        call.asks = self._asks
         self.calls.append(call)
         return call
 
@@ -119,6 +155,9 @@ class CallRecord:
             entry = self.begin(operation, group, args or tuple(kwargs.values()))
             try:
                 entry.task = method(group, *args, **kwargs)
+            except BaseException as error:
+                self.failed, self._failure = entry, error
+                raise
             finally:
                 nested.inside = False
                 entry.ended = time.monotonic()

@@ -12,12 +12,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from ppfleetx.utils.hangs.kernel import memory
-from ppfleetx.utils.hangs.places import importing, innermost, main_frame, stacks
+from ppfleetx.utils.hangs.places import importing, main_frame, main_place, raised_at, stacks
 from ppfleetx.utils.hangs.progress import Progress
 from ppfleetx.utils.hangs.record import Call, CallRecord
 
 FORMAT = 1
+_MOST_RANKS = 1 << 20
+_MOST_BYTES = 1 << 26
+_LONGEST = 600  # characters of an error
 _PADDLE_WAITS = ("wait", "synchronize", "numpy", "item", "tolist", "__float__", "__int__", "__bool__")
 
 
@@ -34,6 +39,7 @@ class CallNote:
         shape: of this rank's tensor; None without one.
         seconds_ago: when it began, before the report.
         state: ``done``, ``called`` (it has returned, and goes on in the background) or ``in the call``.
+        asks: as of :class:`~ppfleetx.utils.hangs.record.Call`.
     """
 
     operation: str
@@ -46,6 +52,7 @@ class CallNote:
     dtype: str
     seconds_ago: float
     state: str
+    asks: bool = False
 
     @property
     def others_key(self) -> str:
@@ -57,7 +64,7 @@ class CallNote:
     def __str__(self) -> str:
         if self.peer >= 0:
             way = "to" if self.operation == "send" else "from"
-            return f"{self.operation} #{self.number} {way} rank {self.peer}"
+            return f"{self.operation} #{self.number} {way} rank {self.peer} in {self.group}"
         return f"{self.operation} #{self.number} of {self.group}"
 
 
@@ -71,10 +78,13 @@ class Report:
         step, place: what its program said last; and ``place_seconds`` before the report.
         quiet_seconds: since it last made progress.
         timeout: after so many seconds without, it counts as hung.
-        works: it computes, or moves data, whatever its program said.
-        where: file, line and function of the main thread.
+        works: it moves data, or computes and has not done so for too long, whatever its program said.
+        computes: it computes, for however long.
+        where: file, line and function of the main thread, or of the one that it waits for.
         importing: the module whose import is under way.
-        waits_for: the call that the main thread waits for.
+        waits_for: the call that the main thread waits for, or in which it has failed.
+        failure: the error that has ended this rank; "" while there is none.
+        lost: that error says that another rank has ended.
         counts: how many calls this rank has begun: ``5`` collectives of the group with that id, ``5>2``
             messages in it to rank 2, ``5<2`` from there.
         calls: the last ones, oldest first.
@@ -98,6 +108,9 @@ class Report:
     works: bool
     where: str
     importing: str | None = None
+    computes: bool = False
+    failure: str = ""
+    lost: bool = False
     waits_for: CallNote | None = None
     counts: Mapping[str, int] = field(default_factory=dict)
     calls: Sequence[CallNote] = ()
@@ -109,7 +122,7 @@ class Report:
     @property
     def goes_on(self) -> bool:
         """Whether this rank makes progress: it may be slow, but does not hang."""
-        return self.works or self.quiet_seconds < self.timeout / 2
+        return not self.failure and (self.works or self.quiet_seconds < self.timeout / 2)
 
     @property
     def asks(self) -> bool:
@@ -131,21 +144,22 @@ class Report:
         """
         try:
             tree = json.loads(text)
-            if tree.pop("format") != FORMAT:
-                raise ValueError("it has another format")
-            tree["peers"] = {int(rank): state for rank, state in tree["peers"].items()}
-            tree["calls"] = [_note(call) for call in tree["calls"]]
-            tree["waits_for"] = None if tree["waits_for"] is None else _note(tree["waits_for"])
-            return cls(**tree)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"it is no report of a rank: {error}") from error
+        except (ValueError, RecursionError):
+            raise ValueError("it is no JSON, or not all of it") from None
+        if not isinstance(tree, dict) or tree.pop("format", None) != FORMAT:
+            raise ValueError(f"it is no report of a rank in format {FORMAT}")
+        try:
+            report = _READER.validate_python(tree)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            raise ValueError(f"{place}: {first['msg']}") from None
+        if not 0 <= report.rank < report.world_size <= _MOST_RANKS:
+            raise ValueError(f"there is no rank {report.rank} of {report.world_size}")
+        return report
 
 
-def _note(tree: dict[str, Any]) -> CallNote:
-    shape = tree["shape"]
-    return CallNote(
-        **{**tree, "ranks": tuple(tree["ranks"]), "shape": None if shape is None else tuple(shape)}
-    )
+_READER = TypeAdapter(Report)  # made here: a thread that reports while an import hangs must import nothing
 
 
 @dataclass(frozen=True)
@@ -159,18 +173,31 @@ class Identity:
 
 
 def take(
-    who: Identity, progress: Progress, record: CallRecord, *, quiet: float, timeout: float, works: bool
+    who: Identity,
+    progress: Progress,
+    record: CallRecord,
+    *,
+    quiet: float,
+    timeout: float,
+    works: bool,
+    computes: bool = False,
+    failed: BaseException | None = None,
+    lost: bool = False,
 ) -> Report:
     """This rank's report, as of now.
 
     Args:
         quiet: seconds since the last progress.
-        timeout, works: see :class:`Report`.
+        failed: the error that ends it.
+        timeout, works, computes, lost: see :class:`Report`.
     """
     now, frame = time.monotonic(), main_frame()
-    call = record.waited_for_main()
-    if call is None and (record.reads or _waits_for_a_device(frame)):
-        call = record.first_pending()
+    if failed is not None:
+        call = record.failed if lost or record.failed_with(failed) else None
+    else:
+        call = record.waited_for_main()
+        if call is None and (record.reads or _waits_for_a_device(frame)):
+            call = record.first_pending()
     groups = _Groups(record)
     return Report(
         **asdict(who),
@@ -181,14 +208,23 @@ def take(
         quiet_seconds=round(quiet, 3),
         timeout=timeout,
         works=works,
-        where=innermost(frame),
+        computes=computes,
+        where=main_place(frame) if failed is None else raised_at(failed),
         importing=importing(frame),
+        failure="" if failed is None else _told(failed),
+        lost=lost,
         waits_for=None if call is None else groups.note(call, now),
         counts=groups.counts(),
         calls=[groups.note(call, now) for call in list(record.calls)],
         memory=memory(),
         stacks=stacks(),
     )
+
+
+def _told(error: BaseException) -> str:
+    """The type and the first line of an error."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:_LONGEST]}" if lines else type(error).__name__
 
 
 def _waits_for_a_device(frame: Any) -> bool:
@@ -235,6 +271,7 @@ class _Groups:
             dtype="" if call.dtype is None else str(call.dtype).rpartition(".")[2],
             seconds_ago=round(now - call.begun, 3),
             state=state,
+            asks=call.asks,
         )
 
     def counts(self) -> dict[str, int]:
@@ -264,23 +301,37 @@ _SAME_HANG_SECONDS = 120.0  # within which the ranks report
 
 
 def latest(reports: Mapping[int, Report]) -> dict[int, Report]:
-    """The reports of the last of several hangs of a run."""
-    newest = max((report.written for report in reports.values()), default=0.0)
-    return {rank: one for rank, one in reports.items() if one.written > newest - _SAME_HANG_SECONDS}
+    """The reports of the last of several hangs of a run, of which an earlier one may have had more ranks."""
+    if not reports:
+        return {}
+    last = max(reports.values(), key=lambda report: report.written)
+    return {
+        rank: one
+        for rank, one in reports.items()
+        if one.written > last.written - _SAME_HANG_SECONDS and one.world_size == last.world_size
+    }
 
 
-def read_reports(*directories: Path, since: float = 0.0) -> dict[int, Report]:
-    """The reports in the directories, by rank: of several of one rank the newest.
+def read_reports(
+    directory: Path, *, since: float = 0.0, faults: dict[Path, str] | None = None
+) -> dict[int, Report]:
+    """The reports in a directory, by rank: of several of one rank the newest.
 
     Args:
         since: those written earlier (seconds since 1970) are passed over.
+        faults: is told of the files that cannot be read, and why. They may be torn by a full disk, or gone;
+            the other ranks' reports must do.
     """
     found: dict[int, Report] = {}
-    for path in (path for directory in directories for path in sorted(directory.glob("rank_*.json"))):
+    for path in sorted(directory.glob("rank_*.json")):
         try:
+            if not path.is_file() or path.stat().st_size > _MOST_BYTES:
+                raise ValueError("it is no file, or too large to be a report")
             report = Report.from_json(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue  # torn by a full disk, or gone; the other ranks' reports must do
+        except (OSError, ValueError) as error:
+            if faults is not None:
+                faults[path] = getattr(error, "strerror", None) or str(error)
+            continue
         known = found.get(report.rank)
         if report.written >= since and (known is None or known.written < report.written):
             found[report.rank] = report

@@ -6,11 +6,14 @@ import contextlib
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from ppfleetx.utils.hangs.report import Report, read_reports
 
+HANG_DIRS = ("hang", "hang_evaluation", "hang_generation")
+"""In an output directory: of training, evaluation and generation."""
 PATIENCE_SECONDS = 5.0
 PRIVATE = 0o700
 _SUMMARY = "summary.txt"
@@ -21,12 +24,22 @@ class Shelf:
 
     All that touches it runs in a thread of its own, which may block for ever; when it has not answered once,
     the directory counts as dead and is left alone.
+
+    Attributes:
+        seconds: of computing that its thread has spent.
     """
 
     def __init__(self, directory: Path, mode: int = 0o777) -> None:
         self.directory, self._mode = directory, mode
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_dead, self._is_started = False, False
+        self.seconds = 0.0
+
+    def open(self) -> None:
+        """Start the thread, which cannot be started any more when the process is ending."""
+        if not self._is_started:
+            self._is_started = True
+            threading.Thread(target=self._serve, name="hang-reports", daemon=True).start()
 
     def has_news(self, since: float) -> bool:
         """Whether a rank that makes no progress has laid down a report after ``since`` (seconds since 1970),
@@ -49,10 +62,9 @@ class Shelf:
                 if self._mode == PRIVATE and self.directory.stat().st_uid != os.getuid():
                     return False  # somebody else has made it where all may write
                 base = self.directory / f"rank_{report.rank:05d}"
-                base.with_suffix(".txt").write_text(text, encoding="utf-8")
-                partial = base.with_suffix(f".{report.pid}.part")
-                partial.write_text(report.to_json(), encoding="utf-8")
-                partial.rename(base.with_suffix(".json"))  # the others see all of it, or nothing
+                _write_whole(base.with_suffix(".json"), report.to_json())
+                with contextlib.suppress(OSError):  # a full disk may take the one, and not the other
+                    _write_whole(base.with_suffix(".txt"), text)
             except OSError:
                 return False
             return True
@@ -91,9 +103,7 @@ class Shelf:
         """``act()`` in the shelf's thread; None when it is not done in time."""
         if self._is_dead:
             return None
-        if not self._is_started:
-            self._is_started = True
-            threading.Thread(target=self._serve, name="hang-reports", daemon=True).start()
+        self.open()
         answer: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._work.put(lambda: answer.put(act()))
         try:
@@ -105,3 +115,16 @@ class Shelf:
     def _serve(self) -> None:
         while True:
             self._work.get()()
+            self.seconds = time.thread_time()
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """The others see all of it, or nothing."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise

@@ -9,8 +9,10 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import json
+import math
 import os
 import sys
 import tempfile
@@ -22,18 +24,21 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from ppfleetx.utils.hangs.explain import Explanation, explain
+from ppfleetx.utils.hangs.explain import Explanation, explain, explain_alone
 from ppfleetx.utils.hangs.kernel import Activity, birth_of, killed_for_memory, machine, state_of
 from ppfleetx.utils.hangs.progress import EVALUATING, GENERATING, MEETING, PROGRESS, STEPPING, Progress
 from ppfleetx.utils.hangs.record import RECORD, CallRecord
-from ppfleetx.utils.hangs.report import Identity, Report, take
+from ppfleetx.utils.hangs.report import Identity, Report, latest, take
 from ppfleetx.utils.hangs.shelf import PRIVATE, Shelf
 from ppfleetx.utils.log import get_logger
-from ppfleetx.utils.peers import decide_end
+from ppfleetx.utils.peers import decide_end, is_end_decided
 
 _GATHERING = 0.25  # of the time-out: so long the others' reports are waited for,
 _GATHERING_MOST = 20.0  # but no longer than this
 _WORKING_SHARE, _WORKING_BYTES = 0.2, 1 << 20  # of a core; a second
+_COMPUTING = 3.0  # time-outs: so long a rank is waited for that computes and comes no further
+_SAME_END_SECONDS = 60.0
+_RAM = Path("/dev/shm")  # noqa: S108 (what is laid there is private)
 _ON_DEVICE = (STEPPING, EVALUATING, GENERATING)
 
 
@@ -45,8 +50,8 @@ class Limits:
         timeout: seconds without progress, 0 for none.
         start_timeout: the same before the first step is done.
         ends: end the process; otherwise only report.
-        counts_work: computing is progress in a step too, and where the program waits for its device. On a
-            card it is not: a thread that waits for one spins.
+        counts_work: computing is progress in a step too, and where the program waits for its device, for a
+            while. On a card it is not: a thread that waits for one spins.
     """
 
     timeout: float = 600.0
@@ -106,12 +111,14 @@ class Watchdog:
         self._began = time.time()
         self._seen_until = self._began
         self._killed_before = killed_for_memory()
-        self._activity, self._worked, self._excused = Activity(), time.monotonic(), 0.0
+        self._worked, self._excused = time.monotonic(), 0.0
+        self._computes, self._slept_until = False, 0.0
         self._stop = threading.Event()
         self.directory = directory
         self._shelves = [Shelf(directory)]
         if who.world_size > 1 or not directory.exists():
-            self._shelves.append(Shelf(_beside(directory), PRIVATE))
+            self._shelves += [Shelf(path, PRIVATE) for path in _beside(directory)]
+        self._activity = Activity(self._own_seconds)
         self._tick = min(1.0, min(t for t in (limits.timeout, limits.start_timeout) if t) / 10)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -136,12 +143,45 @@ class Watchdog:
         """Seconds since the last progress. Ranks that meet have a limit of their own, and say who is late."""
         if self._progress.place == MEETING:
             return 0.0
-        latest = max(self._progress.since, self._record.last_activity, self._worked, self._excused)
+        latest = max(time.monotonic() - self._silence(), self._excused)
+        if self._silence() < self._patience_with_computing:
+            latest = max(latest, self._worked)
         return time.monotonic() - latest
+
+    def _silence(self) -> float:
+        """Seconds since the program or its communication was last heard of. Those in which this process did
+        not run, because it was stopped as a whole, do not count."""
+        heard = max(self._progress.since, self._record.last_activity, self._slept_until)
+        return time.monotonic() - heard
+
+    @property
+    def _patience_with_computing(self) -> float:
+        """Seconds of computing that count as progress although nothing is heard. A start may take long, and a
+        process that is alone holds nobody up."""
+        limits = self._limits
+        if not self._progress.is_under_way or self._who.world_size == 1:
+            return math.inf
+        return _COMPUTING * limits.timeout
+
+    def _notice_sleep(self, seconds: float) -> None:
+        """This thread was woken so late that the process must have been stopped, or frozen with its job."""
+        late = seconds - self._tick
+        if late > max(1.0, self._tick):
+            now, silence, quiet = time.monotonic(), self._silence(), self._quiet()
+            self._slept_until = now - max(silence - late, 0.0)
+            self._excused = max(self._excused, now - max(quiet - late, 0.0))
+        if late > self._patience(
+            self._timeout
+        ):  # what was asked meanwhile has been decided without this rank
+            self._seen_until = time.time()
 
     def _watch(self) -> None:
         news_at = time.monotonic()
-        while not self._stop.wait(self._tick):
+        while True:
+            asleep_at = time.monotonic()
+            if self._stop.wait(self._tick):
+                return
+            self._notice_sleep(time.monotonic() - asleep_at)
             works = self._look_at_work()
             timeout = self._timeout
             if not timeout:
@@ -153,10 +193,16 @@ class Watchdog:
             if due:
                 self._inquire(timeout, works)
 
+    def _own_seconds(self) -> float:
+        """What this watch has computed: reading reports is no progress."""
+        own = 0.0 if threading.current_thread() is not getattr(self, "_thread", None) else time.thread_time()
+        return own + sum(shelf.seconds for shelf in self._shelves)
+
     def _look_at_work(self) -> bool:
-        works = self._activity.works(share=_WORKING_SHARE, size=_WORKING_BYTES)
+        self._computes, moves = self._activity.look(share=_WORKING_SHARE, size=_WORKING_BYTES)
         if not self._limits.counts_work and (self._record.reads or self._progress.place in _ON_DEVICE):
-            works = False
+            self._computes = moves = False
+        works = moves or (self._computes and self._silence() < self._patience_with_computing)
         if works:
             self._worked = time.monotonic()
         return works
@@ -170,7 +216,7 @@ class Watchdog:
         text = readable(report)
         laid = [shelf.directory for shelf in self._shelves if shelf.lay(report, text)]
         reports = self._gather(report, asked, timeout)
-        explanation = explain(reports)
+        explanation = explain(reports) if laid or report.world_size == 1 else explain_alone(report)
         self._seen_until = time.time()
         if explanation.goes_on:
             self._excused = time.monotonic()
@@ -185,17 +231,64 @@ class Watchdog:
             time.sleep(min(max(last - time.time(), 0.0), _GATHERING_MOST))
         if report.rank == min(reports):
             self._tell(f"{_since(reports)}: {explanation.sentence}", explanation, laid)
+        elif self._limits.ends:
+            time.sleep(self._tick)  # who tells is not to find this rank gone before it has
         if self._limits.ends:
             self._drop_copies(reports)
             self._end()
         self._excused = time.monotonic()
 
     def _report(self, timeout: float, works: bool) -> Report:
-        report = take(
-            self._who, self._progress, self._record, quiet=self._quiet(), timeout=timeout, works=works
+        quiet = self._quiet()
+        return self._with_peers(
+            take(
+                self._who,
+                self._progress,
+                self._record,
+                quiet=quiet,
+                timeout=timeout,
+                works=works,
+                computes=self._computes,
+            )
         )
+
+    def _with_peers(self, report: Report) -> Report:
         killed = killed_for_memory() - self._killed_before
         return replace(report, peers=self.peers.states(self._who.rank), killed_for_memory=killed)
+
+    def report_failure(self, error: Exception, *, lost: bool, at_end: bool) -> None:
+        """Lay down what this rank was at when an error ended it, for ``ppfleetx hang-report``.
+
+        Args:
+            lost: the error says that another rank has ended.
+            at_end: only when the process ends: a launcher may end it any moment, and it should have told its
+                error first.
+        """
+        if self._who.world_size == 1 or is_end_decided():
+            return
+        self._shelves[0].open()
+        if at_end:
+            atexit.register(self._lay_failure, error, lost)
+        else:
+            self._lay_failure(error, lost)
+
+    def _lay_failure(self, error: Exception, lost: bool) -> None:
+        shelf = self._shelves[0]
+        earlier = shelf.reports(time.time() - _SAME_END_SECONDS)
+        if lost and any(report.asks for report in earlier.values()):
+            return  # the others have ended because of a hang, and this is what follows from it
+        report = take(
+            self._who,
+            self._progress,
+            self._record,
+            quiet=0.0,
+            timeout=self._timeout,
+            works=False,
+            failed=error,
+            lost=lost,
+        )
+        if shelf.lay(self._with_peers(report), readable(report)):
+            shelf.say(explain(latest(shelf.reports(self._began))).sentence)
 
     def _gather(self, own: Report, since: float, timeout: float) -> dict[int, Report]:
         """The ranks' reports: all of them, or those that came in time."""
@@ -259,10 +352,13 @@ def _faulthandler_dump() -> str:
         return file.read()
 
 
-def _beside(directory: Path) -> Path:
-    """Where the ranks of one machine find each other's reports when ``directory`` is on a dead disk."""
+def _beside(directory: Path) -> list[Path]:
+    """Where the ranks of one machine find each other's reports when ``directory`` is on a dead or full disk:
+    on its local disk, and in its memory."""
     job = json.dumps([str(directory), os.environ.get("PADDLE_MASTER", ""), os.getuid()])
-    return Path(tempfile.gettempdir()) / f"ppfleetx_hang_{blake2b(job.encode(), digest_size=6).hexdigest()}"
+    name = f"ppfleetx_hang_{blake2b(job.encode(), digest_size=6).hexdigest()}"
+    local = Path(tempfile.gettempdir())
+    return [place / name for place in dict.fromkeys((local, _RAM)) if place.is_dir()]
 
 
 _current: Watchdog | None = None

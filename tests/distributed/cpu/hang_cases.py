@@ -7,10 +7,12 @@ import signal
 import tempfile
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import paddle
 import paddle.distributed as dist
 
+from ppfleetx.distributed import together
 from ppfleetx.distributed.cpu.inquiry import Inquiry
 from ppfleetx.utils.hangs import watchdog
 from ppfleetx.utils.hangs.progress import PROGRESS
@@ -42,6 +44,9 @@ def halt(kind: str, directory: str, patience: float, slow: float = 0.0) -> str:
     if kind == "order":
         for group in groups if rank == 0 else reversed(groups):
             dist.all_reduce(paddle.ones([5]), group=group)
+    if kind == "beside":  # signs of life are exchanged meanwhile, and are no progress
+        together._BEAT_SECONDS = patience / 4
+        together.first_on_each_node(SimpleNamespace(world_size=2), _wait_for_ever)
     if rank == 1:
         PROGRESS.beat("reading data")
         if kind == "stop":
@@ -53,6 +58,10 @@ def halt(kind: str, directory: str, patience: float, slow: float = 0.0) -> str:
     dist.all_reduce(paddle.ones([2, 2]))
     watchdog.finish()
     return "went on"
+
+
+def _wait_for_ever() -> None:
+    threading.Event().wait()
 
 
 def _compute(seconds: float) -> None:
