@@ -43,8 +43,7 @@ def receive_guests(port: int, size: int, name: str, seconds: float) -> Host:
             listener.settimeout(left)
             with contextlib.suppress(OSError):  # nobody, or a stranger
                 connection, address = listener.accept()
-                if said := _welcome(host, Line(connection), address[0], size):
-                    turned_away.append(said)
+                turned_away += _welcome(host, Line(connection), address[0], size)
     missing = [number for number in range(1, size) if number not in host.guests]
     if missing:
         came = ", ".join(host.names[number] for number in sorted(host.guests)) or "nobody"
@@ -70,14 +69,18 @@ def receive_guests(port: int, size: int, name: str, seconds: float) -> Host:
     return host
 
 
-def _welcome(host: Host, line: Line, address: str, size: int) -> str:
-    """Hear who somebody is, and compare clocks; why a member of another job is turned away.
+def _welcome(host: Host, line: Line, address: str, size: int) -> list[str]:
+    """Hear who somebody is, and compare clocks; why who is no member of this job is turned away.
 
     Raises:
         OSError: a stranger, or somebody who is gone again.
     """
     deadline = time.monotonic() + _CONNECT_SECONDS
-    said = line.receive(deadline)
+    try:
+        said = line.receive(deadline)
+    except TimeoutError:
+        line.close()
+        return [f"{address}, from where a connection was opened and nothing came"]
     if not isinstance(said, dict) or said.get("greeting") != _GREETING:
         line.close()
         raise ConnectionAbortedError(errno.EPROTO, "a stranger")
@@ -90,7 +93,7 @@ def _welcome(host: Host, line: Line, address: str, size: int) -> str:
     if why:
         line.send({"refused": why})
         line.close()
-        return f"{said['name']} ({address}): {why}"
+        return [f"{said['name']} ({address}): {why}"]
     asked, before = time.time(), time.perf_counter()
     line.send({"clock": None})
     theirs = line.receive(deadline)["clock"]
@@ -98,7 +101,7 @@ def _welcome(host: Host, line: Line, address: str, size: int) -> str:
     host.names[number] = f"{said['name']} ({address})" if said["number"] is None else said["name"]
     host.guests[number] = Guest(line)
     host.clocks[number] = Clock(theirs - asked - trip / 2, trip)
-    return ""
+    return []
 
 
 def visit(
@@ -123,6 +126,13 @@ def visit(
         if "refused" not in said:
             quiet = max(seconds, LEAST_QUIET_SECONDS)
             return Visitor(list(said["members"]), said["number"], line, where, quiet=quiet)
+    except TimeoutError as error:
+        line.close()
+        raise MeetingError(
+            f"a connection to {where} opens, and nothing comes through it",
+            "a firewall or proxy drops what it carries, or another program holds that port: let it through, "
+            "or give all machines another port",
+        ) from error
     except (OSError, KeyError, TypeError) as error:
         line.close()
         raise MeetingError(

@@ -35,7 +35,7 @@ _END_SECONDS, _LOOK_SECONDS = 10.0, 0.5
 _ALONE_SECONDS = 90.0
 _STOP_SECONDS = 60.0  # the launcher waits 30 s for its ranks, and then kills them
 _LAST_LINES, _LONGEST_WORDS = 4, 600
-_NOISE = ("LAUNCH INFO", "[    INFO]", "No ccache found", "warnings.warn(")
+_NOISE = ("LAUNCH INFO", "LAUNCH WARNING", "[    INFO]", "No ccache found", "warnings.warn(")
 _FAILED_RANK = re.compile(r"^Container rank (\d+) status failed .* code (-?\d+) log ", re.MULTILINE)
 
 
@@ -178,6 +178,7 @@ def _end_of(file: Path) -> str:
     """The last words in a log."""
     told = [line.strip() for line in _text_of(file).splitlines() if line.strip()]
     told = [line for line in told if not any(noise in line for noise in _NOISE)]
+    told = [line for line in told if line.startswith("error: ")][-1:] or told
     return f"{file.name}: " + " | ".join(told[-_LAST_LINES:])[-_LONGEST_WORDS:] if told else ""
 
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ppfleetx.doctor.arrival import receive_guests, visit
 from ppfleetx.doctor.case import Case
-from ppfleetx.doctor.interfaces import is_local, network
+from ppfleetx.doctor.interfaces import interfaces, is_local, network
 from ppfleetx.doctor.links import examine_links, receiving
 from ppfleetx.doctor.meeting import Meeting, MeetingError
-from ppfleetx.doctor.rows import Row, Status, fail, ok
+from ppfleetx.doctor.rows import Row, Status, fail, ok, warn
 
 _RESOLVE_SECONDS, _ROUND_SECONDS = 20.0, 60.0
 _CLOCK_SECONDS, _CLOCK_FAIL_SECONDS = 5.0, 300.0  # Kerberos, and file systems that ask it, refuse the latter
@@ -59,6 +59,9 @@ def examine_nodes(master: str, size: int, seconds: float, environ: Mapping[str, 
     except MeetingError as error:
         yield fail("--master", f"{master}: {error}", error.cure)
         yield from network(Case(world_size=2, environ=environ))
+        for one in interfaces():
+            if one.address and not one.is_up:
+                yield warn("interfaces", f"{one}", f"if it should lead there: ip link set {one.name} up")
 
 
 def resolved(host: str, seconds: float = _RESOLVE_SECONDS) -> str:

@@ -48,7 +48,7 @@ def test_a_link_that_works_has_a_speed():
     with receiving() as port:
         assert try_link(("127.0.0.1", port)) == {}
         found = measure_link(("127.0.0.1", port))
-    assert found["speed"] > links._TOO_SLOW and 0 < found["trip"] < 5.0
+    assert found["speed"] > links._TOO_SLOW and 0 < found["trip"] < 5.0 and 0 <= found["lost"] < 0.03
     assert try_link(("127.0.0.1", free_port()))["problem"] == "Connection refused"
 
 
@@ -104,6 +104,13 @@ def test_slow_links_by_themselves_and_beside_others(one, other, statuses):
     rows = list(speed_rows(speeds))
     assert [row.status for row in rows] == statuses
     assert statuses == [Status.OK] or ("node b to node a" in rows[-1].found and "ethtool" in rows[-1].cure)
+
+
+def test_a_link_that_loses_packets_is_named():
+    lost = {("node a", "node b"): 0.01, ("node b", "node a"): 0.05, ("node c", "node a"): 0.3}
+    few, many = links.loss_rows(lost)
+    assert (few.status, many.status) == (Status.WARN, Status.FAIL)
+    assert many.found == "node c to node a: 30% of the packets had to be sent again"
 
 
 def test_an_interface_of_another_network_is_named():

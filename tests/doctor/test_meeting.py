@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ppfleetx.doctor import line, nodes
+from ppfleetx.doctor import arrival, line, nodes
 from ppfleetx.doctor import meeting as meeting_module
 from ppfleetx.doctor.arrival import reach, receive_guests, visit
 from ppfleetx.doctor.case import Case
@@ -88,9 +88,9 @@ def test_a_member_that_is_stopped_is_told_from_one_that_is_slow(monkeypatch):
             done.wait(20.0)
             return None
         if meeting.number == 2:
-            time.sleep(1.5)
-            return [a.problem for a in meeting.exchange("slow", 20.0, 0.5)]
-        problems = [a.problem for a in meeting.exchange("here", 20.0, 0.5)]
+            time.sleep(3.0)
+            return [a.problem for a in meeting.exchange("slow", 20.0, 1.5)]
+        problems = [a.problem for a in meeting.exchange("here", 20.0, 1.5)]
         done.set()
         return problems
 
@@ -98,7 +98,7 @@ def test_a_member_that_is_stopped_is_told_from_one_that_is_slow(monkeypatch):
     first, _, slow = together(free_port(), 3, act)
     assert first == slow and first[0] == first[2] == "" and time.monotonic() - begun < 15.0
     assert first[1] == (
-        "nothing was heard of it for 0.5 s: its process is stopped, or its machine does not answer; it was "
+        "nothing was heard of it for 1.5 s: its process is stopped, or its machine does not answer; it was "
         "last heard of at: losses"
     )
 
@@ -200,6 +200,36 @@ def test_another_program_at_the_port_is_named_and_strangers_are_turned_away():
         assert host.result().names == guest.names == ["rank 0", "rank 1"]
         host.result().close()
         guest.close()
+
+
+def test_a_port_that_opens_and_carries_nothing_is_named_at_both_ends(monkeypatch):
+    monkeypatch.setattr(arrival, "_CONNECT_SECONDS", 0.3)
+    monkeypatch.setattr(arrival, "MARGIN_SECONDS", 0.1)
+    nothing = pytest.raises(MeetingError, match="opens, and nothing comes through it")
+    with socket.create_server(("127.0.0.1", 0)) as silent, nothing as error:
+        visit(silent.getsockname(), 2, "rank 1", 0.5, number=1)
+    assert "firewall" in error.value.cure
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        host = pool.submit(receive_guests, port, 2, "node a", 1.5)
+        deadline = time.monotonic() + 5.0
+        while reach(("127.0.0.1", port), 1.0) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        named = pytest.raises(MeetingError, match=r"turned away: 127\.0\.0\.1, from where .* nothing came")
+        with socket.create_connection(("127.0.0.1", port)), named:
+            host.result()
+
+
+def test_a_member_of_a_job_of_another_size_is_named_at_both_ends():
+    port = free_port()
+    with ThreadPoolExecutor(2) as pool:
+        host = pool.submit(receive_guests, port, 2, "node a", 1.5)
+        guest = pool.submit(visit, ("127.0.0.1", port), 3, "node b", 1.5)
+        with pytest.raises(MeetingError, match=r"turned away: node b .*node a waits for 2 members, not 3"):
+            host.result()
+        with pytest.raises(MeetingError, match=r"says: node a waits for 2 members, not 3") as error:
+            guest.result()
+    assert "--nnodes" in error.value.cure
 
 
 # -- nodes -----------------------------------------------------------------------------------------

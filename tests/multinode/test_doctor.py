@@ -9,9 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.conftest import NANO, ROOT, corpus, environment  # noqa: F401  (fixture)
 from tests.helpers import programs
-from tests.multinode.nodes import Node
+from tests.multinode.nodes import Node, NoNamespacesError, joined
+from tests.planner.wire import MTU, wire
 
 MASTER_PORT = 38531
 
@@ -103,6 +106,41 @@ def test_a_first_node_that_nothing_gets_through_to_is_named_before_anything_star
     assert f"nothing comes back from {first.address}:{MASTER_PORT}" in blocked["found"]
     assert "firewall" in blocked["cure"]
     assert {group for group, _ in at_second} == {"nodes"}
+
+
+def test_an_interface_of_another_network_and_one_that_is_down_are_named(nodes) -> None:
+    first, second = nodes
+    for words in (
+        ["link", "add", "odd0", "type", "veth", "peer", "name", "odd1"],
+        ["addr", "add", "10.99.0.1/24", "dev", "odd0"],
+        ["link", "set", "odd0", "up"],
+        ["link", "set", "odd1", "up"],
+    ):
+        subprocess.run(["ip", "-n", second.name, *words], check=True)
+    jobs = [
+        doctor(first, first, timeout=20),
+        doctor(second, first, timeout=20, NCCL_SOCKET_IFNAME="odd0"),
+    ]
+    for code, rows in reports(jobs, 60):
+        named = failures(rows)["nodes", "NCCL_SOCKET_IFNAME"]
+        assert code == 1 and "at the interface that it names: 10.99.0.1: " in named["found"]
+    second.unplug()
+    jobs = [doctor(node, first, timeout=3) for node in nodes]
+    (_, _), (code, rows) = reports(jobs, 60)
+    assert code == 1 and "cannot be reached" in failures(rows)["nodes", "--master"]["found"]
+    assert any(f"{second.cable} 10.77.0.2 (down)" in row["found"] for row in rows["nodes", "interfaces"])
+
+
+def test_a_slow_link_is_named_before_anything_starts() -> None:
+    try:
+        with joined(lambda: wire(125e3, 0.0), MTU) as nodes:
+            jobs = [doctor(node, nodes[0], timeout=20) for node in nodes]
+            found = reports(jobs, 90)
+    except (NoNamespacesError, OSError) as error:
+        pytest.skip(f"no namespaces, or no tun devices: {error}")
+    for code, rows in found:
+        slow = failures(rows)["nodes", "speed"]
+        assert code == 1 and slow["numbers"]["bytes_per_second"] < 126e3 and "ethtool" in slow["cure"]
 
 
 def test_faults_of_one_node_are_all_named(corpus: Path, tmp_path: Path, nodes) -> None:  # noqa: F811
