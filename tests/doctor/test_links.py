@@ -48,7 +48,9 @@ def test_a_link_that_works_has_a_speed():
     with receiving() as port:
         assert try_link(("127.0.0.1", port)) == {}
         found = measure_link(("127.0.0.1", port))
-    assert found["speed"] > links._TOO_SLOW and 0 < found["trip"] < 5.0 and 0 <= found["lost"] < 0.03
+    assert (
+        found["speed"] > links._TOO_SLOW and 0 < found["trip"] < 5.0 and 0 <= found["lost"] < links._TOO_LOSSY
+    )
     assert try_link(("127.0.0.1", free_port()))["problem"] == "Connection refused"
 
 
