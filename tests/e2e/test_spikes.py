@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,21 @@ def test_a_resumed_run_decides_as_one_that_was_not_interrupted(pools, corpus, tm
     assert records(tmp_path / "parts", "spike") == records(tmp_path / "whole2", "spike")
 
 
+@pytest.mark.parametrize("plan", [ParallelPlan(dp=2), ParallelPlan(pp=2)], ids=str)
+def test_a_run_that_was_killed_after_it_went_back_meets_the_spike_again(pools, corpus, tmp_path, plan):
+    """As the run that nobody killed: its records tell of it once."""
+    early, whole = ({"Engine.max_steps": n, "Optimizer.lr.decay_steps": 100} for n in (6, 9))
+    run(pools, corpus, tmp_path / "whole", "rewind", plan, overrides=whole)
+    run(pools, corpus, tmp_path / "parts", "rewind", plan, overrides=early)
+    shutil.rmtree(tmp_path / "parts" / "epoch_0_step_6")  # what it would have saved at its end
+    assert [one["at_step"] for one in records(tmp_path / "parts", "spike")] == [6]
+    again = {**whole, "Engine.save_load.resume": "auto"}
+    assert run(pools, corpus, tmp_path / "parts", "rewind", plan, overrides=again) == ["", ""]
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert records(tmp_path / "parts", "spike") == records(tmp_path / "whole", "spike")
+    assert len(records(tmp_path / "whole", "spike")) == 1
+
+
 def test_stop_ends_the_run_with_what_it_found(pools, corpus, tmp_path):
     told = run(pools, corpus, tmp_path, "stop", ParallelPlan(dp=2))
     assert all(told)  # only the rank that reads the sample sees the number that this test puts there
@@ -124,10 +140,11 @@ def test_too_many_spikes_in_a_row_end_the_run(pools, corpus, tmp_path):
     assert [r["action"] for r in map(json.loads, lines) if r["kind"] == "spike"] == ["skip", "skip", "stop"]
 
 
-def test_a_slow_rank_is_named(pools, corpus, tmp_path):
+@pytest.mark.parametrize("plan", [ParallelPlan(dp=2), ParallelPlan(pp=2)], ids=str)
+def test_a_slow_rank_is_named(pools, corpus, tmp_path, plan):
     values = {
         **SETTINGS,
-        **plan_overrides(ParallelPlan(dp=2)),
+        **plan_overrides(plan),
         "Engine.straggler_freq": 4,
         "Engine.max_steps": 6,
         "Data.Train.dataset.input_dir": str(corpus),
@@ -137,5 +154,6 @@ def test_a_slow_rank_is_named(pools, corpus, tmp_path):
     target = "tests.e2e.spike_program:train_with_a_slow_rank"
     pools(2).run(target, values=values, world=2, rank=1, seconds=1.0)
     [found] = records(tmp_path, "stragglers")
-    assert found["slowest"][0]["rank"] == 1
+    assert [slow["rank"] for slow in found["slowest"]] == [1]
+    assert found["slowest"][0]["compute"] > 0.9 and found["cost"] > 0.05
     assert (found["step"], found["steps"]) == (4, 4)

@@ -3,7 +3,8 @@
 Ranks that train together take equally long for a step, because the fast ones wait for the slow ones. What
 tells them apart is the time that a rank does *not* wait for others: its own. A job whose slowest rank has an
 own time of 1.3 s, and the others of 1.0 s, loses 0.3 s a step. The stages of a pipeline have different work,
-so a rank is compared with those of its own stage.
+so a rank is compared with those of its own stage; one that is alone in its stage, with those of the others,
+and it is slow only when it takes half as long again.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ppfleetx.distributed.together import gather
 
 LEAST_COST = 0.05
 """Share of the step's time from which a slow rank is worth a line."""
+_UNLIKE = 1.5  # so many times what other stages take a stage may take because it has more work
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class SlowRank:
     Attributes:
         data, compute: waiting for data, and the rest of its own time.
         usual: own time of the median rank; of two, the faster one's.
+        alone: it is the only one of its pipeline stage, and is compared with other stages.
     """
 
     rank: int
@@ -36,11 +39,17 @@ class SlowRank:
     data: float
     compute: float
     usual: float
+    alone: bool = False
 
     def __str__(self) -> str:
+        usual = (
+            f"other pipeline stages take {self.usual:.3f} s together, and may have less work"
+            if self.alone
+            else f"usual are {self.usual:.3f} s together"
+        )
         return (
             f"rank {self.rank} on {self.host} (data {self.data:.3f} s, computing {self.compute:.3f} s a "
-            f"step; usual are {self.usual:.3f} s together)"
+            f"step; {usual})"
         )
 
 
@@ -126,15 +135,27 @@ def judged(
     """
     total, data, waited = times.T
     own = np.maximum(total - waited, data)
-    usual = np.array([_median(own[np.equal(stages, stage)]) for stage in stages])
+    alone = [list(stages).count(stage) == 1 and len(stages) > 1 for stage in stages]
+    like = [
+        np.not_equal(stages, stage) if one else np.equal(stages, stage)
+        for stage, one in zip(stages, alone, strict=True)
+    ]
+    usual = np.array([_median(own[ranks]) for ranks in like])
     seconds = float(total.max())
-    excess = own - usual
+    excess = np.where(own >= np.where(alone, _UNLIKE, 1.0) * usual, own - usual, 0.0)
     cost = float(excess.max()) / max(seconds, 1e-9)
     if cost <= LEAST_COST:
         return None
     slow = [rank for rank in np.argsort(-own, kind="stable").tolist() if excess[rank] > LEAST_COST * seconds]
     told = [
-        SlowRank(rank, hosts[rank], float(data[rank]), float(own[rank] - data[rank]), float(usual[rank]))
+        SlowRank(
+            rank,
+            hosts[rank],
+            float(data[rank]),
+            float(own[rank] - data[rank]),
+            float(usual[rank]),
+            alone[rank],
+        )
         for rank in slow
     ]
     return Stragglers(step, steps, seconds, cost, tuple(told))

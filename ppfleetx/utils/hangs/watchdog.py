@@ -34,7 +34,7 @@ from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.peers import decide_end, is_end_decided
 
 _GATHERING = 0.25  # of the time-out: so long the others' reports are waited for,
-_GATHERING_MOST = 20.0  # but no longer than this
+_GATHERING_LEAST, _GATHERING_MOST = 2.0, 20.0  # within these seconds
 _WORKING_SHARE, _WORKING_BYTES = 0.2, 1 << 20  # of a core; a second
 _COMPUTING = 3.0  # time-outs: so long a rank is waited for that computes and comes no further
 _SAME_END_SECONDS = 60.0
@@ -305,7 +305,7 @@ class Watchdog:
 
     def _patience(self, timeout: float) -> float:
         """Seconds that the reports of the other ranks are waited for."""
-        return min(_GATHERING * timeout, _GATHERING_MOST) + 2 * self._tick
+        return min(max(_GATHERING * timeout, _GATHERING_LEAST), _GATHERING_MOST) + 2 * self._tick
 
     def _tell(self, text: str, explanation: Explanation, laid: Sequence[Path]) -> None:
         where = f"the ranks' reports are in {laid[0]}" if laid else "no report could be written"

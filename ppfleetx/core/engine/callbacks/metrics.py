@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -38,14 +39,14 @@ class MetricsFile(Recorder):
 
     def on_fit_start(self, run: Run) -> None:
         if run.state.step:
-            keep_until(self._path, run.state.step)
+            self._forget(run.state.step, consumed=run.state.consumed_samples)
         elif self._path.exists():
             get_logger().info(f"the metrics of an earlier run are now {put_aside(self._path)}")
 
     def on_spike(self, run: Run, spike: Spike) -> None:
         super().on_spike(run, spike)
         if spike.to_step is not None:  # what came after that checkpoint has not happened
-            keep_until(self._path, spike.to_step)
+            self._forget(spike.to_step)
         told = spike.to_json()
         at_step = told.pop("step")
         step = at_step if spike.to_step is None else spike.to_step
@@ -53,6 +54,16 @@ class MetricsFile(Recorder):
 
     def on_stragglers(self, run: Run, found: Stragglers) -> None:
         self.keep({"kind": "stragglers", **found.to_json()})
+
+    def _forget(self, step: int, *, consumed: float = math.inf) -> None:
+        """:func:`keep_until`; a full disk ends no training here either."""
+        try:
+            keep_until(self._path, step, consumed=consumed)
+        except OSError as error:
+            get_logger().error(
+                f"{self._path} still has what came after global step {step}, which counts no more: "
+                f"{error.strerror}"
+            )
 
     def keep(self, record: dict[str, Any]) -> None:
         """Add a whole line or nothing: a full disk ends no training, unless by its checkpoints."""
@@ -68,12 +79,17 @@ class MetricsFile(Recorder):
             get_logger().error(f"global step {record['step']} is not in {self._path}: {error.strerror}")
 
 
-def keep_until(path: Path, step: int) -> None:
-    """Drop records later than ``step`` and a line torn by a kill."""
+def keep_until(path: Path, step: int, *, consumed: float = math.inf) -> None:
+    """Drop records later than ``step`` and a line torn by a kill.
+
+    Args:
+        consumed: samples that have been used at that step. A spike in later ones, which has sent the run back
+            to that step, is dropped as well: a run that resumes there meets it again.
+    """
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8").splitlines()
-    kept = [line for line in lines if _step_of(line) <= step]
+    kept = [line for line in lines if _step_of(line) <= step and _first_sample(line) < consumed]
     if kept != lines:
         with atomic_write(path, "w") as file:
             file.write("".join(f"{line}\n" for line in kept))
@@ -85,3 +101,10 @@ def _step_of(line: str) -> float:
         return json.loads(line)["step"]
     except (json.JSONDecodeError, KeyError, TypeError):
         return float("inf")
+
+
+def _first_sample(line: str) -> float:
+    """Of a spike, the first sample of its step; 0 of everything else."""
+    record = json.loads(line)
+    samples = record.get("samples") if record.get("kind") == "spike" else None
+    return samples[0] if samples else 0.0
