@@ -65,7 +65,7 @@ def _newest(directory: Path) -> dict[int, Report]:
         rest = f". {'; '.join(told[:_SHOWN_FAULTS])}" if told else ""
         raise UserError(
             f"{directory} has no report of a rank (rank_*.json): no job has come to a halt there, or "
-            f"none of its ranks could write{rest}"
+            f"none of its ranks could write (its error then names another directory){rest}"
         )
     for line in told[:_SHOWN_FAULTS]:
         print(f"warning: {line}", file=sys.stderr)

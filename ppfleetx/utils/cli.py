@@ -165,6 +165,7 @@ def _exit_code_of(error: Exception) -> int | None:
         print(f"error: {ended}", file=sys.stderr, flush=True)
         if _OF_LAUNCHER in os.environ:
             _wait_for_the_launcher()
+            _keep_exit_code()
         return EXIT_PEER_LOST
     if isinstance(error, OutOfMemoryError):
         print(f"error: {error}", file=sys.stderr, flush=True)

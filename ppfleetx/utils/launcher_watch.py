@@ -82,14 +82,23 @@ def _end_with_conventional_code() -> None:
         code = 0 if codes and not any(codes) and None not in codes else _SIGNALLED + number
     else:
         failed = next((code for code in codes if code), 0)
-        told = next((code for code in codes if code in _CAUSES), None)
-        if told is None and failed >= 0:
+        told = _telling(codes)
+        if told == failed >= 0:
             return  # the launcher's own choice
-        code = _SIGNALLED - failed if told is None else told
+        code = told if told >= 0 else _SIGNALLED - told
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+def _telling(codes: Sequence[int | None]) -> int:
+    """Of the ranks' exit codes the one that says most: not that of a rank that the launcher has ended."""
+    failed = [code for code in codes if code]
+    told = [code for code in failed if code in _CAUSES] or [
+        code for code in failed if code != -signal.SIGTERM
+    ]
+    return (told or failed or [0])[0]
 
 
 # -- the nodes' meeting -----------------------------------------------------------------------

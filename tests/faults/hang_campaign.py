@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.utils.hangs.explain import explain
+from ppfleetx.utils.hangs.report import latest, read_reports
 from tests.e2e.program import NANO, ROOT, SETTINGS, plan_overrides
 from tests.e2e.resumption import write_corpus
 from tests.helpers import programs
@@ -43,6 +45,7 @@ class Case:
         rank: that it befalls.
         said: pattern of the sentence.
         codes: exit codes that the launcher may end with.
+        reported: pattern of what ``ppfleetx hang-report`` says later; "": of the same, None: nothing.
     """
 
     name: str
@@ -50,6 +53,7 @@ class Case:
     rank: int
     said: str
     codes: tuple[int, ...] = (4,)
+    reported: str | None = ""
 
 
 CASES = (
@@ -67,6 +71,8 @@ CASES = (
         r"rank \d: waiting for rank \d in all_reduce of group 0 \(\d+ bytes\): it sent all_reduce "
         r"\(\d+ bytes\) in its place",
         codes=(1,),
+        reported=r"the calls differ: as number \d+ rank 0 calls all_reduce with shape \[4\] of float32, "
+        r"rank 1 calls all_reduce with shape \[5\] of float32",
     ),
     Case(
         "skipped",
@@ -108,6 +114,9 @@ CASES = (
         1,
         r"rank \d: waiting for rank \d in .*the ranks do not run the same operations in the same order",
         codes=(1,),
+        reported=r"the calls differ: as number \d+ rank 0 calls all_gather with shape \[7\] of int64, rank 1 "
+        r"calls all_gather with shape \[1\] of int64; rank 1 is at step 4, the others at step 3|"
+        r"the calls differ: as number \d+ rank 0 calls .*, rank 1 calls .*",
     ),
     Case("link", ParallelPlan(dp=2), 1, r"waits? in .*the messages do not get through; the network"),
     Case(
@@ -116,6 +125,7 @@ CASES = (
         1,
         r"rank 1 at [\d.:]+ is gone: .*the kernel has killed a process because memory ran out",
         codes=(3, 137, 247),
+        reported=r"rank 0 waits in .*rank 1 at [\d.:]+ is gone: .*because memory ran out",
     ),
 )
 
@@ -127,6 +137,7 @@ class Found:
     seconds: float
     codes: list[int]
     sentence: str
+    reported: str
     complaints: list[str]
 
 
@@ -209,7 +220,21 @@ class Job:
             "Traceback" in self.said() and 1 not in self.case.codes
         ):  # ranks out of step are a defect, with one
             complaints.append("a traceback")
-        return Found(seconds, codes, fitting[0] if fitting else "", complaints)
+        reported = self._told_again(complaints)
+        return Found(seconds, codes, fitting[0] if fitting else "", reported, complaints)
+
+    def _told_again(self, complaints: list[str]) -> str:
+        """What ``ppfleetx hang-report`` reads from the directory."""
+        if self.case.reported is None:
+            return ""
+        reports = latest(read_reports(self.directory / "run" / "hang"))
+        if not reports:
+            complaints.append("no report of a rank")
+            return ""
+        sentence = explain(reports).sentence
+        if not re.search(self.case.reported or self.case.said, f"{sentence}; "):
+            complaints.append(f"reported is {sentence}")
+        return sentence
 
     def said(self) -> str:
         """What the ranks have said."""
@@ -290,6 +315,7 @@ def main() -> int:
             verdict = "; ".join(found.complaints) or "ok"
             print(f"{case.name} ({case.plan}): {found.seconds:.1f} s, exit codes {found.codes}: {verdict}")
             print(f"    {found.sentence}", flush=True)
+            print(f"    reported: {found.reported}", flush=True)
     print(f"{failed} failed")
     return 1 if failed else 0
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from ppfleetx.utils import launcher_watch
 from ppfleetx.utils.start import START_VARIABLE
 from tests.helpers import programs
 from tests.helpers.ranks import free_port
@@ -183,3 +184,19 @@ def test_exit_codes_are_the_usual_ones(launch, tmp_path, does: str, number: int 
         job.send_signal(number)
     code, output = ended(job)
     assert code == usual, output
+
+
+@pytest.mark.parametrize(
+    ("codes", "told"),
+    [
+        ([3, 0, 3], 3),
+        ([-9, 3], -9),  # killed from outside
+        ([-15, 1], 1),  # ended by the launcher, because of the other
+        ([-15, None], -15),
+        ([-9, 4], 4),  # a rank that was stopped, and the one that says so
+        ([3, 5, 3], 5),
+        ([0, None], 0),
+    ],
+)
+def test_the_rank_that_says_most_decides_the_exit_code(codes, told):
+    assert launcher_watch._telling(codes) == told

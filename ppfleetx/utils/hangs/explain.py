@@ -164,8 +164,9 @@ def _place(report: Report) -> str:
     where = f" ({report.where})" if report.where else ""
     if report.works:
         return f"{what}{where}, and works"
-    computes = f", and has computed there for {report.place_seconds:.0f} s" if report.computes else ""
-    return f"{what}{where}{computes}"
+    if report.computes and report.place_seconds >= report.timeout:
+        return f"{what}{where}, and has computed there for {report.place_seconds:.0f} s"
+    return f"{what}{where}"
 
 
 def _silence(silent: Sequence[int], reports: Mapping[int, Report]) -> str:
