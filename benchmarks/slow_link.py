@@ -23,6 +23,9 @@ gradient sent; or the gradients take longer. Norm and update come last, before t
 ``--sleep 0.2`` lets each block sleep so many seconds in the forward pass and twice as many in the backward
 pass: the link is then measured against a computation that needs no core, on a machine that has other work.
 
+``--between 0.02`` waits so many seconds between two steps, as training does, which reads data and writes its
+log. They are not counted.
+
 Needs root and iproute2.
 """
 
@@ -58,6 +61,9 @@ def main() -> None:
     parser.add_argument("--bucket", type=float, default=8.0, help="Distributed.bucket_size, MiB")
     parser.add_argument("--sharding", type=int, choices=(1, 2), help="stage, instead of dp")
     parser.add_argument("--sleep", type=float, default=0.0, metavar="SECONDS", help="of each block")
+    parser.add_argument(
+        "--between", type=float, default=0.0, metavar="SECONDS", help="two steps, not counted"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -209,6 +215,7 @@ def _work(args: argparse.Namespace, overlaps: bool) -> dict[str, float]:
         seconds.append(time.perf_counter() - begin)
         first[-1] -= begin
         last[-1] -= begin
+        time.sleep(args.between)
     return {
         "step": statistics.median(seconds[2:]),
         "sums": statistics.median(sums.seconds[2:]),
