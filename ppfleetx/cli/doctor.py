@@ -144,6 +144,7 @@ def _case(args: argparse.Namespace) -> Case:
         size,
         local_rank() if size > 1 else 0,
         int(os.environ.get("PADDLE_LOCAL_SIZE", size)),
+        patience=args.timeout,
         found=tuple(found),
     )
 

@@ -19,6 +19,7 @@ from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.files import fingerprints, starts
 from ppfleetx.doctor.report import rank_words
 from ppfleetx.doctor.rows import Row, Status, ok
+from ppfleetx.doctor.within import within
 from ppfleetx.utils.installed import LIBRARIES
 
 Values = Mapping[str, Any]
@@ -31,6 +32,7 @@ _OF_A_MACHINE = ("_IFNAME", "NCCL_IB_HCA")  # interfaces may have other names on
 _HARMLESS = ("NCCL_DEBUG", "NVIDIA_", "NCCL_TOPO", "NCCL_IB_GID_INDEX", "NCCL_NET_GDR", "FLAGS_logtostderr")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _SHOWN = 4
+_READ_SECONDS = 40.0  # less than the others wait
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,12 @@ class Fact:
 
     def of(self, case: Case) -> Values | None:
         """The values of this process; None where others speak for it."""
-        return self.read(case) if case.local_rank == 0 or not self.of_node else None
+        if self.of_node and case.local_rank != 0:
+            return None
+        try:
+            return within(_READ_SECONDS, lambda: self.read(case))
+        except TimeoutError:
+            return {self.name: f"not read within {_READ_SECONDS:g} s"}
 
 
 def _versions(case: Case) -> Values:
@@ -120,15 +127,14 @@ def _all_variables(case: Case) -> Iterator[tuple[str, str]]:
 
 
 FACTS: tuple[Fact, ...] = (
-    Fact("versions", _versions, "install the same versions on all machines", of_node=True),
+    Fact("versions", _versions, "install the same versions on all machines"),
     Fact(
         "other packages",
         _other_versions,
         "install the same versions on all machines: what they are needed for may differ",
         Status.WARN,
-        of_node=True,
     ),
-    Fact("sources", _sources, "use the same checkout of ppfleetx on all machines", of_node=True),
+    Fact("sources", _sources, "use the same checkout of ppfleetx on all machines"),
     Fact("configuration", _configuration, "give all machines the same file and the same -o"),
     Fact(
         "data and tokenizer", fingerprints, "copy the same files to all machines, or share them", of_node=True

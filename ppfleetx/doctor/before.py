@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -10,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from ppfleetx.config.counts import counted
 from ppfleetx.doctor.arrival import listening, reach
 from ppfleetx.doctor.interfaces import is_local
-from ppfleetx.doctor.nodes import own_address
+from ppfleetx.doctor.nodes import own_address, resolved
 from ppfleetx.doctor.rows import Row, fail
 
 # The launcher reads these as if they were its options, and ranks take them for their place in the job.
@@ -28,13 +29,16 @@ _REACH_SECONDS = 5.0
 _IMPORT_SECONDS = 120.0
 
 
-def launcher_rows(environ: Mapping[str, str], nodes: int, nproc: int | None) -> Iterator[Row]:
+def launcher_rows(
+    environ: Mapping[str, str], nodes: int, nproc: int | None, master: str | None = None
+) -> Iterator[Row]:
     """Rows of what is wrong; none where nothing is.
 
     Args:
         environ: of this process, which the launcher gets.
         nodes: machines of the job.
         nproc: processes that were asked for; None: as many as there are cards.
+        master: ``HOST:PORT``, where it was given.
     """
     try:
         os.getcwd()  # noqa: PTH109
@@ -55,8 +59,26 @@ def launcher_rows(environ: Mapping[str, str], nodes: int, nproc: int | None) -> 
             f"{','.join(visible)}: {counted(len(visible), 'card')} for {nproc} processes",
             f"name {nproc} cards, unset the variable, or give --nproc {len(visible)}",
         )
+    if nodes == 1 and master is not None:
+        yield from _master(master)
     if nodes == 1:
         yield from _own_address(environ)
+
+
+def _master(master: str) -> Iterator[Row]:
+    """Whether the place that is named on one machine could be used, though its processes can do without."""
+    host, _, port = master.rpartition(":")
+    if not port.isdigit() or not 0 < int(port) < 1 << 16 or not is_local(resolved(host)):
+        cure = "leave --master (PADDLE_MASTER) out on one machine, or name this one and a free port of it"
+        yield fail("--master", f"{master} is no port of this machine", cure)
+        return
+    try:
+        socket.create_server(("", int(port))).close()
+    except OSError as error:
+        cure = "another program, or a job that still runs, holds it: name a free port, or leave --master out"
+        yield fail(
+            "--master", f"port {port} of this machine cannot be opened: {os.strerror(error.errno)}", cure
+        )
 
 
 def _own_address(environ: Mapping[str, str]) -> Iterator[Row]:
@@ -83,6 +105,10 @@ def import_row() -> Row | None:
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_IMPORT_SECONDS, check=False, errors="replace"
+        )
+    except OSError as error:
+        return fail(
+            "import paddle", f"{sys.executable} cannot be started: {error.strerror}", "let this user run it"
         )
     except subprocess.TimeoutExpired:
         return fail("import paddle", f"takes longer than {_IMPORT_SECONDS:g} s", "is its disk slow or gone?")

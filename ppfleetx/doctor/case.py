@@ -27,6 +27,8 @@ class Case:
         local_rank: number of this process on its node.
         local_size: processes of the job on this node.
         environ: the environment that checks read.
+        patience: seconds after which a check is given up that waits for a file system, a name server or a
+            driver, where its own limit is not shorter.
         found: rows from before the checks begin, as of a configuration that cannot be read.
     """
 
@@ -37,6 +39,7 @@ class Case:
     local_rank: int = 0
     local_size: int = 1
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    patience: float = 300.0
     found: tuple[Row, ...] = ()
 
     @property

@@ -29,7 +29,7 @@ _DENIED_CURE = "let this user read it: chmod a+r FILE, and a+x on the directorie
 _DAMAGED_CURE = "copy it again from where it is whole, or make it anew (tools/preprocess_data.py)"
 _BLOCKS, _BLOCKS_COMPARED = 256, 64
 """Of 1 MiB, spread over a file, that are read of it; smaller files are read whole."""
-_READ_SECONDS = 60.0
+_READ_SECONDS = 30.0  # for all corpora of a mode
 _DAMAGE = ("truncated", "damaged", "not as it was written", "input/output")
 _MODES = ("Train", "Eval")
 
@@ -70,12 +70,13 @@ def _look(cfg: RunConfig, mode: str) -> Iterator[str]:
         return
     corpora = corpora_of(cfg, mode)
     _has_a_sample(corpora, cfg, mode)
+    end = time.monotonic() + _READ_SECONDS
     for corpus in corpora:
         sums = read_checksums(corpus.prefix)
         kept = ""
         if sums is not None:
             sums.check_sizes()
-            kept = f", {_as_written(sums)} as in {checksums_path(corpus.prefix).name}"
+            kept = f", {_as_written(sums, end)} as in {checksums_path(corpus.prefix).name}"
         ends = corpus.flat(0, 1).sum() + corpus.flat(corpus.num_tokens - 1, corpus.num_tokens).sum()
         assert ends >= 0
         yield f"{corpus.prefix}: {corpus.num_tokens:,} tokens in {len(corpus):,} sequences{kept}"
@@ -98,13 +99,13 @@ def _has_a_sample(corpora: Sequence[TokenStore], cfg: RunConfig, mode: str) -> N
         )
 
 
-def _as_written(sums: CorpusChecksums) -> str:
-    """Which part of a corpus was read, and has its checksums.
+def _as_written(sums: CorpusChecksums, end: float) -> str:
+    """Which part of a corpus was read until ``end`` (monotonic), and has its checksums.
 
     Raises:
         DataError: a block has not.
     """
-    end, is_whole = time.monotonic() + _READ_SECONDS, True
+    is_whole = True
     for suffix, one in sums.files.items():
         path, numbers = Path(f"{sums.prefix}{suffix}"), spread(len(one.crcs), _BLOCKS)
         is_whole &= len(numbers) == len(one.crcs)

@@ -61,7 +61,7 @@ def job_rows(
     named = os.environ.get("PADDLE_NNODES", "1")
     nodes = nodes or (int(named) if named.isdigit() else 1)
     master = master or os.environ.get("PADDLE_MASTER")
-    rows = [replace(row, group="processes") for row in launcher_rows(os.environ, nodes, nproc)]
+    rows = [replace(row, group="processes") for row in launcher_rows(os.environ, nodes, nproc, master)]
     if not rows:
         rows += [replace(row, group="nodes") for row in examine_nodes_first(nodes, master, seconds)]
     if exit_code(rows):

@@ -7,9 +7,6 @@ A check is a function of this package that takes a :class:`~ppfleetx.doctor.case
 from __future__ import annotations
 
 import importlib
-import queue
-import threading
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -19,6 +16,9 @@ from ppfleetx.config.errors import UserError
 from ppfleetx.doctor.cards import visible_cards
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.rows import Row, fail, skipped
+from ppfleetx.doctor.within import within
+
+_LEAST_PATIENCE = 30.0  # machines are busy when jobs start
 
 
 class Need(Enum):
@@ -49,8 +49,8 @@ class Check:
         title: name of the row where the check itself cannot run.
         need: what it cannot do without.
         each: who runs it.
-        seconds: it is given up after so long; None: it only computes and cannot wait for anybody. What has
-            a limit runs in a thread of its own.
+        seconds: it is given up after so long, or after the case's patience; None: it only computes and
+            cannot wait for anybody. What has a limit runs in a thread of its own.
     """
 
     group: str
@@ -90,7 +90,8 @@ CHECKS: tuple[Check, ...] = (
     Check("storage", "storage", "output_directory", "output directory", Need.CONFIG, seconds=120.0),
     Check("storage", "storage", "room", "room", Need.CONFIG, seconds=30.0),
     Check("environment", "environment", "paddle_loads", "import paddle", Need.PADDLE, Each.RANK),
-    Check("environment", "libraries", "libraries", "libraries"),
+    Check("environment", "values", "values", "values of variables", Need.PADDLE, Each.RANK),
+    Check("environment", "libraries", "libraries", "libraries", each=Each.RANK),
     Check("configuration", "configuration", "memory", "memory", Need.CONFIG, Each.CARD),
     Check("network", "interfaces", "network", "interfaces"),
     Check("operators", "operators", "registered", "registered kernels", Need.PADDLE),
@@ -129,20 +130,14 @@ def obstacle(check: Check, case: Case) -> str:
 def _run(check: Check, case: Case) -> list[Row]:
     if check.seconds is None:
         return _rows(check, case)
-    answers: queue.SimpleQueue[list[Row]] = queue.SimpleQueue()
-    thread = threading.Thread(
-        target=lambda: answers.put(_rows(check, case)), name=f"check {check.function}", daemon=True
-    )
-    begin = time.monotonic()
-    thread.start()
+    limit = min(check.seconds, max(case.patience, _LEAST_PATIENCE))
     try:
-        return answers.get(timeout=check.seconds)
-    except queue.Empty:
-        waited = time.monotonic() - begin
+        return within(limit, lambda: _rows(check, case))
+    except TimeoutError:
         return [
             fail(
                 check.title,
-                f"no answer within {waited:.0f} s",
+                f"no answer within {limit:.0f} s",
                 "a file system, a name server or a driver does not answer: try the same by hand "
                 "(ls, getent hosts, nvidia-smi)",
             )

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from typing import IO, Self
 
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
@@ -31,10 +31,11 @@ from ppfleetx.doctor.registry import CHECKS, Check, examine
 from ppfleetx.doctor.report import in_groups, joined, rank_words
 from ppfleetx.doctor.rows import Row, Status, fail, ok, skipped
 from ppfleetx.doctor.storage import nearest_directory
+from ppfleetx.doctor.within import within
 
 LOCAL_SECONDS = 1200.0
 """That a process may take for the checks that it makes by itself; each has its own limit."""
-_SHORT_SECONDS = 60.0
+_SHORT_SECONDS, _LOOK_SECONDS = 60.0, 20.0
 ALONE = "meeting"
 """Row of a rank that has not met the others, and looked for itself."""
 _PROCESSES, _AGREEMENT, _COLLECTIVES = "processes", "agreement", "collectives"
@@ -170,16 +171,20 @@ class Job:
 
     def _shared_directory(self) -> Iterator[Row]:
         """Rank 0 makes a file, the others look for it; it is gone afterwards."""
-        place = nearest_directory(output_dir_of(self.case.cfg))
+        try:
+            directory = output_dir_of(self.case.cfg)
+            place = within(_LOOK_SECONDS, lambda: nearest_directory(directory))
+        except (TimeoutError, OSError):
+            place = directory
         with contextlib.ExitStack() as stack:
             mark = ""
             if self.case.rank == 0:
                 with contextlib.suppress(OSError):  # the check of the directory says why
-                    made = tempfile.NamedTemporaryFile(dir=place, prefix=".ppfleetx-doctor-")  # noqa: SIM115
+                    made = within(_LOOK_SECONDS, lambda: _temporary_file(place))
                     mark = Path(stack.enter_context(made).name).name
             names = self.meeting.exchange([mark, host_of(self.case)], _SHORT_SECONDS)
             mark = names[0].value[0]
-            seen = self.meeting.exchange(bool(mark) and (place / mark).exists(), _SHORT_SECONDS)
+            seen = self.meeting.exchange(bool(mark) and _is_there(place / mark), _SHORT_SECONDS)
         blind = [rank for rank, answer in enumerate(seen) if not answer.problem and not answer.value]
         hosts = {answer.value[1] for answer in names if not answer.problem}
         if not mark:
@@ -245,6 +250,17 @@ class Job:
                 return  # it says what did not end
             cure = "look at the first rank that failed, at its log and its machine"
             rows.append(fail("communication", f"{type(error).__name__}: {str(error)[:400]}", cure))
+
+
+def _temporary_file(place: Path) -> IO[bytes]:
+    return tempfile.NamedTemporaryFile(dir=place, prefix=".ppfleetx-doctor-")
+
+
+def _is_there(file: Path) -> bool:
+    try:
+        return within(_LOOK_SECONDS, file.exists)
+    except (TimeoutError, OSError):  # the check of the directory says why
+        return False
 
 
 class Guard:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,13 @@ import pytest
 
 from ppfleetx.doctor import before, launch
 from ppfleetx.doctor.before import launcher_rows
+from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.launch import launched_rows
 from ppfleetx.doctor.libraries import _fits, broken_row
 from ppfleetx.doctor.rows import Status
+from ppfleetx.doctor.values import flag_rows, values
 from tests.doctor.conftest import by_name
-from tests.helpers.ranks import ROOT
+from tests.helpers.ranks import ROOT, free_port
 
 
 def rows_of(environ: dict[str, str], nodes: int = 1, nproc: int | None = 2):
@@ -39,6 +42,30 @@ def test_an_environment_in_which_ranks_can_start():
 def test_what_of_the_environment_keeps_ranks_from_starting(environ, name, found, cure):
     row = rows_of(environ)[name]
     assert row.status is Status.FAIL and found in row.found and cure in row.cure
+
+
+def test_a_port_that_another_program_holds_is_named_on_one_machine_too():
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        row = by_name(launcher_rows({"POD_IP": "127.0.0.1"}, 1, 2, f"127.0.0.1:{port}"))["--master"]
+    assert row.status is Status.FAIL and f"port {port} of this machine cannot be opened" in row.found
+    assert list(launcher_rows({"POD_IP": "127.0.0.1"}, 1, 2, f"127.0.0.1:{free_port()}")) == []
+    (row,) = launcher_rows({"POD_IP": "127.0.0.1"}, 1, 2, "127.0.0.1:99999")
+    assert "no port of this machine" in row.found
+
+
+def test_values_that_nobody_can_read_are_named():
+    known = {"FLAGS_check_nan_inf": False, "FLAGS_stop_check_timeout": 900, "FLAGS_allocator_strategy": "x"}
+    right = {"FLAGS_check_nan_inf": "True", "FLAGS_stop_check_timeout": "5", "FLAGS_selected_gpus": "0"}
+    assert list(flag_rows(right, known)) == []
+    wrong = {"FLAGS_check_nan_inf": "banana", "FLAGS_stop_check_timeout": "soon", "FLAGS_check_nan": "1"}
+    unknown, truth, number = flag_rows(wrong, known)
+    assert unknown.status is Status.WARN and "is spelt FLAGS_check_nan_inf" in unknown.cure
+    assert truth.status is Status.FAIL and "'banana' is not true or false" in truth.found
+    assert number.status is Status.FAIL and "'soon' is not a number" in number.found
+    (row,) = values(Case(environ={"OMP_NUM_THREADS": "abc", "MKL_NUM_THREADS": "4"}))
+    assert row.status is Status.FAIL and "'abc' is no number of threads" in row.found
+    assert list(values(Case(environ={"FLAGS_check_nan_inf": "1", "OMP_NUM_THREADS": "4,2"}))) == []
 
 
 def test_a_machine_that_does_not_reach_itself_and_a_directory_that_is_gone(monkeypatch):
