@@ -80,6 +80,7 @@ CHECKS: tuple[Check, ...] = (
     Check("environment", "environment", "versions", "versions"),
     Check("environment", "environment", "machine", "machine"),
     Check("environment", "limits", "limits", "limits"),
+    Check("environment", "values", "threads", "threads", each=Each.RANK),
     Check("environment", "environment", "variables", "variables", each=Each.RANK),
     Check("configuration", "configuration", "plan", "plan", Need.CONFIG),
     Check("configuration", "configuration", "beginning", "start", Need.CONFIG, seconds=30.0),

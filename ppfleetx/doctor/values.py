@@ -16,14 +16,18 @@ _TRUTH = ("0", "1", "true", "false", "t", "f", "yes", "no", "y", "n")
 _OF_LAUNCHER = ("FLAGS_selected_", "FLAGS_START_PORT", "FLAGS_FIXED_PORT", "FLAGS_logtostderr")
 
 
-def values(case: Case) -> Iterator[Row]:
-    """Rows of numbers of threads and of Paddle's flags that are wrong; none where none is."""
+def threads(case: Case) -> Iterator[Row]:
+    """Rows of numbers of threads that are none; looked at before ppfleetx sets its own."""
     for name in _THREADS:
         value = case.environ.get(name, "1")
         if not _COUNTS.fullmatch(value):
             yield fail(
                 name, f"{value!r} is no number of threads", f"{name}=N, a whole number; or unset {name}"
             )
+
+
+def values(case: Case) -> Iterator[Row]:
+    """Rows of Paddle's flags that are wrong; none where none is."""
     given = {name: value for name, value in case.environ.items() if name.startswith("FLAGS_")}
     if given:
         from paddle.base import core

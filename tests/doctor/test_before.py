@@ -17,7 +17,7 @@ from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.launch import launched_rows
 from ppfleetx.doctor.libraries import _fits, broken_row
 from ppfleetx.doctor.rows import Status
-from ppfleetx.doctor.values import flag_rows, values
+from ppfleetx.doctor.values import flag_rows, threads, values
 from tests.doctor.conftest import by_name
 from tests.helpers.ranks import ROOT, free_port
 
@@ -63,9 +63,10 @@ def test_values_that_nobody_can_read_are_named():
     assert unknown.status is Status.WARN and "is spelt FLAGS_check_nan_inf" in unknown.cure
     assert truth.status is Status.FAIL and "'banana' is not true or false" in truth.found
     assert number.status is Status.FAIL and "'soon' is not a number" in number.found
-    (row,) = values(Case(environ={"OMP_NUM_THREADS": "abc", "MKL_NUM_THREADS": "4"}))
+    (row,) = threads(Case(environ={"OMP_NUM_THREADS": "abc", "MKL_NUM_THREADS": "4"}))
     assert row.status is Status.FAIL and "'abc' is no number of threads" in row.found
-    assert list(values(Case(environ={"FLAGS_check_nan_inf": "1", "OMP_NUM_THREADS": "4,2"}))) == []
+    case = Case(environ={"FLAGS_check_nan_inf": "1", "OMP_NUM_THREADS": "4,2"})
+    assert list(values(case)) == list(threads(case)) == []
 
 
 def test_a_machine_that_does_not_reach_itself_and_a_directory_that_is_gone(monkeypatch):
