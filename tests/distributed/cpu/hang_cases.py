@@ -30,7 +30,7 @@ def halt(kind: str, directory: str, patience: float, slow: float = 0.0) -> str:
     Inquiry.judge = lambda self, operation, suspicion: 0  # as on a GPU: nobody else finds out
     local = Path(directory, "local")  # for copies of the reports
     local.mkdir(exist_ok=True)
-    tempfile.tempdir = str(local)
+    tempfile.tempdir, watchdog._RAM = str(local), local
     limits = watchdog.Limits(timeout=patience, start_timeout=patience)
     watchdog.begin(Identity(rank, 2), limits, Path(directory), end=lambda: os._exit(EXIT))
     own = [watchdog.Peers.own()]
