@@ -18,7 +18,7 @@ from ppfleetx.config.record import flat_values
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.files import fingerprints, starts
 from ppfleetx.doctor.report import rank_words
-from ppfleetx.doctor.rows import Row, Status, ok
+from ppfleetx.doctor.rows import Row, Status, ok, warn
 from ppfleetx.doctor.within import within
 from ppfleetx.utils.installed import LIBRARIES
 
@@ -32,7 +32,12 @@ _OF_A_MACHINE = ("_IFNAME", "NCCL_IB_HCA")  # interfaces may have other names on
 _HARMLESS = ("NCCL_DEBUG", "NVIDIA_", "NCCL_TOPO", "NCCL_IB_GID_INDEX", "NCCL_NET_GDR", "FLAGS_logtostderr")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _SHOWN = 4
-_READ_SECONDS = 40.0  # less than the others wait
+_READ_SECONDS = 40.0  # of one fact; less than the others wait
+_UNREAD = "unread"  # in the place of a hash
+
+
+def _nobody(what: str) -> None:
+    """Is told what is read, where nobody waits."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,11 @@ class Fact:
         try:
             return within(_READ_SECONDS, lambda: self.read(case))
         except TimeoutError:
-            return {self.name: f"not read within {_READ_SECONDS:g} s"}
+            return self.unread()
+
+    def unread(self) -> Values:
+        """The values of a process that could not read them in time."""
+        return {self.name: f"not read within {_READ_SECONDS:g} s"}
 
 
 def _versions(case: Case) -> Values:
@@ -146,28 +155,44 @@ FACTS: tuple[Fact, ...] = (
 """Everything that is compared."""
 
 
-def digests(case: Case) -> dict[str, str | None]:
-    """A hash of each fact of this process; None where others speak for it."""
+def digests(case: Case, tell: Callable[[str], None] = _nobody) -> dict[str, str | None]:
+    """A hash of each fact of this process; None where others speak for it.
+
+    Args:
+        case: this process's place.
+        tell: is given the name of each fact before it is read, which may take a while.
+    """
     found: dict[str, str | None] = {}
     for fact in FACTS:
+        tell(fact.name)
         values = fact.of(case)
-        found[fact.name] = None if values is None else _digest(values)
+        found[fact.name] = None if values is None else _digest(fact, values)
     return found
 
 
-def _digest(values: Values) -> str:
+def _digest(fact: Fact, values: Values) -> str:
+    if values == fact.unread():
+        return _UNREAD
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def differing(told: Sequence[Mapping[str, str | None]]) -> list[str]:
-    """Names of the facts whose hashes are not equal on all processes that have one."""
-    names = [fact.name for fact in FACTS]
-    return [name for name in names if len({t.get(name) for t in told} - {None}) > 1]
+    """Names of the facts whose hashes are not equal on all processes that have one, or that one of them could
+    not read."""
+    hashes = {fact.name: {t.get(fact.name) for t in told} - {None} for fact in FACTS}
+    return [name for name, those in hashes.items() if len(those) > 1 or _UNREAD in those]
 
 
-def in_full(case: Case, names: Sequence[str]) -> dict[str, Values | None]:
-    """The values of the facts of these names."""
-    return {fact.name: fact.of(case) for fact in FACTS if fact.name in names}
+def in_full(
+    case: Case, names: Sequence[str], tell: Callable[[str], None] = _nobody
+) -> dict[str, Values | None]:
+    """The values of the facts of these names; ``tell`` as of :func:`digests`."""
+    found: dict[str, Values | None] = {}
+    for fact in FACTS:
+        if fact.name in names:
+            tell(fact.name)
+            found[fact.name] = fact.of(case)
+    return found
 
 
 def agreement_rows(told: Mapping[int, Mapping[str, Values | None]], names: Sequence[str]) -> Iterator[Row]:
@@ -175,14 +200,18 @@ def agreement_rows(told: Mapping[int, Mapping[str, Values | None]], names: Seque
 
     Args:
         told: :func:`in_full` by rank.
-        names: the facts that differ; the others are equal.
+        names: the facts that differ, or were not read; the others are equal.
     """
     for fact in FACTS:
-        if fact.name not in names:
-            yield ok(fact.name, "equal on all processes")
-            continue
         values = {rank: facts[fact.name] for rank, facts in told.items() if facts.get(fact.name) is not None}
-        yield Row(fact.name, fact.status, "; ".join(_differences(values)), fact.cure)
+        unread = [rank for rank, mine in values.items() if mine == fact.unread()]
+        if fact.name in names and unread:
+            text = f"not compared: {rank_words(unread)} could not read it within {_READ_SECONDS:g} s"
+            yield warn(fact.name, text, "is the file system slow, or does it not answer? (ls, df)")
+        elif fact.name in names and (differences := "; ".join(_differences(values))):
+            yield Row(fact.name, fact.status, differences, fact.cure)
+        else:
+            yield ok(fact.name, "equal on all processes")
 
 
 def _differences(values: Mapping[int, Values]) -> Iterator[str]:

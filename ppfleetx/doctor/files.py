@@ -224,10 +224,10 @@ def starts(case: Case) -> dict[str, str]:
 def _of_checkpoint(place: Path) -> str:
     try:
         found = resolve_checkpoint(place, verify=False)
+        manifest = found / MANIFEST_FILE
+        return f"{found.name} {_digest(manifest)}" if manifest.is_file() else found.name
     except (UserError, OSError):
         return "no checkpoint that can be read"
-    manifest = found / MANIFEST_FILE
-    return f"{found.name} {_digest(manifest)}" if manifest.is_file() else found.name
 
 
 def _digest(path: Path) -> str:

@@ -151,9 +151,13 @@ class Job:
 
     def compare(self) -> None:
         """What must be equal, clocks, and whether all machines see one output directory."""
-        told = self._told(self.meeting.exchange(digests(self.case), _SHORT_SECONDS))
+
+        def tell(what: str) -> None:
+            self.meeting.tell(f"{_AGREEMENT}, {what}")
+
+        told = self._told(self.meeting.exchange(digests(self.case, tell), _SHORT_SECONDS))
         names = differing(list(told.values()))
-        values = self._told(self.meeting.exchange(in_full(self.case, names), _SHORT_SECONDS))
+        values = self._told(self.meeting.exchange(in_full(self.case, names, tell), _SHORT_SECONDS))
         self.of_job += [_in(_AGREEMENT, row) for row in agreement_rows(values, names)]
         clocks = {str(n): (clock.ahead, clock.round_trip) for n, clock in self.meeting.clocks.items()}
         (first, *_) = self.meeting.exchange(clocks, _SHORT_SECONDS)
@@ -209,7 +213,8 @@ class Job:
 
         def tell(what: str) -> None:
             guard.begin(what)
-            self.meeting.tell(what)
+            if not guard.has_given_up:  # its thread speaks and hears now
+                self.meeting.tell(what)
 
         def give_up(what: str) -> None:
             text = f"{what} did not end within {seconds:g} s"
