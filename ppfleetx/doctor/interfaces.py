@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import socket
 import struct
@@ -32,8 +33,12 @@ class Interface:
 
 def interfaces() -> list[Interface]:
     """The interfaces of this machine, or of the network namespace of this process."""
+    found: list[Interface] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        return [_interface(probe, name) for _, name in socket.if_nameindex()]
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it is gone since: containers come and go
+                found.append(_interface(probe, name))
+    return found
 
 
 def _interface(probe: socket.socket, name: str) -> Interface:
@@ -113,7 +118,18 @@ def _exact(value: str, found: Sequence[Interface]) -> list[Interface]:
 
 def is_local(address: str) -> bool:
     """Whether an IPv4 address is one of this machine's."""
-    return any(one.address == address for one in interfaces()) or address.startswith("127.")
+    is_first = any(one.address == address for one in interfaces())  # also of one that is down
+    return is_first or address.startswith("127.") or route_to(address) == address
+
+
+def route_to(address: str) -> str:
+    """The address of this machine that packets to ``address`` leave from; empty without a route. To one of
+    its own, an interface's second one too, they leave from that itself."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        socket.inet_aton(address)  # no name server is asked
+        probe.connect((address, 9))  # sends nothing
+        return probe.getsockname()[0]
+    return ""
 
 
 _VARIABLES = (("NCCL_SOCKET_IFNAME", nccl_choice), ("GLOO_SOCKET_IFNAME", _exact))

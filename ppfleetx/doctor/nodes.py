@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 from ppfleetx.doctor.arrival import receive_guests, visit
 from ppfleetx.doctor.case import Case
-from ppfleetx.doctor.interfaces import interfaces, is_local, network
+from ppfleetx.doctor.interfaces import interfaces, is_local, network, route_to
 from ppfleetx.doctor.links import examine_links, receiving
 from ppfleetx.doctor.meeting import Meeting, MeetingError
 from ppfleetx.doctor.rows import Row, Status, fail, ok, warn
+from ppfleetx.doctor.within import within
 
 _RESOLVE_SECONDS, _ROUND_SECONDS = 20.0, 60.0
 _CLOCK_SECONDS, _CLOCK_FAIL_SECONDS = 5.0, 300.0  # Kerberos, and file systems that ask it, refuse the latter
@@ -66,21 +66,21 @@ def examine_nodes(master: str, size: int, seconds: float, environ: Mapping[str, 
 
 def resolved(host: str, seconds: float = _RESOLVE_SECONDS) -> str:
     """The IPv4 address of a name; empty where it is not known, or no name server answers in time."""
-    found: list[str] = []
-
-    def look() -> None:
-        with contextlib.suppress(OSError):
-            found.append(socket.gethostbyname(host))
-
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return found[0] if found else ""
+    try:
+        return within(seconds, lambda: socket.gethostbyname(host))
+    except (OSError, UnicodeError):  # a label that is empty or too long
+        return ""
 
 
 def own_address(environ: Mapping[str, str]) -> str:
     """The address that Paddle's launcher takes for this machine's: ``POD_IP``, else the host name's."""
-    return environ.get("POD_IP") or resolved(socket.getfqdn(socket.gethostname())) or "127.0.0.1"
+    if named := environ.get("POD_IP"):
+        return named
+    try:
+        name = within(_RESOLVE_SECONDS, lambda: socket.getfqdn(socket.gethostname()))
+    except TimeoutError:
+        name = ""
+    return (resolved(name) if name else "") or "127.0.0.1"
 
 
 def address_row(own: str, host: str, master: str, *, is_first: bool) -> Row | None:
@@ -106,14 +106,6 @@ def address_row(own: str, host: str, master: str, *, is_first: bool) -> Row | No
             f"give --master {own}:PORT on all machines, or {cure}",
         )
     return None
-
-
-def route_to(address: str) -> str:
-    """The address of this machine that packets to ``address`` leave from; empty without a route."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # sends nothing
-        return probe.getsockname()[0]
-    return ""
 
 
 def _clocks(meeting: Meeting) -> Iterator[Row]:

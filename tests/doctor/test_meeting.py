@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +21,7 @@ from ppfleetx.doctor.interfaces import Interface, interfaces, named_rows, nccl_c
 from ppfleetx.doctor.meeting import MeetingError
 from ppfleetx.doctor.rows import Status
 from tests.doctor.conftest import by_name
-from tests.helpers.ranks import free_port
+from tests.helpers.ranks import ROOT, free_port
 
 
 def together(port: int, size: int, act, seconds: float = 10.0) -> list:
@@ -252,6 +256,20 @@ def test_nodes_that_meet_reach_each_other_and_agree_on_the_time(monkeypatch):
                 Status.OK
             }
             assert rows["speed"].status is not Status.FAIL  # the machine may be busy
+
+
+def test_a_second_address_of_an_interface_is_this_machine_s():
+    text = (
+        "from ppfleetx.doctor.interfaces import is_local; "
+        "print(*[is_local(f'10.77.3.{number}') for number in (1, 2, 3)], is_local('no.such.host'))"
+    )
+    steps = ["ip link set lo up", *(f"ip address add 10.77.3.{number}/32 dev lo" for number in (1, 2))]
+    script = " && ".join([*steps, 'exec "$@"'])
+    command = ["unshare", "-n", "sh", "-c", script, "sh", sys.executable, "-c", text]
+    if shutil.which("unshare") is None or shutil.which("ip") is None or os.geteuid():
+        pytest.skip("needs root, unshare and ip")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["True", "True", "False", "False"]
 
 
 def test_a_name_nobody_knows_and_an_occupied_port_of_the_master():
