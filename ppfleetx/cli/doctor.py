@@ -52,9 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _seconds(text: str) -> float:
     """Of an option, for argparse."""
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not (math.isfinite(value) and value > 0):
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
     return value
 
 

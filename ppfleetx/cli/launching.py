@@ -32,9 +32,9 @@ _OPTIONS = {
 
 def _count(text: str) -> int:
     """1 or more, of an option, for argparse."""
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return value
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number, 1 or more")
+    return int(text)
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from ppfleetx.config.counts import counted
 from ppfleetx.doctor.arrival import listening, reach
 from ppfleetx.doctor.interfaces import is_local
 from ppfleetx.doctor.nodes import own_address, resolved
-from ppfleetx.doctor.rows import Row, fail
+from ppfleetx.doctor.rows import Row, fail, warn
 
 # The launcher reads these as if they were its options, and ranks take them for their place in the job.
 _OF_ANOTHER_JOB = (
@@ -60,23 +60,31 @@ def launcher_rows(
             f"name {nproc} cards, unset the variable, or give --nproc {len(visible)}",
         )
     if nodes == 1 and master is not None:
-        yield from _master(master)
+        yield from _master(master, is_left=environ.get("PADDLE_MASTER") == master)
     if nodes == 1:
         yield from _own_address(environ)
 
 
-def _master(master: str) -> Iterator[Row]:
-    """Whether the place that is named on one machine could be used, though its processes can do without."""
+def _master(master: str, *, is_left: bool) -> Iterator[Row]:
+    """Whether the place that is named on one machine could be used, though its processes do without.
+
+    Args:
+        is_left: the environment names it, and nobody has typed it: a warning then.
+    """
+    told = warn if is_left else fail
     host, _, port = master.rpartition(":")
     if not port.isdigit() or not 0 < int(port) < 1 << 16 or not is_local(resolved(host)):
         cure = "leave --master (PADDLE_MASTER) out on one machine, or name this one and a free port of it"
-        yield fail("--master", f"{master} is no port of this machine", cure)
+        yield told("--master", f"{master} is no port of this machine", cure)
         return
     try:
         socket.create_server(("", int(port))).close()
     except OSError as error:
-        cure = "another program, or a job that still runs, holds it: name a free port, or leave --master out"
-        yield fail(
+        cure = (
+            "another program, or a job that still runs, holds it, or this user may not open it (below 1024): "
+            "name a free port, or leave --master (PADDLE_MASTER) out"
+        )
+        yield told(
             "--master", f"port {port} of this machine cannot be opened: {os.strerror(error.errno)}", cure
         )
 

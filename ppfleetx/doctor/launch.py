@@ -53,14 +53,14 @@ def job_rows(
     Args:
         command: ends when all ranks of this machine have.
         nproc: processes of this machine; None: one a card.
-        nodes: machines of the job; None: what the environment says, which the launcher asks too, or one.
-        master: ``HOST:PORT``, where they meet; None: what the environment says.
+        nodes: machines of the job; PADDLE_NNODES wins, as it does for the launcher; None: one.
+        master: ``HOST:PORT``, where they meet; PADDLE_MASTER wins, as it does for the launcher.
         seconds: for which machines and processes wait for each other.
         logs_there: where the ranks' logs are kept; None: nowhere.
     """
-    named = os.environ.get("PADDLE_NNODES", "1")
-    nodes = nodes or (int(named) if named.isdigit() else 1)
-    master = master or os.environ.get("PADDLE_MASTER")
+    named = os.environ.get("PADDLE_NNODES", "")
+    nodes = int(named) if named.isdigit() else nodes or 1
+    master = os.environ.get("PADDLE_MASTER") or master
     rows = [replace(row, group="processes") for row in launcher_rows(os.environ, nodes, nproc, master)]
     if not rows:
         rows += [replace(row, group="nodes") for row in examine_nodes_first(nodes, master, seconds)]

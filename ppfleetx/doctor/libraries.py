@@ -107,8 +107,10 @@ def _hides(name: str, distribution: str) -> str | None:
     spec, found = find_spec(name), metadata.distribution(distribution)
     if spec is None or spec.origin is None or found.read_text("direct_url.json"):
         return None  # installed to be edited: it lies anywhere
-    installed = Path(str(found.locate_file(""))).resolve()
-    return None if Path(spec.origin).resolve().is_relative_to(installed) else spec.origin
+    installed, origin = Path(str(found.locate_file(""))).absolute(), Path(spec.origin).absolute()
+    # Some installers lay links to a store of their own: then the two agree before links are followed.
+    lies_there = origin.is_relative_to(installed) or origin.resolve().is_relative_to(installed.resolve())
+    return None if lies_there else spec.origin
 
 
 def _differs(said: object, version: str) -> bool:

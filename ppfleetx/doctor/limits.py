@@ -65,8 +65,7 @@ def limits(case: Case) -> Iterator[Row]:
             yield limit_row(limit, soft, hard, is_gpu=case.device == "gpu")
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if os.path.isdir(_RDMA) and os.listdir(_RDMA) and not _is_unlimited(soft):  # noqa: PTH112, PTH208
-        cure = "ulimit -l unlimited before the job starts, or docker run --ulimit memlock=-1"
-        yield fail("locked memory", f"at most {words(soft)}: InfiniBand cannot register its buffers", cure)
+        yield locked_row(soft, case)
     yield _shared_memory(case)
 
 
@@ -97,6 +96,14 @@ def limit_row(limit: Limit, soft: int, hard: int, *, is_gpu: bool = False) -> Ro
         )
     is_too_low = soft < limit.fails or (is_gpu and limit.constant == "RLIMIT_AS")
     return Row(limit.title, Status.FAIL if is_too_low else Status.WARN, text, cure)
+
+
+def locked_row(soft: int, case: Case) -> Row:
+    """What to say of a limit of locked memory on a machine with InfiniBand: a failure where a job uses it."""
+    is_needed = case.device == "gpu" and case.world_size > case.local_size
+    text = f"at most {words(soft)}: InfiniBand cannot register its buffers"
+    cure = "ulimit -l unlimited before the job starts, or docker run --ulimit memlock=-1"
+    return (fail if is_needed else warn)("locked memory", text, cure)
 
 
 def _shared_memory(case: Case) -> Row:

@@ -21,7 +21,8 @@ def threads(case: Case) -> Iterator[Row]:
     for name in _THREADS:
         value = case.environ.get(name, "1")
         if not _COUNTS.fullmatch(value):
-            yield fail(
+            told = fail if value.strip() else warn  # an empty one is passed over
+            yield told(
                 name, f"{value!r} is no number of threads", f"{name}=N, a whole number; or unset {name}"
             )
 

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from ppfleetx.cli.main import call
 from ppfleetx.doctor import before, launch
 from ppfleetx.doctor.before import launcher_rows
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.launch import launched_rows
-from ppfleetx.doctor.libraries import _fits, broken_row
-from ppfleetx.doctor.rows import Status
+from ppfleetx.doctor.libraries import _fits, _hides, broken_row
+from ppfleetx.doctor.rows import Status, fail
 from ppfleetx.doctor.values import flag_rows, threads, values
 from tests.doctor.conftest import by_name
 from tests.helpers.ranks import ROOT, free_port
@@ -51,7 +52,10 @@ def test_a_port_that_another_program_holds_is_named_on_one_machine_too():
     assert row.status is Status.FAIL and f"port {port} of this machine cannot be opened" in row.found
     assert list(launcher_rows({"POD_IP": "127.0.0.1"}, 1, 2, f"127.0.0.1:{free_port()}")) == []
     (row,) = launcher_rows({"POD_IP": "127.0.0.1"}, 1, 2, "127.0.0.1:99999")
-    assert "no port of this machine" in row.found
+    assert "no port of this machine" in row.found and row.status is Status.FAIL
+    environ = {"POD_IP": "127.0.0.1", "PADDLE_MASTER": "203.0.113.9:7000"}
+    (row,) = launcher_rows(environ, 1, 2, "203.0.113.9:7000")  # left in the environment
+    assert row.status is Status.WARN and "PADDLE_MASTER" in row.cure
 
 
 def test_values_that_nobody_can_read_are_named():
@@ -65,6 +69,8 @@ def test_values_that_nobody_can_read_are_named():
     assert number.status is Status.FAIL and "'soon' is not a number" in number.found
     (row,) = threads(Case(environ={"OMP_NUM_THREADS": "abc", "MKL_NUM_THREADS": "4"}))
     assert row.status is Status.FAIL and "'abc' is no number of threads" in row.found
+    (row,) = threads(Case(environ={"OMP_NUM_THREADS": ""}))
+    assert row.status is Status.WARN
     case = Case(environ={"FLAGS_check_nan_inf": "1", "OMP_NUM_THREADS": "4,2"})
     assert list(values(case)) == list(threads(case)) == []
 
@@ -126,6 +132,43 @@ def test_a_library_that_hides_another_and_a_paddle_that_ends_the_process_are_nam
     command = [sys.executable, "-c", text]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True)
     assert "'rich', <Status.FAIL: 'fail'>" in done.stdout and "another copy comes first" in done.stdout
+
+
+def test_a_library_that_lies_behind_a_link_hides_nothing(monkeypatch, tmp_path):
+    """Some installers link to a store of theirs."""
+    package(tmp_path, "store", "")
+    package(tmp_path / "store", "rich", "")
+    site = tmp_path / "site"
+    info = site / "rich-9.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rich\nVersion: 9.0\n")
+    (site / "rich").symlink_to(tmp_path / "store/rich")
+    monkeypatch.delitem(sys.modules, "rich", raising=False)
+    monkeypatch.syspath_prepend(str(site))
+    assert _hides("rich", "rich") is None
+    monkeypatch.syspath_prepend(str(tmp_path / "store"))
+    assert _hides("rich", "rich") == str(tmp_path / "store/rich/__init__.py")
+
+
+def test_the_environment_wins_over_the_options_as_it_does_for_the_launcher(monkeypatch):
+    asked: list[tuple] = []
+    monkeypatch.setattr(launch, "launcher_rows", lambda *told: asked.append(told[1:]) or [])
+    monkeypatch.setattr(launch, "examine_nodes_first", lambda *told: [fail("x", "x", "x")])
+    monkeypatch.setenv("PADDLE_NNODES", "2")
+    monkeypatch.setenv("PADDLE_MASTER", "10.0.0.1:7000")
+    launch.job_rows([], 2, 1, "10.0.0.2:7000", seconds=1.0, logs_there=None)
+    monkeypatch.delenv("PADDLE_NNODES")
+    monkeypatch.delenv("PADDLE_MASTER")
+    launch.job_rows([], 2, 3, "10.0.0.2:7000", seconds=1.0, logs_there=None)
+    assert asked == [(2, 2, "10.0.0.1:7000"), (3, 2, "10.0.0.2:7000")]
+
+
+@pytest.mark.parametrize("words", [["--timeout", "-1"], ["--timeout", "soon"], ["--nproc", "two"]])
+def test_a_number_that_is_none_is_named_in_words(words, capsys):
+    with pytest.raises(SystemExit):
+        call("doctor", words)
+    said = capsys.readouterr().err
+    assert words[1] in said and "invalid _" not in said
 
 
 def test_conditions_of_versions_and_a_library_that_is_missing():

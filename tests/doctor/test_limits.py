@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from ppfleetx.doctor.limits import LIMITS, limit_row
+from ppfleetx.doctor.case import Case
+from ppfleetx.doctor.limits import LIMITS, limit_row, locked_row
 from ppfleetx.doctor.rows import Status
 from tests.helpers.ranks import ROOT
 
@@ -37,6 +38,12 @@ def test_a_limit_in_words(title, soft, hard, status, cure):
 
 def test_cuda_reserves_more_than_any_limit_of_address_space():
     assert limit_row(BY_TITLE["address space"], 1 << 40, -1, is_gpu=True).status is Status.FAIL
+
+
+def test_locked_memory_is_a_failure_where_infiniband_is_used_alone():
+    assert locked_row(8 << 20, Case(device="cpu")).status is Status.WARN
+    assert locked_row(8 << 20, Case(device="gpu", world_size=8, local_size=8)).status is Status.WARN
+    assert locked_row(8 << 20, Case(device="gpu", world_size=16, local_size=8)).status is Status.FAIL
 
 
 def test_limits_of_a_real_process_are_found():

@@ -69,7 +69,7 @@ def test_a_link_that_opens_and_carries_nothing_or_little_is_told_apart(monkeypat
         through, left = data[:left], max(0, left - len(data))
         return through
 
-    monkeypatch.setattr(links, "_SEND_SECONDS", 0.5)
+    monkeypatch.setattr(links, "_SEND_SECONDS", 1.5)
     with receiving() as port, between(port, carry) as entry:
         found = try_link(("127.0.0.1", entry))
     assert words in found["problem"] and cure in found["cure"].lower()
