@@ -49,7 +49,8 @@ def flag_rows(given: Mapping[str, str], known: Mapping[str, Any]) -> Iterator[Ro
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"{name} is spelt {near[0]}, or " if near else ""
             if not name.startswith(_OF_LAUNCHER):
-                yield warn(name, "this Paddle has no such flag: it has no effect", f"{hint}unset {name}")
+                text = "Paddle's core has no such flag: it has no effect unless Python code asks for it"
+                yield warn(name, text, f"{hint}unset {name} where nothing needs it")
         elif wish := _wish(value, known[name]):
             yield fail(
                 name, f"{value!r} is not {wish}: Paddle passes it over", f"set it to {wish}, or unset it"
