@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from ppfleetx.utils.hangs.explain import explain, explain_alone
 from ppfleetx.utils.hangs.progress import MEETING, READING, Progress
 from ppfleetx.utils.hangs.record import CallRecord
 from ppfleetx.utils.hangs.report import CallNote, Identity, Report, read_reports, take
-from ppfleetx.utils.hangs.shelf import Shelf
+from ppfleetx.utils.hangs.shelf import PRIVATE, Shelf
 from ppfleetx.utils.hangs.watchdog import Limits, Watchdog
 
 MP, PP = tuple(range(4)), (0, 4)
@@ -279,6 +280,20 @@ def test_a_disk_that_takes_only_a_little_takes_the_report_that_programs_read(tmp
     monkeypatch.setattr(Path, "write_text", full)
     assert Shelf(tmp_path).lay(WAITING[1], "for people")
     assert [path.name for path in tmp_path.iterdir()] == ["rank_00001.json"]
+
+
+def test_a_directory_of_somebody_else_is_neither_read_nor_written(tmp_path, monkeypatch):
+    """In a place where all may write: its links could lead anywhere."""
+    own, other = Shelf(tmp_path, PRIVATE), tmp_path / "other.txt"
+    other.write_text("mine")
+    (tmp_path / "summary.txt").symlink_to(other)
+    (tmp_path / "rank_00001.json").write_text(WAITING[1].to_json())
+    assert own.reports(0.0) and own.has_news(0.0)
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    assert not own.reports(0.0) and not own.has_news(0.0) and not own.lay(WAITING[0], "")
+    own.say("who is missing")
+    own.clear()
+    assert other.read_text() == "mine" and (tmp_path / "rank_00001.json").exists()
 
 
 def test_asking_others_whether_they_are_done_is_no_progress():

@@ -47,6 +47,8 @@ class Shelf:
 
         def look() -> bool:
             with contextlib.suppress(OSError):
+                if self._is_foreign():
+                    return False
                 if any(path.stat().st_mtime > since for path in self.directory.glob("rank_*.json")):
                     return any(report.asks for report in read_reports(self.directory, since=since).values())
             return False
@@ -59,8 +61,8 @@ class Shelf:
         def write() -> bool:
             try:
                 self.directory.mkdir(mode=self._mode, parents=True, exist_ok=True)
-                if self._mode == PRIVATE and self.directory.stat().st_uid != os.getuid():
-                    return False  # somebody else has made it where all may write
+                if self._is_foreign():
+                    return False
                 base = self.directory / f"rank_{report.rank:05d}"
                 _write_whole(base.with_suffix(".json"), report.to_json())
                 with contextlib.suppress(OSError):  # a full disk may take the one, and not the other
@@ -73,7 +75,14 @@ class Shelf:
 
     def reports(self, since: float) -> dict[int, Report]:
         """What the ranks have laid down after ``since``."""
-        return self._do(lambda: read_reports(self.directory, since=since)) or {}
+
+        def read() -> dict[int, Report]:
+            with contextlib.suppress(OSError):
+                if not self._is_foreign():
+                    return read_reports(self.directory, since=since)
+            return {}
+
+        return self._do(read) or {}
 
     def clear(self, rank: int | None = None) -> None:
         """Take away what this rank, or the job (None), has laid down here, if anything."""
@@ -82,6 +91,8 @@ class Shelf:
 
         def remove() -> None:
             with contextlib.suppress(OSError):
+                if self._is_foreign():
+                    return
                 for path in self.directory.glob("rank_*" if rank is None else f"rank_{rank:05d}.*"):
                     path.unlink(missing_ok=True)
                 if not any(self.directory.glob("rank_*")):
@@ -95,9 +106,19 @@ class Shelf:
 
         def write() -> None:
             with contextlib.suppress(OSError):
+                if self._is_foreign():
+                    return
                 (self.directory / _SUMMARY).write_text(f"{sentence}\n", encoding="utf-8")
 
         self._do(write)
+
+    def _is_foreign(self) -> bool:
+        """Whether somebody else has made it, or a link in its place, where all may write.
+
+        Raises:
+            OSError: there is none.
+        """
+        return self._mode == PRIVATE and self.directory.lstat().st_uid != os.getuid()
 
     def _do(self, act: Callable[[], object]) -> object:
         """``act()`` in the shelf's thread; None when it is not done in time."""
