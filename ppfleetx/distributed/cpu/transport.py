@@ -135,6 +135,17 @@ class Mesh:
                 _limit_sending(peer.connection, left)
                 peer.send_last(frame + payload, left)
                 peer.connection.shutdown(socket.SHUT_WR)
+        while time.monotonic() < deadline and self._has_undelivered():
+            time.sleep(0.005)
+
+    def _has_undelivered(self) -> bool:
+        """Whether something of this rank is on its way: where the process has ended, the kernel answers what
+        still comes (ends of sums, say) with a reset, and the rest, the goodbye too, is lost."""
+        with self.state:
+            peers = [peer for rank, peer in self.peers.items() if rank not in self._ends]
+        with contextlib.suppress(OSError):
+            return any(peer.undelivered() for peer in peers)
+        return False
 
     # -- sending ------------------------------------------------------------------------------
 

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import socket
 import struct
+import sys
+import termios
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -181,6 +184,11 @@ class Peer:
             self._drain()
             self._put([memoryview(frame)])
 
+    def undelivered(self) -> int:
+        """Bytes that have been sent and not been confirmed by the peer's kernel; a shutdown counts as one."""
+        count = fcntl.ioctl(self.connection, termios.TIOCOUTQ, bytes(4))
+        return int.from_bytes(count, sys.byteorder)
+
     def _write(self, header: bytes, payload: memoryview | None = None) -> None:
         with self._sending:
             self._drain()
@@ -196,8 +204,10 @@ class Peer:
                 self._sending.release()
 
     def _flush_later(self) -> None:
-        with contextlib.suppress(OSError), self._sending:  # the reader thread finds out, and says so
-            self._drain()
+        with contextlib.suppress(OSError):  # the reader thread finds out, and says so
+            with self._sending:
+                self._drain()
+            self._flush()  # what came between the last look and the end of the lock
 
     def _drain(self, flags: int = 0) -> None:
         while self._short:

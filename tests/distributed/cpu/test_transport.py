@@ -12,7 +12,7 @@ from ppfleetx.distributed.cpu import handshake as handshake
 from ppfleetx.distributed.cpu import transport as transport
 from ppfleetx.distributed.cpu.inbox import BufferPool
 from ppfleetx.distributed.cpu.rendezvous import Members
-from ppfleetx.distributed.cpu.wire import CommError, StartError
+from ppfleetx.distributed.cpu.wire import DATA, CommError, Peer, StartError, make_header
 
 TOKEN = bytes(range(32))
 
@@ -128,3 +128,26 @@ def test_pool_reuses_buffers_up_to_its_limit():
     pool.give(pool.take(2_000_000))  # too large to be kept
     pool.give(pool.take(1000))  # too small
     assert pool._held == 0
+
+
+def test_a_rank_ends_when_the_others_have_what_it_sent(monkeypatch):
+    """Their kernels: else its own would answer what they still send with a reset, and forget the rest."""
+    monkeypatch.setattr(transport, "_GOODBYE_SECONDS", 20.0)
+    payload = memoryview(bytearray(1 << 20))
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as theirs:
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+        theirs.settimeout(20.0)
+        theirs.connect(server.getsockname())
+        ours, _ = server.accept()
+        with ours:
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+            mesh = transport.Mesh(0, 0.0, {1: Peer(1, ours)})
+            mesh.peers[1].send(make_header(DATA, length=payload.nbytes), payload)
+            closing = threading.Thread(target=mesh.close, daemon=True)
+            closing.start()
+            closing.join(0.2)
+            assert closing.is_alive(), "most of it is in this rank's kernel"
+            while theirs.recv(1 << 20):
+                pass
+            closing.join(20.0)
+            assert not closing.is_alive()

@@ -4,6 +4,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -92,3 +93,63 @@ def test_the_last_frame_is_given_up_when_another_does_not_end(ends: tuple[Peer, 
     assert {receive(receiver)[0] for _ in range(LONG // PART_BYTES)} == {PART}
     thread.join(SECONDS)
     assert not thread.is_alive()
+
+
+def tcp_ends(buffer_bytes: int) -> tuple[Peer, Peer]:
+    """As :func:`ends`, but TCP, which takes a part of a frame where there is no room for the whole."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.socket()
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+        theirs.connect(server.getsockname())
+        ours, _ = server.accept()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
+    theirs.settimeout(SECONDS)
+    return Peer(1, ours), Peer(0, theirs)
+
+
+def test_what_a_full_socket_has_taken_of_a_frame_is_not_sent_again() -> None:
+    sender, receiver = tcp_ends(1 << 16)
+    taken, send = [], sender.connection.send
+    frames = [make_header(QUERY, number=i) + bytes([i]) * (1 << 18) for i in range(5)]
+    with sender.connection, receiver.connection:
+        sender.connection = SimpleNamespace(send=lambda *given: taken.append(send(*given)) or taken[-1])
+        for frame in frames:
+            sender.send_control(frame)
+        for frame in frames:
+            found = bytearray(len(frame))
+            receiver.receive(memoryview(found))
+            assert found == frame
+    assert set(taken) - {len(frame) for frame in frames}, "every frame was taken whole"
+
+
+def test_a_frame_that_comes_while_a_late_one_leaves_is_not_forgotten(ends: tuple[Peer, Peer]) -> None:
+    """Between the last look of the thread that sends later and the end of its lock."""
+    sender, receiver = ends
+
+    class Lock:
+        """Sends a frame from another thread before it is let go for the first time."""
+
+        def __init__(self) -> None:
+            self.inner, self.first = threading.Lock(), True
+
+        def acquire(self, blocking: bool = True) -> bool:
+            return self.inner.acquire(blocking)
+
+        def release(self) -> None:
+            if self.first:
+                self.first = False
+                other = threading.Thread(target=sender.send, args=(make_header(QUERY, number=7),))
+                other.start()
+                other.join(SECONDS)
+            self.inner.release()
+
+        def __enter__(self) -> None:
+            self.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.release()
+
+    sender._sending = Lock()
+    sender._flush_later()
+    assert not sender._short
+    assert receiver.receive_header()[6] == 7
