@@ -16,12 +16,13 @@ import numpy as np
 
 from ppfleetx.config.errors import UserError
 from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.cpu.transport import time_limit
 from ppfleetx.utils.hangs.record import RECORD
 
 T = TypeVar("T")
 
-# Between two looks at whether the first ranks are done; each look is also a sign of life.
 _BEAT_SECONDS = 30.0
+"""At most, between two looks at whether the first ranks are done; each look is also a sign of life."""
 
 
 class JointError(UserError):
@@ -131,8 +132,9 @@ def _make_beating(ctx: ParallelContext, make: Callable[[], T] | None) -> T | Non
 
 
 def _done(future: Any) -> bool:
+    """Whether it is, or else False before the others have waited too long."""
     with contextlib.suppress(TimeoutError):
-        future.exception(timeout=_BEAT_SECONDS)
+        future.exception(timeout=min(_BEAT_SECONDS, time_limit() / 3 or _BEAT_SECONDS))
     return future.done()
 
 

@@ -50,7 +50,7 @@ def mistake(failing: list[int], name_ranks: bool) -> str:
     return told(act)
 
 
-def in_turns(directory: str, first_fails: bool) -> list:
+def in_turns(directory: str, first_fails: bool, seconds: float = 0.3) -> list:
     """Rank 0 is the first of its node and slow; the others must find what it made."""
     ctx = context(dp=3)
     os.environ["PADDLE_LOCAL_RANK"] = str(ctx.rank)
@@ -58,7 +58,7 @@ def in_turns(directory: str, first_fails: bool) -> list:
 
     def make() -> str:
         if ctx.rank == 0:
-            time.sleep(0.3)
+            time.sleep(seconds)
             if first_fails:
                 raise DataError("no such corpus")
             assert not cache.exists()

@@ -33,6 +33,12 @@ def test_the_first_rank_of_a_node_makes_what_the_others_find(ranks, tmp_path):
     assert results == [["nothing", ["made by rank 0"]]] * 3
 
 
+def test_nobody_gives_up_while_the_first_one_takes_longer_than_the_limit_of_messages(ranks, tmp_path):
+    pool = ranks(3, PADDLE_CPU_COMM_TIMEOUT="3")
+    results = pool.run(CASES + "in_turns", directory=str(tmp_path), first_fails=False, seconds=5.0)
+    assert results == [["nothing", ["made by rank 0"]]] * 3
+
+
 def test_the_others_do_not_wait_for_a_first_rank_that_fails(ranks, tmp_path):
     results = ranks(3).run(CASES + "in_turns", directory=str(tmp_path), first_fails=True)
     assert results == [["JointError: rank 0: no such corpus", []]] * 3
