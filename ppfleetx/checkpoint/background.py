@@ -22,12 +22,9 @@ from ppfleetx.checkpoint.shared_save import SharedSave, on_all_ranks
 from ppfleetx.checkpoint.slices import TensorSlice
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.config.errors import CheckpointError
-from ppfleetx.distributed.together import gather_numbers
+from ppfleetx.distributed.together import beat_seconds, gather_numbers
 from ppfleetx.utils.hangs.record import RECORD
 from ppfleetx.utils.log import get_logger
-
-# While waiting for other ranks they are asked this often, which is a sign of life to them.
-_BEAT_SECONDS = 30.0
 
 
 class BackgroundManager(CheckpointManager):
@@ -98,7 +95,7 @@ class BackgroundManager(CheckpointManager):
         """The same as `poll`, waiting for the end of the save under way, if there is one."""
         path = None
         while self._task is not None:
-            self._task.done.wait(_BEAT_SECONDS)
+            self._task.done.wait(beat_seconds())
             with RECORD.asking():
                 path = self.poll()
         return path

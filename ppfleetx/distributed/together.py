@@ -22,11 +22,16 @@ from ppfleetx.utils.hangs.record import RECORD
 T = TypeVar("T")
 
 _BEAT_SECONDS = 30.0
-"""At most, between two looks at whether the first ranks are done; each look is also a sign of life."""
 
 
 class JointError(UserError):
     """A user's mistake that another rank found."""
+
+
+def beat_seconds() -> float:
+    """Between two looks at whether other ranks are done with something long. Each look is a sign of life to
+    those who wait, so it comes well before they give up a message."""
+    return min(_BEAT_SECONDS, time_limit() / 3 or _BEAT_SECONDS)
 
 
 def gather(ctx: ParallelContext, value: Any) -> list[Any]:
@@ -132,9 +137,8 @@ def _make_beating(ctx: ParallelContext, make: Callable[[], T] | None) -> T | Non
 
 
 def _done(future: Any) -> bool:
-    """Whether it is, or else False before the others have waited too long."""
     with contextlib.suppress(TimeoutError):
-        future.exception(timeout=min(_BEAT_SECONDS, time_limit() / 3 or _BEAT_SECONDS))
+        future.exception(timeout=beat_seconds())
     return future.done()
 
 

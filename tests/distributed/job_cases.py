@@ -97,3 +97,26 @@ def batches(degrees: dict[str, int], readers: list[int], kind: str) -> str:
         return told(lambda: checks.check_samples(ctx, ids))
     digests = together.gather_numbers(ctx, [checks.batch_digest(batch)])[:, 0].tolist()
     return told(lambda: checks.check_batches(ctx, digests, distinct=True))
+
+
+def saved_in_the_background(directory: str, seconds: float) -> list:
+    """The last rank writes so many seconds; what a rank hears of the save's end."""
+    from ppfleetx.checkpoint import storage
+    from ppfleetx.checkpoint.background import BackgroundManager
+    from tests.checkpoint.checkpoints import slices
+
+    ctx, write = context(mp=2), storage.write_safetensors
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(seconds)
+        return write(*arguments)
+
+    storage.write_safetensors = slow if ctx.rank == 1 else write
+    try:
+        manager = BackgroundManager(directory, ctx=ctx)
+        tensors = list(slices())
+        manager.save(epoch=0, step=1, tensors=tensors[ctx.rank :: 2], state={"step": 1})
+        path = manager.wait()
+    finally:
+        storage.write_safetensors = write
+    return [path is not None, manager.wait()]

@@ -39,6 +39,12 @@ def test_nobody_gives_up_while_the_first_one_takes_longer_than_the_limit_of_mess
     assert results == [["nothing", ["made by rank 0"]]] * 3
 
 
+def test_nobody_gives_up_while_another_rank_saves_for_longer_than_the_limit_of_messages(ranks, tmp_path):
+    pool = ranks(2, PADDLE_CPU_COMM_TIMEOUT="3")
+    results = pool.run(CASES + "saved_in_the_background", directory=str(tmp_path), seconds=2.0)
+    assert results == [[True, None]] * 2
+
+
 def test_the_others_do_not_wait_for_a_first_rank_that_fails(ranks, tmp_path):
     results = ranks(3).run(CASES + "in_turns", directory=str(tmp_path), first_fails=True)
     assert results == [["JointError: rank 0: no such corpus", []]] * 3
