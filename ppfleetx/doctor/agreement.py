@@ -74,14 +74,18 @@ class Fact:
 
 def _versions(case: Case) -> Values:
     """Of all that ppfleetx, its extras and Paddle ask for, and of NVIDIA's libraries."""
-    found, decisive = _installed(), _decisive()
-    mine = {name: version for name, version in found.items() if name in decisive or "nvidia" in name}
+    decisive = _decisive()
+    mine = {name: version for name, version in _installed().items() if _matters(name, decisive)}
     return {"python": platform.python_version(), **mine, "ppfleetx": __version__}
 
 
 def _other_versions(case: Case) -> Values:
-    decisive = _versions(case)
-    return {name: version for name, version in _installed().items() if name not in decisive}
+    decisive = _decisive()
+    return {name: version for name, version in _installed().items() if not _matters(name, decisive)}
+
+
+def _matters(name: str, decisive: set[str]) -> bool:
+    return name in decisive or "nvidia" in name
 
 
 def _installed() -> dict[str, str]:
@@ -94,7 +98,7 @@ def _installed() -> dict[str, str]:
 
 
 def _decisive() -> set[str]:
-    names = {"paddlepaddle", "paddlepaddle-gpu", *LIBRARIES.values()}
+    names = {"ppfleetx", "paddlepaddle", "paddlepaddle-gpu", *LIBRARIES.values()}
     for name in ("ppfleetx", "paddlepaddle", "paddlepaddle-gpu"):
         try:
             asked = metadata.requires(name) or []

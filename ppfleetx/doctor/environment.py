@@ -7,14 +7,13 @@ import platform
 import re
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 
 from ppfleetx import __version__
 from ppfleetx.doctor.cards import visible_cards
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.rows import Row, fail, ok, skipped, warn
 from ppfleetx.utils.cpu import read_cpuinfo
-from ppfleetx.utils.installed import not_installed
+from ppfleetx.utils.installed import not_installed, version_of
 from ppfleetx.utils.memory import available_bytes
 from ppfleetx.utils.process_env import available_cpus, import_paddle, prepare_process
 
@@ -50,7 +49,7 @@ def versions(case: Case) -> Iterator[Row]:
 
 
 def _paddle_version() -> Row:
-    found = {name: _version(name) for name in ("paddlepaddle-gpu", "paddlepaddle")}
+    found = {name: version_of(name) for name in ("paddlepaddle-gpu", "paddlepaddle")}
     there = {name: version for name, version in found.items() if version}
     text = ", ".join(f"{name} {version}" for name, version in there.items())
     if not there:
@@ -69,7 +68,7 @@ def _paddle_version() -> Row:
 
 
 def _numpy_version() -> Row:
-    version = _version("numpy")
+    version = version_of("numpy")
     if not version:
         return fail("numpy", "not installed", "run `pip install 'numpy>=1.26,<2.4'`")
     if tuple(int(part) for part in version.split(".")[:2]) >= _NUMPY_BELOW:
@@ -79,13 +78,6 @@ def _numpy_version() -> Row:
             "run `pip install 'numpy<2.4'`",
         )
     return ok("numpy", version)
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def machine(case: Case) -> Iterator[Row]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppfleetx.doctor.rows import Row, fail, ok
-from ppfleetx.utils.installed import LIBRARIES, not_installed
+from ppfleetx.utils.installed import LIBRARIES, not_installed, version_of
 
 if TYPE_CHECKING:
     from ppfleetx.doctor.case import Case
@@ -43,7 +43,7 @@ def _problems(name: str, distribution: str) -> Iterator[Row]:
     except Exception as error:  # noqa: BLE001  (whatever a damaged library raises is a finding)
         yield broken_row(error, name)
         return
-    version = _version(distribution)
+    version = version_of(distribution)
     if version is None:
         yield fail(name, f"{module.__file__} is of no installed package", _again(distribution))
     elif (place := _hides(name, distribution)) is not None:
@@ -91,15 +91,8 @@ def _again(distribution: str) -> str:
     )
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _paddle() -> str | None:
-    return next((name for name in ("paddlepaddle", "paddlepaddle-gpu") if _version(name)), None)
+    return next((name for name in ("paddlepaddle", "paddlepaddle-gpu") if version_of(name)), None)
 
 
 def _hides(name: str, distribution: str) -> str | None:

@@ -1,6 +1,8 @@
-"""What to say where a library that this program needs is not installed."""
+"""Which libraries are installed, and what to say where one that this program needs is not."""
 
 from __future__ import annotations
+
+from importlib import metadata
 
 from ppfleetx.config.errors import UserError
 
@@ -20,6 +22,14 @@ LIBRARIES = {
 
 class NotInstalledError(UserError):
     """A library that is needed is not there; the message says how to install it."""
+
+
+def version_of(distribution: str) -> str | None:
+    """The version of a distribution; None where it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def not_installed(error: ModuleNotFoundError) -> NotInstalledError | None:

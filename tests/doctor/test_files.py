@@ -137,17 +137,24 @@ def test_an_output_directory_that_cannot_be_written_is_named(case, tmp_path):
     assert row.status is Status.FAIL and "is a file" in row.found
 
 
-def test_a_full_disk_is_named(case, tmp_path):
-    directory = tmp_path / "output"
-    directory.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(directory)]
+@contextlib.contextmanager
+def small_file_system(directory, options):
+    """One in memory, mounted there; where that is not allowed the test is skipped."""
+    mount = ["mount", "-t", "tmpfs", "-o", options, "none", str(directory)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("a small file system cannot be mounted here")
     try:
-        (written,) = storage.output_directory(case())
-        (room,) = storage.room(case())
+        yield
     finally:
         subprocess.run(["umount", str(directory)], check=True)
+
+
+def test_a_full_disk_is_named(case, tmp_path):
+    directory = tmp_path / "output"
+    directory.mkdir()
+    with small_file_system(directory, "size=1m"):
+        (written,) = storage.output_directory(case())
+        (room,) = storage.room(case())
     assert written.status is Status.FAIL and "No space left on device" in written.found
     assert room.status is Status.FAIL and "2 checkpoints of 1.6 MiB: not one fits" in room.found
 
@@ -155,15 +162,10 @@ def test_a_full_disk_is_named(case, tmp_path):
 def test_a_file_system_without_room_for_files_or_for_writing_is_named(case, tmp_path):
     directory = tmp_path / "output"
     directory.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "nr_inodes=20", "none", str(directory)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("a small file system cannot be mounted here")
-    try:
+    with small_file_system(directory, "nr_inodes=20"):
         (few, _) = storage.room(case())
         subprocess.run(["mount", "-o", "remount,ro", str(directory)], check=True)
         (written,) = storage.output_directory(case())
-    finally:
-        subprocess.run(["umount", str(directory)], check=True)
     assert few.status is Status.FAIL and "files can still be made" in few.found and "df -i" in few.cure
     assert written.status is Status.FAIL and "Read-only file system" in written.found
     assert written.cure.startswith("mount it for writing")

@@ -182,6 +182,12 @@ def test_a_port_whose_packets_are_dropped_is_named(monkeypatch):
     assert reach(("10.0.0.1", 8000), 0.1) == "nothing comes back"
 
 
+def await_listener(port):
+    deadline = time.monotonic() + 5.0
+    while reach(("127.0.0.1", port), 1.0) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
 def test_another_program_at_the_port_is_named_and_strangers_are_turned_away():
     def speak(listener):
         connection, _ = listener.accept()
@@ -195,9 +201,7 @@ def test_another_program_at_the_port_is_named_and_strangers_are_turned_away():
     port = free_port()
     with ThreadPoolExecutor(2) as pool:
         host = pool.submit(receive_guests, port, 2, "rank 0", 10.0)
-        deadline = time.monotonic() + 5.0
-        while reach(("127.0.0.1", port), 1.0) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        await_listener(port)
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
             guest = visit(("127.0.0.1", port), 2, "rank 1", 10.0, number=1)
@@ -216,9 +220,7 @@ def test_a_port_that_opens_and_carries_nothing_is_named_at_both_ends(monkeypatch
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
         host = pool.submit(receive_guests, port, 2, "node a", 1.5)
-        deadline = time.monotonic() + 5.0
-        while reach(("127.0.0.1", port), 1.0) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        await_listener(port)
         named = pytest.raises(MeetingError, match=r"turned away: 127\.0\.0\.1, from where .* nothing came")
         with socket.create_connection(("127.0.0.1", port)), named:
             host.result()

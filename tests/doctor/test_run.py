@@ -49,7 +49,7 @@ def test_the_verb_prints_one_json_object_and_gives_the_exit_code(capsys, quick):
 def test_a_version_of_numpy_that_breaks_the_scaler_is_named(monkeypatch):
     from ppfleetx.doctor import environment
 
-    monkeypatch.setattr(environment.metadata, "version", lambda name: "2.4.0")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.4.0")
     rows = by_name(environment.versions(Case()))
     assert rows["numpy"].status is Status.FAIL and "numpy<2.4" in rows["numpy"].cure
     assert rows["paddle"].status is Status.FAIL and "both builds are installed" in rows["paddle"].found

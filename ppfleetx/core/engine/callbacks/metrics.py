@@ -89,22 +89,18 @@ def keep_until(path: Path, step: int, *, consumed: float = math.inf) -> None:
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8").splitlines()
-    kept = [line for line in lines if _step_of(line) <= step and _first_sample(line) < consumed]
+    kept = [line for line in lines if _has_happened(line, step, consumed)]
     if kept != lines:
         with atomic_write(path, "w") as file:
             file.write("".join(f"{line}\n" for line in kept))
 
 
-def _step_of(line: str) -> float:
-    """The record's step; infinity for a torn line, which is thus dropped."""
+def _has_happened(line: str, step: int, consumed: float) -> bool:
+    """Whether it is a whole record of what came before ``step`` ended, and no spike in samples after it."""
     try:
-        return json.loads(line)["step"]
+        record = json.loads(line)
+        at_step = record["step"]
     except (json.JSONDecodeError, KeyError, TypeError):
-        return float("inf")
-
-
-def _first_sample(line: str) -> float:
-    """Of a spike, the first sample of its step; 0 of everything else."""
-    record = json.loads(line)
+        return False
     samples = record.get("samples") if record.get("kind") == "spike" else None
-    return samples[0] if samples else 0.0
+    return at_step <= step and (not samples or samples[0] < consumed)
