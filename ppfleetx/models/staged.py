@@ -17,12 +17,13 @@ class StagedModel(nn.Layer):
     Args:
         stages: the model, e.g. from ``gpt_stages``.
         seed: seed of the initial weights; None: nothing is drawn, because a checkpoint brings all of them.
+        empty: parameters have no memory yet.
     """
 
-    def __init__(self, stages: Sequence[Stage], seed: int | None = 0) -> None:
+    def __init__(self, stages: Sequence[Stage], seed: int | None = 0, *, empty: bool = False) -> None:
         super().__init__()
         shared: dict[str, nn.Layer] = {}
-        self.stages = nn.LayerList([build_stage(stage, seed, shared) for stage in stages])
+        self.stages = nn.LayerList([build_stage(stage, seed, shared, empty=empty) for stage in stages])
 
     def forward(
         self,

@@ -185,7 +185,11 @@ class LayerFactory(Protocol):
 
 
 def build_stage(
-    stage: Stage, seed: int | None, shared: MutableMapping[str, nn.Layer] | None = None
+    stage: Stage,
+    seed: int | None,
+    shared: MutableMapping[str, nn.Layer] | None = None,
+    *,
+    empty: bool = False,
 ) -> nn.Layer:
     """Build one stage: canonical names on its parameters, initial values from (seed, name).
 
@@ -194,6 +198,7 @@ def build_stage(
         seed: seed of the initial weights; None: nothing is drawn, because a checkpoint brings all of them.
         shared: tied sub-layers built so far in this process, by key; extended by this stage's own. A
             stage that finds its key here is given that sub-layer instead of making one.
+        empty: parameters have names, shapes and types, but no memory; nothing is drawn.
 
     Raises:
         TypeError: the class does not accept the stage's arguments.
@@ -211,17 +216,19 @@ def build_stage(
         if parameter.info.name:  # made, named and filled by the stage it is shared with
             continue
         parameter.info = replace(parameter.info, name=_canonical_name(stage, path))
-        if seed is not None:
-            initialize(parameter, seed)
+        if empty:
+            parameter._clear_data()
+        elif seed is not None:
+            parameter.set_value(first_value(parameter, seed).astype(parameter.dtype))
     return layer
 
 
-def initialize(parameter: paddle.Tensor, seed: int) -> None:
-    """Set a parameter that carries its named ``info`` to its initial values."""
+def first_value(parameter: paddle.Tensor, seed: int) -> paddle.Tensor:
+    """Initial values, in float32, of a parameter that carries its named ``info``."""
     info: ParamInfo = parameter.info
-    values = draw(info.init, seed, info.name, info.global_shape, info.offset, info.local_shape)
-    value = paddle.to_tensor(values)
-    parameter.set_value(value if value.dtype == parameter.dtype else value.astype(parameter.dtype))
+    return paddle.to_tensor(
+        draw(info.init, seed, info.name, info.global_shape, info.offset, info.local_shape)
+    )
 
 
 def _canonical_name(stage: Stage, path: str) -> str:

@@ -24,6 +24,7 @@ from ppfleetx.nn.stage import LayerFactory, Stage
 from ppfleetx.nn.weight_casts import CastOnceProducts
 from ppfleetx.optims.adamw import Optimizer
 from ppfleetx.optims.build import build_optimizer
+from ppfleetx.parallel.first_values import give_values
 from ppfleetx.parallel.grad_sync import GradientSync
 from ppfleetx.parallel.local import LocalRunner
 from ppfleetx.parallel.precision import Precision
@@ -37,10 +38,10 @@ if TYPE_CHECKING:
 def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, train: bool) -> Runner:
     """Build the model of ``module`` under the plan of ``ctx`` and return who runs it.
 
-    The order: layers of the plan -> stages -> container with plan-free initial weights (the whole model,
-    or a pipeline rank's part) -> 16-bit parameters -> optimizer -> its sharding -> sums of gradients ->
-    runner. Without ``train`` there are no initial weights and no optimizer: the weights have to be restored
-    before anything is run.
+    The order: layers of the plan -> stages -> container of layers without values (the whole model, or a
+    pipeline rank's part) -> 16-bit parameters -> their owners -> plan-free initial weights -> optimizer ->
+    its sharding -> sums of gradients -> runner. Without ``train`` there are no initial weights and no
+    optimizer: the weights have to be restored before anything is run.
 
     Raises:
         ConfigError: ``Model.loss_chunks`` is greater than 1, and the task's loss needs whole logits.
@@ -89,7 +90,7 @@ def _local_runner(
     module: BasicModule, factory: LayerFactory, cfg: RunConfig, ctx: ParallelContext, train: bool
 ) -> Runner:
     options = _step_options(cfg, factory)
-    model = StagedModel(_stages(module, factory, cfg), seed=cfg.Global.seed if train else None)
+    model = StagedModel(_stages(module, factory, cfg), None, empty=True)
     optimizer, sync = _optimizer_and_sync(
         model, list(enumerate(model.stages)), cfg, ctx, options.precision, train, factory.fused
     )
@@ -114,7 +115,7 @@ def _pipeline_runner(
         _stages(module, factory, cfg),
         PipelineLoss(module, factory),
     )
-    model = StagePipeline(stages, ctx.plan, cfg.Global.seed if train else None, loss)
+    model = StagePipeline(stages, ctx.plan, loss)
     tied = tied_group(stages, ctx)
     if cfg.Distributed.overlap_p2p_comm:
         pipeline = AsyncPipeline(model, products)
@@ -164,23 +165,26 @@ def _optimizer_and_sync(
     trainable = [parameter for parameter in parameters if not parameter.stop_gradient]
     named = [(parameter.info.name, parameter) for parameter in parameters]
     low, on_host = precision.lowers_parameters, ctx.plan.sharding_offload
-    masters = precision.lower(parameters, train=train, masters_on_host=on_host)
+    with_masters = precision.lower(parameters, train=train)
     optimizer = sharding = values = None
-    if train:
-        optimizer = build_optimizer(
-            cfg.Optimizer, named, multi_precision=low, on_host=on_host, fused="adamw" in ops.taken
-        )
     if ctx.size_of("sharding") > 1:
         from ppfleetx.parallel.sharding import Sharding
 
         frozen = [parameter for parameter in parameters if parameter.stop_gradient]
         group, stage = ctx.group_of("sharding"), ctx.plan.sharding_stage
         sharding = Sharding(trainable, group, stage, tied_names, frozen)
+    seed = cfg.Global.seed if train else None
+    masters = give_values(parameters, seed, with_masters, sharding, masters_on_host=on_host)
+    if train:
+        optimizer = build_optimizer(
+            cfg.Optimizer, named, multi_precision=low, on_host=on_host, fused="adamw" in ops.taken
+        )
+    if sharding is not None:
         values = _values(sharding, trainable, stages, cfg, ctx)
         if optimizer is not None:
             sharding.wrap(optimizer, values)
     if optimizer is not None:
-        optimizer.keep_masters(masters)  # after sharding: of what is updated here
+        optimizer.keep_masters(masters)
     sync = GradientSync(
         trainable,
         ctx,

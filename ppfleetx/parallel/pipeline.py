@@ -47,13 +47,17 @@ def chunk_bounds(plan: ParallelPlan, num_stages: int) -> list[int]:
 class StageDesc(LayerDesc):
     """How Paddle's container builds one of our stages."""
 
-    def __init__(self, stage: Stage, index: int, seed: int | None, *, ends_chunk: bool) -> None:
+    def __init__(self, stage: Stage, index: int, *, ends_chunk: bool) -> None:
         super().__init__(stage.layer_cls)
-        self.stage, self.index, self._seed, self._ends_chunk = stage, index, seed, ends_chunk
+        self.stage, self.index, self._ends_chunk = stage, index, ends_chunk
 
     def build_layer(self, **_: Any) -> paddle.nn.Layer:
-        layer = build_stage(self.stage, self._seed)
+        layer = build_stage(self.stage, None, empty=True)
         layer.index_in_model = self.index
+        for parameter in layer.parameters():
+            # Fleet's pipelines would send all values to their replicas, packed: twice the memory, to bring
+            # what every rank draws by itself.
+            parameter.no_sync = True
         if self._ends_chunk:
             # Paddle frees what a rank has sent, ids included that its backward pass still needs.
             layer.register_forward_post_hook(_copy_passengers)
@@ -72,19 +76,21 @@ class Passage(paddle.nn.Layer):
 
 
 class StagePipeline(PipelineLayer):
-    """Paddle's container with chunks where our plan puts them (Paddle's own cannot divide unevenly)."""
+    """Paddle's container with chunks where our plan puts them (Paddle's own cannot divide unevenly).
+
+    Parameters have no memory yet.
+    """
 
     def __init__(
         self,
         stages: Sequence[Stage],
         plan: ParallelPlan,
-        seed: int | None,
         loss_fn: Callable[[paddle.Tensor, dict[str, paddle.Tensor]], paddle.Tensor],
     ) -> None:
         self._bounds, layers = [0], []
         for start, end in pairwise(chunk_bounds(plan, len(stages))):
             last = end - 1 if end < len(stages) else None
-            chunk = [StageDesc(stages[i], i, seed, ends_chunk=i == last) for i in range(start, end)]
+            chunk = [StageDesc(stages[i], i, ends_chunk=i == last) for i in range(start, end)]
             layers += chunk or [LayerDesc(Passage)]
             self._bounds.append(len(layers))
         super().__init__(

@@ -22,7 +22,6 @@ from ppfleetx.config.sections.engine import MixedPrecisionConfig
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 from ppfleetx.optims.grad_clip import scale_all
 from ppfleetx.optims.gradients import add_to_main_gradient, gradient_of
-from ppfleetx.optims.on_host import copy_to_host
 
 MIN_SCALE, GROWTH, BACKOFF = 1.0, 2.0, 0.5
 # What auto_cast asks of a GPU.
@@ -158,35 +157,32 @@ class Precision:
         with casts, self.keeps_casts():
             yield
 
-    def lower(
-        self, parameters: Iterable[paddle.Tensor], *, train: bool, masters_on_host: bool = False
-    ) -> dict[str, paddle.Tensor]:
-        """At O2: make the parameters 16-bit, in place.
+    def lower(self, parameters: Iterable[paddle.Tensor], *, train: bool) -> list[paddle.Tensor]:
+        """At O2: make the parameters 16-bit, in place; they have no memory, before and after.
 
         To be done before anything else hangs on them: with ``main_grad_fp32`` the hook that moves gradients
         to float32 must be the first.
 
         Returns:
-            Their exact float32 values by canonical name, for master weights, on the device or in host
-            memory; nothing unless ``train``.
+            Those that need float32 master weights; none unless ``train``.
         """
-        masters: dict[str, paddle.Tensor] = {}
-        keep = copy_to_host if masters_on_host else lambda value: value.detach().clone()
+        with_masters: list[paddle.Tensor] = []
         if not self.lowers_parameters:
-            return masters
+            return with_masters
         for parameter in {id(parameter): parameter for parameter in parameters}.values():
             if getattr(parameter, "is_quantized", False):
                 continue
             if parameter.info.kind == "quant":
                 continue  # a number of each linear, and an average that 16 bits could not move
-            trains = train and not parameter.stop_gradient
-            if trains:
-                masters[parameter.info.name] = keep(parameter)
-            low = parameter.detach().astype(self._cfg.dtype)
-            parameter.value().get_tensor()._share_data_with(low.value().get_tensor())
-            if trains and self._cfg.main_grad_fp32:
+            low = paddle.empty(parameter.shape, self._cfg.dtype)
+            parameter.get_tensor()._share_data_with(low.get_tensor())
+            parameter._clear_data()
+            if not train or parameter.stop_gradient:
+                continue
+            with_masters.append(parameter)
+            if self._cfg.main_grad_fp32:
                 parameter._register_backward_hook(lambda *_, p=parameter: add_to_main_gradient(p))
-        return masters
+        return with_masters
 
     @paddle.no_grad()
     def unscale(self, parameters: Sequence[paddle.Tensor], ops: FusedOps = NO_FUSED_OPS) -> None:

@@ -118,6 +118,10 @@ class Sharding:
         """Whether this rank is the parameter's owner."""
         return self.owner_of(parameter) == self._group.rank
 
+    def holds(self, parameter: paddle.Tensor) -> bool:
+        """Whether this rank has the parameter's value between its uses."""
+        return self._stage < 3 or self.owns(parameter)
+
     def wrap(self, optimizer: Optimizer, values: Values) -> None:
         """Leave to ``optimizer`` on this rank only what is owned here, and tell ``values`` of each update."""
         from paddle.distributed import fleet

@@ -1,8 +1,8 @@
 """Bytes on each rank of each pipeline stage, part by part, and in host memory.
 
-The peak is that of the worst moment of a step: within the passes (``activations.py`` says what each layer
+Of a step the worst moment counts: within the passes (``activations.py`` says what each layer
 keeps and needs for a moment; here is which layers and micro batches are alive then, and which gradients), or
-when packed gradients are on their way.
+when packed gradients are on their way. Beside it stands what the start takes, before the first step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FRAGMENTS = 0.02
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one rank, by part; :meth:`total` is the peak.
+    """Bytes of one rank, by part; :meth:`total` is the peak of a step, :meth:`peak` that of a run.
 
     Attributes:
         parameters: as the passes see them.
@@ -40,6 +40,7 @@ class StageMemory:
         fragments: what the allocator loses.
         host: in host memory: offloaded states, copies for saving in the background.
         whole_gradients: of all parameters, when the last backward pass has ended.
+        start: the most at once while the model is made, context and fragments included.
     """
 
     parameters: float
@@ -54,6 +55,7 @@ class StageMemory:
     fragments: float
     host: float
     whole_gradients: float
+    start: float
 
     @property
     def tensors(self) -> float:
@@ -62,8 +64,13 @@ class StageMemory:
 
     @property
     def total(self) -> float:
-        """Peak on the card."""
+        """Peak of a step on the card."""
         return sum(getattr(self, part) for part in CARD_PARTS)
+
+    @property
+    def peak(self) -> float:
+        """What the card must have: for the start and for each step."""
+        return max(self.start, self.total)
 
 
 CARD_PARTS = (
@@ -100,7 +107,18 @@ def stage_memory(case: Case, cluster: Cluster, stage: int) -> StageMemory:
     gradients = _kept_gradients(case, held) * precision.gradient_bytes
     fragments = _fragments(case) * sum(parts.values())
     context = cluster.card.context_gib * GIB
-    return StageMemory(**parts, context=context, fragments=fragments, host=host, whole_gradients=gradients)
+    start = context + (1 + _fragments(case)) * _start(case, held, parts["parameters"] + masters)
+    return StageMemory(
+        **parts, context=context, fragments=fragments, host=host, whole_gradients=gradients, start=start
+    )
+
+
+def _start(case: Case, held: Held, kept: float) -> float:
+    """The largest stage of layers as Paddle makes it, in float32; or all that is kept, and the float32 values
+    of one 16-bit parameter whose master is not (``parallel/first_values.py``)."""
+    drops = case.precision.parameter_bytes < 4 and (case.plan.sharding_offload or held.owned < held.resident)
+    drawn = 4.0 * held.largest if drops else 0.0
+    return max(4.0 * held.largest_layer, kept + drawn)
 
 
 def _fragments(case: Case) -> float:

@@ -27,6 +27,7 @@ class Held:
         trained: those that train.
         owned: those of the trained ones whose states it keeps and that it updates.
         largest_layer: parameters of the largest model stage, which sharding stage 3 fetches at once.
+        largest: elements of the largest parameter.
         num_tensors: number of its parameters.
         whole: trained ones that every tensor-parallel rank holds whole.
         partial: those of them whose gradients are parts of a sum with sequence parallelism.
@@ -37,6 +38,7 @@ class Held:
     trained: int
     owned: int
     largest_layer: int
+    largest: int
     num_tensors: int
     whole: int
     partial: int
@@ -83,6 +85,7 @@ def _held(
         trained=sum(trained),
         owned=_largest_share(trained, sharding),
         largest_layer=max((sum(group.values()) for group in groups), default=0),
+        largest=max(sizes, default=0),
         num_tensors=len(sizes),
         whole=sum(whole.values()),
         partial=sum(size for name, size in whole.items() if _is_partial(name)),

@@ -29,11 +29,11 @@ class Prediction:
 
     @cached_property
     def fullest(self) -> float:
-        """Bytes on the fullest rank. With equal stages that is one of the first (most micro batches in
-        flight) or of the last (logits)."""
+        """Bytes that the fullest rank needs, at the start or in a step. With equal stages that is one of the
+        first (most micro batches in flight) or of the last (logits)."""
         plan = self.case.plan
         stages = {0, plan.pp - 1} if plan.pp_layers is None else range(plan.pp)
-        return max(stage_memory(self.case, self.cluster, stage).total for stage in stages)
+        return max(stage_memory(self.case, self.cluster, stage).peak for stage in stages)
 
     @property
     def fits(self) -> bool:
@@ -71,6 +71,7 @@ class Prediction:
             "memory_parts_gib": [
                 {part: round(getattr(stage, part) / GIB, 4) for part in CARD_PARTS} for stage in self.memory
             ],
+            "start_memory_gib": [round(stage.start / GIB, 4) for stage in self.memory],
             "host_memory_gib": round(max(stage.host for stage in self.memory) / GIB, 4),
             "fits": self.fits,
             "mfu": round(self.mfu, 6),

@@ -9,6 +9,8 @@ from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.prediction import Prediction, plan_words
 from ppfleetx.planner.search import Found
 
+_BESIDE = ("total", "start", "host")
+
 
 def ranking(found: Found, cluster: Cluster, devices: int) -> str:
     """A table of the best plans, the best first."""
@@ -53,9 +55,9 @@ def account(prediction: Prediction) -> str:
     ]
     lines += [f"  {name:<17} {seconds:10.4f} s" for name, seconds in time.parts.items() if seconds > 0]
     lines.append("memory by part, GiB:")
-    lines.append("  stage " + " ".join(f"{part[:10]:>10}" for part in (*CARD_PARTS, "total", "host")))
+    lines.append("  stage " + " ".join(f"{part[:10]:>10}" for part in (*CARD_PARTS, *_BESIDE)))
     for stage, memory in enumerate(prediction.memory):
-        values = [getattr(memory, part) for part in (*CARD_PARTS, "total", "host")]
+        values = [getattr(memory, part) for part in (*CARD_PARTS, *_BESIDE)]
         lines.append(f"  {stage:5} " + " ".join(f"{value / GIB:10.2f}" for value in values))
     verdict = "fits" if prediction.fits else "does not fit"
     lines.append(

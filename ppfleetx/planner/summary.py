@@ -59,7 +59,7 @@ def memory_lines(cfg: RunConfig, device: str) -> list[str]:
     if prediction is None:
         return []
     stages, card = prediction.memory, prediction.cluster.card
-    fullest = max(range(len(stages)), key=lambda number: stages[number].total)
+    fullest = max(range(len(stages)), key=lambda number: stages[number].peak)
     worst = stages[fullest]
     where = f" on the fullest of {counted(len(stages), 'stage')} (stage {fullest})" if len(stages) > 1 else ""
     states = worst.parameters + worst.gradients + worst.masters + worst.optimizer
@@ -71,8 +71,10 @@ def memory_lines(cfg: RunConfig, device: str) -> list[str]:
     ]
     if worst.host:
         lines.append(f"and {_gib(worst.host)} of host memory a process (states, or a copy while saving)")
+    if worst.start > worst.total:
+        lines.append(f"and {_gib(worst.start)} while the model is made, before the first step")
     if cfg.Global.card is not None:
-        lines.append(verdict(worst.total, card.memory_gib * GIB, card.name))
+        lines.append(verdict(worst.peak, card.memory_gib * GIB, card.name))
     elif card.kernels == "gpu":
         attention = "flash" if prediction.case.flash else "the reference"
         lines.append(f"counted with {attention} attention; Global.card says what it has to fit into")

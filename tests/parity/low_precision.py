@@ -78,6 +78,37 @@ def train(
     }
 
 
+def start(plan: dict[str, Any], world_size: int, extra: dict[str, Any]) -> dict[str, float]:
+    """Bytes that this rank's allocator had handed out at most while a model in bfloat16 was made, those that
+    are left when it is made, and what the planner says of the most (and of masters in host memory, which on
+    a CPU is the same)."""
+    import gc
+
+    import paddle
+    from paddle.base import core
+
+    from ppfleetx.planner.cards import load_card
+    from ppfleetx.planner.case import case_of
+    from ppfleetx.planner.memory import stage_memory
+    from ppfleetx.planner.network import Cluster
+    from tests.helpers.low_precision import emulated
+
+    options = {f"{OPTIONS}.enable": True, f"{OPTIONS}.dtype": "bfloat16", f"{OPTIONS}.level": "O2", **extra}
+    card = load_card("CPU")
+    gc.collect()
+    before = core.host_memory_stat_current_value("Allocated", 0)
+    core.host_memory_stat_reset_peak_value("Allocated", 0)
+    with paddle.utils.unique_name.guard(), emulated():
+        cfg, ctx, runner = build(plan, world_size, "gpt", "adamw", 1, options)
+        peak = core.host_memory_stat_peak_value("Allocated", 0) - before
+        gc.collect()
+        kept = core.host_memory_stat_current_value("Allocated", 0) - before
+        memory = stage_memory(case_of(cfg, card), Cluster(card), ctx.rank_on("pp"))
+        states = runner.optimizer_state() if ctx.plan.sharding_offload else {}
+    on_host = sum(4 * tensor.size for (_, name), tensor in states.items() if name == "master_weight")
+    return {"peak": peak, "kept": kept, "predicted": memory.start - memory.context + on_host}
+
+
 def types_of_linears(black_list: list[str]) -> dict[str, str]:
     """What ``F.linear`` gives for float32 tensors at O1, with a bias and without."""
     import paddle

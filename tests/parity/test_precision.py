@@ -144,6 +144,34 @@ def test_bfloat16_has_no_scale_and_skips_nothing(run):
     assert result["scale"] == [None] and result["error"].startswith("gradient norm is")
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(),
+        Plan(sharding=2),
+        Plan(sharding=4, sharding_stage=3),
+        Plan(sharding=2, sharding_stage=2, sharding_offload=True),
+        Plan(dp=2, pp=2),  # Fleet would send the values to the replicas, packed
+        Plan(pp=2, sharding=2, sharding_stage=3),
+        Plan(mp=2, sharding=2),
+    ],
+    ids=str,
+)
+def test_the_start_takes_little_more_than_what_is_kept(comparison, plan):
+    """The float32 values of one parameter, or one stage of layers as they are made."""
+    sizes = {"hidden_size": 64, "num_layers": 4, "ffn_hidden_size": 256}
+    results = comparison.pools(plan.world_size).run(
+        "tests.parity.low_precision:start",
+        plan=fields_of(plan),
+        world_size=plan.world_size,
+        extra={f"Model.{key}": value for key, value in sizes.items()},
+    )
+    for result in results:
+        assert result["peak"] <= 1.1 * result["kept"]
+    peak, predicted = (max(result[what] for result in results) for what in ("peak", "predicted"))
+    assert peak == pytest.approx(predicted, rel=0.01)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_further_stages_of_sharding(run, one_card, stage):
     options = {"dtype": "bfloat16", "level": "O2"}

@@ -46,7 +46,7 @@ def _machine_rows() -> Iterable[str]:
     parts = [row.error for row in memory if not row.what.startswith("peak")]
     peaks = [row.error for row in memory if row.what.startswith("peak")]
     plans = f"this machine, {len(MEMORY_PLANS)} plans of two families"
-    yield _row(f"{plans}: parameters, gradients, states of each stage", parts)
+    yield _row(f"{plans}: parameters, gradients, states and start of each stage", parts)
     yield _row(f"{plans}: peak of each stage", peaks)
     words = f"this machine, {len(TRAFFIC_PLANS)} plans of two families: bytes sent in a step, by axis"
     yield _row(words, [row.error for row in traffic])

@@ -46,7 +46,8 @@ def case_for(config: Any, settings: list[str], plan: dict[str, Any]) -> Case:
 
 
 def compare_memory(pools: Pools, plan: dict[str, Any], family: str) -> list[Compared]:
-    """Parameters, states, gradients and peak of each stage's fullest rank."""
+    """Parameters, states, gradients, and the peaks of a step and of the start, of each stage's fullest
+    rank."""
     given, world = overrides(plan), world_size(plan)
     case = case_for(measured.CONFIG, measured.settings(given, family), plan)
     found = pools(world).run("tests.planner.measured:memory", overrides=given, family=family, world=world)
@@ -59,6 +60,7 @@ def compare_memory(pools: Pools, plan: dict[str, Any], family: str) -> list[Comp
             ("states", predicted.optimizer),
             ("gradients", predicted.whole_gradients),
             ("peak", predicted.tensors),
+            ("start", predicted.start - predicted.context),
         ):
             rows.append(Compared(f"{what} of stage {stage}", value, max(result[what] for result in mine)))
     return rows

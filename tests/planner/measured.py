@@ -54,7 +54,8 @@ def settings(overrides: dict[str, Any], family: str) -> list[str]:
 
 
 def memory(overrides: dict[str, Any], family: str, world: int) -> dict[str, Any]:
-    """Bytes of parts and the peak of one step, by Paddle's statistics of the host's allocator."""
+    """Bytes of parts and the peaks of the start and of one step, by Paddle's statistics of the host's
+    allocator."""
     from paddle.base import core
 
     def now() -> int:
@@ -72,13 +73,16 @@ def _measure(overrides: dict[str, Any], family: str, world: int, before: int) ->
 
     from ppfleetx.optims.gradients import gradient_of
 
+    core.host_memory_stat_reset_peak_value("Allocated", 0)
     runner, cfg, ctx = _runner(overrides, family, world)
+    start = core.host_memory_stat_peak_value("Allocated", 0) - before
     batches = _batches(cfg)
     runner.train_step(batches, step=1, lr=1e-4, weight_decay=0.0)  # the optimizer makes its states
     gc.collect()
     parameters = [p for _, p in runner.named_parameters()]
     states = [tensor for (_, name), tensor in runner.optimizer_state().items() if "pow" not in name]
-    found = {"parameters": _bytes(parameters), "states": _bytes(states), "stage": ctx.rank_on("pp")}
+    found = {"parameters": _bytes(parameters), "states": _bytes(states), "start": start}
+    found["stage"] = ctx.rank_on("pp")
     reduce, sync = runner._sync.reduce, runner._sync
 
     def counting() -> None:

@@ -172,6 +172,19 @@ def test_one_plan_as_json(capsys):
     assert found["plan"].startswith("dp=2,mp=2,pp=2")
 
 
+def test_a_plan_has_to_fit_at_its_start_too(monkeypatch):
+    """Of a step and of the start, whichever needs more."""
+    small = case(ParallelPlan(sharding=4, sharding_stage=3))
+    before = Prediction(small, Cluster(load_card("V100-16GB")))
+    held = held_parameters(small, 0)
+    assert before.fits and before.memory[0].peak == before.memory[0].total > before.memory[0].start
+    kept = 2 * held.resident + 4 * held.owned
+    assert before.memory[0].start == before.memory[0].context + 1.02 * max(kept, 4 * held.largest_layer)
+    monkeypatch.setattr("ppfleetx.planner.memory._start", lambda *_: 17.0 * 2**30)
+    after = Prediction(small, Cluster(load_card("V100-16GB")))
+    assert not after.fits and after.fullest == after.memory[0].start
+
+
 def test_plans_are_ranked(capsys):
     found = json.loads(planned(capsys, "--devices", "8", "--json"))
     times = [plan["step_time_s"][1] for plan in found["plans"]]

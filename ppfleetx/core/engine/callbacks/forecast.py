@@ -40,7 +40,7 @@ class Forecast(Callback):
     def on_fit_start(self, run: Run) -> None:
         if run.ctx.device.startswith("gpu"):
             there = paddle.device.cuda.get_device_properties().total_memory
-            needed = self._prediction.memory[run.ctx.rank_on("pp")].total
+            needed = self._prediction.memory[run.ctx.rank_on("pp")].peak
             if needed > there:
                 name = paddle.device.cuda.get_device_name()
                 get_logger().warning(
