@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import paddle
@@ -11,6 +11,23 @@ from paddle.autograd import PyLayer
 
 BUCKET_BYTES = 64 << 20
 """Tensors are packed up to this size: few messages, little extra memory."""
+
+ALIGNMENT = 256
+"""Bytes at whose multiples tensors begin that live in a flat one, as in memory of their own: kernels for many
+tensors load vectors of them, and do not look whether they may."""
+
+
+def begins_of(sizes: Iterable[int], itemsize: int) -> tuple[list[int], int]:
+    """Where parts of ``sizes`` elements begin in a flat tensor, in elements, and where the last one ends.
+
+    >>> begins_of([3, 64, 65, 1], 4)
+    ([0, 64, 128, 256], 257)
+    """
+    step, begins, end = ALIGNMENT // itemsize, [], 0
+    for size in sizes:
+        begins.append(-(-end // step) * step)
+        end = begins[-1] + size
+    return begins, end
 
 
 def all_reduce_packed(tensors: Sequence[paddle.Tensor], group: Any) -> None:
@@ -84,15 +101,22 @@ class Packed:
 def move_together(tensors: Sequence[paddle.Tensor]) -> paddle.Tensor:
     """One flat tensor that is the memory of all ``tensors``, which are of one type.
 
-    They become views of it, and what they had is free; a single one is given as it is. So nothing has to be
-    copied back, and memory is needed twice only while they are moved. Not for parts of other tensors.
+    They become views of it, each at a multiple of :data:`ALIGNMENT`, with zeros between them, and what they
+    had is free; a single one is given as it is. So nothing has to be copied back, and memory is needed twice
+    only while they are moved. Not for parts of other tensors.
     """
     if len(tensors) == 1:
         return _whole(tensors[0])
-    flat, end = paddle.concat([tensor.reshape([-1]) for tensor in tensors]), 0
-    for tensor in tensors:
-        begin, end = end, end + tensor.size
-        flat._slice(begin, end)._share_buffer_to(_whole(tensor))
+    begins, _ = begins_of([tensor.size for tensor in tensors], tensors[0].element_size())
+    parts, end = [], 0
+    for tensor, begin in zip(tensors, begins, strict=True):
+        if begin > end:
+            parts.append(paddle.zeros([begin - end], tensor.dtype))
+        parts.append(tensor.reshape([-1]))
+        end = begin + tensor.size
+    flat = paddle.concat(parts)
+    for tensor, begin in zip(tensors, begins, strict=True):
+        flat._slice(begin, begin + tensor.size)._share_buffer_to(_whole(tensor))
     return flat
 
 

@@ -16,10 +16,8 @@ import paddle
 from paddle import distributed
 from paddle.autograd import PyLayer
 
+from ppfleetx.distributed.collectives import begins_of
 from ppfleetx.nn.pieces import LogitsInPieces, PieceHead
-
-_ALIGNMENT = 256
-"""Bytes at whose multiples each parameter begins in its message, as kernels and memory copies like it."""
 
 
 class Owning(Protocol):
@@ -131,11 +129,8 @@ class _Fetch:
 
     @paddle.no_grad()
     def _start(self, parameters: list[paddle.Tensor], owner: int, group: Any) -> _Message:
-        mine, offsets, end = owner == group.rank, [], 0
-        step = _ALIGNMENT // parameters[0].element_size()
-        for parameter in parameters:
-            offsets.append(end := -(-end // step) * step)
-            end += parameter.size
+        mine = owner == group.rank
+        offsets, end = begins_of([p.size for p in parameters], parameters[0].element_size())
         if mine and len(parameters) == 1:
             flat = parameters[0].detach()
         elif mine:

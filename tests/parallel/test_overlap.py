@@ -174,6 +174,27 @@ def test_overlap_changes_no_bit(comparison, plan):
     assert overlapped == at_the_end
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(dp=2),
+        Plan(sharding=2),
+        Plan(sharding=2, sharding_stage=2),
+        Plan(sharding=2, sharding_stage=3),
+        Plan(dp=2, pp=2),
+    ],
+    ids=str,
+)
+def test_what_is_updated_begins_where_vectors_may(comparison, plan):
+    """Kernels of many tensors load vectors without looking; sums have moved gradients into flat tensors."""
+    sizes = {"Model.num_layers": 2, "Model.hidden_size": 20, "Model.ffn_hidden_size": 36}
+    ranks = comparison.pools(plan.world_size).run(
+        "tests.parity.training:misaligned", plan=fields_of(plan), world_size=plan.world_size, sizes=sizes
+    )
+    for rank in ranks:
+        assert rank["given"] and rank["misaligned"] == []
+
+
 @pytest.mark.parametrize("model", ["gpt", "llama"])
 def test_pipelines_send_by_stage(comparison, model):
     """dp beside pp, with micro batches and recomputation: equal to one card."""

@@ -374,3 +374,27 @@ def offloaded_updates(plan: dict[str, Any], world_size: int) -> dict[str, list[s
                 changes.append("in the update" if before == start and moved else "elsewhere or not at all")
     owned = [name for name, _ in runner._optimizer.named_params]
     return {"owned": sorted(owned), "updated": sorted(updated), "shared": sorted(shared), "changes": changes}
+
+
+def misaligned(plan: dict[str, Any], world_size: int, sizes: dict[str, Any]) -> dict[str, list[str]]:
+    """What of the ``given`` to two updates (values and gradients; canonical names) lies where no tensor with
+    memory of its own would begin."""
+    import paddle
+
+    from ppfleetx.optims.gradients import gradient_of
+
+    wrong: set[str] = set()
+    with paddle.utils.unique_name.guard():
+        cfg, ctx, runner = build(plan, world_size, "gpt", "adamw", 4, sizes)
+        given = dict(runner._optimizer.named_params)
+
+        def look() -> None:
+            for name, parameter in given.items():
+                for tensor in (parameter, gradient_of(parameter)):
+                    if tensor.data_ptr() % 256:
+                        wrong.add(name)
+
+        runner.before_update = look
+        for step in range(2):
+            take_step(runner, step, cfg, ctx)
+    return {"given": sorted(given), "misaligned": sorted(wrong)}
