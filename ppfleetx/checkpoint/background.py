@@ -143,16 +143,17 @@ class HostCopier:
     def prepare(self, pieces: Sequence[TensorSlice]) -> tuple[list[TensorSlice], Callable[[], None]]:
         """Slices of a copy, and the function that makes the copy, to be called once in any thread.
 
-        Arrays that are not the tensors' own memory (they came from a device, or were converted) are made
-        here and now, and are copies already.
+        What is not the tensors' own memory is fetched: the copy is queued on the device here and now, before
+        what changes the tensors, and nobody waits for it but the writer.
         """
         live, copies = [], []
         for piece in pieces:
-            data = array = piece.array()
             if piece.is_live:
                 data = partial(self._copy_of, len(live))
-                live.append(array)
-            copies.append(replace(piece, data=data, is_live=False))
+                live.append(piece.array())
+            else:
+                data = piece.array() if piece.fetch is None else piece.fetch()
+            copies.append(replace(piece, data=data, is_live=False, fetch=None))
         return copies, partial(self._copy, live)
 
     def _copy_of(self, number: int) -> np.ndarray:

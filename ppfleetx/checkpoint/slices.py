@@ -60,6 +60,8 @@ class TensorSlice:
         state: name of the optimizer state (`moment1`, ...); empty for model parameters.
         vocab_dim: dimension that counts (padded) vocabulary entries, if one does.
         is_live: whether the array is the tensor's own memory, which the next update changes.
+        fetch: starts a copy of what has to come from a device or to be converted, which the next update does
+            not change, and gives what waits for it; None: there is none but ``data``.
     """
 
     name: str
@@ -72,6 +74,7 @@ class TensorSlice:
     state: str = ""
     vocab_dim: int | None = None
     is_live: bool = False
+    fetch: Callable[[], Callable[[], np.ndarray]] | None = None
 
     @property
     def key(self) -> tuple[str, str, str]:

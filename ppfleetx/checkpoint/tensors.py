@@ -165,6 +165,8 @@ class _Place:
 
 
 def _slice(name: str, kind: str, state: str, tensor: Tensor, info: Any) -> TensorSlice:
+    from ppfleetx.distributed.transfer import download
+
     place = _Place(tensor, info)
     return TensorSlice(
         name=name,
@@ -177,6 +179,7 @@ def _slice(name: str, kind: str, state: str, tensor: Tensor, info: Any) -> Tenso
         state=state,
         vocab_dim=_vocab_dim(place),
         is_live=_is_host(tensor),
+        fetch=lambda: download(tensor),
     )
 
 

@@ -1,14 +1,16 @@
-"""From the host's memory to the device, without waiting for it; and back.
+"""From the host's memory to the device and back, without waiting for it.
 
 ``paddle.to_tensor`` of an ordinary array makes the host wait for a GPU: the copy leaves pageable memory, and
 the host goes on when it is done. Here arrays go through pinned memory, all of a micro batch in one copy,
-which is queued behind what the device already has to do. On a CPU there is nothing to wait for.
+which is queued behind what the device already has to do; and what is to be kept comes back in the same way.
+On a CPU there is nothing to wait for.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,8 @@ import paddle
 from ppfleetx.utils.hangs.record import RECORD
 
 _ALIGNMENT = 256  # bytes; as Paddle's own allocations
+
+_PAUSE = 2e-3  # seconds between two questions whether a copy is there
 
 _on_their_way: deque[tuple[Any, Any]] = deque()
 """(event behind a copy, its pinned memory), oldest first: memory must stay until its copy is done."""
@@ -46,6 +50,28 @@ def read(tensor: paddle.Tensor) -> np.ndarray:
     by the hang report."""
     with RECORD.reading():
         return tensor.numpy()
+
+
+def download(tensor: paddle.Tensor) -> Callable[[], np.ndarray]:
+    """Start to copy what the tensor holds once the device has done all it was given so far.
+
+    Returns:
+        What waits for the copy and gives it, in any thread. Meanwhile the tensor may change: the device does
+        that behind the copy. On a GPU the copy is in pinned memory; a bfloat16 array is of its bits, uint16.
+    """
+    if not on_gpu() or tensor.place.is_cpu_place():
+        array = tensor.numpy()
+        return lambda: array
+    pinned = tensor.detach().contiguous()._copy_to(paddle.CUDAPinnedPlace(), False)
+    behind = paddle.device.cuda.Event()
+    behind.record()
+
+    def arrived() -> np.ndarray:
+        while not behind.query():  # waiting within Paddle would stop all other threads
+            time.sleep(_PAUSE)
+        return pinned.numpy()
+
+    return arrived
 
 
 def _packed(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, dict[str, int]]:

@@ -4,16 +4,23 @@ import errno
 import os
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
+import paddle
 import pytest
+from paddle.base import core
 
 from ppfleetx.checkpoint import storage
 from ppfleetx.checkpoint.background import BackgroundManager, HostCopier
 from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.checkpoint.manager import CheckpointManager
 from ppfleetx.checkpoint.reader import open_checkpoint
+from ppfleetx.checkpoint.tensors import model_slices
 from ppfleetx.config.errors import CheckpointError
+from ppfleetx.distributed import transfer
+from ppfleetx.nn.init import Constant
+from ppfleetx.nn.stage import ParamInfo
 from tests.checkpoint.checkpoints import slices
 
 
@@ -69,6 +76,38 @@ def test_what_is_saved_is_of_the_moment_of_the_call(tmp_path, held_back):
     opened = open_checkpoint(path)
     for piece, array in zip(tensors, before, strict=True):
         assert np.array_equal(opened.read(piece.name, piece.kind, piece.state), array)
+
+
+def test_what_lies_on_a_device_is_fetched_behind_its_work(tmp_path, monkeypatch):
+    """`save` queues the copies, training goes on, and the thread alone waits until they are there."""
+    is_done, reads, read = threading.Event(), [], paddle.Tensor.numpy
+
+    def noted(tensor):
+        reads.append((threading.current_thread().name, is_done.is_set()))
+        return read(tensor)
+
+    event = SimpleNamespace(record=lambda: None, query=is_done.is_set)
+    monkeypatch.setattr(core.Place, "is_cpu_place", lambda _: False)
+    monkeypatch.setattr(transfer, "on_gpu", lambda: True)
+    monkeypatch.setattr(paddle, "CUDAPinnedPlace", paddle.CPUPlace)
+    monkeypatch.setattr(paddle.device.cuda, "Event", lambda: event)
+    monkeypatch.setattr(paddle.Tensor, "numpy", noted)
+    named = [("a", paddle.arange(6, dtype="float32")), ("b", paddle.ones([2, 3], "bfloat16"))]
+    for name, tensor in named:
+        shape = tuple(tensor.shape)
+        tensor.info = ParamInfo(name, shape, (0,) * len(shape), shape, Constant(), "matrix")
+    manager = BackgroundManager(tmp_path)
+    path = save(manager, 1, list(model_slices(named)))
+    manager.wait_for_copy()
+    for _, tensor in named:
+        tensor.fill_(7)  # a device does this behind the copy
+    assert reads == [] and manager.poll() is None
+    is_done.set()
+    assert manager.wait() == path
+    assert set(reads) == {("checkpoint", True)}
+    opened = open_checkpoint(path)
+    assert np.array_equal(opened.read("a", "model", ""), np.arange(6))
+    assert np.array_equal(opened.read("b", "model", ""), np.full([2, 3], 0x3F80))
 
 
 def test_one_save_at_a_time(tmp_path, held_back):
