@@ -26,7 +26,8 @@ class FusedAdamW(paddle.optimizer.AdamW):
     """Paddle's AdamW, with one kernel for many parameters where that is possible.
 
     16-bit parameters go one by one: their gradients are float32, and the kernel of many reads gradients in
-    the parameters' type.
+    the parameters' type. It could update the masters, but nothing rounds many of them at once: that would be
+    a launch for each again, and would read and write all of them once more.
     """
 
     def _apply_optimize(
