@@ -160,7 +160,8 @@ def _optimizer_and_sync(
     tied_group: Any = None,
     tied_names: Sequence[str] = (),
 ) -> tuple[Optimizer | None, GradientSync]:
-    """The optimizer of the parameters that this rank updates, and what sums gradients over the job."""
+    """Give the parameters their types and values; return the optimizer of those that this rank updates, and
+    what sums gradients over the job."""
     parameters = model.parameters()
     trainable = [parameter for parameter in parameters if not parameter.stop_gradient]
     named = [(parameter.info.name, parameter) for parameter in parameters]
