@@ -22,6 +22,16 @@ ADAPTERS = {"Model.lora.rank": 2}
 RECOMPUTES = {"Model.use_recompute": True, "Model.hidden_dropout_prob": 0.1}
 SEQUENCE = ["Distributed.mp_degree=2", "Model.sequence_parallel=True"]
 VIRTUAL = ["Distributed.pp_degree=2", "Model.virtual_pp_degree=2", "Model.num_layers=4"]
+# With biases the product must not be rounded before they are added.
+HALVES = [
+    {
+        "Engine.mix_precision.enable": True,
+        "Engine.mix_precision.dtype": dtype,
+        "Engine.mix_precision.level": level,
+        "Engine.mix_precision.scale_loss": 2.0**10,
+    }
+    for dtype, level in (("bfloat16", "O1"), ("bfloat16", "O2"), ("float16", "O1"))
+]
 SPLIT = Plan(mp=2, sequence_parallel=True)
 
 
@@ -64,6 +74,8 @@ def pools() -> Iterator[Pools]:
         (Plan(pp=2, mp=2, pp_schedule="zb_h1"), "llama", {}, [{**SENDS, **REDUCES}]),
         (Plan(pp=4), "gpt", {"Model.num_layers": 4, **RECOMPUTES}, [SENDS]),
         (Plan(mp=2, sharding=2, sharding_stage=3), "llama", {}, [REDUCES]),
+        *((Plan(mp=2), "gpt", half, [REDUCES]) for half in HALVES),
+        (SPLIT, "gpt", HALVES[0], [SCATTERS, GATHERS]),
     ],
     ids=str,
 )

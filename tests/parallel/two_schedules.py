@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from typing import Any
 
@@ -30,7 +31,8 @@ def compare(
 def with_keys(
     plan: dict[str, Any], world_size: int, model: str, extra: dict[str, Any], keys: list[dict[str, Any]]
 ) -> list[list[Any]]:
-    """Losses, gradient norms and a digest of the last weights with each of ``keys``."""
+    """Losses, gradient norms and a digest of the last weights with each of ``keys``; 16-bit types are
+    emulated."""
     return [_train(plan, world_size, model, 4, {**extra, **more})[0] for more in keys]
 
 
@@ -39,14 +41,17 @@ def _train(
 ) -> tuple[list[Any], list[int]]:
     import paddle
 
-    with paddle.utils.unique_name.guard():
+    from tests.helpers.low_precision import emulated
+
+    kernels = emulated() if extra.get("Engine.mix_precision.enable") else contextlib.nullcontext()
+    with paddle.utils.unique_name.guard(), kernels:
         cfg, ctx, runner = build(plan, world_size, model, "sgd", micro_batch_size, extra)
         most = _watch(runner._pipeline) if plan.get("pp_schedule") == "zb_h1" else []
         outputs = [take_step(runner, step, cfg, ctx) for step in range(STEPS)]
         loss, tokens = runner.eval_step(micro_batches(STEPS, cfg, ctx))
         weights = hashlib.sha256()
         for _, parameter in sorted(runner.named_parameters(), key=lambda one: one[0]):
-            weights.update(parameter.numpy().tobytes())
+            weights.update(parameter.astype("float32").numpy().tobytes())
     numbers = [loss / tokens, *(number for o in outputs for number in (o.loss, o.grad_norm))]
     return [numbers, weights.hexdigest()], most
 
