@@ -136,20 +136,21 @@ class PruningInTraining:
     def _scores(self) -> list[Scores]:
         """Of each layer of the whole model; the same on every rank, and under every plan."""
         groups, units = self._model.kv_heads, self._model.ffn_size
-        sums = np.zeros((self._model.num_layers, groups + units))
+        # Apart by axis: of each matrix of a layer.
+        sums = np.zeros((2, self._model.num_layers, groups + units))
         for piece in self._pieces():
             if not piece.is_matrix or not self._runner.writes(piece.parameter):
                 continue
             values = host_array(piece.parameter)
             mass = mass_of_parts(values, dtype_of(piece.parameter), piece.parts, self._options.criterion)
             first = piece.first + (0 if piece.parts.of_groups else groups)
-            sums[piece.layer, first : first + len(mass)] += mass
+            sums[piece.parts.axis, piece.layer, first : first + len(mass)] = mass
         if self._ctx.world_size > 1:
-            # Two numbers of a part, from at most two ranks, and zeros: exact in any order.
-            total = paddle.to_tensor(sums)
-            distributed.all_reduce(total)
-            sums = total.numpy()
-        return [Scores(row[:groups], row[groups:]) for row in sums]
+            # Each number is one rank's, the others have zeros: their bits are summed, which all devices can.
+            bits = paddle.to_tensor(sums.view(np.int64))
+            distributed.all_reduce(bits)
+            sums = bits.numpy().view(np.float64)
+        return [Scores(row[:groups], row[groups:]) for row in sums.sum(axis=0)]
 
     def _check_zeros(self, scores: list[Scores]) -> None:
         for layer, score in enumerate(scores):

@@ -11,6 +11,7 @@ from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fields import MAX_RANKS, RuleError, Section
 from ppfleetx.config.finetuning import finetuning_violations, glue_task, num_outputs
+from ppfleetx.config.fused import fused_violations
 from ppfleetx.config.lengths import length_violations, position_violations, workload_of
 from ppfleetx.config.plan import AXES, CONFIG_KEYS, ParallelPlan, nearest_plan, violations
 from ppfleetx.config.sections.root import RunConfig, plan_of
@@ -145,6 +146,7 @@ def _violations(cfg: RunConfig, batch: BatchPlan) -> Iterator[RuleError]:
         yield RuleError(broken.keys, broken.sentence + hint)
     yield from position_violations(cfg)
     yield from _overlaps(cfg)
+    yield from fused_violations(cfg)
     yield from _schedules(cfg)
     yield from _tokens(cfg)
     yield from finetuning_violations(cfg)

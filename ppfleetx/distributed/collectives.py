@@ -47,6 +47,19 @@ def broadcast_packed(tensors: Sequence[paddle.Tensor], group: Any, owner: int) -
     _packed(tensors, lambda flat: distributed.broadcast(flat, source, group=group, sync_op=False))
 
 
+@paddle.no_grad()
+def sum_gathered(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
+    """The sum of few numbers over ``group``, in a type that not every library of collectives can sum.
+
+    Each member gets the numbers of all and adds them in the order of the ranks: the same bits for all.
+    Ascend's library, for one, sums neither float64 nor uint8, and has no mean; it moves every type.
+    """
+    own = tensor.reshape([-1])
+    received = paddle.empty([group.nranks * own.size], own.dtype)
+    distributed.stream.all_gather(received, own, group=group)
+    return paddle.add_n(list(received.reshape([group.nranks, *tensor.shape]).unbind(0)))
+
+
 def equalize_packed(copies: Sequence[paddle.Tensor], group: Any) -> None:
     """Give each member of ``group`` the bits of the first member's copies, in few messages.
 

@@ -86,12 +86,12 @@ class ParallelContext:
         return read(self.sum_tensor_over(axes, upload(np.array(values, np.float64)))).tolist()
 
     def sum_tensor_over(self, axes: Iterable[str], tensor: Any) -> Any:
-        """``tensor``, summed in place over the ranks of ``axes``, one axis after the other."""
-        from paddle import distributed
+        """``tensor``, of few numbers, summed over the ranks of ``axes``, one axis after the other."""
+        from ppfleetx.distributed.collectives import sum_gathered
 
         for axis in axes:
             if axis in self.groups:
-                distributed.all_reduce(tensor, group=self.groups[axis])
+                tensor = sum_gathered(tensor, self.groups[axis])
         return tensor
 
     def max_tensor_over(self, axes: Iterable[str], tensor: Any) -> Any:

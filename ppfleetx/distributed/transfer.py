@@ -46,10 +46,13 @@ def upload_all(arrays: Mapping[str, np.ndarray]) -> dict[str, paddle.Tensor]:
 
 
 def read(tensor: paddle.Tensor) -> np.ndarray:
-    """What the tensor holds, once the device has done all it was given; a rank that is missing there is told
-    by the hang report."""
+    """What the tensor holds, once the device has computed it; a rank that is missing there is told by the
+    hang report.
+
+    On a GPU ``Tensor.numpy`` would wait for all streams, and so for messages that nothing needs yet.
+    """
     with RECORD.reading():
-        return tensor.numpy()
+        return (_fetched(tensor) if on_gpu() else tensor).numpy()
 
 
 def download(tensor: paddle.Tensor) -> Callable[[], np.ndarray]:
@@ -101,6 +104,15 @@ def _unpacked(
         begin = begins[name] // array.itemsize
         tensors[name] = typed[array.dtype]._slice(begin, begin + array.size).reshape(array.shape)
     return tensors
+
+
+def _fetched(tensor: paddle.Tensor) -> paddle.Tensor:
+    """A copy in pinned memory, queued behind what computes the tensor, and waited for alone."""
+    pinned = tensor.contiguous()._copy_to(paddle.CUDAPinnedPlace(), False)
+    behind = paddle.device.cuda.Event()
+    behind.record()
+    behind.synchronize()
+    return pinned
 
 
 def _queue(array: np.ndarray) -> paddle.Tensor:

@@ -148,7 +148,10 @@ NO_FUSED_OPS = FusedOps()
 
 
 def choose(
-    setting: Literal["auto", "none"] | Sequence[FusedName], types: Sequence[str], ctx: ParallelContext
+    setting: Literal["auto", "none"] | Sequence[FusedName],
+    types: Sequence[str],
+    ctx: ParallelContext,
+    unused: Mapping[FusedName, str] | None = None,
 ) -> FusedOps:
     """What ``Model.fused_ops`` means here, the same on all ranks.
 
@@ -157,6 +160,7 @@ def choose(
         types: element types that the run computes in, the first being that of its parameters at O1 and in
             float32; names as in :attr:`FusedOperator.types`.
         ctx: this process's place.
+        unused: operators that the run has no place for, and why.
 
     Raises:
         ConfigError: a listed operator cannot run here in any of the types.
@@ -166,7 +170,8 @@ def choose(
     taken: dict[str, Sequence[str]] = {}
     refused: dict[str, str] = {}
     for name in TABLE if setting == "auto" else setting:
-        found = {dtype: obstacle(name, dtype, by_itself=setting == "auto") for dtype in types}
+        idle = (unused or {}).get(name)
+        found = {dtype: idle or obstacle(name, dtype, by_itself=setting == "auto") for dtype in types}
         taken[name] = [dtype for dtype, why in found.items() if why is None]
         refused[name] = "; ".join(dict.fromkeys(why for why in found.values() if why))
     if ctx.world_size > 1 and not paddle.get_device().startswith("cpu"):

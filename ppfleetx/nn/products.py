@@ -4,7 +4,8 @@ The backward pass of a product has two halves: the gradient of its input, which 
 and that of its weight, which nobody needs before the step's end. :class:`SplitProducts` leaves the second
 half for later, when a pipeline rank would otherwise wait; :meth:`Products.column` computes it while the first
 half travels. Numbers do not change: each product is the one that
-Paddle's backward pass would compute, and a weight's gradients are added in the order of the micro batches.
+Paddle's backward pass would compute, a bias is added before the product is rounded to 16 bits, and a weight's
+gradients are added in the order of the micro batches.
 """
 
 from __future__ import annotations
@@ -65,14 +66,12 @@ class Products:
         """The product with this rank's columns. The sum of the input's gradient over the ranks travels while
         the weight's gradient is computed."""
         if paddle.is_grad_enabled() and not x.stop_gradient:
-            product = self._column(x, _Product(weight, is_transposed, exchange))
-        else:
-            x = exchange.whole(x)
-            product = self.transposed(x, weight) if is_transposed else self.linear(x, weight)
-        return product if bias is None else product + bias.astype(product.dtype)
+            return self._column(x, bias, _Product(weight, is_transposed, exchange))
+        x = exchange.whole(x)
+        return self.transposed(x, weight) if is_transposed else self.linear(x, weight, bias)
 
-    def _column(self, x: paddle.Tensor, product: _Product) -> paddle.Tensor:
-        return _BothGradients.apply(x, product.weight, product)
+    def _column(self, x: paddle.Tensor, bias: paddle.Tensor | None, product: _Product) -> paddle.Tensor:
+        return _BothGradients.apply(x, bias, product.weight, product)
 
 
 class SplitProducts(Products):
@@ -96,16 +95,15 @@ class SplitProducts(Products):
     ) -> paddle.Tensor:
         if not _splits(x, weight):
             return super().linear(x, weight, bias)
-        product = _InputGradient.apply(x, _Product(weight, False), self._open.append)
-        return product if bias is None else product + bias.astype(product.dtype)
+        return _InputGradient.apply(x, bias, _Product(weight, False), self._open.append)
 
     def transposed(self, x: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
         if not _splits(x, weight):
             return super().transposed(x, weight)
-        return _InputGradient.apply(x, _Product(weight, True), self._open.append)
+        return _InputGradient.apply(x, None, _Product(weight, True), self._open.append)
 
-    def _column(self, x: paddle.Tensor, product: _Product) -> paddle.Tensor:
-        return _InputGradient.apply(x, product, self._open.append)
+    def _column(self, x: paddle.Tensor, bias: paddle.Tensor | None, product: _Product) -> paddle.Tensor:
+        return _InputGradient.apply(x, bias, product, self._open.append)
 
     def begin(self) -> None:
         """Forget what a step that did not come to its end has left."""
@@ -140,10 +138,11 @@ class _Product:
     def gathers_again(self) -> bool:
         return self.exchange is not None and self.exchange.gathers_again
 
-    def multiply(self, x: paddle.Tensor) -> paddle.Tensor:
+    def multiply(self, x: paddle.Tensor, bias: paddle.Tensor | None) -> paddle.Tensor:
         if self.is_transposed:
+            assert bias is None
             return paddle.matmul(x, self.weight, transpose_y=True)
-        return F.linear(x, self.weight)
+        return F.linear(x, self.weight, bias)
 
 
 class _WeightGradient:
@@ -160,10 +159,12 @@ class _WeightGradient:
         return _in(paddle.matmul(left, right, transpose_x=True), self.weight.dtype)
 
 
-def _forward(ctx: Any, x: paddle.Tensor, product: _Product) -> paddle.Tensor:
+def _forward(ctx: Any, x: paddle.Tensor, bias: paddle.Tensor | None, product: _Product) -> paddle.Tensor:
     """The product; ``ctx`` keeps what its backward pass needs."""
     whole = x if product.exchange is None else product.exchange.whole(x)
-    result = product.multiply(whole)
+    result = product.multiply(whole, bias)
+    ctx.has_bias = bias is not None
+    ctx.bias_dtype = None if bias is None or bias.stop_gradient else bias.dtype
     # The weight itself, not what it holds now: sharding stage 3 brings its values back for the backward pass.
     ctx.product, ctx.dtype = product, x.dtype
     ctx.x = x if product.gathers_again else _in(whole, result.dtype)
@@ -186,31 +187,49 @@ def _backward(ctx: Any, upstream: paddle.Tensor, second: Callable[[_WeightGradie
     return (gradient if finish is None else finish()), found
 
 
+def _of_bias(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, ...]:
+    """The gradient of the bias: of no tensor where there is none, and none where it is frozen."""
+    if not ctx.has_bias:
+        return ()
+    if ctx.bias_dtype is None:
+        return (None,)
+    total = upstream.reshape([-1, upstream.shape[-1]]).sum(0)
+    return (_in(_in(total, upstream.dtype), ctx.bias_dtype),)
+
+
 class _InputGradient(PyLayer):
-    """A product that passes on the gradient of its input alone, and leaves the other to ``leave``."""
+    """A product that passes on the gradients of its input and bias, and leaves the other to ``leave``."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: paddle.Tensor, product: _Product, leave: Callable[[_WeightGradient], None]
+        ctx: Any,
+        x: paddle.Tensor,
+        bias: paddle.Tensor | None,
+        product: _Product,
+        leave: Callable[[_WeightGradient], None],
     ) -> paddle.Tensor:
         ctx.leave = leave
-        return _forward(ctx, x, product)
+        return _forward(ctx, x, bias, product)
 
     @staticmethod
-    def backward(ctx: Any, upstream: paddle.Tensor) -> paddle.Tensor:
-        return _backward(ctx, upstream, ctx.leave)[0]
+    def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, ...]:
+        gradient, _ = _backward(ctx, upstream, ctx.leave)
+        return (gradient, *_of_bias(ctx, upstream))
 
 
 class _BothGradients(PyLayer):
-    """A product that passes on both gradients."""
+    """A product that passes on all gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: paddle.Tensor, weight: paddle.Tensor, product: _Product) -> paddle.Tensor:
-        return _forward(ctx, x, product)
+    def forward(
+        ctx: Any, x: paddle.Tensor, bias: paddle.Tensor | None, weight: paddle.Tensor, product: _Product
+    ) -> paddle.Tensor:
+        return _forward(ctx, x, bias, product)
 
     @staticmethod
-    def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor | None]:
-        return _backward(ctx, upstream, _WeightGradient.compute)
+    def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, ...]:
+        gradient, found = _backward(ctx, upstream, _WeightGradient.compute)
+        return (gradient, *_of_bias(ctx, upstream), found)
 
 
 class _Given(PyLayer):

@@ -16,12 +16,14 @@ def recompute(function: Callable[..., Any], *args: Any) -> Any:
     """Run now, forget, and run again in the backward pass with the same random numbers.
 
     Args:
-        function: pure but for its parameters and random numbers.
+        function: pure but for its parameters and random numbers; any callable that takes ``args``.
         *args: tensors or None, positional; at least one tensor carries a gradient.
     """
     from paddle.distributed.fleet.utils import recompute as fleet_recompute
 
-    return fleet_recompute(function, *args)
+    # fleet reads the signature of what it is given, and refuses keyword-only parameters, which every partial
+    # with a keyword has.
+    return fleet_recompute(lambda *given: function(*given), *args)
 
 
 def may_recompute(layer: paddle.nn.Layer) -> bool:

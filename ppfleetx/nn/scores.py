@@ -13,6 +13,7 @@ from typing import Any
 
 import paddle
 
+from ppfleetx.distributed.collectives import sum_gathered
 from ppfleetx.nn.pieces import LogitsInPieces
 
 # Rows of logits looked at together: the temporaries of a whole batch would be as large as its logits.
@@ -104,11 +105,7 @@ class _SharedColumns(_Columns):
         return found[:, 0].max(axis=0).astype("float32"), tokens.astype("int64")
 
     def total(self, *parts: paddle.Tensor) -> list[paddle.Tensor]:
-        from paddle import distributed
-
-        packed = paddle.stack(parts)
-        distributed.all_reduce(packed, group=self._group)
-        return list(packed.unbind(0))
+        return list(sum_gathered(paddle.stack(parts), self._group).unbind(0))
 
 
 def _scores(

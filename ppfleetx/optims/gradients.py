@@ -14,9 +14,14 @@ if TYPE_CHECKING:
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """The gradient to work on, in place if need be; None when the parameter has none."""
+    """The gradient to work on, in place if need be; None when the parameter has none.
+
+    It has no strides: the backward pass may give one that has, and neither collectives nor operators that
+    write into lists of tensors can take that. Paddle then moves the tensor itself.
+    """
     main = getattr(parameter, "main_grad", None)
-    return parameter.grad if main is None else main
+    gradient = parameter.grad if main is None else main
+    return None if gradient is None else gradient.contiguous()
 
 
 def drop_gradient(parameter: Tensor) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import paddle
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.fused import without_place
 from ppfleetx.config.sections.engine import MixedPrecisionConfig
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
@@ -58,7 +59,7 @@ def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, tr
         factory = overlapping_factory(ctx, gathers_again=cfg.Distributed.recompute_allgather)
     factory.fused = _fused_ops(cfg, ctx, train)
     if train and cfg.Engine.mix_precision.enable:
-        factory.products = _products(cfg.Engine.mix_precision, ctx, factory.fused)
+        factory.products = _products(cfg.Engine.mix_precision, factory.fused)
     build = _pipeline_runner if ctx.size_of("pp") > 1 else _local_runner
     return build(module, factory, cfg, ctx, train)
 
@@ -67,23 +68,18 @@ def _fused_ops(cfg: RunConfig, ctx: ParallelContext, train: bool) -> FusedOps:
     """The fused operators of ``Model.fused_ops``; what is trained says which."""
     mixed = cfg.Engine.mix_precision
     types = ("float32", mixed.dtype) if mixed.enable else ("float32",)
-    ops = choose(cfg.Model.fused_ops, types, ctx)
+    unused = {name: why for name, (_, why) in without_place(cfg).items()}
+    ops = choose(cfg.Model.fused_ops, types, ctx, unused)
     if train:
         say(ops)
     return ops
 
 
-def _products(mixed: MixedPrecisionConfig, ctx: ParallelContext, ops: FusedOps) -> Products:
-    """How layers in 16 bits multiply by their weights.
-
-    Sharding stage 3 drops values after each use, and 16-bit copies of them would stay.
-    """
-    if mixed.level == "O2":
-        return AddingProducts(ops) if mixed.main_grad_fp32 else Products()
-    converts = not {"matmul", "linear_v2"} & set(mixed.custom_black_list)
-    if converts and ctx.plan.sharding_stage < 3 and "weight_cast" in ops.taken:
-        return CastOnceProducts(mixed.dtype)
-    return Products()
+def _products(mixed: MixedPrecisionConfig, ops: FusedOps) -> Products:
+    """How layers in 16 bits multiply by their weights."""
+    if "linear_grad_add" in ops.taken:
+        return AddingProducts(ops)
+    return CastOnceProducts(mixed.dtype) if "weight_cast" in ops.taken else Products()
 
 
 def _local_runner(

@@ -13,6 +13,7 @@ import paddle
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.data.loader import MicroBatch
 from ppfleetx.distributed.context import DATA_AXES, ParallelContext
+from ppfleetx.distributed.transfer import read
 
 if TYPE_CHECKING:
     from ppfleetx.nn.stage import LayerFactory
@@ -69,7 +70,7 @@ class SourceLosses:
             return None
         losses, tokens = np.zeros(self.count), np.zeros(self.count)
         if self._heard:
-            ids, rows = (paddle.concat(list(parts)).numpy() for parts in zip(*self._heard, strict=True))
+            ids, rows = (read(paddle.concat(list(parts))) for parts in zip(*self._heard, strict=True))
             np.add.at(losses, ids, rows.astype(np.float64))
         for batch in micro_batches:
             np.add.at(tokens, batch["source_ids"], batch["loss_mask"].sum(axis=1, dtype=np.float64))

@@ -163,10 +163,10 @@ class StepRunner(ABC):
     def _overflows(self, numbers: Sequence[paddle.Tensor]) -> paddle.Tensor:
         """On how many ranks one of the numbers is not finite. All must know: a step that was skipped on some
         of the ranks only would go unnoticed."""
-        here = paddle.stack(list(numbers)).isfinite().all().logical_not().astype("float64")
+        here = paddle.stack(list(numbers)).isfinite().all().logical_not().astype("float32")
         if self._ctx.world_size > 1:
             distributed.all_reduce(here)
-        return here
+        return here.astype("float64")
 
     def _repeat(
         self, micro_batches: Sequence[MicroBatch], num_valid: float, step: int

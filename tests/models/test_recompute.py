@@ -1,22 +1,32 @@
 """Recomputation changes no number: gradients are bitwise those without it, dropout included."""
 
+from functools import partial
+
 import numpy as np
 import paddle
 import pytest
 
 from ppfleetx.models.gpt import layers
-from ppfleetx.nn import attention
+from ppfleetx.models.gpt.stages import gpt_stages
+from ppfleetx.models.staged import StagedModel
+from ppfleetx.nn import attention, flash, kernels
+from ppfleetx.nn.factory import LocalFactory
+from ppfleetx.nn.fused import FusedOps
+from ppfleetx.nn.kernels import KernelOptions
 from ppfleetx.nn.loss import token_loss
+from ppfleetx.nn.recompute import recompute
 from ppfleetx.nn.stage import canonical_parameters
 from tests.models.gpt_builders import LLAMA_STYLE, build, random_tokens, tiny_config
 
 DROPOUT = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2}
 
 
-def gradients(**keys):
-    model = build(tiny_config(num_layers=4, **DROPOUT, **keys))
+def gradients(packs=True, fused=None, **keys):
+    cfg, factory = tiny_config(num_layers=4, **DROPOUT, **keys), LocalFactory()
+    factory.fused = FusedOps(fused)
+    model = StagedModel(gpt_stages(cfg, factory), seed=1)
     paddle.seed(11)
-    starts = paddle.to_tensor([[0] * 5 + [5] * 7] * 2, dtype="int32")
+    starts = paddle.to_tensor([[0] * 5 + [5] * 7] * 2, dtype="int32") if packs else None
     logits = model(random_tokens(), document_start=starts)
     loss_sum, count = token_loss(logits, random_tokens(), paddle.ones([2, 12]), 61)
     (loss_sum / count).backward()
@@ -32,7 +42,7 @@ def recomputed(monkeypatch):
         original = module.recompute
 
         def counting(function, *args, _original=original):
-            calls.append(function.__name__)
+            calls.append(getattr(function, "func", function).__name__)
             return _original(function, *args)
 
         monkeypatch.setattr(module, "recompute", counting)
@@ -51,6 +61,67 @@ def test_gradients_are_bitwise_equal(recomputed, style, granularity, function):
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_array_equal(actual[name], value, err_msg=name)
+
+
+@pytest.fixture
+def packed_flash(monkeypatch):
+    """Flash attention of one tensor could run: what Paddle's operator would be given is computed by the
+    reference. Counts the calls."""
+    calls = []
+
+    def composite(rows, *, dropout, causal, training):
+        assert causal and training
+        calls.append(dropout)
+        query, key, value = rows.transpose([2, 0, 3, 1, 4]).unbind(0)
+        drops = paddle.nn.Dropout(dropout)
+        context = kernels.reference_attention(query.unsqueeze(2), key, value, None, drops, KernelOptions())
+        return context.squeeze(2).transpose([0, 2, 1, 3]), None
+
+    monkeypatch.setattr(flash.F.flash_attention, "flash_attn_qkvpacked", composite)
+    monkeypatch.setattr(kernels, "flash_obstacle", lambda *_, **__: None)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("granularity", "function"),
+    [("full", "transform"), ("full_attn", "attend"), ("core_attn", "packed_flash_attention")],
+)
+def test_fused_attention_is_recomputed_too(recomputed, packed_flash, granularity, function):
+    options = {"packs": False, "fused": {"packed_attention": ["float32"]}}
+    expected = gradients(**options)
+    assert recomputed == [] and packed_flash == [0.2] * 4
+    actual = gradients(**options, use_recompute=True, recompute_granularity=granularity)
+    assert recomputed == [function] * 4 and packed_flash == [0.2] * (4 + 8)
+    for name, value in expected.items():
+        np.testing.assert_array_equal(actual[name], value, err_msg=name)
+
+
+def scaled(x, factor=1.0, *, power=2):
+    return factor * x**power
+
+
+class Scaled(paddle.nn.Layer):
+    def forward(self, x, *, factor=1.0):
+        return scaled(x, factor)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        scaled,
+        partial(scaled, factor=3.0),
+        partial(scaled, power=3),
+        lambda x, **more: scaled(x, **more),
+        Scaled(),
+    ],
+    ids=["keyword-only default", "partial", "partial keyword-only", "lambda", "layer"],
+)
+def test_any_callable_can_be_recomputed(function):
+    """Whatever its signature: fleet looks at it, and refuses some."""
+    one, other = (paddle.to_tensor([1.0, 2.0], stop_gradient=False) for _ in range(2))
+    recompute(function, one).sum().backward()
+    function(other).sum().backward()
+    np.testing.assert_array_equal(one.grad.numpy(), other.grad.numpy())
 
 
 @pytest.mark.parametrize(

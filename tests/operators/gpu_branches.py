@@ -80,6 +80,7 @@ def gpu_branches(named: Named, *, low: bool = False) -> Iterator[None]:
         patch(core.Place, "is_cpu_place", lambda _: False)
         patch(transfer, "on_gpu", lambda: True)
         patch(transfer, "_queue", queue)
+        patch(transfer, "_fetched", lambda tensor: tensor)
         for module in (flash, kernels, quantized):
             patch(module, "on_gpu", lambda: True)
         patch(flash, "_capability", lambda _: (8, 0))

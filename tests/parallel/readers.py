@@ -64,5 +64,64 @@ def read_after_steps(plan: dict[str, Any], overlaps: bool) -> dict[str, list[flo
     return found
 
 
+def under_way_between_steps(plan: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """Messages of new values that nobody has waited for: after each update, and when the ranks have told each
+    other what they read for the next step.
+
+    On what pretends to be a GPU: ``Tensor.numpy`` waits for all streams, and pinned memory holds nothing
+    before an event behind its copy has been waited for.
+    """
+    import paddle
+
+    from ppfleetx.core.engine.signals import StopRequest
+    from ppfleetx.core.engine.watch import Watch
+    from ppfleetx.distributed import transfer
+    from tests.parity.training import build, micro_batches, take_step
+
+    copies: list[tuple[paddle.Tensor, paddle.Tensor]] = []
+    pinned: set[int] = set()
+    to_numpy = paddle.Tensor.numpy
+
+    def copy_to(tensor: paddle.Tensor, place: Any, blocking: bool) -> paddle.Tensor:
+        assert place == "pinned" and not blocking
+        copies.append((tensor, paddle.zeros_like(tensor)))
+        pinned.add(id(copies[-1][1]))
+        return copies[-1][1]
+
+    class Event:
+        def record(self) -> None:
+            self.behind = len(copies)
+
+        def synchronize(self) -> None:
+            for tensor, copy in copies[: self.behind]:
+                paddle.assign(tensor, copy)
+
+    cfg, ctx, runner = build(plan, 2, "gpt", "adamw", 4, {"Model.num_layers": 2, "Engine.checks": "cheap"})
+    values = runner._sync._values
+
+    def numpy(tensor: paddle.Tensor) -> Any:
+        if id(tensor) not in pinned:
+            values.finish()
+        return to_numpy(tensor)
+
+    watch, counts = Watch(cfg, ctx, samples_per_epoch=1e6), ([], [])
+    with (
+        mock.patch.object(transfer, "on_gpu", lambda: True),
+        mock.patch.object(transfer, "_queue", paddle.to_tensor),
+        mock.patch.object(paddle, "CUDAPinnedPlace", lambda: "pinned"),
+        mock.patch.object(paddle.device.cuda, "Event", Event),
+        mock.patch.object(paddle.Tensor, "_copy_to", copy_to),
+        mock.patch.object(paddle.Tensor, "numpy", numpy),
+    ):
+        for step in range(2):
+            take_step(runner, step, cfg, ctx)
+            counts[0].append(len(values._tasks) + len(values._packed))
+            stop = watch.before_step(micro_batches(step + 1, cfg, ctx), None, StopRequest(), step + 1)
+            assert not stop and watch.num_valid > 1, "what was read is not what was sent"
+            counts[1].append(len(values._tasks) + len(values._packed))
+    runner.finish_update()
+    return counts
+
+
 def _sum(data: Any) -> float:
     return float(abs(data() if callable(data) else data).sum())

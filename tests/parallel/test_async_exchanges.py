@@ -22,6 +22,16 @@ ADAPTERS = {"Model.lora.rank": 2}
 RECOMPUTES = {"Model.use_recompute": True, "Model.hidden_dropout_prob": 0.1}
 SEQUENCE = ["Distributed.mp_degree=2", "Model.sequence_parallel=True"]
 VIRTUAL = ["Distributed.pp_degree=2", "Model.virtual_pp_degree=2", "Model.num_layers=4"]
+# With biases the product must not be rounded before they are added.
+HALVES = [
+    {
+        "Engine.mix_precision.enable": True,
+        "Engine.mix_precision.dtype": dtype,
+        "Engine.mix_precision.level": level,
+        "Engine.mix_precision.scale_loss": 2.0**10,
+    }
+    for dtype, level in (("bfloat16", "O1"), ("bfloat16", "O2"), ("float16", "O1"))
+]
 SPLIT = Plan(mp=2, sequence_parallel=True)
 
 
@@ -64,6 +74,8 @@ def pools() -> Iterator[Pools]:
         (Plan(pp=2, mp=2, pp_schedule="zb_h1"), "llama", {}, [{**SENDS, **REDUCES}]),
         (Plan(pp=4), "gpt", {"Model.num_layers": 4, **RECOMPUTES}, [SENDS]),
         (Plan(mp=2, sharding=2, sharding_stage=3), "llama", {}, [REDUCES]),
+        *((Plan(mp=2), "gpt", half, [REDUCES]) for half in HALVES),
+        (SPLIT, "gpt", HALVES[0], [SCATTERS, GATHERS]),
     ],
     ids=str,
 )
@@ -79,6 +91,85 @@ def test_no_bit_changes(pools: Pools, plan: Plan, model: str, extra: dict, keys:
     )
     for waits, *overlaps in ranks:
         assert overlaps == [waits] * len(keys)
+
+
+O1, O2 = HALVES[:2]
+
+
+@pytest.mark.parametrize(
+    ("plan", "extra", "taken"),
+    [
+        (Plan(mp=2), O1, ["weight_cast"]),
+        (Plan(mp=2), O2, ["linear_grad_add"]),
+        (Plan(mp=2), {**O2, "Engine.mix_precision.main_grad_fp32": False}, []),
+        (Plan(mp=2), {**O1, "Engine.mix_precision.custom_black_list": "[matmul]"}, []),
+        (Plan(sharding=2, sharding_stage=3), O1, []),
+        (Plan(mp=2), {**O1, **REDUCES}, []),
+        (Plan(mp=2), {**O2, **REDUCES}, []),
+        (SPLIT, {**O1, **SCATTERS}, []),
+        (Plan(pp=2), O1, ["weight_cast"]),
+        (Plan(pp=2, pp_schedule="zb_h1"), O1, []),
+        (Plan(pp=2, pp_schedule="zb_h1"), O2, []),
+    ],
+    ids=str,
+)
+def test_fused_products_that_are_taken_are_used(pools: Pools, plan: Plan, extra: dict, taken: list) -> None:
+    """In all products with weights, or the run does not take them, and its log does not name them."""
+    for rank in pools(2).run(
+        "tests.parallel.two_schedules:uses",
+        timeout=180.0,
+        plan=fields_of(plan),
+        world_size=2,
+        extra={"Model.num_layers": 2, **extra},
+    ):
+        assert rank["taken"] == rank["said"] == taken == [*rank["used"]]
+        assert not (taken and rank["otherwise"])
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "keys"),
+    [
+        ("weight_cast", ["Engine.mix_precision.level=O2"], ["Engine.mix_precision.level"]),
+        ("linear_grad_add", ["Engine.mix_precision.level=O1"], ["Engine.mix_precision.level"]),
+        (
+            "linear_grad_add",
+            ["Engine.mix_precision.main_grad_fp32=False"],
+            ["Engine.mix_precision.main_grad_fp32"],
+        ),
+        (
+            "weight_cast",
+            [
+                "Engine.mix_precision.level=O1",
+                "Distributed.sharding.sharding_degree=2",
+                "Distributed.sharding.sharding_stage=3",
+            ],
+            ["Distributed.sharding.sharding_stage"],
+        ),
+        (
+            "linear_grad_add",
+            ["Distributed.mp_degree=2", "Distributed.mp_async_allreduce=True"],
+            ["Distributed.mp_async_allreduce"],
+        ),
+        (
+            "weight_cast",
+            [*SEQUENCE, "Distributed.sp_async_reduce_scatter=True", "Engine.mix_precision.level=O1"],
+            ["Distributed.sp_async_reduce_scatter"],
+        ),
+        (
+            "linear_grad_add",
+            ["Distributed.pp_degree=2", "Distributed.pp_schedule=zb_h1"],
+            ["Distributed.pp_schedule"],
+        ),
+    ],
+    ids=str,
+)
+def test_a_fused_product_that_would_not_be_used_is_refused(name: str, overrides: list, keys: list) -> None:
+    listed = [f"Model.fused_ops=[adamw, {name}]", "Engine.mix_precision.enable=True", *overrides]
+    with pytest.raises(ConfigError, match=f"{name} would not be used") as refused:
+        load_config(CONFIG, listed)
+    for key in ("Model.fused_ops", *keys):
+        assert key in str(refused.value)
+    load_config(CONFIG, ["Model.fused_ops=[adamw]", *listed[1:]])
 
 
 @pytest.mark.parametrize(

@@ -57,3 +57,12 @@ def test_whoever_reads_after_a_step_gets_the_new_values(comparison, stage):
     overlapped, waited = run(True), run(False)
     assert overlapped == waited
     assert all(len(set(map(str, rank.values()))) == len(rank) for rank in waited), "each step changes them"
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_a_step_reads_waits_for_no_new_values(comparison, stage):
+    """Else a GPU would have them all before the forward pass begins, and overlap would be a word."""
+    plan = fields_of(Plan(sharding=2, sharding_stage=stage))
+    target = "tests.parallel.readers:under_way_between_steps"
+    for updated, read in comparison.pools(2).run(target, plan=plan):
+        assert min(updated) > 0 and read == updated

@@ -1,9 +1,15 @@
-"""Who owns what among the sharding ranks."""
+"""Who owns what among the sharding ranks, and gradients as backward passes give them."""
 
 from types import SimpleNamespace
 
+import numpy as np
+import paddle
 import pytest
+from paddle import distributed
 
+from ppfleetx.nn.fused import FusedOps
+from ppfleetx.optims.grad_clip import clip_by_global_norm
+from ppfleetx.optims.gradients import add_gradient, gradient_of, take_gradient
 from ppfleetx.parallel.sharding import Sharding
 from tests.models.gpt_builders import build, tiny_config
 
@@ -20,3 +26,74 @@ def test_frozen_and_trained_values_are_both_shared_evenly(trains):
     total, held = sum(p.size for p in chosen), sum(p.size for p in chosen if sharding.owns(p))
     largest = max(p.size for p in chosen)
     assert abs(2 * held - total) <= largest
+
+
+def parameters_with_gradients(strides, in_main):
+    """Two parameters with one gradient each, which may have the strides that a weight used transposed gives
+    it; in ``main_grad`` if asked for."""
+    parameters = [paddle.create_parameter([4, 6], "float32") for _ in range(2)]
+    paddle.add_n([(p.t() * paddle.arange(4, dtype="float32")).sum() for p in parameters]).backward()
+    for number, parameter in enumerate(parameters):
+        assert not parameter.grad.is_contiguous()
+        parameter.info = SimpleNamespace(name=f"weight {number}")
+        gradient = paddle.to_tensor(parameter.grad.numpy())
+        if strides:
+            gradient = paddle.transpose(paddle.to_tensor(gradient.numpy().T), [1, 0])
+        assert gradient.is_contiguous() is not strides
+        if in_main:
+            parameter.clear_gradient(False)
+            parameter.main_grad = gradient
+        elif not strides:
+            parameter.clear_gradient(False)
+            parameter.grad = gradient
+    return parameters
+
+
+def taken(parameters):
+    gradients = [take_gradient(parameter) for parameter in parameters]
+    assert all(gradient_of(parameter) is None for parameter in parameters)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        add_gradient(parameter, gradient)
+        add_gradient(parameter, paddle.ones_like(gradient))
+
+
+def clipped(parameters, **fused):
+    ops = FusedOps({name: ["float32"] for name in fused})
+    assert clip_by_global_norm(parameters, 0.5, ops=ops) > 0.5
+
+
+def sent(parameters):
+    """Into another owner, as stage 2 does it, overlapped; the owner would add what this rank sends."""
+    received = []
+
+    def reduce(flat, destination, group, sync_op):
+        assert flat.is_contiguous()
+        received.append(flat.numpy().flatten())
+        return SimpleNamespace(wait=lambda: None)
+
+    sharding = Sharding(parameters, GROUP, stage=2)
+    sharding.bucket_sums(1 << 20)
+    sharding.owners = dict.fromkeys(sharding.owners, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "reduce", reduce)
+        for parameter in parameters:
+            sharding._on_gradient(parameter)
+        sharding.finish_gradients()
+    assert sum(map(len, received)) == 48
+
+
+@pytest.mark.parametrize("in_main", [False, True], ids=["grad", "main_grad"])
+@pytest.mark.parametrize(
+    "work",
+    [taken, clipped, lambda ps: clipped(ps, grad_norm=1, grad_scale=1), sent],
+    ids=["taken", "clipped", "clipped by fused operators", "sent"],
+)
+def test_strides_of_a_gradient_change_nothing(work, in_main):
+    """On a GPU Paddle gives them to gradients that have none on a CPU (FLAGS_use_stride_compute_kernel)."""
+    results = []
+    for strides in (False, True):
+        parameters = parameters_with_gradients(strides, in_main)
+        work(parameters)
+        found = [gradient_of(parameter) for parameter in parameters]
+        results.append([None if one is None else one.numpy() for one in found])
+    np.testing.assert_array_equal(results[1], results[0])

@@ -11,6 +11,7 @@ from ppfleetx.config.plan import ParallelPlan as Plan
 from ppfleetx.config.schedules import Pass, zero_bubble_order
 from ppfleetx.nn.products import Products, SplitProducts
 from tests.helpers.ranks import Pools
+from tests.parallel.test_async_exchanges import HALVES
 from tests.parity.comparison import fields_of
 from tests.parity.training import GLOBAL_BATCH
 
@@ -115,6 +116,7 @@ CASES = [
     (Plan(pp=2, mp=2, sequence_parallel=True), "llama", {}),
     (Plan(pp=2, sharding=2), "gpt", {}),
     (Plan(pp=2, dp=2), "llama", {"Model.loss_chunks": 3}),
+    *((Plan(pp=2), "gpt", half) for half in HALVES),
 ]
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from collections import Counter
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from tests.parity.training import build, micro_batches, take_step
 
@@ -30,8 +34,67 @@ def compare(
 def with_keys(
     plan: dict[str, Any], world_size: int, model: str, extra: dict[str, Any], keys: list[dict[str, Any]]
 ) -> list[list[Any]]:
-    """Losses, gradient norms and a digest of the last weights with each of ``keys``."""
+    """Losses, gradient norms and a digest of the last weights with each of ``keys``; 16-bit types are
+    emulated."""
     return [_train(plan, world_size, model, 4, {**extra, **more})[0] for more in keys]
+
+
+def uses(plan: dict[str, Any], world_size: int, extra: dict[str, Any]) -> dict[str, Any]:
+    """A step in 16 bits with every fused product that the run has a place for.
+
+    Returns:
+        ``taken``: the operators that the run has taken; ``said``: those its log names; ``used``: calls of
+        each; ``otherwise``: products that options compute in other ways.
+    """
+    import paddle
+    from paddle import _C_ops
+
+    from ppfleetx.nn import fused, main_gradients, products, weight_casts
+    from tests.helpers.low_precision import emulated
+
+    names, used, otherwise = ("linear_grad_add", "weight_cast"), Counter(), Counter()
+
+    def obstacle(name: str, dtype: str, **_: Any) -> str | None:
+        return None if name in names and dtype in fused.TABLE[name].types else "not here"
+
+    def add(x: Any, upstream: Any, total: Any, *_: Any) -> tuple[Any, None]:
+        rows, columns = (t.astype("float32").reshape([-1, t.shape[-1]]) for t in (x, upstream))
+        gradient = paddle.matmul(rows, columns, transpose_x=True)
+        return (gradient if total is None else total.add_(gradient)), None
+
+    def counted(counter: Counter, name: str, original: Any) -> Any:
+        def call(*args: Any) -> Any:
+            counter[name] += 1
+            return original(*args)
+
+        return call
+
+    lines: list[str] = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(paddle.utils.unique_name.guard())
+        stack.enter_context(emulated())
+        for place, attribute, new in (
+            (fused, "obstacle", obstacle),
+            (fused, "get_logger", lambda: SimpleNamespace(info=lines.append)),
+            (_C_ops, "fused_linear_param_grad_add", add),
+            (
+                main_gradients,
+                "add_weight_gradient",
+                counted(used, "linear_grad_add", main_gradients.add_weight_gradient),
+            ),
+            (weight_casts._Copy, "apply", counted(used, "weight_cast", weight_casts._Copy.apply)),
+            (products._BothGradients, "apply", counted(otherwise, "both", products._BothGradients.apply)),
+            (products._InputGradient, "apply", counted(otherwise, "input", products._InputGradient.apply)),
+        ):
+            stack.enter_context(mock.patch.object(place, attribute, new))
+        cfg, ctx, runner = build(plan, world_size, "gpt", "sgd", 4, extra)
+        take_step(runner, 0, cfg, ctx)
+    return {
+        "taken": sorted(runner._sync.ops.taken),
+        "said": [name for name in names if any(name in line for line in lines)],
+        "used": dict(used),
+        "otherwise": otherwise.total(),
+    }
 
 
 def _train(
@@ -39,14 +102,17 @@ def _train(
 ) -> tuple[list[Any], list[int]]:
     import paddle
 
-    with paddle.utils.unique_name.guard():
+    from tests.helpers.low_precision import emulated
+
+    kernels = emulated() if extra.get("Engine.mix_precision.enable") else contextlib.nullcontext()
+    with paddle.utils.unique_name.guard(), kernels:
         cfg, ctx, runner = build(plan, world_size, model, "sgd", micro_batch_size, extra)
         most = _watch(runner._pipeline) if plan.get("pp_schedule") == "zb_h1" else []
         outputs = [take_step(runner, step, cfg, ctx) for step in range(STEPS)]
         loss, tokens = runner.eval_step(micro_batches(STEPS, cfg, ctx))
         weights = hashlib.sha256()
         for _, parameter in sorted(runner.named_parameters(), key=lambda one: one[0]):
-            weights.update(parameter.numpy().tobytes())
+            weights.update(parameter.astype("float32").numpy().tobytes())
     numbers = [loss / tokens, *(number for o in outputs for number in (o.loss, o.grad_norm))]
     return [numbers, weights.hexdigest()], most
 
