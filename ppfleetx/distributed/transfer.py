@@ -1,12 +1,13 @@
 """From the host's memory to the device, without waiting for it; and back.
 
-``paddle.to_tensor`` of an ordinary array makes the host wait for a GPU: the copy leaves pageable memory, and
-the host goes on when it is done. Here arrays go through pinned memory, all of a micro batch in one copy,
-which is queued behind what the device already has to do. On a CPU there is nothing to wait for.
+``paddle.to_tensor`` of an ordinary array makes the host wait for a card: the copy leaves pageable memory, and
+the host goes on when it is done. Here all arrays of a micro batch go in one copy, through pinned memory where
+there is some, queued behind what the device already has to do. On a CPU there is nothing to wait for.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -14,17 +15,22 @@ from typing import Any
 import numpy as np
 import paddle
 
+from ppfleetx.distributed.device import on_card, queue_copy, recorded_event
+from ppfleetx.utils.hangs.progress import PROGRESS
 from ppfleetx.utils.hangs.record import RECORD
 
 _ALIGNMENT = 256  # bytes; as Paddle's own allocations
+_LOOKS_SECONDS = 1e-3  # how often a card is asked how far it is
 
 _on_their_way: deque[tuple[Any, Any]] = deque()
-"""(event behind a copy, its pinned memory), oldest first: memory must stay until its copy is done."""
+"""(event behind a copy, the host's memory), oldest first: memory must stay until its copy is done."""
+_begun: deque[Any] = deque()
+"""An event at the beginning of each micro batch that the card may not have come to, oldest first."""
 
 
 def on_gpu() -> bool:
-    """Whether tensors are made on a GPU."""
-    return paddle.get_device().startswith("gpu")
+    """Whether tensors are made on a card, of whatever kind."""
+    return on_card()
 
 
 def upload(array: np.ndarray) -> paddle.Tensor:
@@ -33,7 +39,7 @@ def upload(array: np.ndarray) -> paddle.Tensor:
 
 
 def upload_all(arrays: Mapping[str, np.ndarray]) -> dict[str, paddle.Tensor]:
-    """Copies of the arrays on the device, on a GPU in one transfer: the tensors are then parts of one."""
+    """Copies of the arrays on the device, on a card in one transfer: the tensors are then parts of one."""
     has_views = paddle.get_flags("FLAGS_use_stride_kernel")["FLAGS_use_stride_kernel"]
     if not (on_gpu() and has_views and arrays):
         return {name: upload(array) for name, array in arrays.items()}
@@ -41,10 +47,29 @@ def upload_all(arrays: Mapping[str, np.ndarray]) -> dict[str, paddle.Tensor]:
     return _unpacked(_queue(flat), arrays, begins)
 
 
+def note_micro_batch() -> None:
+    """A micro batch begins: the program goes on now, and a card when it comes to it."""
+    PROGRESS.go_on()
+    if on_card():
+        while _begun and _begun[0].query():
+            _begun.popleft()
+        _begun.append(recorded_event())
+
+
 def read(tensor: paddle.Tensor) -> np.ndarray:
     """What the tensor holds, once the device has done all it was given; a rank that is missing there is told
-    by the hang report."""
+    by the hang report.
+
+    A card may have most of a step still to do. Each micro batch that it comes to is progress: the watch is
+    not to end a run because its steps are long.
+    """
     with RECORD.reading():
+        while _begun:
+            if _begun[0].query():
+                _begun.popleft()
+                PROGRESS.go_on()
+            else:
+                time.sleep(_LOOKS_SECONDS)
         return tensor.numpy()
 
 
@@ -78,12 +103,9 @@ def _unpacked(
 
 
 def _queue(array: np.ndarray) -> paddle.Tensor:
-    """Queue a copy to the GPU."""
+    """Queue a copy to the card."""
     while _on_their_way and _on_their_way[0][0].query():
         _on_their_way.popleft()
-    pinned = paddle.to_tensor(array, place=paddle.CUDAPinnedPlace())
-    tensor = pinned.cuda(blocking=False)
-    behind = paddle.device.cuda.Event()
-    behind.record()
-    _on_their_way.append((behind, pinned))
+    tensor, source = queue_copy(array)
+    _on_their_way.append((recorded_event(), source))
     return tensor

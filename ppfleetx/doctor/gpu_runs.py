@@ -13,8 +13,7 @@ import paddle
 import paddle.nn.functional as F
 
 from ppfleetx.distributed.tf32 import allow_tf32
-from ppfleetx.doctor.cards import lacks
-from ppfleetx.doctor.case import Case
+from ppfleetx.doctor.case import Case, lacks
 from ppfleetx.doctor.gpu import allows_tf32
 from ppfleetx.doctor.rows import Row, fail, ok, skipped, warn
 from ppfleetx.doctor.storage import words
