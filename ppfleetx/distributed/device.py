@@ -32,6 +32,15 @@ def is_gpu(device: str) -> bool:
     return kind_of(device) == GPU
 
 
+def name_errors(device: str) -> None:
+    """Have Paddle say with each error of a plugin's device where in Paddle it was: the device gives a number
+    only, and so an allocator that fails could not be told from anything else."""
+    import paddle
+
+    if kind_of(device) not in (CPU, GPU, XPU):
+        paddle.set_flags({"FLAGS_call_stack_level": 2})
+
+
 def on_card() -> bool:
     """Whether this process's tensors are made on a card."""
     import paddle

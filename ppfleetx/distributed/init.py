@@ -12,9 +12,10 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.plan import AXES, ParallelPlan
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.device import CPU, GPU, count, is_card, join, place
+from ppfleetx.distributed.device import CPU, GPU, count, is_card, join, name_errors, place
 from ppfleetx.distributed.random import register_sliced_stream, seed_everything
 from ppfleetx.utils.hangs.record import OPERATIONS, RECORD
+from ppfleetx.utils.installed import FOR_GPUS
 
 
 def init_distributed(cfg: RunConfig) -> ParallelContext:
@@ -25,6 +26,7 @@ def init_distributed(cfg: RunConfig) -> ParallelContext:
             ``Global.flags`` a flag that Paddle does not take.
     """
     device = choose_device(cfg.Global.device)
+    name_errors(device)
     _set_flags(cfg)
     paddle.set_device(device)
     if cfg.plan.world_size == 1:
@@ -144,7 +146,9 @@ def choose_device(wanted: str) -> str:
     if wanted == "auto":
         return GPU if has_gpu else CPU
     if wanted == GPU and not has_gpu:
-        why = "there is no GPU" if paddle.is_compiled_with_cuda() else "this is Paddle's CPU build"
+        why = "there is no GPU"
+        if not paddle.is_compiled_with_cuda():
+            why = f"this is Paddle's CPU build: install {FOR_GPUS}"
         raise ConfigError(
             f"{why}; on a CPU give -o Global.device=cpu -o Engine.mix_precision.enable=False",
             key="Global.device",

@@ -106,6 +106,17 @@ def test_a_thread_asks_the_card_of_its_process(monkeypatch):
     assert chosen == [3]
 
 
+@pytest.mark.parametrize(("kind", "level"), [("cpu", 1), ("gpu", 1), ("npu", 2)])
+def test_errors_of_a_plugin_come_with_their_place(kind, level):
+    before = paddle.get_flags("FLAGS_call_stack_level")
+    try:
+        paddle.set_flags({"FLAGS_call_stack_level": 1})
+        device.name_errors(f"{kind}:0")
+        assert paddle.get_flags("FLAGS_call_stack_level") == {"FLAGS_call_stack_level": level}
+    finally:
+        paddle.set_flags(before)
+
+
 def test_kinds():
     assert not device.on_card() and device.is_card("npu:1") and device.is_gpu("gpu:0")
     assert device.kind_of("xpu:2") == "xpu" and not device.is_card("cpu")
