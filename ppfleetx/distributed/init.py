@@ -62,6 +62,11 @@ def _set_flags(cfg: RunConfig) -> None:
             ) from error
 
 
+def flags_of_run() -> dict[str, Any]:
+    """Those flags of Paddle that ``Global.flags`` has set, as they are."""
+    return paddle.get_flags(list(_flags_before)) if _flags_before else {}
+
+
 def start_fleet(plan: ParallelPlan, batch: BatchPlan, device: str) -> ParallelContext:
     """``fleet.init`` with the degrees of ``plan``: the only call of it in this package.
 

@@ -25,8 +25,8 @@ class NotInstalledError(UserError):
 
 
 FOR_GPUS = (
-    "paddlepaddle-gpu 3.3.x for your CUDA from Paddle's own package index, as PaddlePaddle's installation page "
-    "says (the general index has version 2.6 only)"
+    "paddlepaddle-gpu 3.3.x for your CUDA from Paddle's own package index, as PaddlePaddle's installation "
+    "page says (the general index has version 2.6 only)"
 )
 """What to install on a machine with GPUs."""
 

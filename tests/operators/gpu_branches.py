@@ -87,8 +87,8 @@ def gpu_branches(named: Named, *, low: bool = False) -> Iterator[None]:
         patch(quantized, "weight_quantize", _weight_quantize(named))
         patch(quantized, "weight_only_linear", _weight_only_linear(named))
         patch(fused, "TABLE", {name: replace(row, exact_on_cpu=True) for name, row in fused.TABLE.items()})
-        fused._obstacle.cache_clear()
-        stack.callback(fused._obstacle.cache_clear)
+        fused.forget_trials()
+        stack.callback(fused.forget_trials)
         patch(F.flash_attention, "flash_attention", _flash(named, "flash_attn"))
         patch(F.flash_attention, "flashmask_attention", _flash(named, "flashmask_attention"))
         if low:
