@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -163,6 +164,7 @@ class Trainer:
         self._args, self._callbacks, self._output_dir = override_texts(args), list(callbacks), output_dir
         self._trainer: NativeTrainer | None = None
         self._scratch = ExitStack()
+        weakref.finalize(self, self._scratch.close)
         self._places: dict[str, ModelPlace] = {}
         if not Path(model).exists() and str(model) not in shipped_configs():
             raise ConfigError(

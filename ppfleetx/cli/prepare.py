@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 
 from ppfleetx.config.errors import DataError
 
@@ -51,8 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Do what was asked for."""
-    # A terminated run leaves as little behind as one stopped by Ctrl-C.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     from ppfleetx.data.prepare.corpus import find_sources
     from ppfleetx.data.prepare.preprocess import preprocess
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import paddle
@@ -11,8 +12,10 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.plan import AXES, ParallelPlan
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.device import CPU, GPU, count, is_card, join, name_errors, place
 from ppfleetx.distributed.random import register_sliced_stream, seed_everything
 from ppfleetx.utils.hangs.record import OPERATIONS, RECORD
+from ppfleetx.utils.installed import FOR_GPUS
 
 
 def init_distributed(cfg: RunConfig) -> ParallelContext:
@@ -23,6 +26,7 @@ def init_distributed(cfg: RunConfig) -> ParallelContext:
             ``Global.flags`` a flag that Paddle does not take.
     """
     device = choose_device(cfg.Global.device)
+    name_errors(device)
     _set_flags(cfg)
     paddle.set_device(device)
     if cfg.plan.world_size == 1:
@@ -58,6 +62,11 @@ def _set_flags(cfg: RunConfig) -> None:
             ) from error
 
 
+def flags_of_run() -> dict[str, Any]:
+    """Those flags of Paddle that ``Global.flags`` has set, as they are."""
+    return paddle.get_flags(list(_flags_before)) if _flags_before else {}
+
+
 def start_fleet(plan: ParallelPlan, batch: BatchPlan, device: str) -> ParallelContext:
     """``fleet.init`` with the degrees of ``plan``: the only call of it in this package.
 
@@ -68,7 +77,7 @@ def start_fleet(plan: ParallelPlan, batch: BatchPlan, device: str) -> ParallelCo
     """
     from paddle.distributed import fleet
 
-    if device == "cpu":
+    if not is_card(device):
         from ppfleetx.distributed.cpu import backend as cpu_backend
 
         if not cpu_backend.install():
@@ -79,6 +88,7 @@ def start_fleet(plan: ParallelPlan, batch: BatchPlan, device: str) -> ParallelCo
             )
     else:
         RECORD.record_class(paddle.base.core.ProcessGroup, OPERATIONS)
+        RECORD.join_device = partial(join, place())
     # A second plan in the same process (tests): fleet would keep the first one's topology.
     fleet.base.topology._HYBRID_PARALLEL_GROUP = None
     fleet.init(is_collective=True, strategy=_strategy(plan, batch))
@@ -137,11 +147,13 @@ def choose_device(wanted: str) -> str:
     Raises:
         ConfigError: a GPU is wanted and there is none.
     """
-    has_gpu = paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0
+    has_gpu = count(GPU) > 0
     if wanted == "auto":
-        return "gpu" if has_gpu else "cpu"
-    if wanted == "gpu" and not has_gpu:
-        why = "there is no GPU" if paddle.is_compiled_with_cuda() else "this is Paddle's CPU build"
+        return GPU if has_gpu else CPU
+    if wanted == GPU and not has_gpu:
+        why = "there is no GPU"
+        if not paddle.is_compiled_with_cuda():
+            why = f"this is Paddle's CPU build: install {FOR_GPUS}"
         raise ConfigError(
             f"{why}; on a CPU give -o Global.device=cpu -o Engine.mix_precision.enable=False",
             key="Global.device",

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ppfleetx.distributed.device import generator
+
 if TYPE_CHECKING:
     from paddle import nn
 
@@ -87,21 +89,8 @@ class DropoutStreams:
         place = (self._seed, self._step, micro_batch, *self._replica, index)
         if self._mp_rank is not None:
             with sliced_stream():
-                _seed_device(derive_seed("sliced dropout", *place, self._mp_rank))
-        _seed_device(derive_seed("dropout", *place))
-
-
-def _seed_device(seed: int) -> None:
-    """Seed the generator that this process's device draws from: ``paddle.seed`` would seed those of all
-    visible cards, one after the other."""
-    import paddle
-    from paddle.base import core
-
-    place = paddle.framework._current_expected_place()
-    if isinstance(place, core.CUDAPlace):
-        core.default_cuda_generator(place.get_device_id()).manual_seed(seed)
-    else:
-        core.default_cpu_generator().manual_seed(seed)
+                generator().manual_seed(derive_seed("sliced dropout", *place, self._mp_rank))
+        generator().manual_seed(derive_seed("dropout", *place))
 
 
 def _tracker() -> Any:

@@ -1,9 +1,9 @@
 """From the host's memory to the device and back, without waiting for it.
 
-``paddle.to_tensor`` of an ordinary array makes the host wait for a GPU: the copy leaves pageable memory, and
-the host goes on when it is done. Here arrays go through pinned memory, all of a micro batch in one copy,
-which is queued behind what the device already has to do; and what is to be kept comes back in the same way.
-On a CPU there is nothing to wait for.
+``paddle.to_tensor`` of an ordinary array makes the host wait for a card: the copy leaves pageable memory, and
+the host goes on when it is done. Here all arrays of a micro batch go in one copy, through pinned memory where
+there is some, queued behind what the device already has to do; and what is read or kept comes back in the
+same way. On a CPU there is nothing to wait for.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ from typing import Any
 import numpy as np
 import paddle
 
+from ppfleetx.distributed.device import on_card, queue_copy, queue_copy_to_host, recorded_event
+from ppfleetx.utils.hangs.progress import PROGRESS
 from ppfleetx.utils.hangs.record import RECORD
 
 _ALIGNMENT = 256  # bytes; as Paddle's own allocations
-
-_PAUSE = 2e-3  # seconds between two questions whether a copy is there
+_LOOKS_SECONDS = 1e-3  # how often a card is asked how far it is
 
 _on_their_way: deque[tuple[Any, Any]] = deque()
-"""(event behind a copy, its pinned memory), oldest first: memory must stay until its copy is done."""
+"""(event behind a copy, the host's memory), oldest first: memory must stay until its copy is done."""
+_begun: deque[Any] = deque()
+"""An event at the beginning of each micro batch that the card may not have come to, oldest first."""
 
 
 def on_gpu() -> bool:
-    """Whether tensors are made on a GPU."""
-    return paddle.get_device().startswith("gpu")
+    """Whether tensors are made on a card, of whatever kind."""
+    return on_card()
 
 
 def upload(array: np.ndarray) -> paddle.Tensor:
@@ -37,7 +40,7 @@ def upload(array: np.ndarray) -> paddle.Tensor:
 
 
 def upload_all(arrays: Mapping[str, np.ndarray]) -> dict[str, paddle.Tensor]:
-    """Copies of the arrays on the device, on a GPU in one transfer: the tensors are then parts of one."""
+    """Copies of the arrays on the device, on a card in one transfer: the tensors are then parts of one."""
     has_views = paddle.get_flags("FLAGS_use_stride_kernel")["FLAGS_use_stride_kernel"]
     if not (on_gpu() and has_views and arrays):
         return {name: upload(array) for name, array in arrays.items()}
@@ -45,14 +48,32 @@ def upload_all(arrays: Mapping[str, np.ndarray]) -> dict[str, paddle.Tensor]:
     return _unpacked(_queue(flat), arrays, begins)
 
 
+def note_micro_batch() -> None:
+    """A micro batch begins: the program goes on now, and a card when it comes to it."""
+    PROGRESS.go_on()
+    if on_card():
+        while _begun and _begun[0].query():
+            _begun.popleft()
+        _begun.append(recorded_event())
+
+
 def read(tensor: paddle.Tensor) -> np.ndarray:
-    """What the tensor holds, once the device has computed it; a rank that is missing there is told by the
+    """What the tensor holds, once the device has computed it; a rank that is missing there is named by the
     hang report.
 
-    On a GPU ``Tensor.numpy`` would wait for all streams, and so for messages that nothing needs yet.
+    ``Tensor.numpy`` would wait for all streams of a card, and so for messages that nothing needs yet.
+
+    A card may have most of a step still to do. Each micro batch that it comes to is progress: the watch is
+    not to end a run because its steps are long.
     """
     with RECORD.reading():
-        return (_fetched(tensor) if on_gpu() else tensor).numpy()
+        while _begun:
+            if _begun[0].query():
+                _begun.popleft()
+                PROGRESS.go_on()
+            else:
+                time.sleep(_LOOKS_SECONDS)
+        return download(tensor)()
 
 
 def download(tensor: paddle.Tensor) -> Callable[[], np.ndarray]:
@@ -60,19 +81,18 @@ def download(tensor: paddle.Tensor) -> Callable[[], np.ndarray]:
 
     Returns:
         What waits for the copy and gives it, in any thread. Meanwhile the tensor may change: the device does
-        that behind the copy. On a GPU the copy is in pinned memory; a bfloat16 array is of its bits, uint16.
+        that behind the copy. A bfloat16 array is of its bits, uint16.
     """
     if not on_gpu() or tensor.place.is_cpu_place():
         array = tensor.numpy()
         return lambda: array
-    pinned = tensor.detach().contiguous()._copy_to(paddle.CUDAPinnedPlace(), False)
-    behind = paddle.device.cuda.Event()
-    behind.record()
+    copy = queue_copy_to_host(tensor.detach().contiguous())
+    behind = recorded_event()
 
     def arrived() -> np.ndarray:
         while not behind.query():  # waiting within Paddle would stop all other threads
-            time.sleep(_PAUSE)
-        return pinned.numpy()
+            time.sleep(_LOOKS_SECONDS)
+        return copy.numpy()
 
     return arrived
 
@@ -106,22 +126,10 @@ def _unpacked(
     return tensors
 
 
-def _fetched(tensor: paddle.Tensor) -> paddle.Tensor:
-    """A copy in pinned memory, queued behind what computes the tensor, and waited for alone."""
-    pinned = tensor.contiguous()._copy_to(paddle.CUDAPinnedPlace(), False)
-    behind = paddle.device.cuda.Event()
-    behind.record()
-    behind.synchronize()
-    return pinned
-
-
 def _queue(array: np.ndarray) -> paddle.Tensor:
-    """Queue a copy to the GPU."""
+    """Queue a copy to the card."""
     while _on_their_way and _on_their_way[0][0].query():
         _on_their_way.popleft()
-    pinned = paddle.to_tensor(array, place=paddle.CUDAPinnedPlace())
-    tensor = pinned.cuda(blocking=False)
-    behind = paddle.device.cuda.Event()
-    behind.record()
-    _on_their_way.append((behind, pinned))
+    tensor, source = queue_copy(array)
+    _on_their_way.append((recorded_event(), source))
     return tensor

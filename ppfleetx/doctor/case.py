@@ -49,3 +49,10 @@ class Case:
             return ("float32", "float64", *_HALF_TYPES)
         precision = self.cfg.Engine.mix_precision
         return ("float32", "float64", *((precision.dtype,) if precision.enable else ()))
+
+
+def lacks(dtype: str) -> bool:
+    """Whether this process's device does not compute in a type that a plan may name."""
+    from ppfleetx.parallel.precision import has_kernels
+
+    return dtype in _HALF_TYPES and not has_kernels(dtype)

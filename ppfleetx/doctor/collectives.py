@@ -12,11 +12,13 @@ import paddle
 from paddle import distributed
 
 from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.device import is_card
 from ppfleetx.doctor.rows import Row, fail, ok
 from ppfleetx.doctor.storage import words
 
-SIZES = {"cpu": (4 << 10, 256 << 10, 4 << 20), "gpu": (4 << 10, 1 << 20, 16 << 20, 128 << 20)}
-"""Bytes that travel, by device."""
+CPU_SIZES = (4 << 10, 256 << 10, 4 << 20)
+CARD_SIZES = (4 << 10, 1 << 20, 16 << 20, 128 << 20)
+"""Bytes that travel."""
 _TIMES = 3
 _TYPES = ("int64", "float16", "bfloat16")  # beside float32, with the smallest size
 _ITEM_BYTES = 4
@@ -159,10 +161,11 @@ def examine_groups(
         tell: is told what comes next.
         sizes: bytes that travel; None: those of the device.
     """
+    sizes = sizes or (CARD_SIZES if is_card(ctx.device) else CPU_SIZES)
     for member in groups_of(ctx):
         for name, operation in OPERATIONS.items():
             tell(f"{name} of the {member.title} group {list(member.ranks)}")
-            yield examine_operation(member, name, operation, sizes or SIZES[ctx.device])
+            yield examine_operation(member, name, operation, sizes)
 
 
 def examine_operation(member: Member, name: str, operation: Operation, sizes: Sequence[int]) -> Row:

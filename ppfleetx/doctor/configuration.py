@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ppfleetx.config.errors import UserError
 from ppfleetx.config.unsupported import missing, not_supported_reasons, without_effect
 from ppfleetx.core.engine.run_directory import check_beginning
+from ppfleetx.distributed.device import is_card, total_memory
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.rows import Row, fail, ok, skipped, warn
 from ppfleetx.planner.cards import GIB
@@ -60,10 +61,13 @@ def memory(case: Case) -> Iterator[Row]:
     if prediction is None:
         yield skipped("memory", "the planner knows the training of our own GPT alone")
         return
-    needed = prediction.fullest
-    yield memory_row(needed, *_there(case), cpu=case.device == "cpu")
+    needed, there = prediction.fullest, _there(case)
+    if there is None:
+        yield skipped("memory", f"Paddle does not say how much a device of the kind {case.device} has")
+    else:
+        yield memory_row(needed, *there, cpu=not is_card(case.device))
     host, free = max(stage.host for stage in prediction.memory), available_bytes()
-    if case.device == "gpu" and host and free is not None:
+    if is_card(case.device) and host and free is not None:
         of_node = host * case.local_size
         text = f"{of_node / GIB:.1f} GiB of host memory for states and copies while saving, "
         text += f"{free / GIB:.1f} GiB free"
@@ -84,11 +88,8 @@ def memory_row(needed: float, there: float, name: str, *, cpu: bool) -> Row:
     return fail("memory", text, cure, needed_gib=needed / GIB, there_gib=there / GIB)
 
 
-def _there(case: Case) -> tuple[float, str]:
-    """Bytes of one device, and what it is called."""
-    if case.device == "gpu":
-        import paddle
-
-        found = paddle.device.cuda.get_device_properties(paddle.get_device())
-        return float(found.total_memory), found.name
+def _there(case: Case) -> tuple[float, str] | None:
+    """Bytes of one device, and what it is called; None where that is not known."""
+    if is_card(case.device):
+        return total_memory()
     return (available_bytes() or 0) / case.local_size, "this machine's free memory, shared by its processes"

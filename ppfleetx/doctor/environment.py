@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 
 from ppfleetx import __version__
-from ppfleetx.doctor.cards import visible_cards
+from ppfleetx.distributed.device import count, is_card, is_gpu
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.rows import Row, fail, ok, skipped, warn
 from ppfleetx.utils.cpu import read_cpuinfo
@@ -128,7 +128,7 @@ def paddle_loads(case: Case) -> Iterator[Row]:
         return
     build = "for GPUs" if paddle.is_compiled_with_cuda() else "for CPUs"
     yield ok("import paddle", f"{paddle.version.full_version} {build}, commit {paddle.version.commit[:12]}")
-    if case.device == "gpu" and not visible_cards():
+    if is_gpu(case.device) and not count(case.device):
         yield fail(
             "visible cards",
             "Paddle's build is for GPUs and sees none",
@@ -137,7 +137,7 @@ def paddle_loads(case: Case) -> Iterator[Row]:
         )
         return
     paddle.set_device(case.device)
-    if was_there and case.device == "cpu":
+    if was_there and not is_card(case.device):
         yield skipped("settings", "Paddle was imported before doctor, by the program that called it")
     else:
         yield ok("settings", said)

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import paddle
 
 from ppfleetx.distributed.tf32 import allow_tf32
-from ppfleetx.doctor.cards import lacks
-from ppfleetx.doctor.case import Case
+from ppfleetx.doctor.case import Case, lacks
 from ppfleetx.doctor.rows import Row, fail, ok, skipped, warn
 
 _QUERY = "index,name,driver_version,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,pstate"

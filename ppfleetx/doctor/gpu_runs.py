@@ -13,13 +13,12 @@ import paddle
 import paddle.nn.functional as F
 
 from ppfleetx.distributed.tf32 import allow_tf32
-from ppfleetx.doctor.cards import lacks
-from ppfleetx.doctor.case import Case
+from ppfleetx.doctor.case import Case, lacks
 from ppfleetx.doctor.gpu import allows_tf32
 from ppfleetx.doctor.rows import Row, fail, ok, skipped, warn
 from ppfleetx.doctor.storage import words
 from ppfleetx.nn.flash import flash_attention, flash_obstacle, on_gpu
-from ppfleetx.nn.fused import TABLE, obstacle
+from ppfleetx.nn.fused import TABLE, obstacles
 from ppfleetx.nn.kernels import KernelOptions, reference_attention
 
 Inputs = Sequence[np.ndarray]
@@ -69,8 +68,7 @@ def small_operators(case: Case) -> Iterator[Row]:
     types = [dtype for dtype in case.float_types if dtype in TOLERANCE and not lacks(dtype)]
     for dtype in types:
         yield operators_row(dtype, case.device)
-    for name in TABLE:
-        reasons = {dtype: obstacle(name, dtype) for dtype in types}
+    for name, reasons in obstacles(list(TABLE), types).items():
         well = [dtype for dtype, reason in reasons.items() if reason is None]
         others = "; ".join(f"{dtype}: {reason}" for dtype, reason in reasons.items() if reason)
         text = f"gives what plain operators give in {', '.join(well)}" if well else "is not taken"

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ppfleetx.config.counts import counted
+from ppfleetx.distributed.device import is_card, is_gpu
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.rows import Row, Status, fail, ok, skipped, warn
 from ppfleetx.doctor.storage import words
@@ -62,7 +63,7 @@ def limits(case: Case) -> Iterator[Row]:
         soft, hard = resource.getrlimit(getattr(resource, limit.constant))
         is_shown = limit.title == "open files" or not _is_unlimited(soft)
         if is_shown and (limit.title != "processes" or os.geteuid() != 0):  # root has as many as it wants
-            yield limit_row(limit, soft, hard, is_gpu=case.device == "gpu")
+            yield limit_row(limit, soft, hard, is_gpu=is_gpu(case.device))
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if os.path.isdir(_RDMA) and os.listdir(_RDMA) and not _is_unlimited(soft):  # noqa: PTH112, PTH208
         yield locked_row(soft, case)
@@ -100,7 +101,7 @@ def limit_row(limit: Limit, soft: int, hard: int, *, is_gpu: bool = False) -> Ro
 
 def locked_row(soft: int, case: Case) -> Row:
     """What to say of a limit of locked memory on a machine with InfiniBand: a failure where a job uses it."""
-    is_needed = case.device == "gpu" and case.world_size > case.local_size
+    is_needed = is_card(case.device) and case.world_size > case.local_size
     text = f"at most {words(soft)}: InfiniBand cannot register its buffers"
     cure = "ulimit -l unlimited before the job starts, or docker run --ulimit memlock=-1"
     return (fail if is_needed else warn)("locked memory", text, cure)
@@ -108,7 +109,7 @@ def locked_row(soft: int, case: Case) -> Row:
 
 def _shared_memory(case: Case) -> Row:
     cure = "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm; remove files that are left in it"
-    is_needed = case.device == "gpu" and case.local_size > 1
+    is_needed = is_card(case.device) and case.local_size > 1
     if not os.path.isdir(_SHARED_MEMORY):  # noqa: PTH112
         text = f"there is no {_SHARED_MEMORY}"
         return (fail if is_needed else warn)("shared memory", text, f"mount -t tmpfs none {_SHARED_MEMORY}")

@@ -13,7 +13,7 @@ from enum import Enum
 from importlib.util import find_spec
 
 from ppfleetx.config.errors import UserError
-from ppfleetx.doctor.cards import visible_cards
+from ppfleetx.distributed.device import count, is_card, is_gpu
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.rows import Row, fail, skipped
 from ppfleetx.doctor.within import within
@@ -63,7 +63,7 @@ class Check:
 
     def is_for(self, case: Case) -> bool:
         """Whether this process is to run it."""
-        everyone = self.each is Each.RANK or (self.each is Each.CARD and case.device == "gpu")
+        everyone = self.each is Each.RANK or (self.each is Each.CARD and is_card(case.device))
         return everyone or case.local_rank == 0
 
     @property
@@ -121,9 +121,9 @@ def obstacle(check: Check, case: Case) -> str:
         return "no configuration was given (-c FILE)"
     if check.need in (Need.PADDLE, Need.GPU) and find_spec("paddle") is None:
         return "Paddle is not installed"
-    if check.need is Need.GPU and case.device != "gpu":
-        return "there is no GPU here: the device is the CPU"
-    if check.need is Need.GPU and not visible_cards():
+    if check.need is Need.GPU and not is_gpu(case.device):
+        return f"there is no GPU here: the device is {case.device if is_card(case.device) else 'the CPU'}"
+    if check.need is Need.GPU and not count(case.device):
         return "Paddle sees no card"
     return ""
 

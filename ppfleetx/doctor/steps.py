@@ -18,9 +18,9 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.config.shipped import CONFIGS
 from ppfleetx.core.module.build import build_module
 from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.device import is_card
 from ppfleetx.distributed.tf32 import allow_tf32
-from ppfleetx.doctor.cards import lacks
-from ppfleetx.doctor.case import Case
+from ppfleetx.doctor.case import Case, lacks
 from ppfleetx.doctor.rows import Row, fail, ok, skipped
 from ppfleetx.parallel.apply import parallelize
 
@@ -29,28 +29,29 @@ MODELS = {"GPT": "debug/gpt_nano.yaml", "Llama": "debug/llama_nano.yaml"}
 STEPS, SEQUENCES, LENGTH, VOCABULARY = 3, 4, 32, 512
 _LEARNING_RATE = 1e-3
 _HALF_MODES = tuple((dtype, level) for dtype in ("float16", "bfloat16") for level in ("O1", "O2"))
-TOLERANCE = {"cpu": 1e-5, "gpu": 1e-4, "half": 2e-2}
-"""Relative difference from the committed losses: float32 on a CPU, on a GPU, and 16 bits."""
+TOLERANCE = {"cpu": 1e-5, "card": 1e-4, "half": 2e-2}
+"""Relative difference from the committed losses: float32 on a CPU, on a card, and 16 bits."""
 
 
 def losses(case: Case) -> Iterator[Row]:
     """GPT and Llama in float32, and on a GPU with recompute and in 16 bits, O1 and O2."""
     golden = json.loads(GOLDEN.read_text("utf-8"))["losses"]
     allow_tf32(False)
+    device, tolerance = case.device, TOLERANCE["card" if is_card(case.device) else "cpu"]
     for model in MODELS:
-        yield losses_row(f"{model} float32", train(model, case.device), golden[model], TOLERANCE[case.device])
-        if case.device != "gpu":
+        yield losses_row(f"{model} float32", train(model, device), golden[model], tolerance)
+        if not is_card(device):
             yield skipped(f"{model} 16 bits", "there is no GPU here, and the CPU computes in float32")
             continue
-        recomputed = train(model, "gpu", ["Model.use_recompute=True", "Model.recompute_granularity=full"])
-        yield losses_row(f"{model} recompute", recomputed, golden[model], TOLERANCE["gpu"])
+        recomputed = train(model, device, ["Model.use_recompute=True", "Model.recompute_granularity=full"])
+        yield losses_row(f"{model} recompute", recomputed, golden[model], tolerance)
         for dtype, level in _HALF_MODES:
             if lacks(dtype):
                 yield skipped(f"{model} {dtype} {level}", f"this card does not compute in {dtype}")
                 continue
             mixed = {"enable": True, "dtype": dtype, "level": level}
             given = [f"Engine.mix_precision.{key}={value}" for key, value in mixed.items()]
-            found = train(model, "gpu", given)
+            found = train(model, device, given)
             yield losses_row(f"{model} {dtype} {level}", found, golden[model], TOLERANCE["half"])
 
 

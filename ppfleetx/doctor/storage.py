@@ -133,7 +133,7 @@ def _refused(where: str, error: OSError) -> Row:
 
 def one_checkpoint(cfg: RunConfig) -> float | None:
     """Bytes of a checkpoint of this run; None where the planner does not know."""
-    prediction = run_prediction(cfg, "cpu" if cfg.Global.device == "cpu" else "gpu")
+    prediction = run_prediction(cfg, cfg.Global.device)
     return None if prediction is None else checkpoint_bytes(prediction.case)
 
 

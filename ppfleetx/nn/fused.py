@@ -21,8 +21,11 @@ import paddle
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fused import FusedName
+from ppfleetx.distributed.device import is_card
+from ppfleetx.distributed.init import flags_of_run
 from ppfleetx.distributed.tf32 import exact_products
 from ppfleetx.distributed.together import gather
+from ppfleetx.nn.trials_apart import tried_apart
 from ppfleetx.utils.gpu_operators import GPU_BACKENDS, registered_types
 from ppfleetx.utils.log import get_logger
 
@@ -169,9 +172,11 @@ def choose(
         return FusedOps(refused=dict.fromkeys(TABLE, "Model.fused_ops is none"))
     taken: dict[str, Sequence[str]] = {}
     refused: dict[str, str] = {}
-    for name in TABLE if setting == "auto" else setting:
-        idle = (unused or {}).get(name)
-        found = {dtype: idle or obstacle(name, dtype, by_itself=setting == "auto") for dtype in types}
+    idle = {name: dict.fromkeys(types, why) for name, why in (unused or {}).items()}
+    names = list(TABLE if setting == "auto" else setting)
+    tried = obstacles([name for name in names if name not in idle], types, by_itself=setting == "auto")
+    for name in names:
+        found = idle.get(name) or tried[name]
         taken[name] = [dtype for dtype, why in found.items() if why is None]
         refused[name] = "; ".join(dict.fromkeys(why for why in found.values() if why))
     if ctx.world_size > 1 and not paddle.get_device().startswith("cpu"):
@@ -198,18 +203,25 @@ def say(ops: FusedOps) -> None:
         get_logger().info(f"operators that are not fused: {reasons}")
 
 
-def obstacle(name: FusedName, dtype: str, *, by_itself: bool = False) -> str | None:
-    """Why a fused operator cannot serve this element type on the present device, or None when it can.
+def obstacles(
+    names: Sequence[FusedName], types: Sequence[str], *, by_itself: bool = False
+) -> dict[FusedName, dict[str, str | None]]:
+    """Why fused operators cannot serve element types on the present device; None where one can.
 
     Args:
-        by_itself: it would be taken without having been asked for, which on a CPU changes no bit.
+        by_itself: they would be taken without having been asked for, which on a CPU changes no bit.
     """
-    return _obstacle(name, dtype, by_itself, paddle.get_device())
+    device = paddle.get_device()
+    found = {name: {dtype: _unfit(name, dtype, by_itself, device) for dtype in types} for name in names}
+    fit = [(name, dtype) for name, of_types in found.items() for dtype, why in of_types.items() if not why]
+    for (name, dtype), wrong in zip(fit, _tried(fit, device), strict=True):
+        found[name][dtype] = wrong
+    return found
 
 
-@functools.cache
-def _obstacle(name: FusedName, dtype: str, by_itself: bool, device: str) -> str | None:
-    row, on_cpu = TABLE[name], device.startswith("cpu")
+def _unfit(name: FusedName, dtype: str, by_itself: bool, device: str) -> str | None:
+    """What can be said against an operator without running it."""
+    row, on_cpu = TABLE[name], not is_card(device)
     if dtype not in row.types:
         return f"it is not used with {dtype}"
     if by_itself and on_cpu and not row.exact_on_cpu:
@@ -218,8 +230,34 @@ def _obstacle(name: FusedName, dtype: str, by_itself: bool, device: str) -> str 
     for kernel in row.kernels:
         if dtype not in _registered(kernel, backends):
             return f"this build of Paddle has no {dtype} kernel {kernel} for the device"
-    module, _, function = row.trial.partition(":")
-    return difference(getattr(importlib.import_module(module), function), dtype)
+    return None
+
+
+_results: dict[tuple[str, str, str], str | None] = {}
+"""Of the trials made so far: name, element type and device, and what was wrong."""
+
+
+def _tried(pairs: Sequence[tuple[FusedName, str]], device: str) -> list[str | None]:
+    """What the trials of operators say; on a card another process makes them, which a fault may cost."""
+    new = [pair for pair in pairs if (*pair, device) not in _results]
+    trials = [(TABLE[name].trial, dtype) for name, dtype in new]
+    if not is_card(device):
+        results = [difference(_function(place), dtype) for place, dtype in trials]
+    else:
+        results = tried_apart(trials, device, flags_of_run())
+    _results.update({(*pair, device): wrong for pair, wrong in zip(new, results, strict=True)})
+    return [_results[*pair, device] for pair in pairs]
+
+
+def _function(place: str) -> Callable[[str], Pairs]:
+    module, _, function = place.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def forget_trials() -> None:
+    """What was tried is tried again."""
+    _results.clear()
+    _registered.cache_clear()
 
 
 def difference(trial: Callable[[str], Pairs], dtype: str) -> str | None:

@@ -17,7 +17,7 @@ from ppfleetx.distributed.checks import NonFinitePlace, NonFiniteSearch
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.random import DropoutStreams
 from ppfleetx.distributed.together import gather
-from ppfleetx.distributed.transfer import read, upload_all
+from ppfleetx.distributed.transfer import note_micro_batch, read, upload_all
 from ppfleetx.nn.pieces import PieceHead
 from ppfleetx.parallel.activation_scales import ActivationScales
 from ppfleetx.parallel.grad_sync import GradientSync
@@ -79,6 +79,8 @@ class StepRunner(ABC):
         self._model, self._optimizer, self._ctx, self._sync = model, optimizer, ctx, sync
         self._clip_norm, self._streams = options.clip_norm, DropoutStreams(options.seed, ctx)
         self._streams.attach(stages)
+        for _, first in stages[:1]:  # a pipeline rank may hold none
+            first.register_forward_pre_hook(lambda *_: note_micro_batch())
         self._search = NonFiniteSearch(stages)
         self._heads = [layer for _, layer in stages if isinstance(layer, PieceHead)]
         self._scales = ActivationScales(model, ctx)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import select
@@ -95,14 +96,15 @@ def run_tool(main: Callable[[], int | None]) -> None:
     wrapped it into an error of its own. When the reader of standard output has gone (``| head -1``), nobody
     wants the rest: the tool ends without a word, with code 141. Anything else is a defect of the program and
     keeps its traceback.
-    SIGTERM ends the process with a sentence, unless the tool has its own way, as training has.
+    SIGTERM and SIGHUP end the process with a sentence, once what is under way has cleaned up behind itself,
+    unless the tool has its own way, as training has with SIGTERM.
     Characters that the encoding of standard output lacks are written as escapes.
     """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
     end_with_launcher()
     end_with_peers(_GRACE_SECONDS, EXIT_PEER_LOST)
-    _name_sigterm()
+    _unwind_at_signals()
     try:
         code = _call(main)
         _keep_exit_code()
@@ -129,25 +131,50 @@ def _call(main: Callable[[], int | None]) -> int | None:
         if user_error is None:
             raise
         raise user_error from None
+    finally:
+        _end_by_signal()
 
 
-def _name_sigterm() -> None:
-    """Make SIGTERM print a sentence before it ends this process (a shell shows exit code 143).
+class _SignalCameError(BaseException):
+    """A signal is to end this process: whoever has something to clean up does so as this passes."""
+
+
+_came: list[int] = []  # the signal
+
+
+def _unwind_at_signals() -> None:
+    """Make SIGTERM and SIGHUP clean up (temporary directories) and print a sentence before they end this
+    process, as they would have ended it (a shell shows exit codes 143 and 129). A second one ends it at once.
 
     Nothing is changed in the ranks of a job. They may wait for others in C++ code, where no Python handler
     runs, and the launcher says why it ends them.
     """
-    own = os.getpid()
+    own, handled = os.getpid(), (signal.SIGTERM, signal.SIGHUP)
 
     def end(number: int, frame: FrameType | None) -> None:
-        if os.getpid() == own:  # and not a process that was forked from it
-            print("ended by SIGTERM; there was nothing to save", file=sys.stderr, flush=True)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)
+        for one in handled:
+            if signal.getsignal(one) is end:
+                signal.signal(one, signal.SIG_DFL)
+        if os.getpid() != own:  # forked from it
+            os.kill(os.getpid(), number)
+        _came.append(number)
+        raise _SignalCameError
 
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main and _OF_LAUNCHER not in os.environ and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, end)
+    if threading.current_thread() is threading.main_thread() and _OF_LAUNCHER not in os.environ:
+        for number in handled:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, end)
+
+
+def _end_by_signal() -> None:
+    """Where a signal has come, end by it: whatever has become of the exception on its way through C++."""
+    if not _came:
+        return
+    name = signal.Signals(_came[0]).name
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        print(f"ended by {name}; there was nothing to save", file=sys.stderr, flush=True)
+    signal.signal(_came[0], signal.SIG_DFL)
+    os.kill(os.getpid(), _came[0])
 
 
 def _keep_exit_code() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import metadata
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.utils.installed import FOR_GPUS
 
 
 def expected_device(wanted: str) -> str:
@@ -18,7 +19,7 @@ def expected_device(wanted: str) -> str:
         return "gpu" if has_gpu_build else "cpu"
     if wanted == "gpu" and not has_gpu_build and _is_installed("paddlepaddle"):
         raise ConfigError(
-            "the Paddle installed here is the CPU build; install paddlepaddle-gpu, or run on the CPU with "
+            f"the Paddle installed here is the CPU build; install {FOR_GPUS}, or run on the CPU with "
             "-o Global.device=cpu -o Engine.mix_precision.enable=False",
             key="Global.device",
             value=wanted,

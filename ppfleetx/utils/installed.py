@@ -24,6 +24,13 @@ class NotInstalledError(UserError):
     """A library that is needed is not there; the message says how to install it."""
 
 
+FOR_GPUS = (
+    "paddlepaddle-gpu 3.3.x for your CUDA from Paddle's own package index, as PaddlePaddle's installation "
+    "page says (the general index has version 2.6 only)"
+)
+"""What to install on a machine with GPUs."""
+
+
 def version_of(distribution: str) -> str | None:
     """The version of a distribution; None where it is not installed."""
     try:
@@ -38,8 +45,7 @@ def not_installed(error: ModuleNotFoundError) -> NotInstalledError | None:
     if missing == "paddle":
         return NotInstalledError(
             "Paddle is not installed in this Python: on a CPU run `pip install 'ppfleetx[cpu]'` (or `pip "
-            "install paddlepaddle==3.3.1`), on a GPU install paddlepaddle-gpu 3.3.x for your CUDA as "
-            "PaddlePaddle's installation page says"
+            f"install paddlepaddle==3.3.1`), on a GPU install {FOR_GPUS}"
         )
     if missing in LIBRARIES:
         return NotInstalledError(

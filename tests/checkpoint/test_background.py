@@ -86,11 +86,9 @@ def test_what_lies_on_a_device_is_fetched_behind_its_work(tmp_path, monkeypatch)
         reads.append((threading.current_thread().name, is_done.is_set()))
         return read(tensor)
 
-    event = SimpleNamespace(record=lambda: None, query=is_done.is_set)
     monkeypatch.setattr(core.Place, "is_cpu_place", lambda _: False)
     monkeypatch.setattr(transfer, "on_gpu", lambda: True)
-    monkeypatch.setattr(paddle, "CUDAPinnedPlace", paddle.CPUPlace)
-    monkeypatch.setattr(paddle.device.cuda, "Event", lambda: event)
+    monkeypatch.setattr(transfer, "recorded_event", lambda: SimpleNamespace(query=is_done.is_set))
     monkeypatch.setattr(paddle.Tensor, "numpy", noted)
     named = [("a", paddle.arange(6, dtype="float32")), ("b", paddle.ones([2, 3], "bfloat16"))]
     for name, tensor in named:

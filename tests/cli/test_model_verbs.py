@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from contextlib import ExitStack
@@ -233,6 +234,35 @@ def test_a_process_that_fails_leaves_nothing_to_the_next(
     (tmp_path / "ppfleetx-12345678").mkdir()
     with pytest.raises(CheckpointError, match="can be changed by somebody else"), ExitStack() as stack:
         shared_directory(source, {}, Path.mkdir, stack)
+
+
+def test_what_processes_that_were_killed_have_left_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name in ("finished", "filling", "used", "next"):
+        (tmp_path / name).mkdir()
+    before: set[str] = set()
+    for name in ("finished", "filling"):
+
+        def fill(target: Path, name: str = name) -> None:
+            target.mkdir()
+            if name == "filling":
+                os._exit(0)
+
+        child = os.fork()
+        if not child:
+            shared_directory(tmp_path / name, {}, fill, ExitStack())
+            os._exit(0)
+        os.waitpid(child, 0)
+        left = {path.name for path in tmp_path.glob("ppfleetx-*/*")}
+        assert len(left) == 2 and not left & before, "a directory and its lock, of this process alone"
+        before = left
+    with ExitStack() as stack:
+        used, new = (shared_directory(tmp_path / name, {}, Path.mkdir, stack) for name in ("used", "next"))
+        assert used.is_dir() and new.is_dir()
+        assert not before & {path.name for path in tmp_path.glob("ppfleetx-*/*")}
+    assert not list(tmp_path.glob("ppfleetx-*/*"))
 
 
 def test_nothing_that_was_made_stays(place: Path) -> None:

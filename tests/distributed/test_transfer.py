@@ -1,13 +1,11 @@
 """Arrays on their way to a device: one copy for all, and what comes out of it is what went in."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import paddle
 import pytest
 
 from ppfleetx.distributed import transfer
-from ppfleetx.distributed.random import _seed_device
+from ppfleetx.utils.hangs.progress import PROGRESS
 
 BATCH = {
     "tokens": np.arange(6).reshape(2, 3),
@@ -63,10 +61,8 @@ def test_pinned_memory_stays_until_its_copy_is_done(monkeypatch):
         def query(self):
             return self.is_done
 
-    pinned = SimpleNamespace(cuda=lambda blocking: "on the device")
-    monkeypatch.setattr(paddle, "to_tensor", lambda array, place: pinned)
-    monkeypatch.setattr(paddle, "CUDAPinnedPlace", lambda: None)
-    monkeypatch.setattr(paddle.device.cuda, "Event", Event)
+    monkeypatch.setattr(transfer, "queue_copy", lambda array: ("on the device", array))
+    monkeypatch.setattr(paddle.device, "Event", Event)
     monkeypatch.setattr(transfer, "_on_their_way", transfer.deque())
     for _ in range(3):
         assert transfer._queue(np.zeros(1)) == "on the device"
@@ -76,8 +72,26 @@ def test_pinned_memory_stays_until_its_copy_is_done(monkeypatch):
     assert [event for event, _ in transfer._on_their_way] == events[1:], "in the order of the device"
 
 
-def test_a_seed_gives_the_same_numbers_as_paddle_seed():
-    paddle.seed(7)
-    expected = paddle.uniform([4]).numpy()
-    _seed_device(7)
-    np.testing.assert_array_equal(paddle.uniform([4]).numpy(), expected)
+class Late:
+    """An event of a card that comes to it when it has been asked a few times."""
+
+    def __init__(self):
+        self.asked = 0
+
+    def query(self):
+        self.asked += 1
+        return self.asked > 3
+
+
+def test_a_card_that_comes_from_micro_batch_to_micro_batch_goes_on(monkeypatch):
+    """The host has queued all of them, and waits for the sum; the watch sees this process in its step."""
+    monkeypatch.setattr(paddle, "get_device", lambda: "npu:0")
+    monkeypatch.setattr(transfer, "recorded_event", Late)
+    monkeypatch.setattr(transfer, "_begun", transfer.deque())
+    seen = []
+    monkeypatch.setattr(PROGRESS, "go_on", lambda: seen.append(len(transfer._begun)))
+    for _ in range(3):
+        transfer.note_micro_batch()
+    assert seen == [0, 1, 2], "the host begins them"
+    assert transfer.read(paddle.to_tensor([2.0])).tolist() == [2.0]
+    assert seen[3:] == [2, 1, 0], "and the card, later"

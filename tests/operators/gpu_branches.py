@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -80,7 +81,8 @@ def gpu_branches(named: Named, *, low: bool = False) -> Iterator[None]:
         patch(core.Place, "is_cpu_place", lambda _: False)
         patch(transfer, "on_gpu", lambda: True)
         patch(transfer, "_queue", queue)
-        patch(transfer, "_fetched", lambda tensor: tensor)
+        patch(transfer, "queue_copy_to_host", lambda tensor: tensor)
+        patch(transfer, "recorded_event", lambda: SimpleNamespace(query=lambda: True))
         for module in (flash, kernels, quantized):
             patch(module, "on_gpu", lambda: True)
         patch(flash, "_capability", lambda _: (8, 0))
@@ -88,8 +90,8 @@ def gpu_branches(named: Named, *, low: bool = False) -> Iterator[None]:
         patch(quantized, "weight_quantize", _weight_quantize(named))
         patch(quantized, "weight_only_linear", _weight_only_linear(named))
         patch(fused, "TABLE", {name: replace(row, exact_on_cpu=True) for name, row in fused.TABLE.items()})
-        fused._obstacle.cache_clear()
-        stack.callback(fused._obstacle.cache_clear)
+        fused.forget_trials()
+        stack.callback(fused.forget_trials)
         patch(F.flash_attention, "flash_attention", _flash(named, "flash_attn"))
         patch(F.flash_attention, "flashmask_attention", _flash(named, "flashmask_attention"))
         if low:

@@ -72,6 +72,7 @@ def under_way_between_steps(plan: dict[str, Any]) -> tuple[list[int], list[int]]
     before an event behind its copy has been waited for.
     """
     import paddle
+    from paddle.base import core
 
     from ppfleetx.core.engine.signals import StopRequest
     from ppfleetx.core.engine.watch import Watch
@@ -82,19 +83,19 @@ def under_way_between_steps(plan: dict[str, Any]) -> tuple[list[int], list[int]]
     pinned: set[int] = set()
     to_numpy = paddle.Tensor.numpy
 
-    def copy_to(tensor: paddle.Tensor, place: Any, blocking: bool) -> paddle.Tensor:
-        assert place == "pinned" and not blocking
+    def copy_to_host(tensor: paddle.Tensor) -> paddle.Tensor:
         copies.append((tensor, paddle.zeros_like(tensor)))
         pinned.add(id(copies[-1][1]))
         return copies[-1][1]
 
     class Event:
-        def record(self) -> None:
+        def __init__(self) -> None:
             self.behind = len(copies)
 
-        def synchronize(self) -> None:
+        def query(self) -> bool:
             for tensor, copy in copies[: self.behind]:
                 paddle.assign(tensor, copy)
+            return True
 
     cfg, ctx, runner = build(plan, 2, "gpt", "adamw", 4, {"Model.num_layers": 2, "Engine.checks": "cheap"})
     values = runner._sync._values
@@ -107,10 +108,10 @@ def under_way_between_steps(plan: dict[str, Any]) -> tuple[list[int], list[int]]
     watch, counts = Watch(cfg, ctx, samples_per_epoch=1e6), ([], [])
     with (
         mock.patch.object(transfer, "on_gpu", lambda: True),
+        mock.patch.object(core.Place, "is_cpu_place", lambda _: False),
         mock.patch.object(transfer, "_queue", paddle.to_tensor),
-        mock.patch.object(paddle, "CUDAPinnedPlace", lambda: "pinned"),
-        mock.patch.object(paddle.device.cuda, "Event", Event),
-        mock.patch.object(paddle.Tensor, "_copy_to", copy_to),
+        mock.patch.object(transfer, "queue_copy_to_host", copy_to_host),
+        mock.patch.object(transfer, "recorded_event", Event),
         mock.patch.object(paddle.Tensor, "numpy", numpy),
     ):
         for step in range(2):

@@ -79,7 +79,7 @@ def sent(parameters):
         for parameter in parameters:
             sharding._on_gradient(parameter)
         sharding.finish_gradients()
-    assert sum(map(len, received)) == 48
+    assert sum(map(len, received)) >= 48  # and zeros, up to where the next begins
 
 
 @pytest.mark.parametrize("in_main", [False, True], ids=["grad", "main_grad"])

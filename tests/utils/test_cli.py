@@ -92,15 +92,68 @@ def test_sigterm_ends_a_tool_with_a_sentence(first: str) -> None:
         "    time.sleep(60)\n"
         "run_tool(main)\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with started(program) as process:
         assert process.stdout.readline() == "ready\n"
         process.terminate()
         errors = process.stderr.read()
     assert process.returncode == -signal.SIGTERM
     assert errors == "ended by SIGTERM; there was nothing to save\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("after", ["pass", "raise OSError('of C++, which has no other')"])
+def test_what_a_tool_has_made_for_itself_goes_with_it(number: int, after: str) -> None:
+    """Whatever becomes of the exception on its way, the process ends as the signal would have ended it."""
+    program = (
+        "import tempfile, time\n"
+        "from ppfleetx.utils.cli import run_tool\n"
+        "def main():\n"
+        "    with tempfile.TemporaryDirectory() as place:\n"
+        "        print(place, flush=True)\n"
+        "        try:\n"
+        "            time.sleep(60)\n"
+        f"        except BaseException:\n            {after}\n"
+        "run_tool(main)\n"
+    )
+    with started(program) as process:
+        place = process.stdout.readline().strip()
+        assert os.path.isdir(place)
+        process.send_signal(number)
+        errors = process.stderr.read()
+    assert process.returncode == -number
+    assert errors == f"ended by {signal.Signals(number).name}; there was nothing to save\n"
+    assert not os.path.exists(place)
+
+
+def test_a_second_signal_does_not_wait_and_an_ignored_one_does_nothing() -> None:
+    program = (
+        "import signal, time\n"
+        "from ppfleetx.utils.cli import run_tool\n"
+        "def main():\n"
+        "    try:\n"
+        "        print('ready', flush=True)\n"
+        "        time.sleep(60)\n"
+        "    finally:\n"
+        "        print('cleans up', flush=True)\n"
+        "        time.sleep(60)\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"  # as nohup does
+        "run_tool(main)\n"
+    )
+    with started(program) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGHUP)
+        process.terminate()
+        assert process.stdout.readline() == "cleans up\n"
+        process.terminate()
+        assert process.stderr.read() == ""
+    assert process.returncode == -signal.SIGTERM
+
+
+def started(program: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )

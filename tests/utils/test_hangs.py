@@ -379,6 +379,45 @@ def test_a_thread_that_spins_for_its_card_does_not_work(tmp_path: Path):
     assert watchdog._look_at_work()
 
 
+def test_a_thread_joins_the_card_before_it_asks_whether_something_is_done():
+    """One that has not would make CUDA use card 0, for every process of the machine."""
+    said, record = [], CallRecord()
+    record.join_device = lambda: said.append("joins")
+    task = SimpleNamespace(is_completed=lambda: said.append("asks") or False)
+    CallRecord.recorded(record, lambda group, *_: task, "all_gather")(object())
+    with record.reading():
+        take(Identity(), Progress(), record, quiet=1.0, timeout=0.4, works=False)
+    assert said[0] == "joins" and "asks" in said
+
+
+def test_each_micro_batch_is_progress(monkeypatch):
+    """A step may take longer than ``Engine.hang_timeout``: in training and in an evaluation."""
+    import numpy as np
+
+    from ppfleetx.config.loader import load_config
+    from ppfleetx.core.module.build import build_module
+    from ppfleetx.distributed.context import ParallelContext
+    from ppfleetx.parallel.apply import parallelize
+    from ppfleetx.utils.hangs.progress import PROGRESS
+
+    given = ["Global.local_batch_size=3", "Global.micro_batch_size=1", "Data.Train.dataset.input_dir=x"]
+    cfg = load_config("debug/gpt_nano", given, world_size=1)
+    runner = parallelize(build_module(cfg), cfg, ParallelContext.single(), train=True)
+    ids = np.arange(9).reshape(1, 9)
+    batch = {"tokens": ids[:, :-1], "labels": ids[:, 1:], "loss_mask": np.ones([1, 8], np.float32)}
+    seen, loss = [], type(runner)._loss_sum
+
+    def spy(runner, micro_batch):
+        before, result = PROGRESS.since, loss(runner, micro_batch)
+        seen.append(PROGRESS.since > before)
+        return result
+
+    monkeypatch.setattr(type(runner), "_loss_sum", spy)
+    runner.train_step([batch] * 3, step=1, lr=0.0, weight_decay=0.0)
+    runner.eval_step([batch] * 2)
+    assert seen == [True] * 5
+
+
 def test_numbers_are_read_from_a_card_where_the_report_sees_it(monkeypatch):
     """All ranks agree before each step, and the step reads loss and norm: where a rank is missing, the others
     wait there."""

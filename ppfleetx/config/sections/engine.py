@@ -254,7 +254,8 @@ class EngineConfig(Section):
     hang_timeout: NonNegativeFloat = 600.0
     """Seconds that a training, evaluation or generation may go without progress; then every rank writes into
     `output_dir/hang` what it waits for, one sentence says who is missing where, and `on_hang` decides; 0: do
-    not watch. A rank that still computes or writes on the CPU is slow, and waited for."""
+    not watch. Each micro batch is progress. A rank that still computes or writes on the CPU is slow, and
+    waited for."""
     hang_start_timeout: NonNegativeFloat = 300.0
     """The same before the first step is done, or the checkpoint is loaded; 0: watch only from then on."""
     on_hang: Literal["stop", "wait"] = "stop"

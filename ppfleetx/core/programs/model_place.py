@@ -29,7 +29,6 @@ from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import CONFIG_FILE, load_config
 from ppfleetx.config.reading.parse import Budget, read_yaml
 from ppfleetx.config.shipped import shipped_configs
-from ppfleetx.core.programs.launch import world_size
 from ppfleetx.core.programs.shared_directory import shared_directory
 from ppfleetx.utils.log import configure_logging, get_logger
 
@@ -139,7 +138,7 @@ def _is_lasting(key: str) -> bool:
 
 
 def _converted(path: Path, stack: ExitStack) -> ModelPlace:
-    """One process of a machine converts, for all that are there."""
+    """One process of a machine converts, for all of its job."""
 
     def fill(target: Path) -> None:
         _log().info(
@@ -148,11 +147,7 @@ def _converted(path: Path, stack: ExitStack) -> ModelPlace:
         )
         convert(Conversion("hf", "ppfleetx", path, target))
 
-    if world_size(os.environ) > 1:
-        target = shared_directory(path, os.environ, fill, stack)
-    else:
-        target = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ppfleetx-")))
-        fill(target)
+    target = shared_directory(path, os.environ, fill, stack)
     step = resolve_checkpoint(target)
     return ModelPlace(step / CONFIG_FILE, step, find_tokenizer_dir(step))
 

@@ -25,6 +25,9 @@ _OF_PADDLE = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
+# A plugin's allocator that fails instead of giving no memory has a number only, which may mean anything: the
+# place of the error says that it was the allocator's.
+_OF_PLUGIN, _ALLOCATOR = "CustomDevice error", re.compile(r"memory::allocation::\w+::AllocateImpl\(")
 _SAID = re.compile(r"Cannot (?:malloc|allocate)[^\n]*|Fail to alloc[^\n]*|Unable to allocate[^\n]*")
 _CURES = 3
 _WORTH_SHOWING = 0.01
@@ -61,9 +64,13 @@ def explained_memory(cfg: RunConfig, ctx: ParallelContext, advice: str | None = 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` says that memory has run out: Python's own error, NumPy's, or Paddle's, also quoted
     in another error of Paddle's."""
-    return isinstance(error, MemoryError) or (
-        type(error) in (RuntimeError, OSError, SystemError) and any(word in str(error) for word in _OF_PADDLE)
-    )
+    if isinstance(error, MemoryError):
+        return True
+    if type(error) not in (RuntimeError, OSError, SystemError):
+        return False
+    text = str(error)
+    of_allocator = _OF_PLUGIN in text and _ALLOCATOR.search(text) is not None
+    return of_allocator or any(word in text for word in _OF_PADDLE)
 
 
 def message(error: BaseException, cfg: RunConfig, ctx: ParallelContext, advice: str | None = None) -> str:

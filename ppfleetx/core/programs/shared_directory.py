@@ -1,21 +1,23 @@
 """A temporary directory that the processes of one job on one machine fill once and use together.
 
 Whoever comes first fills it, the others wait, and the last one to leave removes it. The kernel's locks decide
-who is who: a process that is killed lets go of its own, and the next one goes on.
+who is who: a process that is killed lets go of its own, and the next one goes on. What is left when all were
+killed is removed by whoever makes such a directory next, for whatever job.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from ppfleetx.config.errors import CheckpointError
 
@@ -29,7 +31,8 @@ _JOB = ("PADDLE_TRAINER_ENDPOINTS", "PADDLE_MASTER")
 def shared_directory(
     source: Path, environ: Mapping[str, str], fill: Callable[[Path], None], stack: ExitStack
 ) -> Path:
-    """The directory of this job that is made of ``source``; equal on all ranks of all machines.
+    """The directory of this job that is made of ``source``; equal on all ranks of all machines. Processes
+    that no launcher has started, and that use the same source, are one job.
 
     Args:
         source: a directory. One that has changed since is another one.
@@ -43,6 +46,7 @@ def shared_directory(
     """
     root = _root()
     place = root / _key(source, environ)
+    _remove_abandoned(root, but=place)
     with _locked(root / f"{place.name}.lock"):
         if not (place / _READY).exists():
             shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
@@ -61,12 +65,30 @@ def shared_directory(
 
 def _leave(root: Path, place: Path, users: IO[str]) -> None:
     with _locked(root / f"{place.name}.lock") as lock:
-        try:
-            fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # somebody else's still
-            return
-        shutil.rmtree(place, ignore_errors=True)
-        Path(lock.name).unlink(missing_ok=True)
+        _remove(place, lock, users)
+
+
+def _remove_abandoned(root: Path, *, but: Path) -> None:
+    """Remove the directories whose users have all been killed. One that is just being filled, or left, is
+    locked, and passed over."""
+    for path in root.glob("*.lock"):
+        place = path.with_suffix("")
+        with contextlib.suppress(OSError), path.open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if place != but and _is_still(path, lock):
+                place.mkdir(exist_ok=True)
+                with (place / _USERS).open("a") as users:
+                    _remove(place, lock, users)
+
+
+def _remove(place: Path, lock: IO[str], users: IO[str]) -> None:
+    """Remove a directory and its lock, which this process holds, unless somebody uses it."""
+    try:
+        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:  # somebody else's still
+        return
+    shutil.rmtree(place, ignore_errors=True)
+    Path(lock.name).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -101,10 +123,13 @@ def _root() -> Path:
 
 
 def _key(source: Path, environ: Mapping[str, str]) -> str:
-    job: Sequence[Any] = [environ.get(name, "") for name in _JOB]
+    job: list[str] = [environ.get(name, "") for name in _JOB]
+    if not any(job):  # without a launcher: this installation, since another one may convert otherwise
+        job = [__file__]
     files = sorted(
         (file.name, status.st_size, status.st_mtime_ns)
         for file in source.iterdir()
         if file.is_file() and (status := file.stat())
     )
-    return hashlib.sha256(json.dumps([job, str(source.resolve()), files]).encode()).hexdigest()[:24]
+    told = json.dumps([job, str(source.resolve()), files])
+    return hashlib.sha256(told.encode()).hexdigest()[:24]

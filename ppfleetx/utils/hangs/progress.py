@@ -31,6 +31,10 @@ class Progress:
         if step is not None:
             self.step = step
 
+    def go_on(self) -> None:
+        """The program has come further where it is."""
+        self.since = time.monotonic()
+
     @contextlib.contextmanager
     def at(self, place: str) -> Iterator[None]:
         """Within, the program is at ``place``; afterwards where it was."""

@@ -67,6 +67,7 @@ class CallRecord:
 
     Attributes:
         blocked_on: set by a backend that knows which task the program waits for; gives it, or None.
+        join_device: called in a thread before it asks tasks whether they are done.
         names: of groups, by Paddle's number of them ("mp").
         waited: seconds that this process has waited for other ranks, where a backend measures them.
         reads: the program waits until its device has done all it was given, collectives included.
@@ -76,6 +77,7 @@ class CallRecord:
     def __init__(self) -> None:
         self.calls: deque[Call] = deque(maxlen=KEPT)
         self.blocked_on: Callable[[], Any] | None = None
+        self.join_device: Callable[[], None] = lambda: None
         self.names: dict[int, str] = {}
         self.waited, self.reads, self._asks = 0.0, False, False
         self.failed: Call | None = None

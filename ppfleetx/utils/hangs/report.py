@@ -191,6 +191,7 @@ def take(
         failed: the error that ends it.
         timeout, works, computes, lost: see :class:`Report`.
     """
+    record.join_device()
     now, frame = time.monotonic(), main_frame()
     if failed is not None:
         call = record.failed if lost or record.failed_with(failed) else None

@@ -66,6 +66,33 @@ def test_a_library_that_finds_no_memory_is_out_of_memory_too(text):
     assert not out_of_memory.is_out_of_memory(OSError("(External) CUBLAS error(7)."))
 
 
+_TRACE = """
+--------------------------------------
+C++ Traceback (most recent call last):
+--------------------------------------
+6   paddle::memory::allocation::Allocator::Allocate(unsigned long)
+7   {place}
+15  common::enforce::EnforceNotMet::EnforceNotMet(common::ErrorSummary const&, char const*, int)
+
+----------------------
+Error Message Summary:
+----------------------
+ExternalError:  CustomDevice error, the error code is : {code}.  (at custom_device.cc:387)
+"""
+
+
+@pytest.mark.parametrize("code", [2, 207001])
+def test_an_allocator_of_a_plugin_that_fails_is_out_of_memory(code):
+    """It gives a number and no word of memory; another error of the device, with the same number, is none."""
+    allocator = "paddle::memory::allocation::CustomAllocator::AllocateImpl(unsigned long)"
+    with pytest.raises(OutOfMemoryError) as caught, explained_memory(None, ParallelContext.single(), "Less."):
+        raise OSError(_TRACE.format(code=code, place=allocator))
+    assert f"code is : {code}" in str(caught.value).splitlines()[0]
+    of_stream = _TRACE.format(code=code, place="phi::CustomDevice::SynchronizeStream(unsigned long, void*)")
+    of_cuda = _TRACE.format(code=code, place=allocator).replace("CustomDevice error", "CUDA error")
+    assert not any(out_of_memory.is_out_of_memory(OSError(text)) for text in (of_stream, of_cuda))
+
+
 def test_the_card_is_that_of_the_run(monkeypatch):
     """On a V100 flash attention cannot run: its activations are larger than an A100's."""
     held = {}

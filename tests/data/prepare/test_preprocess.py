@@ -285,13 +285,18 @@ def wait_for_output(out: Path) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_run_leaves_nothing(tmp_path, long_run, number):
     process = long_run()
     wait_for_output(tmp_path / "out")
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
     _, errors = process.communicate(timeout=30)
-    assert (process.returncode, errors) == (130, "interrupted\n")
+    ends = {
+        signal.SIGINT: (130, "interrupted\n"),
+        signal.SIGTERM: (-signal.SIGTERM, "ended by SIGTERM; there was nothing to save\n"),
+        signal.SIGHUP: (-signal.SIGHUP, "ended by SIGHUP; there was nothing to save\n"),
+    }
+    assert (process.returncode, errors) == ends[number]
     assert os.listdir(tmp_path / "out") == []
 
 

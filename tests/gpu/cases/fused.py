@@ -20,11 +20,11 @@ def judge(name: str, dtype: str, device: str) -> dict[str, str]:
         for kernel in row.kernels
         if dtype not in registered_types(registered.get(kernel, ()), backends)
     ]
-    fused._obstacle.cache_clear()
+    fused.forget_trials()
     with on(device, dtype):
-        said, unfit = fused.obstacle(name, dtype), None
+        said, unfit = fused.obstacles([name], [dtype])[name][dtype], None
         if any(kernel.startswith("flash") for kernel in row.kernels):
             query = paddle.zeros([1, 1, 1, 8, 64], dtype)
             unfit = flash_obstacle(query, paddle.nn.Dropout(0.0), packed=False)
-    fused._obstacle.cache_clear()  # a CPU that emulates 16 bits is none that has them
+    fused.forget_trials()  # a CPU that emulates 16 bits is none that has them
     return {"said": said or "", "lacks": lacks[0] if lacks else "", "unfit": unfit or ""}

@@ -1,0 +1,145 @@
+"""What this project knows of kinds of devices. Paddle is imported by those functions alone that ask it.
+
+A device is named as Paddle names it, ``npu`` or ``npu:3``; its kind is what comes before the colon. Next to
+``cpu``, ``gpu`` and ``xpu`` any name may be a kind: that under which a plugin has registered itself with
+Paddle. All but a CPU are *cards*: they have memory of their own, and compute beside the host, which waits for
+them where it reads what they have computed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import paddle
+
+CPU, GPU, XPU = "cpu", "gpu", "xpu"
+
+
+def kind_of(device: str) -> str:
+    """``gpu`` of ``gpu:3``."""
+    return device.partition(":")[0]
+
+
+def is_card(device: str) -> bool:
+    """Whether a device is anything but a CPU."""
+    return kind_of(device) != CPU
+
+
+def is_gpu(device: str) -> bool:
+    """Whether a device is one that Paddle reaches through CUDA."""
+    return kind_of(device) == GPU
+
+
+def name_errors(device: str) -> None:
+    """Have Paddle say with each error of a plugin's device where in Paddle it was: the device gives a number
+    only, and so an allocator that fails could not be told from anything else."""
+    import paddle
+
+    if kind_of(device) not in (CPU, GPU, XPU):
+        paddle.set_flags({"FLAGS_call_stack_level": 2})
+
+
+def on_card() -> bool:
+    """Whether this process's tensors are made on a card."""
+    import paddle
+
+    return is_card(paddle.get_device())
+
+
+def count(kind: str) -> int:
+    """How many devices of a kind of card the installed Paddle sees; none where it is built without them."""
+    import paddle
+    from paddle.base import core
+
+    if kind == GPU:
+        return paddle.device.cuda.device_count() if paddle.is_compiled_with_cuda() else 0
+    if kind == XPU:
+        return paddle.device.xpu.device_count() if paddle.is_compiled_with_xpu() else 0
+    return core.get_custom_device_count(kind) if kind in core.get_all_custom_device_type() else 0
+
+
+def place() -> Any:
+    """Where this process's tensors are made, as Paddle's place."""
+    import paddle
+
+    return paddle.framework._current_expected_place_()
+
+
+def generator() -> Any:
+    """The generator of random numbers that operators on this process's device draw from.
+
+    Paddle has one for each device, and by ``paddle.seed`` seeds those of all that are visible, one after the
+    other.
+    """
+    from paddle.base import core
+
+    here = place()
+    if isinstance(here, core.CPUPlace):
+        return core.default_cpu_generator()
+    if isinstance(here, core.CUDAPlace):
+        return core.default_cuda_generator(here.get_device_id())
+    if isinstance(here, core.XPUPlace):
+        return core.default_xpu_generator(here.get_device_id())
+    return core.default_custom_device_generator(here)
+
+
+def total_memory() -> tuple[float, str] | None:
+    """Bytes of this process's card, and what it is called; None where Paddle does not say."""
+    import paddle
+
+    if not is_gpu(paddle.get_device()):
+        return None
+    found = paddle.device.cuda.get_device_properties(paddle.get_device())
+    return float(found.total_memory), found.name
+
+
+def recorded_event() -> Any:
+    """An event behind all that this card has been given so far; its ``query()`` says whether it is done."""
+    import paddle
+
+    event = paddle.device.Event()
+    event.record()
+    return event
+
+
+def queue_copy(array: np.ndarray) -> tuple[paddle.Tensor, paddle.Tensor]:
+    """Queue a copy of ``array`` to this process's card; nobody waits for it.
+
+    Returns:
+        The copy; and what it is made from, memory of the host that must stay until the copy is done. It is
+        pinned where Paddle has pinned memory, which is for GPUs.
+    """
+    import paddle
+
+    here = place()
+    if isinstance(here, paddle.CUDAPlace):
+        source = paddle.to_tensor(array, place=paddle.CUDAPinnedPlace())
+        return source.cuda(blocking=False), source
+    source = paddle.to_tensor(array, place=paddle.CPUPlace())
+    return source._copy_to(here, False), source
+
+
+def queue_copy_to_host(tensor: paddle.Tensor) -> paddle.Tensor:
+    """Queue a copy of a contiguous tensor of this process's card to host memory; it is complete when the card
+    has come past it.
+
+    Only memory that is pinned, which Paddle has for GPUs, is written without the host's waiting.
+    """
+    import paddle
+
+    on_gpu = isinstance(place(), paddle.CUDAPlace)
+    return tensor._copy_to(paddle.CUDAPinnedPlace() if on_gpu else paddle.CPUPlace(), False)
+
+
+def join(device_place: Any) -> None:
+    """Make the calling thread one of ``device_place``, before it asks that card for anything.
+
+    CUDA takes a thread that has not chosen for one of card 0. At its first question, of whatever card, it
+    makes a context there, some hundred megabytes of card 0 for each process of the machine.
+    """
+    from paddle.base import core
+
+    if isinstance(device_place, core.CUDAPlace):
+        core.set_cuda_current_device_id(device_place.get_device_id())

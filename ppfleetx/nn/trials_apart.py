@@ -1,0 +1,114 @@
+"""Trials of fused operators in a process of their own, for cards.
+
+An operator that touches memory it must not touch ends more than its call: the card refuses all that the
+process asks for from then on, or the process is killed. So a child makes the trials, on the same card, and
+says after each what came out of it. Where one of them has cost it the card or its life, the next child goes
+on behind it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ppfleetx.utils.hangs.progress import PROGRESS
+
+_SECONDS = 120.0  # of one child: the import of Paddle, a context on the card, some kernels
+_READY, _SAID = "trials: ready", "trial: "  # lines among whatever else is printed
+_CARD_LOST = 70  # exit code
+
+Trial = tuple[str, str]
+"""(``module:function``, element type)"""
+
+
+def tried_apart(trials: Sequence[Trial], device: str, flags: Mapping[str, Any]) -> list[str | None]:
+    """What is wrong with each operator according to its trial; None: nothing.
+
+    Args:
+        trials: to be made, in this order.
+        device: of this process, with its number.
+        flags: of Paddle, set by this run.
+    """
+    found: list[str | None] = []
+    while len(found) < len(trials):
+        PROGRESS.go_on()
+        left = trials[len(found) :]
+        is_ready, said, end = _child(left, device, flags)
+        found += said
+        if len(said) == len(left):
+            break
+        if not is_ready:
+            found += [f"no trial could be made: {end}"] * len(left)
+        elif end:
+            found.append(f"its trial in {left[len(said)][1]} {end}")
+    return found
+
+
+def _child(
+    trials: Sequence[Trial], device: str, flags: Mapping[str, Any]
+) -> tuple[bool, list[str | None], str]:
+    """Whether a child came as far as the first trial, what it said of each, and how it ended: "" when it has
+    said so of all that it began."""
+    command = [sys.executable, "-m", __name__, json.dumps([trials, device, dict(flags)])]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))}  # noqa: PTH109
+    try:
+        child = subprocess.run(
+            command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, timeout=_SECONDS, check=False
+        )
+        out, end = child.stdout, _end_of(child.returncode, child.stderr)
+    except subprocess.TimeoutExpired as late:
+        out, end = late.stdout or b"", f"did not end within {_SECONDS:g} s"
+    lines = out.decode(errors="replace").splitlines()
+    said = [json.loads(line.removeprefix(_SAID)) for line in lines if line.startswith(_SAID)]
+    return _READY in lines, said, end
+
+
+def _end_of(code: int, errors: bytes) -> str:
+    if code in (0, _CARD_LOST):
+        return ""
+    if code < 0:
+        return f"ended the process that made it ({signal.Signals(-code).name})"
+    lines = errors.decode(errors="replace").strip().splitlines()
+    return f"ended the process that made it (exit code {code}{': ' if lines else ''}{''.join(lines[-1:])})"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The child."""
+    trials, device, flags = json.loads(arguments[0])
+    import paddle
+
+    from ppfleetx.nn.fused import difference
+
+    paddle.set_flags(flags)
+    paddle.set_device(device)
+    paddle.zeros([1]).numpy()
+    print(_READY, flush=True)
+    for place, dtype in trials:
+        module, _, function = place.partition(":")
+        wrong = difference(getattr(importlib.import_module(module), function), dtype)
+        print(_SAID + json.dumps(wrong), flush=True)
+        if wrong is not None and not _card_answers():
+            return _CARD_LOST
+    return 0
+
+
+def _card_answers() -> bool:
+    import paddle
+
+    try:
+        paddle.zeros([1]).numpy()
+    except (RuntimeError, OSError, MemoryError):
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code)  # a card that is lost can make the libraries' own end hang

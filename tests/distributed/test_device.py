@@ -1,0 +1,124 @@
+"""One file knows kinds of devices. Cards that are not here are faked where it asks Paddle for them."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import paddle
+import pytest
+from paddle.base import core
+
+from ppfleetx.distributed import device, transfer
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.random import DropoutStreams
+
+
+class Place:
+    """Card 3 of some kind."""
+
+    def get_device_id(self) -> int:
+        return 3
+
+
+class Generator:
+    def __init__(self) -> None:
+        self.seeds: list[int] = []
+
+    def manual_seed(self, seed: int) -> None:
+        self.seeds.append(seed)
+
+
+class Card:
+    """This process's device, as far as Paddle says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str, place_class: str) -> None:
+        place_of_kind = type(place_class, (Place,), {})
+        self.place, self.generator, self.asked = place_of_kind(), Generator(), []
+        monkeypatch.setattr(core, place_class, place_of_kind)
+        monkeypatch.setattr(paddle, place_class, place_of_kind)
+        for name in ("_current_expected_place", "_current_expected_place_"):
+            monkeypatch.setattr(paddle.framework, name, lambda: self.place)
+        monkeypatch.setattr(paddle, "get_device", lambda: f"{kind}:3")
+        for name in ("default_cuda_generator", "default_xpu_generator", "default_custom_device_generator"):
+            monkeypatch.setattr(core, name, self._generator_of(name))
+
+    def _generator_of(self, name: str):
+        def find(which):
+            self.asked.append((name, which))
+            return self.generator
+
+        return find
+
+
+@pytest.mark.parametrize(
+    ("kind", "place_class", "expected"),
+    [
+        ("gpu", "CUDAPlace", ("default_cuda_generator", 3)),
+        ("xpu", "XPUPlace", ("default_xpu_generator", 3)),
+        ("npu", "CustomPlace", ("default_custom_device_generator", "the place")),
+    ],
+)
+def test_dropout_is_seeded_where_the_device_draws(monkeypatch, kind, place_class, expected):
+    before = core.default_cpu_generator().initial_seed()
+    card = Card(monkeypatch, kind, place_class)
+    streams = DropoutStreams(7, ParallelContext.single())
+    layer = paddle.nn.Dropout(0.5)
+    for step in (1, 2):
+        streams.begin_step(step)
+        streams._enter(layer, 0)
+    assert len(set(card.generator.seeds)) == 2
+    name, which = expected
+    assert card.asked == [(name, card.place if which == "the place" else which)] * 2
+    assert core.default_cpu_generator().initial_seed() == before, "nothing is drawn there"
+
+
+def test_the_cpu_s_generator_gives_the_same_numbers_as_paddle_seed():
+    paddle.seed(7)
+    expected = paddle.uniform([4]).numpy()
+    device.generator().manual_seed(7)
+    np.testing.assert_array_equal(paddle.uniform([4]).numpy(), expected)
+
+
+@pytest.mark.parametrize(("kind", "place_class"), [("gpu", "CUDAPlace"), ("npu", "CustomPlace")])
+def test_arrays_are_queued_to_any_card(monkeypatch, kind, place_class):
+    """Pinned memory is there for GPUs alone; elsewhere the host's stays until the copy is done."""
+    card, used = Card(monkeypatch, kind, place_class), []
+    source = SimpleNamespace(
+        cuda=lambda blocking: used.append(("cuda", blocking)) or "a copy",
+        _copy_to=lambda place, blocking: used.append((place, blocking)) or "a copy",
+    )
+    event = SimpleNamespace(record=lambda: None, query=lambda: False)
+    monkeypatch.setattr(paddle, "to_tensor", lambda array, place=None: source)
+    monkeypatch.setattr(paddle, "CUDAPinnedPlace", lambda: "pinned")
+    monkeypatch.setattr(paddle.device, "Event", lambda: event)
+    monkeypatch.setattr(paddle.device.cuda, "Event", lambda: event)
+    monkeypatch.setattr(transfer, "_on_their_way", transfer.deque())
+    assert transfer.upload(np.zeros(2)) == "a copy"
+    assert used == [("cuda" if kind == "gpu" else card.place, False)]
+    assert [kept for _, kept in transfer._on_their_way] == [source]
+
+
+def test_a_thread_asks_the_card_of_its_process(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(core, "set_cuda_current_device_id", chosen.append, raising=False)
+    device.join(Card(monkeypatch, "gpu", "CUDAPlace").place)
+    assert chosen == [3]
+    device.join(core.CPUPlace())
+    assert chosen == [3]
+
+
+@pytest.mark.parametrize(("kind", "level"), [("cpu", 1), ("gpu", 1), ("npu", 2)])
+def test_errors_of_a_plugin_come_with_their_place(kind, level):
+    before = paddle.get_flags("FLAGS_call_stack_level")
+    try:
+        paddle.set_flags({"FLAGS_call_stack_level": 1})
+        device.name_errors(f"{kind}:0")
+        assert paddle.get_flags("FLAGS_call_stack_level") == {"FLAGS_call_stack_level": level}
+    finally:
+        paddle.set_flags(before)
+
+
+def test_kinds():
+    assert not device.on_card() and device.is_card("npu:1") and device.is_gpu("gpu:0")
+    assert device.kind_of("xpu:2") == "xpu" and not device.is_card("cpu")
+    assert [device.count(kind) for kind in ("gpu", "xpu", "npu")] == [0, 0, 0]
+    assert device.total_memory() is None
