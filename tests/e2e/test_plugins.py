@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -230,3 +232,26 @@ def test_a_task_a_position_embedding_and_a_tokenizer_of_ones_own(corpus: Path, t
 
     saved = Tokenizer.load(tmp_path / "one/tokenizer")
     assert list(saved.encode("a cab")) == [0, 26, 2, 0, 1]
+    _check_conversion(tmp_path)
+
+
+def _check_conversion(folder: Path) -> None:
+    """A model with a part of a plugin is converted by whoever names the plugin."""
+
+    def convert(output: str, *words: str, **variables: str):
+        command = [sys.executable, "-m", "ppfleetx", "convert", "--from", "ppfleetx", "--to", "ppfleetx"]
+        command += ["--input", str(folder / "one"), "--output", str(folder / output), "--dtype", "bfloat16"]
+        variables["PYTHONPATH"] = os.pathsep.join([str(folder), environment().get("PYTHONPATH", "")])
+        environ = {**environment(), **variables}
+        return programs.run([*command, *words], timeout=120, cwd=folder, env=environ)
+
+    refused = convert("none")
+    assert refused.returncode == 2 and "position_embedding_type" in refused.stderr
+    assert "Traceback" not in refused.stderr and not (folder / "none").exists()
+    for name, words, variables in (
+        ("argument", ("--plugin", "parts_plugin"), {}),
+        ("variable", (), {"PPFLEETX_PLUGINS": "parts_plugin"}),
+    ):
+        done = convert(name, *words, **variables)
+        assert done.returncode == 0, done.stderr
+        assert "sinus" in (folder / name / "config.yaml").read_text()
