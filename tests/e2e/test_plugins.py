@@ -236,22 +236,24 @@ def test_a_task_a_position_embedding_and_a_tokenizer_of_ones_own(corpus: Path, t
 
 
 def _check_conversion(folder: Path) -> None:
-    """A model with a part of a plugin is converted by whoever names the plugin."""
+    """A model with a part of a plugin is converted and quantised by whoever names the plugin."""
+    kinds = "--from ppfleetx --to ppfleetx --dtype bfloat16 --input"
+    commands = {"convert": kinds.split(), "quantize": ["--to", "int8"]}
 
-    def convert(output: str, *words: str, **variables: str):
-        command = [sys.executable, "-m", "ppfleetx", "convert", "--from", "ppfleetx", "--to", "ppfleetx"]
-        command += ["--input", str(folder / "one"), "--output", str(folder / output), "--dtype", "bfloat16"]
+    def run(verb: str, output: str, *words: str, **variables: str):
+        command = [sys.executable, "-m", "ppfleetx", verb, *commands[verb], str(folder / "one"), *words]
         variables["PYTHONPATH"] = os.pathsep.join([str(folder), environment().get("PYTHONPATH", "")])
         environ = {**environment(), **variables}
-        return programs.run([*command, *words], timeout=120, cwd=folder, env=environ)
+        return programs.run([*command, "--output", output], timeout=120, cwd=folder, env=environ)
 
-    refused = convert("none")
+    refused = run("convert", "none")
     assert refused.returncode == 2 and "position_embedding_type" in refused.stderr
     assert "Traceback" not in refused.stderr and not (folder / "none").exists()
-    for name, words, variables in (
-        ("argument", ("--plugin", "parts_plugin"), {}),
-        ("variable", (), {"PPFLEETX_PLUGINS": "parts_plugin"}),
+    for verb, output, words, variables in (
+        ("convert", "argument", ("--plugin", "parts_plugin"), {}),
+        ("convert", "variable", (), {"PPFLEETX_PLUGINS": "parts_plugin"}),
+        ("quantize", "small", (), {"PPFLEETX_PLUGINS": "parts_plugin"}),
     ):
-        done = convert(name, *words, **variables)
+        done = run(verb, output, *words, **variables)
         assert done.returncode == 0, done.stderr
-        assert "sinus" in (folder / name / "config.yaml").read_text()
+        assert list((folder / output).glob("epoch_*/manifest.json"))
