@@ -19,15 +19,17 @@ from ppfleetx.api.process import ready
 from ppfleetx.api.streaming import stream_of
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.sections.generation import GenerationConfig
+from ppfleetx.config.sections.generation import READ_BY, GenerationConfig
 from ppfleetx.config.validate import section_of
+from ppfleetx.generation.prompts import as_prompts
 
 if TYPE_CHECKING:
     import paddle
 
     from ppfleetx.config.sections.root import ModelConfig, RunConfig
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-    from ppfleetx.generation.generator import Generation, Prompt
+    from ppfleetx.generation.generator import Generation
+    from ppfleetx.generation.prompts import Prompt
     from ppfleetx.models.staged import StagedModel
 
 Tokens = "paddle.Tensor | np.ndarray | Sequence[int] | Sequence[Sequence[int]]"
@@ -174,7 +176,10 @@ class GPT:
     def _ids(self, tokens: Tokens) -> paddle.Tensor:
         import paddle
 
-        given = tokens.numpy() if isinstance(tokens, paddle.Tensor) else np.asarray(tokens)
+        try:
+            given = tokens.numpy() if isinstance(tokens, paddle.Tensor) else np.asarray(tokens)
+        except ValueError as error:  # lists of different lengths
+            raise DataError("tokens are ids [b, s] of sequences of one length") from error
         if given.ndim == 1:
             given = given[None]
         if given.ndim != 2 or not given.size or given.dtype.kind not in "iu":
@@ -198,14 +203,16 @@ class GPT:
     ) -> Iterator[tuple[int, int, str]]: ...
     @overload
     def generate(self, prompts: Any, *, stream: Literal[False] = False, **options: Any) -> Any: ...
-    def generate(self, prompts: Any, *, stream: bool = False, seed: int = 0, **options: Any) -> Any:
+    def generate(self, prompts: Any, *, stream: bool = False, seed: int | None = None, **options: Any) -> Any:
         """Continue prompts.
 
         Args:
-            prompts: a text, token ids, or a list of these.
+            prompts: a text, token ids, or a list of these. A model without a tokenizer takes ids, and what
+                it gives has ids and no text.
             stream: give an iterator of text as it is made: pieces of text for one prompt, for a list
                 ``(number of the prompt, number of its continuation, piece)``.
-            seed: of sampling; the same seed gives the same text.
+            seed: of sampling; the same seed gives the same text. None: ``Generation.seed`` of the model's
+                configuration, else its ``Global.seed``.
             options: keys of the ``Generation`` section in place of the model's own, e.g.
                 ``max_dec_len=50, temperature=0.8, top_k=5``.
 
@@ -215,17 +222,19 @@ class GPT:
             these.
 
         Raises:
-            ConfigError: an unknown option, or a value that does not fit.
-            DataError: token ids outside the tokenizer's vocabulary.
+            ConfigError: an unknown option, a value that does not fit, or one that the strategy does not read
+                (``num_beams`` while tokens are sampled).
+            DataError: prompts that are none; token ids outside the tokenizer's vocabulary.
         """
+        if seed is not None:
+            options["seed"] = int(seed) if isinstance(seed, np.integer) else seed
         cfg = self._options(options)
-        single = isinstance(prompts, str) or (
-            len(prompts) > 0 and all(isinstance(one, int | np.integer) for one in prompts)
-        )
-        batch: list[Prompt] = [prompts] if single else list(prompts)
+        batch, single = as_prompts(prompts)
+        if stream and self.tokenizer is None:
+            raise ConfigError("a stream is of text, and the model has no tokenizer", key="Data.tokenizer")
 
         def run(on_text: Callable[[int, int, str], None] | None = None) -> list[list[Generation]]:
-            return self.generator.generate(batch, cfg, seed=seed, on_text=on_text)
+            return self.generator.generate(batch, cfg, seed=self.cfg.Global.seed, on_text=on_text)
 
         if stream:
             pieces = stream_of(run)
@@ -238,22 +247,23 @@ class GPT:
         said = self.generation.model_dump(exclude={"prompt", "prompt_file"}, exclude_unset=True)
         if options.get("prompt") is not None or options.get("prompt_file") is not None:
             raise ConfigError("prompts are the first argument of generate", key="Generation.prompt")
-        return section_of(GenerationConfig, {**said, **options})
+        cfg = section_of(GenerationConfig, {**said, **options})
+        for strategy, keys in READ_BY.items():
+            idle = [key for key in keys if key in options and key != "seed" and _is_asked_for(cfg, key)]
+            if idle and cfg.decode_strategy != strategy:
+                raise ConfigError(
+                    f"only {strategy} reads it, and the strategy is {cfg.decode_strategy}: give "
+                    f"decode_strategy='{strategy}' too",
+                    key=idle[0],
+                    value=options[idle[0]],
+                )
+        return cfg
 
     @property
     def generator(self) -> Any:
-        """What :meth:`generate` uses. It takes the weights as they are when it is first asked for.
-
-        Raises:
-            ConfigError: the model has no tokenizer.
-        """
+        """What :meth:`generate` uses. It takes the weights as they are when it is first asked for."""
         from ppfleetx.generation.generator import Generator
 
-        if self.tokenizer is None:
-            raise ConfigError(
-                "the model has no tokenizer; name one: overrides={'Data.tokenizer.dir': DIR}",
-                key="Data.tokenizer",
-            )
         if self._generator is None:
             self._generator = Generator(self.network, self.cfg.Model, self.tokenizer)
         return self._generator
@@ -313,3 +323,8 @@ def load(
 ) -> GPT:
     """The model in a directory; arguments and errors as of :meth:`GPT.from_pretrained`."""
     return GPT.from_pretrained(directory, config=config, overrides=overrides)
+
+
+def _is_asked_for(cfg: GenerationConfig, key: str) -> bool:
+    """Whether a key has another value than the one that changes nothing."""
+    return getattr(cfg, key) != GenerationConfig.model_fields[key].default

@@ -13,9 +13,11 @@ from ppfleetx.api.gpt2 import GPT2LMHeadModel, GPT2Tokenizer
 from ppfleetx.api.model import GPT
 from ppfleetx.api.trainer import Trainer as NativeTrainer
 from ppfleetx.config.errors import ConfigError, DataError
+from ppfleetx.config.sections.generation import READ_BY
 from ppfleetx.config.shipped import shipped_configs
 from ppfleetx.core.programs.model_place import ModelPlace, find_model, override
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
     from ppfleetx.core.engine.callbacks.base import Callback
@@ -52,9 +54,24 @@ class TextGenerationPipeline:
             DataError: a prompt that has ``max_length`` tokens already.
         """
         prompts = [inputs] if isinstance(inputs, str) else list(inputs)
-        chosen = {**self._defaults, **options}
-        checked(chosen)
+        chosen = self._of_strategy(checked({**self._defaults, **options}))
         return [{RESULT: [prompt + self._continued(prompt, chosen)]} for prompt in prompts]
+
+    def _of_strategy(self, chosen: dict[str, Any]) -> dict[str, Any]:
+        """``chosen`` without options of sampling where ``do_sample`` is False, which MindFormers passes over
+        too; refuses them where nobody has asked for sampling."""
+        samples, strategy = chosen.get("do_sample"), self.model.generation.decode_strategy
+        idle = [name for name in READ_BY["sampling"] if name != "seed" and chosen.get(name) is not None]
+        if not idle or samples or (samples is None and strategy == "sampling"):
+            return chosen
+        if samples is None:
+            raise ConfigError(
+                f"only sampling reads it, and this model's strategy is {strategy}: give do_sample=True too",
+                key=idle[0],
+                value=chosen[idle[0]],
+            )
+        get_logger().warning(f"{', '.join(idle)}: no effect, because do_sample is False")
+        return {name: value for name, value in chosen.items() if name not in idle}
 
     def _continued(self, prompt: str, chosen: dict[str, Any]) -> str:
         given = {name: chosen[name] for name in _OPTIONS if chosen.get(name) is not None}

@@ -15,6 +15,7 @@ import argparse
 from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.utils.cli import add_plugin_argument
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compare logits of source and result on random tokens (Hugging Face on one side)")  # fmt: skip
     add("--transformers", metavar="PYTHON", help="with --check-logits: ask transformers too, with this "
         "interpreter, which has torch and transformers")  # fmt: skip
+    add_plugin_argument(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -46,8 +48,10 @@ def run(args: argparse.Namespace) -> None:
     from ppfleetx.checkpoint.foreign.hub import local_directory
     from ppfleetx.config.plan import ParallelPlan
     from ppfleetx.utils.log import configure_logging
+    from ppfleetx.utils.plugins import import_named_plugins
 
     configure_logging()
+    import_named_plugins()  # what the environment names; --plugin has imported its own
     if args.override and args.config is None:
         raise ConfigError("-o changes values of --config, which is not given")
     job = Conversion(

@@ -52,9 +52,7 @@ def job_of(
         yield Job(args.config, [*args.override, *more])
         return
     from ppfleetx.core.programs.model_place import find_model
-    from ppfleetx.utils.plugins import import_named_plugins
 
-    import_named_plugins()  # what the environment names; -c FILE does the same
     with ExitStack() as stack:
         place = find_model(args.checkpoint, stack, with_config=args.config is None)
         overrides = place.overrides([*args.override, *more], key=key)

@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--group",
         type=int,
         metavar="N",
-        help="input features of a group, a multiple of 8 (int4; default 128)",
+        help="input features of a group, a multiple of 8 (int4; default: the largest of 128, 64, 32, 16 and "
+        "8 that divides those of all layers)",
     )
     parser.add_argument(
         "--method",

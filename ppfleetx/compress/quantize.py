@@ -32,8 +32,9 @@ from ppfleetx.compress.rounding import (
 from ppfleetx.compress.samples import Samples
 from ppfleetx.compress.smoothing import smooth_block
 from ppfleetx.compress.trained import on_trained_grid
-from ppfleetx.config.errors import DataError
+from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections.compress import (
+    GROUP_MULTIPLE,
     Form,
     QuantizationConfig,
     WeightsConfig,
@@ -52,6 +53,8 @@ from ppfleetx.utils.progress import track
 Method = Literal["rtn", "gptq"]
 _VOCAB_DIM = {**VOCAB_DIM, "embedding.word_embeddings.scale": 0, "head.scale": 1}
 _MATRICES = ("matrix", "head", "word_embedding")
+GROUPS = (128, 64, 32, 16, 8)
+"""Sizes of groups, of which the first that fits is taken unless one is named."""
 _ROWS = 4  # windows in one pass
 
 
@@ -79,12 +82,50 @@ def check_options(model: ModelConfig, options: Options) -> None:
     Raises:
         ConfigError: naming the first that cannot.
     """
-    for name, shape in parameter_shapes(model).items():
-        layer = name.removesuffix(".weight")
-        if len(shape) == 2 and layer != name and "position_embeddings" not in name:
-            form = options.weights.form_of(layer)
-            if form is not None and layer.startswith("decoder."):
-                check_form(layer, shape[0], form)
+    for layer, in_features in _matrices(model).items():
+        form = options.weights.form_of(layer)
+        if form is not None:
+            check_form(layer, in_features, form)
+
+
+def with_group(model: ModelConfig, weights: WeightsConfig) -> WeightsConfig:
+    """``weights`` of 4 bits with the largest group that divides the input features of all matrices; those
+    that no group divides are left as they are, with a warning.
+
+    Raises:
+        ConfigError: no group divides any of them.
+    """
+    wanted = {layer: n for layer, n in _matrices(model).items() if weights.form_of(layer) is not None}
+    odd = {layer: n for layer, n in wanted.items() if n % GROUP_MULTIPLE}
+    sizes = ", ".join(str(n) for n in sorted(set(odd.values())))
+    if odd and len(odd) == len(wanted):
+        raise ConfigError(
+            f"kernels read 4-bit weights {GROUP_MULTIPLE} input features at a time, and no matrix of the "
+            f"blocks has a multiple of that ({sizes}); use --to int8",
+            key="--to",
+            value="int4",
+        )
+    if odd:
+        patterns = dict.fromkeys(f"*.{'.'.join(layer.split('.')[-2:])}" for layer in odd)
+        get_logger().warning(
+            f"{', '.join(patterns)} have {sizes} input features, and kernels read 4-bit weights "
+            f"{GROUP_MULTIPLE} at a time: they stay as they are (--to int8 takes them)"
+        )
+        weights = weights.model_copy(update={"skip": (*weights.skip, *patterns)})
+    if not wanted:  # --skip names all of them
+        return weights
+    common = math.gcd(*(n for layer, n in wanted.items() if layer not in odd))
+    group = next(size for size in GROUPS if common % size == 0)
+    return weights.model_copy(update={"group_size": group})
+
+
+def _matrices(model: ModelConfig) -> dict[str, int]:
+    """The input features of each matrix of the blocks."""
+    return {
+        name.removesuffix(".weight"): shape[0]
+        for name, shape in parameter_shapes(model).items()
+        if len(shape) == 2 and name.startswith("decoder.") and name.endswith(".weight")
+    }
 
 
 class Quantizer:

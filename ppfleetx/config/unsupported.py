@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.registries import OPTIMIZERS, SCHEDULES
+from ppfleetx.config.sections.generation import READ_BY
 from ppfleetx.config.sections.root import RunConfig
 
 _SHIPPED = Path(__file__).resolve().parents[1] / "configs"
+_MANIFEST = "manifest.json"  # what lies beside it is part of a checkpoint
 
 
 def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
@@ -52,7 +54,8 @@ def without_effect(cfg: RunConfig) -> list[str]:
     """Sentences, each naming its keys, for what was asked for and changes nothing in this run.
 
     Speed options that are not built yet are named whoever asks for them. Keys that another key switches off
-    are named when the user wrote them (in a file of his own, or with -o), not when a shipped file did.
+    are named when the user wrote them (in a file of his own, or with -o), not when a shipped file or the
+    configuration in a checkpoint did.
     """
     reasons = [f"{key} = True {what}" for key, what in _NOT_BUILT if _value(cfg, key)]
     origins = cfg.origins
@@ -116,20 +119,18 @@ _SWITCHED_OFF = (
         lambda cfg: cfg.Optimizer.lr.decay_style != "wsd",
         "Optimizer.lr.decay_style is not wsd",
     ),
-    SwitchedOff(
-        _keys("Generation", "temperature top_k top_p seed"),
-        lambda cfg: cfg.Generation.decode_strategy != "sampling",
-        "Generation.decode_strategy is not sampling",
+    *(
+        SwitchedOff(
+            tuple(f"Generation.{key}" for key in keys),
+            lambda cfg, strategy=strategy: cfg.Generation.decode_strategy != strategy,
+            f"Generation.decode_strategy is not {strategy}",
+        )
+        for strategy, keys in READ_BY.items()
     ),
     SwitchedOff(
         ("Generation.prompt_lookup_num_tokens",),
         lambda cfg: cfg.Generation.decode_strategy != "greedy_search" or not cfg.Generation.use_cache,
         "tokens are guessed in greedy search with a cache only",
-    ),
-    SwitchedOff(
-        _keys("Generation", "num_beams num_beam_groups diversity_rate length_penalty early_stopping"),
-        lambda cfg: cfg.Generation.decode_strategy != "beam_search",
-        "Generation.decode_strategy is not beam_search",
     ),
     SwitchedOff(
         ("Generation.diversity_rate",),
@@ -200,11 +201,13 @@ def _is_written(cfg: RunConfig, key: str, origins: dict[str, str]) -> bool:
         return False
     if any(place.startswith("-o ") for place in places):
         return True
-    return value != _default(cfg, key) and not all(_is_shipped(place) for place in places)
+    return value != _default(cfg, key) and not all(_is_given(place) for place in places)
 
 
-def _is_shipped(place: str) -> bool:
-    return Path(place.rpartition(":")[0]).resolve().is_relative_to(_SHIPPED)
+def _is_given(place: str) -> bool:
+    """Whether a place is in a file that comes with the program, or with the weights of a model."""
+    file = Path(place.rpartition(":")[0])
+    return file.resolve().is_relative_to(_SHIPPED) or (file.parent / _MANIFEST).is_file()
 
 
 def _value(cfg: RunConfig, key: str) -> Any:

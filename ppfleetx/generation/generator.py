@@ -17,13 +17,12 @@ from ppfleetx.data.vocabulary import check_tokenizer
 from ppfleetx.generation.batch import Batch, OnText
 from ppfleetx.generation.beam import BeamOptions, beam_search
 from ppfleetx.generation.lookup import decode_with_lookup
+from ppfleetx.generation.prompts import NoTokenizer, Prompt, token_ids
 from ppfleetx.generation.search import FinishReason, Row, Rules, decode
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
 from ppfleetx.generation.text import RowText
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.utils.log import get_logger
-
-Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,11 @@ class TextGenerator(ABC):
         max_positions: most tokens of a prompt and its continuation together.
     """
 
-    def __init__(self, tokenizer: Tokenizer, max_positions: int) -> None:
+    def __init__(self, tokenizer: Tokenizer | NoTokenizer, max_positions: int) -> None:
         self._tokenizer, self._max_positions = tokenizer, max_positions
 
     @property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> Tokenizer | NoTokenizer:
         return self._tokenizer
 
     @property
@@ -85,7 +84,14 @@ class TextGenerator(ABC):
 
         Raises:
             ConfigError: an option that does not fit the model or the prompts.
+            DataError: a prompt that is neither a text nor ids of the tokenizer.
         """
+        if cfg.stop is not None and isinstance(self._tokenizer, NoTokenizer):
+            raise ConfigError(
+                "without a tokenizer there is no text to look for it in",
+                key="Generation.stop",
+                value=cfg.stop,
+            )
         end_ids = self.end_ids(cfg)
         encoded = [self._encode(prompt) for prompt in prompts]
         num_new = [self._new_tokens(len(ids), cfg, first_prompt + i) for i, ids in enumerate(encoded)]
@@ -128,7 +134,7 @@ class TextGenerator(ABC):
         return RowText(self._tokenizer, (stop,) if isinstance(stop, str) else stop, ids, emit)
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        ids = self._tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
+        ids = self._tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else token_ids(prompt)
         prefix = [*self._tokenizer.prefix_ids]
         if isinstance(prompt, str) and prefix and ids[len(prefix) : 2 * len(prefix)] == prefix:
             get_logger().warning(
@@ -162,7 +168,7 @@ class Generator(TextGenerator):
     Args:
         model: the model: all its stages, in this process.
         model_cfg: its ``Model`` section: vocabulary and number of positions.
-        tokenizer: the one it was trained with.
+        tokenizer: the one it was trained with; None: prompts and results are ids.
         vocab_group: see :class:`~ppfleetx.generation.session.NextTokenModel`. The ranks of this group
             generate from the same prompts at the same time; what they get is the same.
 
@@ -171,13 +177,19 @@ class Generator(TextGenerator):
     """
 
     def __init__(
-        self, model: StagedModel, model_cfg: ModelConfig, tokenizer: Tokenizer, vocab_group: Any = None
+        self,
+        model: StagedModel,
+        model_cfg: ModelConfig,
+        tokenizer: Tokenizer | None,
+        vocab_group: Any = None,
     ) -> None:
-        check_tokenizer(tokenizer, model_cfg.vocab_size)
-        super().__init__(tokenizer, model_cfg.max_position_embeddings)
+        if tokenizer is not None:
+            check_tokenizer(tokenizer, model_cfg.vocab_size)
+        known = NoTokenizer(model_cfg.vocab_size) if tokenizer is None else tokenizer
+        super().__init__(known, model_cfg.max_position_embeddings)
         self._model = model
         # A model may have more ids than its tokenizer; what cannot be written is not generated.
-        self._next_token = NextTokenModel(model, tokenizer.vocab_size, vocab_group)
+        self._next_token = NextTokenModel(model, known.vocab_size, vocab_group)
 
     @property
     def next_token_model(self) -> NextTokenModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.generation.prompts import NoTokenizer
 
 
 class RowText:
@@ -19,7 +20,7 @@ class RowText:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | NoTokenizer,
         stops: Sequence[str],
         prompt: Sequence[int],
         emit: Callable[[str], None] | None = None,

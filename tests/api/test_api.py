@@ -12,6 +12,7 @@ import paddle
 import pytest
 
 import ppfleetx
+from ppfleetx.api.configuration import override_texts
 from ppfleetx.api.corpus import corpus_prefix
 from ppfleetx.api.gpt2 import _is_text
 from ppfleetx.api.streaming import stream_of
@@ -53,6 +54,78 @@ def test_generation_takes_texts_ids_and_batches(model: ppfleetx.GPT) -> None:
     assert [len(each) for each in several] == [3, 3]
     assert several == model.generate(["The", "def"], num_return_sequences=3, seed=1)
     assert len(model.generate("The").ids) <= 6  # what the checkpoint says
+
+
+def test_a_seed_comes_from_the_call_else_from_the_configuration(place: Path) -> None:
+    def texts(overrides: dict[str, Any], **options: Any) -> str:
+        cfg = ppfleetx.load_config(place / "output", ["Global.device=cpu", *override_texts(overrides)])
+        loaded = ppfleetx.GPT(cfg, model.network, model.tokenizer)
+        return loaded.generate("The quick", max_dec_len=8, **options).text
+
+    model = ppfleetx.load(place / "output", overrides={"Global.device": "cpu"})
+    seven, eight = (texts({}, seed=seed) for seed in (7, np.int64(8)))
+    assert len({seven, eight, texts({})}) == 3
+    for key in ("Generation.seed", "Global.seed"):
+        assert texts({key: 7}) == seven
+        assert texts({key: 7}, seed=8) == eight
+    assert texts({"Generation.seed": 8, "Global.seed": 7}) == eight
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [None, 3, [1, 2.5], [[1, 2], [3.0]], [1, "a"], b"ab", {"a": 1}, [True], np.ones(2), paddle.ones([1])],
+)
+def test_what_is_no_prompt_is_refused(model: ppfleetx.GPT, prompts: Any) -> None:
+    with pytest.raises(DataError, match="prompt"):
+        model.generate(prompts, **GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**32}, "seed"),
+        ({"seed": 1.0}, "seed"),
+        ({"num_beams": 3}, "num_beams"),
+        ({"num_beams": 3, "num_return_sequences": 3}, "num_beams"),
+        ({"length_penalty": 0.5}, "length_penalty"),
+        ({"decode_strategy": "greedy_search", "temperature": 0.5}, "temperature"),
+        ({"decode_strategy": "beam_search", "num_beams": 2, "top_k": 3}, "top_k"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(
+    model: ppfleetx.GPT, options: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        model.generate("The quick", **options)
+    assert error.value.key == key
+    with pytest.raises(ConfigError):
+        next(model.generate("The quick", stream=True, **options))
+
+
+def test_options_at_the_value_that_changes_nothing_are_taken(model: ppfleetx.GPT) -> None:
+    one = model.generate("The quick", **GREEDY)
+    assert model.generate("The quick", num_beams=1, top_k=0, temperature=1.0, seed=3, **GREEDY) == one
+
+
+def test_without_a_tokenizer_ids_are_continued(model: ppfleetx.GPT) -> None:
+    bare = ppfleetx.GPT(model.cfg, model.network, None)
+    ids = model.tokenizer.encode_prompt("The quick")
+    options = {**GREEDY, "eos_token_id": model.tokenizer.eod_id}
+    made = bare.generate(ids, **options)
+    assert made.ids == model.generate(ids, **options).ids and made.text == ""
+    both = bare.generate(np.array([ids, ids]), **options)
+    assert [each.ids for each in both] == [made.ids] * 2
+    assert bare.generate(paddle.to_tensor(ids), **options) == made
+    for call, error, rule in (
+        (lambda: bare.generate("The"), ConfigError, "Data.tokenizer"),
+        (lambda: bare.generate(ids, stop="x"), ConfigError, "Generation.stop"),
+        (lambda: bare.generate(ids, stream=True), ConfigError, "Data.tokenizer"),
+        (lambda: bare.generate([model.cfg.Model.vocab_size]), DataError, "token id 512"),
+        (lambda: bare.generate([[]]), DataError, "no token ids"),
+    ):
+        with pytest.raises(error, match=rule):
+            call()
 
 
 def test_streams_hold_the_same_text(model: ppfleetx.GPT) -> None:
@@ -103,6 +176,7 @@ def test_logits_and_loss_are_those_of_the_network(model: ppfleetx.GPT) -> None:
         ([list(range(65))], "65 tokens are more than the model's 64 positions"),
         ([[1.5, 2.0]], r"ids \[b, s\]"),
         ([], r"ids \[b, s\]"),
+        ([[1, 2], [3]], "of one length"),
     ],
 )
 def test_wrong_tokens_are_refused(model: ppfleetx.GPT, tokens: Any, rule: str) -> None:
@@ -225,6 +299,18 @@ def test_max_length_counts_the_prompt(here: Path) -> None:
     left = 12 - len(tokenizer.encode(prompt))
     assert text == prompt + model.generate(prompt, decode_strategy="greedy_search", max_dec_len=left).text
     assert [first, first] == task([prompt, prompt])
+    assert first == task(prompt, top_k=3)[0], "as in MindFormers, which passes over it"
+
+
+def test_options_of_sampling_need_a_pipeline_that_samples(model: ppfleetx.GPT, here: Path) -> None:
+    greedy = ppfleetx.load("output", overrides={"Generation.decode_strategy": "greedy_search"})
+    task = pipeline("text_generation", greedy, temperature=0.5)
+    with pytest.raises(ConfigError, match="do_sample=True") as error:
+        task("The quick")
+    assert error.value.key == "temperature"
+    assert task("The quick", do_sample=True) == pipeline("text_generation", model, temperature=0.5)(
+        "The quick"
+    )
 
 
 def test_a_pipeline_leaves_the_model_it_is_given_alone(model: ppfleetx.GPT, here: Path) -> None:

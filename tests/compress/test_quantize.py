@@ -16,8 +16,12 @@ from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.foreign.convert import Conversion, convert
 from ppfleetx.checkpoint.foreign.merge_lora import merge_lora
 from ppfleetx.compress.distill import load_teacher
+from ppfleetx.compress.quantize import Options, check_options, with_group
 from ppfleetx.config.errors import CheckpointError, ConfigError, UserError
 from ppfleetx.config.loader import load_config
+from ppfleetx.config.sections.compress import WeightsConfig
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.config.validate import section_of
 from ppfleetx.core.programs.generate import load_generator
 from ppfleetx.core.programs.model_place import find_model
 from ppfleetx.core.programs.quantize import REPORT_FILE, Request, run
@@ -86,6 +90,39 @@ def test_a_quantised_checkpoint_speaks_for_itself(run_dir, corpus, tmp_path, way
         original, _ = _generator(run_dir)
         wanted = [one[0].ids for one in original.generate(PROMPTS, cfg.Generation)]
         assert sum(mine[0].ids[0] == ids[0] for mine, ids in zip(results, wanted, strict=True)) >= 2
+
+
+@pytest.mark.parametrize(
+    ("hidden", "ffn", "group", "skipped"),
+    [
+        (512, 2048, 128, ()),
+        (576, 1536, 64, ()),
+        (1600, 6400, 64, ()),
+        (48, 96, 16, ()),
+        (60, 240, 16, ("*.attention.qkv", "*.attention.out_proj", "*.mlp.fc1")),
+    ],
+)
+def test_a_group_that_divides_is_chosen(hidden, ffn, group, skipped, caplog) -> None:
+    sizes = {"hidden_size": hidden, "ffn_hidden_size": ffn, "num_layers": 2, "num_attention_heads": 4}
+    model = section_of(ModelConfig, {"vocab_size": 300, **sizes})
+    weights = with_group(model, WeightsConfig(bits=4))
+    assert (weights.group_size, weights.skip) == (group, skipped)
+    check_options(model, Options(weights))
+    assert all(pattern in caplog.text for pattern in skipped)
+
+
+def test_a_width_that_no_group_divides(tmp_path, caplog) -> None:
+    odd = {**MODELS["gpt2_style"], "hidden_size": 60, "ffn_hidden_size": 240}
+    run_dir = write_run(tmp_path / "run", odd)
+    report = _quantize(run_dir, tmp_path / "small", to="int4")
+    bits = {layer["name"]: layer["bits"] for layer in report["layers"] if "decoder" in layer["name"]}
+    assert bits == {f"decoder.layers.{i}.mlp.fc2": 4 for i in range(odd["num_layers"])}
+    generator, cfg = _generator(tmp_path / "small")
+    assert generator.generate(["the"], cfg.Generation)[0][0].ids
+    run_dir = write_run(tmp_path / "odder", odd | {"ffn_hidden_size": 100})
+    with pytest.raises(ConfigError, match="use --to int8") as error:
+        _quantize(run_dir, tmp_path / "none", to="int4")
+    assert error.value.key == "--to" and not (tmp_path / "none").exists()
 
 
 def test_gptq_leaves_a_smaller_error_than_rounding(run_dir, corpus, tmp_path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -230,3 +232,28 @@ def test_a_task_a_position_embedding_and_a_tokenizer_of_ones_own(corpus: Path, t
 
     saved = Tokenizer.load(tmp_path / "one/tokenizer")
     assert list(saved.encode("a cab")) == [0, 26, 2, 0, 1]
+    _check_conversion(tmp_path)
+
+
+def _check_conversion(folder: Path) -> None:
+    """A model with a part of a plugin is converted and quantised by whoever names the plugin."""
+    kinds = "--from ppfleetx --to ppfleetx --dtype bfloat16 --input"
+    commands = {"convert": kinds.split(), "quantize": ["--to", "int8"]}
+
+    def run(verb: str, output: str, *words: str, **variables: str):
+        command = [sys.executable, "-m", "ppfleetx", verb, *commands[verb], str(folder / "one"), *words]
+        variables["PYTHONPATH"] = os.pathsep.join([str(folder), environment().get("PYTHONPATH", "")])
+        environ = {**environment(), **variables}
+        return programs.run([*command, "--output", output], timeout=120, cwd=folder, env=environ)
+
+    refused = run("convert", "none")
+    assert refused.returncode == 2 and "position_embedding_type" in refused.stderr
+    assert "Traceback" not in refused.stderr and not (folder / "none").exists()
+    for verb, output, words, variables in (
+        ("convert", "argument", ("--plugin", "parts_plugin"), {}),
+        ("convert", "variable", (), {"PPFLEETX_PLUGINS": "parts_plugin"}),
+        ("quantize", "small", (), {"PPFLEETX_PLUGINS": "parts_plugin"}),
+    ):
+        done = run(verb, output, *words, **variables)
+        assert done.returncode == 0, done.stderr
+        assert list((folder / output).glob("epoch_*/manifest.json"))

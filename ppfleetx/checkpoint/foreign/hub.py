@@ -93,21 +93,23 @@ class _Download:
     def __init__(self, name: HubName) -> None:
         self.name = name
         try:
+            # Each submodule by name: the package itself has only those that something has imported already.
             import huggingface_hub
+            from huggingface_hub import constants, errors, utils
         except ModuleNotFoundError:
             raise NotInstalledError(
                 f"{name} is on the Hugging Face hub, and huggingface_hub, which downloads from there, is not "
                 "installed in this Python: run `pip install 'ppfleetx[hub]'`"
             ) from None
-        self._hub, self._errors = huggingface_hub, huggingface_hub.errors
+        self._hub, self._errors, self._utils = huggingface_hub, errors, utils
         # Read here, because the library reads them once, when it is imported.
-        self.endpoint = os.environ.get("HF_ENDPOINT") or huggingface_hub.constants.ENDPOINT
-        self.cache = os.environ.get("HF_HUB_CACHE") or huggingface_hub.constants.HF_HUB_CACHE
+        self.endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
+        self.cache = os.environ.get("HF_HUB_CACHE") or constants.HF_HUB_CACHE
         self.is_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
     def run(self) -> Path:
         if not sys.stderr.isatty():
-            self._hub.utils.disable_progress_bars()
+            self._utils.disable_progress_bars()
         info = None if self.is_offline else self._info()
         if info is None:
             return self._cached()

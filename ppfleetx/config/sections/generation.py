@@ -23,6 +23,12 @@ from ppfleetx.config.fields import (
     UnitFloat,
 )
 
+READ_BY = {
+    "sampling": ("temperature", "top_k", "top_p", "seed"),
+    "beam_search": ("num_beams", "num_beam_groups", "diversity_rate", "length_penalty", "early_stopping"),
+}
+"""Keys that one ``decode_strategy`` alone reads."""
+
 
 class GenerationConfig(Section):
     """How text is continued."""

@@ -31,6 +31,7 @@ from ppfleetx.config.reading.parse import Budget, read_yaml
 from ppfleetx.config.shipped import shipped_configs
 from ppfleetx.core.programs.shared_directory import shared_directory
 from ppfleetx.utils.log import configure_logging, get_logger
+from ppfleetx.utils.plugins import import_named_plugins
 
 ONE_SEQUENCE = {"Global": {"local_batch_size": 1}}
 """Batch sizes of a configuration that says none: those of a program that has no batches."""
@@ -92,8 +93,10 @@ def find_model(place: str | Path, stack: ExitStack, *, with_config: bool = True)
 
     Raises:
         CheckpointError: there is none, it is damaged, or it does not say what network it is.
-        ConfigError: its configuration sets more than a model and its data.
+        ConfigError: its configuration sets more than a model and its data; a plugin that PPFLEETX_PLUGINS
+            names cannot be imported.
     """
+    import_named_plugins()  # those of the environment, whose parts the model may have
     is_of_hub = hub_name(place) is not None
     if is_of_hub:
         configure_logging()

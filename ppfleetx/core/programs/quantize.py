@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 REPORT_FILE = "quantization.json"
-DEFAULT_GROUP = 128
 
 
 @dataclass(frozen=True)
@@ -86,8 +85,8 @@ def _weights(request: Request) -> WeightsConfig:
     if request.to == "int8":
         rounded = 8 if request.smooth or request.activations else None
         return WeightsConfig(bits=8, activation_bits=rounded, skip=request.skip)
-    group = DEFAULT_GROUP if request.group is None else request.group
-    if group < 1 or group % 8:
+    group = request.group
+    if group is not None and (group < 1 or group % 8):
         raise ConfigError(
             "must be a multiple of 8: kernels read 8 input features together", key="--group", value=group
         )
@@ -115,8 +114,12 @@ def _quantize(
     tokenizer: Tokenizer | None,
     output: Path,
 ) -> Path:
-    from ppfleetx.compress.quantize import Options, Quantizer, check_options
+    from ppfleetx.compress.quantize import Options, Quantizer, check_options, with_group
 
+    if request.to == "int4" and request.group is None:
+        weights = with_group(cfg.Model, weights)
+        if weights.group_size is not None:
+            get_logger().info(f"groups of {weights.group_size} input features (--group)")
     options = Options(weights, request.method, request.smooth, cfg.Compress.quantization)
     check_options(cfg.Model, options)
     checkpoint = open_resolved(resolve_checkpoint(checkpoint_dir, verify=True))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import builtins
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -96,6 +99,19 @@ def test_a_model_of_the_hub_computes_what_transformers_does(hub):
         logits = our_logits(weights, ModelConfig(**weights.model), arrays["tokens"])
     np.testing.assert_allclose(logits, arrays["logits"], rtol=0, atol=1e-4)
     assert sum(name.startswith("model-") for name in hub.sent()) == 3
+
+
+@pytest.mark.parametrize(
+    "name, code, words",
+    [(LLAMA, 0, "written: "), ("org/nothing", 2, "error: there is no model org/nothing")],
+)
+def test_a_fresh_process_downloads_or_says_why_not(hub, tmp_path, name, code, words):
+    """Executed: in a process that has imported more of the library, more of it is there."""
+    program = [sys.executable, "-m", "ppfleetx", "convert", "--from", "hf", "--to", "ppfleetx"]
+    program += ["--input", f"hf:{name}", "--output", str(tmp_path / "out")]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, env=dict(os.environ))
+    assert done.returncode == code, done.stderr
+    assert words in done.stdout + done.stderr and "Traceback" not in done.stderr
 
 
 def test_converted_once_and_for_all(hub, tmp_path, capsys):
