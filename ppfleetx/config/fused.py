@@ -68,6 +68,8 @@ def _other_products(cfg: RunConfig) -> Iterator[tuple[str, str]]:
     for name in ("mp_async_allreduce", "sp_async_reduce_scatter"):
         if getattr(distributed, name):
             yield f"Distributed.{name}", f"{name} computes the gradients of weights while a sum travels"
+    if cfg.Compress.quantization is not None:
+        yield "Compress.Quantization.enable", "layers multiply by weights that are rounded for each product"
 
 
 def fused_violations(cfg: RunConfig) -> Iterator[RuleError]:
