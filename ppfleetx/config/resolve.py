@@ -11,7 +11,7 @@ from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fields import MAX_RANKS, RuleError, Section
 from ppfleetx.config.finetuning import finetuning_violations, glue_task, num_outputs
-from ppfleetx.config.fused import fused_violations
+from ppfleetx.config.fused_products import fused_violations
 from ppfleetx.config.lengths import length_violations, position_violations, workload_of
 from ppfleetx.config.plan import AXES, CONFIG_KEYS, ParallelPlan, nearest_plan, violations
 from ppfleetx.config.sections.root import RunConfig, plan_of

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import paddle
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.fused import without_place
+from ppfleetx.config.fused_products import without_place
 from ppfleetx.config.sections.engine import MixedPrecisionConfig
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext

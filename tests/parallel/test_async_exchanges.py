@@ -107,6 +107,7 @@ O1, O2 = HALVES[:2]
         (Plan(mp=2), {**O1, **REDUCES}, []),
         (Plan(mp=2), {**O2, **REDUCES}, []),
         (SPLIT, {**O1, **SCATTERS}, []),
+        (Plan(mp=2), {**O1, "Compress.Quantization.enable": True}, []),
         (Plan(pp=2), O1, ["weight_cast"]),
         (Plan(pp=2, pp_schedule="zb_h1"), O1, []),
         (Plan(pp=2, pp_schedule="zb_h1"), O2, []),
@@ -160,6 +161,7 @@ def test_fused_products_that_are_taken_are_used(pools: Pools, plan: Plan, extra:
             ["Distributed.pp_degree=2", "Distributed.pp_schedule=zb_h1"],
             ["Distributed.pp_schedule"],
         ),
+        ("linear_grad_add", ["Compress.Quantization.enable=True"], ["Compress.Quantization.enable"]),
     ],
     ids=str,
 )
