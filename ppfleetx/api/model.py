@@ -165,13 +165,12 @@ class GPT:
         Raises:
             DataError: as of calling the model; sequences of one token.
         """
-        import paddle.nn.functional as F
+        from ppfleetx.nn.loss import cross_entropy
 
         ids = self._ids(tokens)
         if ids.shape[1] < 2:
             raise DataError("a sequence of one token has nothing to predict; give two or more")
-        logits = self(ids[:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        return cross_entropy(self(ids[:, :-1]), ids[:, 1:]).mean().astype("float32")
 
     def _ids(self, tokens: Tokens) -> paddle.Tensor:
         import paddle

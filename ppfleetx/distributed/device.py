@@ -33,8 +33,8 @@ def is_gpu(device: str) -> bool:
 
 
 def name_errors(device: str) -> None:
-    """Have Paddle say with each error of a plugin's device where in Paddle it was: the device gives a number
-    only, and so an allocator that fails could not be told from anything else."""
+    """Have Paddle say with each error of a plugin's device where in Paddle it was. The device itself gives a
+    number only, by which an allocator that fails could not be recognized."""
     import paddle
 
     if kind_of(device) not in (CPU, GPU, XPU):

@@ -1,4 +1,10 @@
-"""Token loss in float32."""
+"""Token loss in float32; of an evaluation in float64.
+
+Paddle's cross entropy on the CPU adds the exponentials of a row one by one in float32. Over 50,000 columns
+the small ones are rounded away, and the loss is some 1e-5 too low. Training keeps that: its gradients are
+wrong by as little. An evaluation puts it right by the softmax of the same kernel. Each of its columns is an
+exponential over that sum, and so they add up to the true sum over it; NumPy adds them, in pairs.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +12,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import paddle
 import paddle.nn.functional as F
+from paddle import _C_ops
 from paddle.autograd import PyLayer
 
 from ppfleetx.nn.pieces import LogitsInPieces
@@ -36,7 +44,8 @@ def token_loss(
         tell_rows: is told the loss of each row.
 
     Returns:
-        (loss sum, token count), float32 scalars; the count carries no gradient.
+        (loss sum, token count), float32 scalars, the sum of an evaluation float64; the count carries no
+        gradient.
     """
     if isinstance(logits, LogitsInPieces):
         return _in_pieces(logits, labels, loss_mask, partial(token_loss, true_vocab=true_vocab), tell_rows)
@@ -44,10 +53,22 @@ def token_loss(
     logits = logits.astype("float32")
     if true_vocab < vocab:
         logits = _HidePadding.apply(logits, true_vocab)
-    per_token = F.cross_entropy(logits, labels.transpose([1, 0]).unsqueeze(-1), reduction="none").squeeze(-1)
-    if not paddle.is_grad_enabled():
-        per_token = per_token + _nothing_if_finite(logits)
-    return _weighted_sum(per_token, loss_mask, tell_rows)
+    return _weighted_sum(cross_entropy(logits, labels.transpose([1, 0])), loss_mask, tell_rows)
+
+
+def cross_entropy(logits: paddle.Tensor, labels: paddle.Tensor) -> paddle.Tensor:
+    """Cross entropy ``[...]`` of each token; without gradients float64, and NaN where a logit is not finite.
+
+    Args:
+        logits: ``[..., V]`` float32.
+        labels: ``[...]`` int64.
+    """
+    columns = labels.unsqueeze(-1)
+    if paddle.is_grad_enabled():
+        return F.cross_entropy(logits, columns, reduction="none").squeeze(-1)
+    softmax, losses = _C_ops.cross_entropy_with_softmax(logits, columns, False, True, True, -100, -1)
+    exact = losses.squeeze(-1).astype("float64") + _nothing_if_finite(logits)
+    return exact + _row_sums(softmax).log() if softmax.place.is_cpu_place() else exact
 
 
 def parallel_token_loss(
@@ -64,7 +85,7 @@ def parallel_token_loss(
     same on all ranks.
     """
     from paddle import distributed
-    from paddle.distributed.fleet.meta_parallel import ParallelCrossEntropy
+    from paddle.distributed.fleet.layers.mpu.mp_ops import _c_softmax_with_cross_entropy
 
     if isinstance(logits, LogitsInPieces):
         of_piece = partial(parallel_token_loss, true_vocab=true_vocab, group=group)
@@ -74,12 +95,16 @@ def parallel_token_loss(
     true_here = min(max(true_vocab - group.rank * width, 0), width)
     if true_here < width:
         logits = _HidePadding.apply(logits, true_here)
-    cross_entropy = ParallelCrossEntropy(mp_group=group)
-    per_token = cross_entropy(logits, labels.transpose([1, 0]).unsqueeze(-1)).squeeze(-1)
+    losses, softmax = _c_softmax_with_cross_entropy(
+        logits, labels.transpose([1, 0]).unsqueeze(-1), group=group, return_softmax=True
+    )
+    per_token = losses.squeeze(-1)
     if not paddle.is_grad_enabled():
         nothing = _nothing_if_finite(logits)
-        distributed.all_reduce(nothing, group=group)  # what is not finite may be another rank's column
-        per_token = per_token + nothing
+        on_cpu = softmax.place.is_cpu_place()
+        parts = paddle.stack([nothing.astype("float64"), _row_sums(softmax)]) if on_cpu else nothing
+        distributed.all_reduce(parts, group=group)  # what is not finite may be another rank's column
+        per_token = per_token.astype("float64") + (parts[0] + parts[1].log() if on_cpu else parts)
     return _weighted_sum(per_token, loss_mask, tell_rows)
 
 
@@ -104,10 +129,16 @@ def _weighted_sum(
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
     """(loss sum, token count) of ``per_token [s, b]``."""
     weights = loss_mask.astype("float32").transpose([1, 0])
-    weighted = per_token * weights
+    weighted = per_token * weights.astype(per_token.dtype)
     if tell_rows is not None:
         tell_rows(weighted.detach().sum(axis=0))
     return weighted.sum(), weights.sum().detach()
+
+
+def _row_sums(softmax: paddle.Tensor) -> paddle.Tensor:
+    """Sums over the last axis of float32 in the host's memory, as float64."""
+    sums = np.add.reduce(np.from_dlpack(softmax.detach()), axis=-1)
+    return paddle.to_tensor(sums.astype(np.float64))
 
 
 def _nothing_if_finite(logits: paddle.Tensor) -> paddle.Tensor:

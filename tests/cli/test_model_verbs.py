@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import yaml
 
+from ppfleetx.api.text_generation import Trainer
 from ppfleetx.checkpoint.documents import documents_of
 from ppfleetx.checkpoint.foreign.convert import Conversion, convert
 from ppfleetx.checkpoint.tensors import model_slices
@@ -270,6 +272,16 @@ def test_nothing_that_was_made_stays(place: Path) -> None:
         found = find_model(place / "hf", stack)
         assert found.checkpoint.is_dir() and found.config is not None
         made = found.checkpoint.parent
+    assert not made.exists()
+
+
+def test_what_was_made_for_a_trainer_goes_with_it(place: Path) -> None:
+    """Also in a process that never says when it has done with it."""
+    trainer = Trainer(task="text_generation", model=str(place / "hf"))
+    made = trainer._found(place / "hf").checkpoint.parent
+    assert made.is_dir()
+    del trainer
+    gc.collect()
     assert not made.exists()
 
 

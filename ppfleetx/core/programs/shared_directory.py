@@ -131,5 +131,5 @@ def _key(source: Path, environ: Mapping[str, str]) -> str:
         for file in source.iterdir()
         if file.is_file() and (status := file.stat())
     )
-    told = json.dumps([job, str(source.resolve()), files])
-    return hashlib.sha256(told.encode()).hexdigest()[:24]
+    named = json.dumps([job, str(source.resolve()), files])
+    return hashlib.sha256(named.encode()).hexdigest()[:24]

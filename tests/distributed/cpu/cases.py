@@ -566,6 +566,24 @@ def parallel_cross_entropy(dtype: str) -> list[float]:
     ]
 
 
+def evaluation_loss(vocab: int, padding: int) -> float:
+    """Relative difference of an evaluation's loss, in columns that ranks share, from that in float64."""
+    from ppfleetx.nn.loss import parallel_token_loss
+    from tests.nn.test_loss import example, in_float64
+
+    start()
+    me, n = dist.get_rank(), dist.get_world_size()
+    logits, labels, mask = example(vocab, padding)
+    width = (vocab + padding) // n
+    part = paddle.to_tensor(logits[..., width * me : width * (me + 1)])
+    rest = paddle.to_tensor(labels), paddle.to_tensor(mask), vocab
+    with paddle.no_grad():
+        found, count = parallel_token_loss(part, *rest, dist.get_group(0))
+    assert count.item() == mask.sum()
+    expected = in_float64(logits, labels, mask, vocab)
+    return abs(found.item() - expected) / expected
+
+
 def identity() -> None:
     """What every rank uses: its gradient is the sum of the ranks'."""
     start()

@@ -12,6 +12,11 @@ def test_parallel_cross_entropy(ranks, size, dtype, limit):
         assert max(differences) < limit
 
 
+@pytest.mark.parametrize("vocab", [49_152, 151_936])
+def test_loss_of_an_evaluation_in_columns_of_several_ranks(ranks, vocab):
+    assert max(ranks(2).run(CASES + "evaluation_loss", vocab=vocab, padding=256)) < 2e-7
+
+
 def test_identity(ranks):
     ranks(3).run(CASES + "identity")
 

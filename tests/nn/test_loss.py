@@ -1,0 +1,64 @@
+"""The loss of an evaluation over large vocabularies, against NumPy in float64."""
+
+import numpy as np
+import paddle
+import pytest
+
+from ppfleetx.nn.loss import cross_entropy, token_loss
+from tests.parity.test_loss_chunks import _head
+
+S, B = 12, 2
+
+
+def example(vocab: int, padding: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Logits as trained models give them: a few tokens are likely, and very many hardly."""
+    rng = np.random.default_rng(vocab)
+    logits = (rng.standard_normal([S, B, vocab + padding]) * 2.0).astype(np.float32)
+    logits[..., :20] += rng.uniform(8.0, 14.0, [S, B, 20]).astype(np.float32)
+    return logits, rng.integers(0, 20, [B, S]), (rng.random([B, S]) < 0.8).astype(np.float32)
+
+
+def in_float64(logits: np.ndarray, labels: np.ndarray, mask: np.ndarray, vocab: int) -> float:
+    true = logits[..., :vocab].astype(np.float64)
+    highest = true.max(-1, keepdims=True)
+    norm = np.log(np.exp(true - highest).sum(-1)) + highest[..., 0]
+    own = np.take_along_axis(true, labels.T[..., None], -1)[..., 0]
+    return float(((norm - own) * mask.T).sum())
+
+
+@pytest.mark.parametrize("padding", [0, 47])
+@pytest.mark.parametrize("vocab", [20, 49_152, 50_257, 151_936])
+def test_an_evaluation_is_right_whatever_the_size_of_the_vocabulary(vocab, padding):
+    logits, labels, mask = example(vocab, padding)
+    expected, told = in_float64(logits, labels, mask, vocab), []
+    with paddle.no_grad():
+        found, count = token_loss(*map(paddle.to_tensor, (logits, labels, mask)), vocab, told.append)
+    assert found.item() == pytest.approx(expected, rel=1e-7)
+    assert told[0].sum().item() == pytest.approx(expected, rel=1e-7) and count.item() == mask.sum()
+
+
+def test_so_is_one_in_pieces():
+    """Of ``Model.loss_chunks``."""
+    rng, vocab = np.random.default_rng(0), 49_152
+    found = []
+    for pieces in (1, 3):
+        head, loss = _head(True, 8, vocab, pieces)
+        trunk = paddle.to_tensor((rng.standard_normal([S, B, 8]) * 3.0).astype(np.float32))
+        labels = rng.integers(0, vocab, [B, S])
+        with paddle.no_grad():
+            logits = head((trunk,)).numpy()
+            with head.loss_follows():
+                outputs = head((trunk,))
+            total, _ = loss(outputs, paddle.to_tensor(labels), paddle.ones([B, S]), vocab)
+        found.append(total.item() / in_float64(logits, labels, np.ones([B, S]), vocab))
+    assert found == pytest.approx([1.0, 1.0], rel=1e-7)
+
+
+def test_training_has_the_numbers_of_paddles_kernel():
+    logits, labels, _ = example(49_152)
+    tensors = paddle.to_tensor(logits), paddle.to_tensor(labels.T.copy())
+    tensors[0].stop_gradient = False
+    ours = cross_entropy(*tensors)
+    theirs = paddle.nn.functional.cross_entropy(tensors[0], tensors[1].unsqueeze(-1), reduction="none")
+    assert ours.dtype == paddle.float32 and not ours.stop_gradient
+    np.testing.assert_array_equal(ours.numpy(), theirs.squeeze(-1).numpy())
