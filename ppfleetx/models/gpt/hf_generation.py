@@ -100,8 +100,8 @@ KEYS: dict[str, GenerationKey] = {
     "num_return_sequences": GenerationKey(loses="one continuation, unless a call asks for more", idle=(1,)),
 }
 """By transformers' name."""
-# What transformers takes where nothing is said, and our section does not.
-_DEFAULTS = {"top_k": 50, "length_penalty": 1.0}
+DEFAULTS = {"top_k": 50, "length_penalty": 1.0}
+"""Keys of ours that transformers takes at another value where nothing is said."""
 
 
 def generation_keys(said: Mapping[str, Any], *, is_own_file: bool) -> tuple[dict[str, Any], list[str]]:
@@ -115,7 +115,7 @@ def generation_keys(said: Mapping[str, Any], *, is_own_file: bool) -> tuple[dict
     samples, searches = given.get("do_sample") is True, _above_one(given.get("num_beams"))
     strategy = "sampling" if samples else "beam_search" if searches else "greedy_search"
     active = {None, *["sampling"] * samples, *["search"] * searches}
-    keys = {"decode_strategy": strategy, **_DEFAULTS}
+    keys = {"decode_strategy": strategy, **DEFAULTS}
     lost = []
     for name, value in given.items():
         key = KEYS.get(name)
