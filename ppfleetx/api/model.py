@@ -6,7 +6,7 @@ Nothing here imports Paddle before a model is asked for. Shape letters: b sequen
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from pathlib import Path
@@ -26,6 +26,7 @@ from ppfleetx.generation.prompts import as_prompts
 if TYPE_CHECKING:
     import paddle
 
+    from ppfleetx.checkpoint.reader import Checkpoint
     from ppfleetx.config.sections.root import ModelConfig, RunConfig
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer
     from ppfleetx.generation.generator import Generation
@@ -44,6 +45,8 @@ class GPT:
         tokenizer: the model's; None where the directory holds none.
         generation: how text is continued unless :meth:`generate` is told otherwise.
         epoch, step: how far it was trained.
+
+    ``checkpoint`` is what the weights were loaded from, if they were.
     """
 
     def __init__(
@@ -54,9 +57,16 @@ class GPT:
         *,
         epoch: int = 0,
         step: int = 0,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         self.cfg, self.network, self.tokenizer = cfg, network, tokenizer
         self.generation, self.epoch, self.step = cfg.Generation, epoch, step
+        # What the weights came with, and the element types that they had: to be kept when they are saved.
+        self._source: Mapping[str, Any] = {}
+        self._stored: dict[str, str] = {}
+        if checkpoint is not None:
+            self._source = checkpoint.manifest.state.get("source") or {}
+            self._stored = {name: checkpoint.entry(name).dtype for name in checkpoint.names()}
         self._generator: Any = None
         network.eval()
 
@@ -103,7 +113,14 @@ class GPT:
         named = tokenizer_dir is not None or cfg.Data.tokenizer is not None
         tokenizer = find_tokenizer(cfg, start.checkpoint) if named else None
         manifest = start.checkpoint.manifest
-        return cls(cfg, runner.model, tokenizer, epoch=manifest.epoch, step=manifest.step)
+        return cls(
+            cfg,
+            runner.model,
+            tokenizer,
+            epoch=manifest.epoch,
+            step=manifest.step,
+            checkpoint=start.checkpoint,
+        )
 
     # ---- what it is
 
@@ -272,6 +289,8 @@ class GPT:
     def save(self, directory: str | Path) -> Path:
         """Write a checkpoint of the weights into ``directory``, which :func:`load` and every program take.
 
+        Weights that were loaded from 16 bits and still fit into them, every number exactly, stay so.
+
         Returns:
             The directory of the checkpoint, ``directory/epoch_E_step_S``.
 
@@ -281,6 +300,7 @@ class GPT:
         from dataclasses import asdict
 
         from ppfleetx.checkpoint.documents import documents_of
+        from ppfleetx.checkpoint.foreign.weights import in_stored_types
         from ppfleetx.checkpoint.tensors import model_slices
         from ppfleetx.checkpoint.writer import save_checkpoint
         from ppfleetx.config.plan import ParallelPlan
@@ -290,8 +310,8 @@ class GPT:
             directory,
             epoch=self.epoch,
             step=self.step,
-            tensors=model_slices(self.named_parameters()),
-            state={},
+            tensors=in_stored_types(list(model_slices(self.named_parameters())), self._stored),
+            state={"source": dict(self._source)} if self._source else {},
             plan=asdict(ParallelPlan()),
             config=self.cfg.model_dump(mode="json"),
             fingerprints={} if tokenizer is None else {"tokenizer": tokenizer.fingerprint},
@@ -302,7 +322,8 @@ class GPT:
     def to_huggingface(self, directory: str | Path) -> Path:
         """Write the model as transformers reads it (``AutoModelForCausalLM``), with its tokenizer.
 
-        Adapters are added to their weights.
+        Adapters are added to their weights. A model that came from a directory of Hugging Face keeps its
+        ``config.json``, its ``generation_config.json`` and, as in :meth:`save`, its element type.
 
         Raises:
             CheckpointError: ``directory`` is not empty, or transformers has no such network.

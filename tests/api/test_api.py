@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +17,15 @@ from ppfleetx.api.configuration import override_texts
 from ppfleetx.api.corpus import corpus_prefix
 from ppfleetx.api.gpt2 import _is_text
 from ppfleetx.api.streaming import stream_of
+from ppfleetx.checkpoint.foreign.convert import Conversion, convert
+from ppfleetx.checkpoint.foreign.lazy import LazyTensor
+from ppfleetx.checkpoint.foreign.ours import read_ppfleetx
+from ppfleetx.checkpoint.foreign.safetensors_file import read_safetensors, write_sharded
 from ppfleetx.config.errors import CheckpointError, ConfigError, DataError
 from ppfleetx.data.indexed import IndexedDataset
 from ppfleetx.pipeline import pipeline
 from ppfleetx.trainer import Trainer
+from tests.checkpoint.foreign import hf_dirs
 from tests.checkpoint.foreign.test_fleetx import theirs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -207,6 +213,47 @@ def test_what_is_refused(model: ppfleetx.GPT, here: Path) -> None:
     ):
         with pytest.raises(error, match=rule):
             call()
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"eos_token_id": [5, 7], "bos_token_id": 3},
+        {"model_type": "mistral", "sliding_window": 4096},
+    ],
+)
+def test_what_huggingface_gave_it_gets_back(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
+    """The same files as ``ppfleetx convert`` makes, which keeps what it was given."""
+    source = tmp_path / "hf"
+    source.mkdir()
+    config, tensors = hf_dirs.golden("hf_llama")
+    stored = {
+        name: LazyTensor("F32", one.shape, lambda one=one: one).cast(kind) for name, one in tensors.items()
+    }
+    write_sharded(source, stored, max_bytes=1 << 30, metadata={"format": "pt"})
+    said = {key: value for key, value in (config | changes).items() if key not in ("dtype", "torch_dtype")}
+    (source / "config.json").write_text(json.dumps(said))
+    (source / "generation_config.json").write_text(
+        '{"eos_token_id": [5, 7], "min_p": 0.1, "do_sample": true}'
+    )
+    hf_dirs.write_tokenizer(source)
+    convert(Conversion("hf", "hf", source, tmp_path / "converted"))
+    model = ppfleetx.load(source, overrides={"Global.device": "cpu"})
+    model.to_huggingface(tmp_path / "direct")
+    saved = model.save(tmp_path / "saved")
+    convert(Conversion("ppfleetx", "hf", saved, tmp_path / "by_way"))
+    for directory in ("direct", "by_way"):
+        for name in ("config.json", "generation_config.json", "model.safetensors"):
+            kept, wanted = (tmp_path / where / name for where in (directory, "converted"))
+            assert kept.read_bytes() == wanted.read_bytes(), (directory, name)
+    found = read_safetensors(tmp_path / "direct/model.safetensors")
+    assert {tensor.dtype for tensor in found.values()} == {kind}
+    if kind != "F32":  # numbers that 16 bits do not hold are not rounded behind the user's back
+        name, parameter = next(iter(model.named_parameters()))
+        parameter.set_value(parameter + 1e-6)
+        weights = read_ppfleetx(model.save(tmp_path / "changed"))
+        np.testing.assert_array_equal(weights.tensors[name].read(), parameter.numpy())
 
 
 def test_a_module_takes_fleetx_weights_and_nothing_less(model: ppfleetx.GPT, here: Path) -> None:

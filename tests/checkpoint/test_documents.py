@@ -128,33 +128,49 @@ def test_a_conversion_makes_them_and_keeps_them(tmp_path: Path) -> None:
         assert documents_in(open_checkpoint(again)) == documents, how
 
 
+GREEDY = {"decode_strategy": "greedy_search", "top_k": 50, "length_penalty": 1.0}
+SAMPLING, BEAMS = GREEDY | {"decode_strategy": "sampling"}, GREEDY | {"decode_strategy": "beam_search"}
+
+
 @pytest.mark.parametrize(
-    ("said", "ours"),
+    ("said", "ours", "named"),
     [
-        (None, {}),
-        ({"_from_model_config": True, "eos_token_id": 5}, {}),
-        ({"do_sample": False}, {"decode_strategy": "greedy_search"}),
-        ({"num_beams": 4}, {"decode_strategy": "beam_search", "num_beams": 4}),
-        ({"do_sample": True, "top_k": 7}, {"decode_strategy": "sampling", "top_k": 7}),
-        ({"temperature": "hot"}, {}),  # left out with a warning
+        (None, GREEDY, ""),
+        ({}, GREEDY, ""),
+        ({"_from_model_config": True, "eos_token_id": 5, "use_cache": True}, GREEDY, ""),
+        ({"do_sample": False}, GREEDY, ""),
+        ({"temperature": 0.7, "min_p": 0.1, "typical_p": 0.9}, GREEDY | {"temperature": 0.7}, ""),
+        ({"num_beams": 4}, BEAMS | {"num_beams": 4}, ""),
+        ({"num_beams": 4, "length_penalty": 2.0}, BEAMS | {"num_beams": 4, "length_penalty": 2.0}, ""),
+        ({"do_sample": True, "top_k": 7}, SAMPLING | {"top_k": 7}, ""),
+        ({"do_sample": True, "top_k": None, "min_p": 0.0, "typical_p": 1.0}, SAMPLING, ""),
+        ({"do_sample": True, "min_p": 0.1, "typical_p": 0.9}, SAMPLING, "min_p typical_p"),
+        ({"do_sample": True, "num_beams": 3}, SAMPLING | {"num_beams": 3}, "num_beams"),
+        ({"max_length": 77, "suppress_tokens": [3]}, GREEDY, "max_length suppress_tokens"),
+        ({"max_length": 77, "max_new_tokens": 9}, GREEDY | {"max_dec_len": 9}, ""),
+        ({"no_repeat_ngram_size": 3, "max_length": 20}, GREEDY, "no_repeat_ngram_size"),
+        ({"chat_format": "chatml"}, GREEDY, "chat_format"),
+        ({"temperature": "hot", "top_p": 0.9}, GREEDY | {"top_p": 0.9}, "temperature"),
+        ({"do_sample": True, "temperature": 0.0}, SAMPLING, "temperature"),
+        ({"num_beams": 4, "num_beam_groups": 3}, BEAMS | {"num_beams": 4}, "num_beam_groups"),
     ],
-)
-def test_generation_defaults_of_transformers(said: dict | None, ours: dict) -> None:
-    assert of_transformers(said) == ours
+)  # fmt: skip
+def test_generation_defaults_of_transformers(said: dict | None, ours: dict, named: str) -> None:
+    """What a file of transformers asks for is what it does here, or the key is named."""
+    found, notes = of_transformers(said, {"do_sample": True} if said is not None else {})
+    assert found == ours
+    assert all(f"{key} = " in " ".join(notes) for key in named.split())
+    assert len(notes) == (1 if named else 0), notes
+
+
+def test_config_json_holds_where_there_is_no_file_of_generation() -> None:
+    config = {"vocab_size": 7, "do_sample": True, "temperature": 0.5, "min_p": 0.1, "max_length": 50}
+    found, [note] = of_transformers(None, config)
+    assert found == SAMPLING | {"temperature": 0.5}
+    assert "min_p = 0.1" in note and "max_length = 50" in note and "vocab_size" not in note
 
 
 def test_generation_defaults_of_a_run() -> None:
     config = {"Generation": {"top_k": 3, "prompt": "x", "seed": 1}}
     assert of_configuration(config) == {"top_k": 3}
     assert of_configuration({"Generation": {"top_k": -3}}) == of_configuration(None) == {}
-
-
-def test_they_go_with_their_checkpoint(config: Path, tmp_path: Path) -> None:
-    """A run deletes and replaces what it saved whole; documents are part of that."""
-    documents = documents_of(load_config(config), small_tokenizer())
-    for step in (1, 2, 3, 3):
-        save(tmp_path / "run", step=step, documents=documents, keep_max=2)
-    assert sorted(path.name for path in (tmp_path / "run").glob("epoch_*")) == [
-        "epoch_0_step_2",
-        "epoch_0_step_3",
-    ]

@@ -6,7 +6,7 @@ import pytest
 
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.models.gpt.hf_keys import model_keys
+from ppfleetx.models.gpt.hf_keys import model_keys, unknown_keys
 from ppfleetx.nn.loss import token_loss
 from ppfleetx.nn.stage import canonical_parameters
 from tests.helpers.hf_weights import canonical_to_hf, hf_to_canonical
@@ -139,7 +139,7 @@ def test_published_files_have_no_key_that_is_not_known(name):
         (
             "hf_llama",
             {"qk_norm": True, "logit_scale": 0.1},
-            "not known for a llama: 'logit_scale', 'qk_norm'",
+            "qk_norm: True of this llama",
         ),
         ("hf_llama", {"n_embd": 48}, "n_embd"),
         ("hf_gpt2", {"rope_theta": 1e4}, "rope_theta"),
@@ -160,6 +160,70 @@ def test_every_key_is_understood_or_refused(family, change, words):
     hf_config, _ = load_golden(family)
     with pytest.raises(CheckpointError, match=words):
         model_keys(hf_config | change)
+
+
+# Keys of published files, beside sizes, that do not change what the network computes.
+OF_THE_HUB = {
+    "gpt2": {
+        "n_special": 0, "predict_special_tokens": True, "_num_labels": 1, "output_past": True, "n_ctx": 1024,
+        "summary_type": "cls_index", "task_specific_params": {"conversational": {"max_length": 1000}},
+        "tokenizer_class": "GPT2TokenizerFast", "gradient_checkpointing": False, "do_sample": True,
+    },
+    "llama": {
+        "num_labels": 1, "_attn_implementation_autoset": True, "is_llama_config": True, "use_mrope": False,
+        "rope_interleaved": False, "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+        "pruned_heads": {}, "temperature": 1.0, "top_k": 50, "unsloth_fixed": True, "use_bfloat16": False,
+        "num_experts": 0, "qkv_bias": False, "scale_emb": 1, "max_window_layers": 28,
+    },
+    "qwen2": {"use_mrope": False, "attention_bias": False, "tie_encoder_decoder": False},
+    "gpt_neox": {"custom_pipelines": {"text-generation": {"impl": "x"}}, "hidden_dropout_prob": 0},
+    "mistral": {"_name_or_path": "x", "use_parallel_residual": False, "is_causal": True},
+    "qwen3": {"max_new_tokens": 9},
+}  # fmt: skip
+
+
+def smallest(kind):
+    """A configuration with what it cannot do without."""
+    if kind == "gpt2":
+        return {
+            "model_type": kind,
+            "vocab_size": 64,
+            "n_embd": 32,
+            "n_head": 2,
+            "n_layer": 2,
+            "n_positions": 16,
+        }
+    return {"model_type": kind, "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 64,
+            "max_position_embeddings": 16, "sliding_window": None}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OF_THE_HUB)
+def test_keys_of_published_files_are_taken_without_a_word(kind):
+    config = smallest(kind)
+    more = config | OF_THE_HUB[kind]
+    assert model_keys(more) == model_keys(config)
+    assert unknown_keys(more) == []
+
+
+@pytest.mark.parametrize("kind", OF_THE_HUB)
+def test_a_key_that_nobody_knows_is_passed_over_and_named(kind):
+    config = smallest(kind)
+    more = config | {"a_new_key": 3, "dual_chunk_attention_config": {"chunk_size": 262144}, "nothing": None}
+    assert model_keys(more) == model_keys(config)
+    assert unknown_keys(more) == ["a_new_key", "dual_chunk_attention_config"]
+
+
+@pytest.mark.parametrize("kind", OF_THE_HUB)
+@pytest.mark.parametrize(
+    "key, value",
+    [("use_mrope", True), ("num_local_experts", 8), ("clip_qkv", 6.0), ("logit_scale", 0.0625),
+     ("residual_multiplier", 0.22), ("mamba_d_state", 16), ("vision_config", {"depth": 1}), ("n_special", 3),
+     ("quantization", {"bits": 4}), ("position_embedding_type", "alibi")],
+)  # fmt: skip
+def test_a_key_of_another_network_is_refused(kind, key, value):
+    with pytest.raises(CheckpointError, match=f"{key}: .* of this {kind} is not supported"):
+        model_keys(smallest(kind) | {key: value})
 
 
 def test_what_is_switched_off_or_of_no_effect_is_taken():

@@ -21,7 +21,6 @@ from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.rope import RopeScalingConfig
 from ppfleetx.config.validate import section_of
-from ppfleetx.models.gpt.hf_rope import rope_notes
 from ppfleetx.utils.files import is_taken
 from ppfleetx.utils.foreign_files import os_errors
 from ppfleetx.utils.log import get_logger
@@ -59,7 +58,8 @@ def convert(job: Conversion) -> Path:
     """Convert, and return the directory that was written: a step directory, or Hugging Face's.
 
     Raises:
-        CheckpointError: the source cannot be read, or the target cannot hold the network.
+        CheckpointError: the source cannot be read or has a weight that is NaN or infinite, or the target
+            cannot hold the network.
         ConfigError: the description of the network is wrong.
     """
     _check(job)
@@ -69,9 +69,8 @@ def convert(job: Conversion) -> Path:
         return merge(job.input, job.output)
     weights = read_weights(job)
     model = model_of(weights, job.model)
-    if job.source == "hf" and model.position_embedding_type == "rope":
-        for note in rope_notes(weights.source["config"]):
-            get_logger().warning(f"{job.input}: {note}")
+    for note in weights.notes:
+        get_logger().warning(f"{job.input}: {note}")
     if job.target == "ppfleetx":
         return write_ppfleetx(weights, fitted(weights, model), model, job.output)
     _refuse_finetuned(job, weights, model)
@@ -97,7 +96,7 @@ def read_weights(job: Conversion) -> Weights:
         weights = read_megatron(job.input, job.model)
     else:
         weights = read_ppfleetx(job.input, masters=job.dtype == "float32")
-    weights = weights.cast(None if job.dtype is None else FLOAT_DTYPES[job.dtype])
+    weights = weights.cast(None if job.dtype is None else FLOAT_DTYPES[job.dtype]).finite()
     return weights if job.tokenizer is None else weights.with_tokenizer(job.tokenizer)
 
 

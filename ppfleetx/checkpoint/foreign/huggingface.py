@@ -27,12 +27,13 @@ from ppfleetx.checkpoint.foreign.progress import shown_reading
 from ppfleetx.checkpoint.foreign.safetensors_file import write_sharded
 from ppfleetx.checkpoint.foreign.weights import Weights, network_of
 from ppfleetx.config.counts import counted
-from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.data.tokenizer.files import CHAT_TEMPLATE, NAMED_TEMPLATES, with_named_templates, write_files
 from ppfleetx.data.tokenizer.files import CONFIG as TOKENIZER_CONFIG
 from ppfleetx.models.gpt.hf import GPT2_PREFIX, Rule, rules
-from ppfleetx.models.gpt.hf_keys import model_keys, without_paddle
+from ppfleetx.models.gpt.hf_keys import model_keys, unknown_keys, without_paddle
+from ppfleetx.models.gpt.hf_rope import rope_notes
 from ppfleetx.models.gpt.shape import parameter_shapes
 from ppfleetx.utils.files import atomic_write
 
@@ -73,9 +74,11 @@ def read_hf(directory: str | Path) -> Weights:
         used.update(theirs)
         tensors[rule.ours] = _joined(rule, [stored[name] for name in theirs], shapes[rule.ours], directory)
     _check_left_over(set(stored) - used, keys, stored, directory)
+    own = read_generation_config(directory)
+    generation, notes = of_transformers(own, config)
     source: dict[str, Any] = {"format": "hf", "config": without_paddle(config, keys)}
-    if (generation_config := read_generation_config(directory)) is not None:
-        source["generation_config"] = generation_config
+    if own is not None:
+        source["generation_config"] = own
     return Weights(
         str(directory),
         tensors,
@@ -83,8 +86,20 @@ def read_hf(directory: str | Path) -> Weights:
         vocab_size=vocab,
         source=source,
         tokenizer_dir=directory if tokenizer_files(directory) else None,
-        generation=of_transformers(generation_config),
+        generation=generation,
+        notes=(*_notes(config), *notes),
     )
+
+
+def _notes(config: Mapping[str, Any]) -> list[str]:
+    """How a ``config.json`` was taken, where that is not plain to see."""
+    notes = rope_notes(config) if config["model_type"] != "gpt2" else []
+    if unknown := unknown_keys(config):
+        notes.append(
+            f"config.json has keys that are not known for a {config['model_type']}, and are passed over as "
+            f"in transformers: {', '.join(shown(key) for key in unknown)}"
+        )
+    return notes
 
 
 def _network(
@@ -135,8 +150,8 @@ def write_hf(
     for rule in rules(config):
         theirs |= _split(rule, tensors[rule.ours], part_shapes(rule, tensors[rule.ours].shape))
     directory.mkdir(parents=True, exist_ok=True)
-    with shown_reading(theirs, "writing") as shown:
-        write_sharded(directory, shown, max_bytes=max_file_bytes, metadata={"format": "pt"})
+    with shown_reading(theirs, "writing") as reading:
+        write_sharded(directory, reading, max_bytes=max_file_bytes, metadata={"format": "pt"})
     _write_json(directory / CONFIG, config)
     ids = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     made = {"_from_model_config": True} | {key: value for key, value in ids.items() if value is not None}

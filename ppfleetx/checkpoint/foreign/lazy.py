@@ -15,6 +15,7 @@ from ppfleetx.config.errors import CheckpointError
 from ppfleetx.utils.foreign_files import opened
 
 FLOAT_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
+_NAME_OF_DTYPE = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,28 @@ def cast(values: np.ndarray, stored: str, wanted: str) -> np.ndarray:
     if wanted == "BF16":
         return _bfloat16_bits(np.ascontiguousarray(values, np.float32))
     return values.astype(NUMPY_OF_DTYPE[wanted])
+
+
+def finite(tensor: LazyTensor, name: str, place: str) -> LazyTensor:
+    """The same tensor; reading it raises CheckpointError where a number is NaN or infinite."""
+
+    def load() -> np.ndarray:
+        with np.errstate(over="ignore"):  # of a cast; it is found below
+            values = tensor.read()
+        count = values.size - np.count_nonzero(_is_finite(values, tensor.dtype))
+        if count:
+            limit = ", which holds nothing beyond 65504" if tensor.dtype == "F16" else ""
+            raise CheckpointError(
+                f"{place}: {name} is NaN or infinite in {count} of {values.size} numbers as "
+                f"{_NAME_OF_DTYPE[tensor.dtype]}{limit}"
+            )
+        return values
+
+    return LazyTensor(tensor.dtype, tensor.shape, load) if tensor.dtype in _NAME_OF_DTYPE else tensor
+
+
+def _is_finite(values: np.ndarray, dtype: str) -> np.ndarray:
+    return (values & 0x7F80) != 0x7F80 if dtype == "BF16" else np.isfinite(values)
 
 
 def read_bytes(path: Path, start: int, length: int) -> np.ndarray:

@@ -131,7 +131,10 @@ def write_ppfleetx(
         tokenizer = load_tokenizer(output / TOKENIZER_DIR)
     if tokenizer is not None:
         fingerprints["tokenizer"] = tokenizer.fingerprint
-    _write_config(output, model, tokenizer, weights.generation)
+    generation = dict(weights.generation)
+    if tokenizer is None and (ends := _end_ids(weights.source)):  # else the tokenizer's files name them
+        generation["eos_token_id"] = ends
+    _write_config(output, model, tokenizer, generation)
     cfg = load_config(output / CONFIG_FILE)
     with shown_reading(tensors, "writing") as shown:
         return save_checkpoint(
@@ -150,6 +153,14 @@ def write_ppfleetx(
             },
             max_file_bytes=max_file_bytes,
         )
+
+
+def _end_ids(source: Mapping[str, Any]) -> list[int]:
+    """The tokens that end a text, as a directory of Hugging Face says it."""
+    said = source.get("generation_config", source.get("config"))
+    given = said.get("eos_token_id") if isinstance(said, Mapping) else None
+    ids = given if isinstance(given, list) else [given]
+    return [one for one in ids if type(one) is int and one >= 0]
 
 
 def _add_generation_config(directory: Path, source: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ppfleetx.checkpoint.entries import TensorEntry
-from ppfleetx.checkpoint.foreign.lazy import LazyTensor
+from ppfleetx.checkpoint.foreign.lazy import LazyTensor, cast, finite
 from ppfleetx.checkpoint.manifest import Manifest
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import MODEL, NUMPY_OF_DTYPE, Index, TensorSlice
@@ -36,6 +36,7 @@ class Weights:
         source: what to remember of the source (any JSON), kept in the checkpoint's state.
         tokenizer_dir: directory with the tokenizer's files, if there is one.
         generation: keys of the `Generation` section that the source says.
+        notes: what to say about how the source was read, one sentence each.
     """
 
     place: str
@@ -47,12 +48,19 @@ class Weights:
     source: Mapping[str, Any] = field(default_factory=dict)
     tokenizer_dir: Path | None = None
     generation: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def cast(self, dtype: str | None) -> Weights:
         """All tensors in one element type (a key of NUMPY_OF_DTYPE); None leaves them as they are."""
         if dtype is None:
             return self
         return self.with_tensors({name: tensor.cast(dtype) for name, tensor in self.tensors.items()})
+
+    def finite(self) -> Weights:
+        """The same; to read a tensor with a number that is NaN or infinite raises CheckpointError."""
+        return self.with_tensors(
+            {name: finite(tensor, name, self.place) for name, tensor in self.tensors.items()}
+        )
 
     def with_tensors(self, tensors: Mapping[str, LazyTensor]) -> Weights:
         """The same with other tensors."""
@@ -112,6 +120,31 @@ def slices_of(tensors: Mapping[str, LazyTensor]) -> Iterator[TensorSlice]:
         )
 
 
+def in_stored_types(pieces: Sequence[TensorSlice], stored: Mapping[str, str]) -> list[TensorSlice]:
+    """``pieces`` in the element types that their tensors were loaded from, if that loses no bit of any; else
+    as they are.
+
+    Args:
+        pieces: of a model in memory.
+        stored: element type by name.
+    """
+    made = []
+    for piece in pieces:
+        wanted = stored.get(piece.name, piece.dtype)
+        if piece.dtype != "F32" or wanted not in ("F16", "BF16"):
+            made.append(piece)
+            continue
+        values = piece.array()
+        if not np.array_equal(cast(cast(values, "F32", wanted), wanted, "F32"), values):
+            return list(pieces)
+        made.append(replace(piece, dtype=wanted, data=_cast_when_read(piece, wanted), is_live=False))
+    return made
+
+
+def _cast_when_read(piece: TensorSlice, wanted: str) -> Callable[[], np.ndarray]:
+    return lambda: cast(piece.array(), piece.dtype, wanted)
+
+
 class ForeignCheckpoint(Checkpoint):
     """Weights of another program that can be loaded as if they were a checkpoint of ours.
 
@@ -131,7 +164,7 @@ class ForeignCheckpoint(Checkpoint):
             vocab_size=weights.vocab_size,
         )
         super().__init__(path, manifest, saved_at_ns=0)
-        self._weights = weights
+        self._weights = weights.finite()
 
     def _fill(self, entry: TensorEntry, offset: Index, result: np.ndarray) -> None:
         box = tuple(slice(o, o + n) for o, n in zip(offset, result.shape, strict=True))

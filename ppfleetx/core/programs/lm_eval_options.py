@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.models.gpt.hf_generation import DEFAULTS
 
 
 def generation_options(asked: Mapping[str, Any], max_new_tokens: int) -> tuple[dict[str, Any], list[str]]:
@@ -29,11 +30,18 @@ def generation_options(asked: Mapping[str, Any], max_new_tokens: int) -> tuple[d
     if left:
         name, value = next(iter(left.items()))
         raise ConfigError(f"a task asks for {name} = {value!r}, which generation does not have")
+    beams = options.get("num_beams", 1) > 1
+    if samples and beams:
+        raise ConfigError(
+            f"a task asks for num_beams = {options['num_beams']!r} and for sampling, which has no beams here"
+        )
     if samples:
-        return {**options, "decode_strategy": "sampling", "temperature": temperature or 1.0}, stops
+        drawn = {"decode_strategy": "sampling", "temperature": temperature or 1.0}
+        return {"top_k": DEFAULTS["top_k"], **options, **drawn}, stops
     for key in ("top_k", "top_p"):
         options.pop(key, None)
-    beams = options.get("num_beams", 1) > 1
+    if beams:
+        options.setdefault("length_penalty", DEFAULTS["length_penalty"])
     return {**options, "decode_strategy": "beam_search" if beams else "greedy_search"}, stops
 
 

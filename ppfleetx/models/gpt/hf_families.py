@@ -236,7 +236,11 @@ FAMILIES: dict[str, Family] = {
             "layer_norm_epsilon", "initializer_range", "resid_pdrop", "attn_pdrop", "tie_word_embeddings",
             *_GPT2_ALIASES,
         },
-        off={"scale_attn_by_inverse_layer_idx": (False,), "scale_attn_weights": (True,)},
+        off={
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "scale_attn_weights": (True,),
+            "position_embedding_type": ("absolute", "learned"),
+        },
     ),
     "llama": Family(_llama_keys, _LLAMA | {"attention_bias", "mlp_bias"}, off=_SILU),
     "mistral": Family(

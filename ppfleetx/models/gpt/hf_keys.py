@@ -2,8 +2,8 @@
 refusal. NumPy only.
 
 A key either is mapped to one of ours, or has no effect on what the network computes, or is accepted at the
-value that switches it off. Any other key is refused by name, because a network with an option that was not
-read is another network. null is "not given" everywhere.
+value that switches it off, because other networks read it. Any other key is passed over, as transformers
+does, and :func:`unknown_keys` names it for a warning. null is "not given" everywhere.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.models.gpt.hf_families import FAMILIES, Family
+from ppfleetx.models.gpt.hf_generation import KEYS as GENERATION_KEYS
 from ppfleetx.models.gpt.hf_values import check_values
 
 # Where a file came from, how it is stored, what runs it, how it generates and what else it may be used for.
@@ -30,16 +31,8 @@ _WITHOUT_EFFECT = {
     "id2label", "label2id", "num_labels", "num_choices", "problem_type", "finetuning_task",
     "task_specific_params", "classifier_dropout", "neftune_noise_alpha", "embd_pdrop", "summary_type",
     "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
-    # generation, which older files have here and not in generation_config.json
-    "max_length", "max_new_tokens", "min_length", "min_new_tokens", "do_sample", "early_stopping",
-    "num_beams", "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "min_p",
-    "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
-    "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "bad_words_ids", "num_return_sequences",
-    "output_scores", "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id",
-    "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens",
-    "begin_suppress_tokens", "epsilon_cutoff", "eta_cutoff", "num_assistant_tokens",
-    "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind",
-    "target_lookbehind",
+    "predict_special_tokens", "_num_labels", "max_window_layers", "custom_pipelines", "output_past",
+    *GENERATION_KEYS,  # which older files have here
 }  # fmt: skip
 # PaddleNLP's and PaddleFormers' parallelism, kernels and training. Which tensors are fused, the tensors say
 # themselves.
@@ -76,6 +69,42 @@ _SWITCHED_OFF: dict[str, tuple[Any, ...]] = {
     "scale_qk_coeff": (1, 1.0),
     "use_rmsnorm": (True,),
     "use_long_sequence_strategies": (False,),
+}
+# What networks read that are not ours, beside what one of FAMILIES reads and another does not: options at the
+# value at which they are not there (false, 0 and nothing at all always are) ...
+_OF_OTHER_NETWORKS = {
+    # experts
+    "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok",
+    "moe_intermediate_size", "moe_num_experts", "moe_layer_freq", "shared_expert_intermediate_size",
+    "first_k_dense_replace", "mlp_only_layers",
+    # attention
+    "qk_norm", "use_qk_norm", "qk_layernorm", "clip_qkv", "attn_logit_softcapping", "query_pre_attn_scalar",
+    "attention_multiplier", "use_mrope", "mrope_section", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim",
+    "qk_nope_head_dim", "v_head_dim", "multi_query", "new_decoder_architecture", "attention_chunk_size",
+    "attention_types", "window_size", "sliding_window_pattern", "global_attn_every_n_layers", "attn_config",
+    "use_bidirectional_attention", "prefix_lm", "num_kv_shared_layers", "use_alibi", "attention_sinks",
+    # positions
+    "no_rope_layers", "no_rope_layer_interval", "rotary_dim", "rotary_percent", "rope_pct", "rope_ratio",
+    "rope_base", "rope_local_base_freq",
+    # biases, norms, residual branches, activations
+    "bias", "use_bias", "qkv_bias", "use_qkv_bias", "add_qkv_bias", "add_bias_linear", "attention_out_bias",
+    "attention_output_bias", "parallel_attn", "sandwich_norm", "post_norm", "use_post_norm", "norm_after",
+    "norm_type", "norm_eps", "norm_epsilon", "rms_norm", "hidden_activation", "ffn_type", "mlp_type",
+    # scales
+    "logit_scale", "final_logit_softcapping", "scale_depth", "dim_model_base", "scale_embedding", "use_mup",
+    "mup_width_scale", "mup_attn_multiplier", "mup_embeddings_scale", "mup_output_alpha",
+    # vocabularies and inputs
+    "n_special", "embedding_size", "word_embed_proj_dim", "hidden_size_per_layer_input", "vision_config",
+    "audio_config", "text_config",
+    # other blocks than these, and other numbers than floats
+    "attn_layer_period", "hybrid_override_pattern", "ssm_cfg", "state_size", "quantization",
+    "compression_config",
+}  # fmt: skip
+# ... and factors, which do nothing at 1.
+_FACTORS = {"scale_emb", "embedding_multiplier", "residual_multiplier", "logits_scaling", "rope_ratio"}
+_SAME_AS_NONE: dict[str, tuple[Any, ...]] = {
+    "is_causal": (True,),
+    "position_embedding_type": ("rope", "rotary"),
 }
 _WHY = {
     "quantization_config": "its weights are quantized",
@@ -125,24 +154,51 @@ def without_paddle(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[s
     return kept | {"tie_word_embeddings": keys["tie_word_embeddings"]}
 
 
+def unknown_keys(config: Mapping[str, Any]) -> list[str]:
+    """Keys of a ``config.json`` that :func:`model_keys` accepts, and about which nothing is known here."""
+    family = FAMILIES[config["model_type"]]
+    known = {*family.mapped, *family.off, *_SWITCHED_OFF, *_LAYER_KINDS, *_WITHOUT_EFFECT, *_OF_PADDLE}
+    return sorted(
+        key
+        for key, value in config.items()
+        if value is not None and key not in known and not _is_of_other_networks(key)
+    )
+
+
+def _is_of_other_networks(key: str) -> bool:
+    return key in _OF_OTHER_NETWORKS | _FACTORS | _SAME_AS_NONE.keys() | _OF_FAMILIES or key.startswith(
+        "mamba_"
+    )
+
+
+# What one of the families reads.
+_OF_FAMILIES = {key for family in FAMILIES.values() for key in (*family.mapped, *family.off)}
+
+
 def _classify(config: Mapping[str, Any], kind: str, family: Family) -> None:
-    """Raise CheckpointError unless every key is mapped, without effect or switched off."""
+    """Raise CheckpointError for a key that makes another network of this one."""
     off = _SWITCHED_OFF | family.off
-    unknown = []
     for key, value in config.items():
         if key in family.mapped:
             continue
         if key in _LAYER_KINDS:
-            if not isinstance(value, list) or any(one != _LAYER_KINDS[key] for one in value):
-                raise CheckpointError(f"{key}: {shown(value)} of this {kind} is not supported")
+            refused = not isinstance(value, list) or any(one != _LAYER_KINDS[key] for one in value)
         elif key in off:
-            if not any(type(value) is type(one) and value == one for one in off[key]):
-                why = f": {_WHY[key]}" if key in _WHY else ""
-                raise CheckpointError(f"{key}: {shown(value)} of this {kind} is not supported{why}")
-        elif key not in _WITHOUT_EFFECT | _OF_PADDLE:
-            unknown.append(shown(key))
-    if unknown:
-        raise CheckpointError(
-            f"config.json has keys that are not known for a {kind}: {', '.join(sorted(unknown)[:8])}. What "
-            "they change would be lost; take out those that change nothing"
-        )
+            refused = not any(type(value) is type(one) and value == one for one in off[key])
+        elif key in _WITHOUT_EFFECT or key in _OF_PADDLE or not _is_of_other_networks(key):
+            refused = False
+        else:
+            refused = bool(value) and not _changes_nothing(key, value, config)
+        if refused:
+            why = f": {_WHY[key]}" if key in _WHY else ""
+            raise CheckpointError(f"{key}: {shown(value)} of this {kind} is not supported{why}")
+
+
+def _changes_nothing(key: str, value: Any, config: Mapping[str, Any]) -> bool:
+    """Whether a key that other networks read says here what holds without it."""
+    hidden, heads = (config.get(name) for name in ("hidden_size", "num_attention_heads"))
+    if key == "num_key_value_heads":
+        return value == heads
+    if key == "head_dim":
+        return isinstance(hidden, int) and isinstance(heads, int) and heads > 0 and value == hidden // heads
+    return value in _SAME_AS_NONE.get(key, ()) or (key in _FACTORS and value == 1)

@@ -258,3 +258,14 @@ def test_parameters_of_another_network_are_named(tmp_path, source):
     save(tmp_path, source[1] | {"ernie.pooler.weight": np.zeros(2, np.float16)})
     with pytest.raises(CheckpointError, match=r"ernie\.pooler"):
         read_fleetx(tmp_path)
+
+
+def test_a_weight_that_is_no_number_is_refused_where_fleetx_is_loaded_as_it_is(tmp_path, source):
+    name = next(name for name in source[1] if name.endswith("linear2.weight"))
+    broken = source[1][name].copy()
+    broken[1, 2] = np.nan
+    place = save(tmp_path / "epoch_0_step_5" / "mp_00_sharding_00_pp_00", {**source[1], name: broken})
+    checkpoint = with_vocabulary(open_resolved(resolve_checkpoint(place)), 61)
+    with pytest.raises(CheckpointError, match=r"mlp\.fc2\.weight is NaN or infinite in 1 of"):
+        load_model(canonical_parameters(build(tiny_config(), seed=9)).items(), checkpoint, vocab_size=61)
+    assert any("mlp.fc2.weight" in sentence for sentence in checkpoint.damage())

@@ -14,7 +14,7 @@ from ppfleetx.checkpoint.foreign.huggingface_config import hf_config
 from ppfleetx.checkpoint.foreign.lazy import LazyTensor
 from ppfleetx.checkpoint.foreign.ours import read_ppfleetx
 from ppfleetx.checkpoint.foreign.reference import hf_logits
-from ppfleetx.checkpoint.foreign.safetensors_file import read_safetensors
+from ppfleetx.checkpoint.foreign.safetensors_file import read_safetensors, write_sharded
 from ppfleetx.checkpoint.foreign.weights import fitted
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.loader import load_config
@@ -224,6 +224,50 @@ def test_damaged_safetensors(tmp_path):
     file.unlink()
     with pytest.raises(CheckpointError, match="holds no weights"):
         read_hf(source)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_weight_that_is_no_number_is_refused(tmp_path, kind, value):
+    config, tensors = hf_dirs.golden("hf_llama")
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name] = tensors[name].copy()
+    tensors[name][3, 5] = value
+    stored = {
+        key: LazyTensor("F32", one.shape, lambda one=one: one).cast(kind) for key, one in tensors.items()
+    }
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/config.json").write_text(json.dumps(config))
+    write_sharded(tmp_path / "hf", stored, max_bytes=1 << 30, metadata={"format": "pt"})
+    for target in ("ppfleetx", "hf"):
+        with pytest.raises(CheckpointError, match=r"decoder\.layers\.1\.mlp\.fc2.* NaN or infinite in 1 of"):
+            convert(job("hf", target, tmp_path / "hf", tmp_path / f"out_{target}"))
+
+
+def test_a_number_that_sixteen_bits_cannot_hold_is_refused(tmp_path):
+    _, tensors = hf_dirs.golden("hf_llama")
+    hf_dirs.write(tmp_path / "hf", "hf_llama")
+    large = {**tensors, "model.norm.weight": tensors["model.norm.weight"] * 0 + 1e5}
+    save_file(large, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"final_norm.* as float16 .*65504"):
+        convert(job("hf", "ppfleetx", tmp_path / "hf", tmp_path / "half", dtype="float16"))
+    convert(job("hf", "ppfleetx", tmp_path / "hf", tmp_path / "other", dtype="bfloat16"))
+
+
+def test_end_tokens_are_kept_where_there_is_no_tokenizer(tmp_path):
+    hf_dirs.write(tmp_path / "hf", "hf_llama", eos_token_id=[5, 7])
+    step = convert(job("hf", "ppfleetx", tmp_path / "hf", tmp_path / "one"))
+    assert load_config(step / "config.yaml").Generation.end_ids == (5,)  # generation_config.json
+    (tmp_path / "hf/generation_config.json").unlink()
+    step = convert(job("hf", "ppfleetx", tmp_path / "hf", tmp_path / "two"))
+    assert load_config(step / "config.yaml").Generation.end_ids == (5, 7)
+
+
+def test_what_is_passed_over_is_said_once(tmp_path, caplog):
+    hf_dirs.write(tmp_path / "hf", "hf_llama", a_new_key=3)
+    (tmp_path / "hf/generation_config.json").write_text('{"do_sample": true, "min_p": 0.25}')
+    convert(job("hf", "ppfleetx", tmp_path / "hf", tmp_path / "ours"))
+    assert caplog.text.count("'a_new_key'") == caplog.text.count("min_p = 0.25") == 1
 
 
 def test_the_check_finds_wrong_weights(tmp_path):

@@ -44,11 +44,14 @@ def test_options_of_tasks_in_words_of_ours() -> None:
         ["\n"],
     )
     assert generation_options({"until": "x", "max_gen_toks": 5, "temperature": 0.7, "top_p": 0.9}, 9) == (
-        {"max_dec_len": 5, "top_p": 0.9, "decode_strategy": "sampling", "temperature": 0.7},
+        {"max_dec_len": 5, "top_k": 50, "top_p": 0.9, "decode_strategy": "sampling", "temperature": 0.7},
         ["x"],
     )
     options, stops = generation_options({"num_beams": 3, "max_new_tokens": 4, "top_k": 50}, 9)
-    assert (options, stops) == ({"max_dec_len": 4, "num_beams": 3, "decode_strategy": "beam_search"}, [])
+    beams = {"max_dec_len": 4, "num_beams": 3, "decode_strategy": "beam_search", "length_penalty": 1.0}
+    assert (options, stops) == (beams, [])
+    with pytest.raises(ConfigError, match="num_beams = 3"):
+        generation_options({"num_beams": 3, "do_sample": True}, 9)
     with pytest.raises(ConfigError, match=r"typical_p = 0\.2"):
         generation_options({"typical_p": 0.2}, 9)
 
