@@ -19,7 +19,7 @@ from ppfleetx.api.process import ready
 from ppfleetx.api.streaming import stream_of
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.sections.generation import READ_BY, GenerationConfig
+from ppfleetx.config.sections.generation import GenerationConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.generation.prompts import as_prompts
 
@@ -264,15 +264,14 @@ class GPT:
         if options.get("prompt") is not None or options.get("prompt_file") is not None:
             raise ConfigError("prompts are the first argument of generate", key="Generation.prompt")
         cfg = section_of(GenerationConfig, {**said, **options})
-        for strategy, keys in READ_BY.items():
-            idle = [key for key in keys if key in options and key != "seed" and _is_asked_for(cfg, key)]
-            if idle and cfg.decode_strategy != strategy:
-                raise ConfigError(
-                    f"only {strategy} reads it, and the strategy is {cfg.decode_strategy}: give "
-                    f"decode_strategy='{strategy}' too",
-                    key=idle[0],
-                    value=options[idle[0]],
-                )
+        if (unread := cfg.unread(options)) is not None:
+            key, strategy = unread
+            raise ConfigError(
+                f"only {strategy} reads it, and the strategy is {cfg.decode_strategy}: give "
+                f"decode_strategy='{strategy}' too",
+                key=key,
+                value=options[key],
+            )
         return cfg
 
     @property
@@ -343,8 +342,3 @@ def load(
 ) -> GPT:
     """The model in a directory; arguments and errors as of :meth:`GPT.from_pretrained`."""
     return GPT.from_pretrained(directory, config=config, overrides=overrides)
-
-
-def _is_asked_for(cfg: GenerationConfig, key: str) -> bool:
-    """Whether a key has another value than the one that changes nothing."""
-    return getattr(cfg, key) != GenerationConfig.model_fields[key].default

@@ -17,6 +17,7 @@ from ppfleetx.api.model import GPT
 from ppfleetx.api.process import ready
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.data.build import load_tokenizer
+from ppfleetx.generation.prompts import as_texts
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.root import RunConfig
@@ -45,10 +46,11 @@ class GenerationModule:
 
         Raises:
             ConfigError: the model has no weights or no tokenizer.
+            DataError: what is given is no text.
         """
         if not self._has_weights:
             raise ConfigError("the model has no weights yet; give them to module.model.set_state_dict")
-        prompts = [text] if isinstance(text, str) else list(text)
+        prompts = as_texts(text)
         found = GPT(self.cfg, self.model, load_tokenizer(self.cfg)).generate(prompts, **options)
         each = [one if isinstance(one, list) else [one] for one in found]
         return [

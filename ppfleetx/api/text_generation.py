@@ -17,6 +17,7 @@ from ppfleetx.config.sections.generation import READ_BY
 from ppfleetx.config.shipped import shipped_configs
 from ppfleetx.core.programs.model_place import ModelPlace, find_model, override
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.generation.prompts import as_texts
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
@@ -51,9 +52,9 @@ class TextGenerationPipeline:
 
         Raises:
             ConfigError: an unknown option.
-            DataError: a prompt that has ``max_length`` tokens already.
+            DataError: what is given is no text, or has ``max_length`` tokens already.
         """
-        prompts = [inputs] if isinstance(inputs, str) else list(inputs)
+        prompts = as_texts(inputs)
         chosen = self._of_strategy(checked({**self._defaults, **options}))
         return [{RESULT: [prompt + self._continued(prompt, chosen)]} for prompt in prompts]
 

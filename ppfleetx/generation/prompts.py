@@ -35,6 +35,16 @@ def as_prompts(given: Any) -> tuple[list[Prompt], bool]:
     return [one if isinstance(one, str) else token_ids(one) for one in listed], False
 
 
+def as_texts(given: Any) -> list[str]:
+    """A text, or a list of texts, as a list. Raises DataError for anything else."""
+    if isinstance(given, str):
+        return [given]
+    texts = list(given) if isinstance(given, Iterable) else [given]
+    if not all(isinstance(one, str) for one in texts):
+        raise DataError(f"prompts are a text or a list of texts, not {shown(given)}")
+    return texts
+
+
 def token_ids(prompt: Any) -> list[int]:
     """The ids of a prompt that is no text.
 

@@ -204,6 +204,8 @@ def test_what_is_refused(model: ppfleetx.GPT, here: Path) -> None:
         (lambda: pipeline("translation", "output"), ConfigError, "the only task here"),
         (lambda: pipeline("text_generation", "output", beams=3), ConfigError, "no such option"),
         (lambda: pipeline("text_generation", model)("x", max_length=1), DataError, "nothing is left"),
+        (lambda: pipeline("text_generation", model)(None), DataError, "prompts are a text"),
+        (lambda: pipeline("text_generation", model)([[1, 2]]), DataError, "prompts are a text"),
         (lambda: Trainer(model="gpt2"), ConfigError, "there is no directory gpt2"),
         (lambda: Trainer(model="output").train(), ConfigError, "training needs train_dataset"),
         (lambda: Trainer(model="output").predict(), ConfigError, "give input_data"),

@@ -81,6 +81,8 @@ def test_the_documented_command(run_dir: Path) -> None:
         (("Engine.save_load.ckpt_dir=/no/such/place",), "/no/such/place"),
         (("Model.module=GPTFinetuneModule", "Model.num_classes=2"), "only models that continue text"),
         (("Generation.decode_strategy=best",), "Generation.decode_strategy"),
+        (("Generation.num_beams=3",), "Generation.num_beams = 3 (-o "),
+        (("Generation.decode_strategy=greedy_search", "Generation.top_k=3"), "Generation.top_k = 3 (-o "),
         (("Generation.prompt_file=/no/such/file",), "Generation.prompt_file"),
         (("Generation.prompt=[]",), "Generation.prompt = []"),
         (("Generation.prompt=",), "(-o override 1): is empty; give a prompt"),

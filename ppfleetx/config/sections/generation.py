@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 from pydantic import model_validator
@@ -89,6 +90,18 @@ class GenerationConfig(Section):
         """`eos_token_id` as a tuple without repetitions."""
         given = (self.eos_token_id,) if isinstance(self.eos_token_id, int) else self.eos_token_id
         return None if given is None else tuple(dict.fromkeys(given))
+
+    def unread(self, keys: Iterable[str]) -> tuple[str, str] | None:
+        """The first of ``keys`` that asks for what another strategy alone reads, and that strategy.
+
+        A seed asks for nothing by itself: without sampling every seed gives the same.
+        """
+        readers = {key: strategy for strategy, read in READ_BY.items() for key in read if key != "seed"}
+        for key in keys:
+            is_asked_for = key in readers and getattr(self, key) != type(self).model_fields[key].default
+            if is_asked_for and readers[key] != self.decode_strategy:
+                return key, readers[key]
+        return None
 
     @model_validator(mode="after")
     def _check(self) -> GenerationConfig:

@@ -12,7 +12,7 @@ from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, UserError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.core.programs.generate import check_checkpoint, check_plan, load_generator
+from ppfleetx.core.programs.generate import check_checkpoint, check_options, check_plan, load_generator
 from ppfleetx.core.programs.launch import start_with, world_size
 from ppfleetx.data.chat.templates import ChatError, ChatTemplate, chosen_template
 
@@ -163,8 +163,9 @@ def _options(cfg: RunConfig) -> GenerationConfig:
     """The section ``Generation`` as answers need it.
 
     Raises:
-        ConfigError: it asks for several continuations, or searches.
+        ConfigError: it asks for several continuations, searches, or has an option that would not be read.
     """
+    check_options(cfg)
     section = cfg.Generation
     if section.num_return_sequences != 1 or section.decode_strategy == "beam_search":
         key = "decode_strategy" if section.decode_strategy == "beam_search" else "num_return_sequences"

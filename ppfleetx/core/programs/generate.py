@@ -47,6 +47,7 @@ def run(path: str, overrides: Sequence[str], output: str | None = None) -> None:
 def run_loaded(cfg: RunConfig, output: str | None = None) -> None:
     """:func:`run` for a configuration that is loaded already."""
     check_plan(cfg)
+    check_options(cfg)
     prompts = read_prompts(cfg)
     check_checkpoint(cfg)
     if output is not None:
@@ -128,6 +129,26 @@ def check_plan(cfg: RunConfig) -> None:
         why = "needs the whole model in each data-parallel rank; "
         why += f"give -o {key}=1, or split the model with Distributed.mp_degree"
         raise _refusal(cfg, key, plan.sharding_stage, why)
+
+
+def check_options(cfg: RunConfig) -> None:
+    """Whether the strategy reads what the command line says of generation.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    section = "Generation."
+    places = {k.removeprefix(section): place for k, place in cfg.origins.items() if k.startswith(section)}
+    given = [key for key, place in places.items() if place.startswith("-o ")]
+    if (unread := cfg.Generation.unread(given)) is not None:
+        key, strategy = unread
+        raise ConfigError(
+            f"only {strategy} reads it, and the strategy is {cfg.Generation.decode_strategy}: give -o "
+            f"Generation.decode_strategy={strategy} too",
+            key=f"Generation.{key}",
+            value=getattr(cfg.Generation, key),
+            place=places[key],
+        )
 
 
 def _refusal(cfg: RunConfig, key: str, value: object, why: str) -> ConfigError:

@@ -151,6 +151,7 @@ def test_options_that_no_chat_has_are_refused(tmp_path: Path) -> None:
     for override, words in (
         ("Generation.num_return_sequences=2", "one sequence"),
         ("Generation.decode_strategy=beam_search", "sampling or greedy_search"),
+        ("Generation.num_beams=3", "decode_strategy=beam_search too"),
     ):
         with pytest.raises(ConfigError, match=words):
             _options(load_config(file, [override]))
