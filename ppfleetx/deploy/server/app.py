@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 from fastapi import Depends, FastAPI
 from starlette.exceptions import HTTPException
@@ -44,6 +45,10 @@ class Service:
     texts: TokenTexts
     created: int
 
+    def model(self, name: str) -> dict[str, Any]:
+        """What clients are given of the model."""
+        return model_body(name, self.created, self.prompts.max_positions)
+
 
 def create_app(service: Service) -> FastAPI:
     """Routes of the server. Everything but the page and ``/health`` asks for the key, if there is one."""
@@ -68,12 +73,12 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/v1/models", dependencies=[Depends(needs_key)])
     async def models() -> Response:
-        return JsonResponse({"object": "list", "data": [model_body(service.cfg.model_name, service.created)]})
+        return JsonResponse({"object": "list", "data": [service.model(service.cfg.model_name)]})
 
     @app.get("/v1/models/{name:path}", dependencies=[Depends(needs_key)])
     async def one_model(name: str) -> Response:
         _check_model(service, name)
-        return JsonResponse(model_body(name, service.created))
+        return JsonResponse(service.model(name))
 
     @app.get("/metrics", dependencies=[Depends(needs_key)])
     async def metrics() -> Response:

@@ -31,7 +31,7 @@ class PromptReader:
     def __init__(
         self, generator: TextGenerator, template: ChatTemplate, cfg: ServeConfig, capacity: int
     ) -> None:
-        self._tokenizer, self._max_positions = generator.tokenizer, generator.max_positions
+        self._tokenizer, self.max_positions = generator.tokenizer, generator.max_positions
         self._template = template
         self._cfg, self._max_batch_size, self._capacity = cfg, cfg.max_batch_size, capacity
         vocabulary = range(self._tokenizer.vocab_size)
@@ -141,7 +141,7 @@ class PromptReader:
     def _encode_text(self, text: str, param: str, *, add: bool, parse: bool) -> Sequence[int]:
         # Cheaper than tokenizing a megabyte to find that it is too long. A normalizer may shorten a text.
         at_least = -(-len(text.encode("utf-8", "surrogatepass")) // self._longest_token)
-        if at_least >= self._max_positions and self._tokenizer.engine_name == "tiktoken":
+        if at_least >= self.max_positions and self._tokenizer.engine_name == "tiktoken":
             raise self._too_long(f"at least {at_least}", param)
         try:
             ids = self._tokenizer.encode_prompt(text, add_special_tokens=add, parse_special_tokens=parse)
@@ -152,7 +152,7 @@ class PromptReader:
         return ids
 
     def _max_new_tokens(self, prompt_length: int, request: GenerationRequest) -> int:
-        room, limit = self._max_positions - prompt_length, request.token_limit
+        room, limit = self.max_positions - prompt_length, request.token_limit
         param = "prompt" if isinstance(request, CompletionRequest) else "messages"
         if room < 0 or (room == 0 and limit != 0):
             raise self._too_long(str(prompt_length), param)
@@ -160,7 +160,7 @@ class PromptReader:
         if (wanted > room and request.must_have_room) or request.min_tokens > room:
             raise bad_request(
                 f"max_tokens: a prompt of {counted(prompt_length, 'token')} leaves room for {room} more in "
-                f"the model's {self._max_positions} positions, not for {wanted}",
+                f"the model's {self.max_positions} positions, not for {wanted}",
                 "max_tokens",
                 "context_length_exceeded",
             )
@@ -168,8 +168,8 @@ class PromptReader:
 
     def _too_long(self, length: str, param: str) -> ApiError:
         return bad_request(
-            f"{param}: has {length} tokens; with at least one new token, the model's {self._max_positions} "
-            f"positions have room for {self._max_positions - 1}",
+            f"{param}: has {length} tokens; with at least one new token, the model's {self.max_positions} "
+            f"positions have room for {self.max_positions - 1}",
             param,
             "context_length_exceeded",
         )

@@ -157,5 +157,11 @@ def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     }
 
 
-def model_body(name: str, created: int) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": created, "owned_by": "ppfleetx"}
+def model_body(name: str, created: int, max_positions: int) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "ppfleetx",
+        "max_model_len": max_positions,
+    }

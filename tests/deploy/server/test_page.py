@@ -127,6 +127,38 @@ def test_a_chat_with_the_keyboard_alone(server: Server, browser: Browser) -> Non
     assert len(messages(browser)[5]) > 30, "and what was said stays"
 
 
+def test_a_conversation_that_outgrows_the_model_goes_on(server: Server, browser: Browser) -> None:
+    """As in the terminal, the oldest question and its answer are left out."""
+    opened(browser, server.url, max_tokens=12)
+    browser.run("document.getElementById('prompt').value = 'the cat '.repeat(2500)")
+    browser.click("go")
+    browser.wait(ended(browser, 12), "the end is told")
+    second = "and the hat " * 1500
+    browser.run(f"document.getElementById('prompt').value = {json.dumps(second)}")
+    browser.click("go")
+    browser.wait(
+        lambda: "no room for the oldest 2 messages" in browser.text("note"), "it says what it left out"
+    )
+    expected = chat_answer(server, [{"role": "user", "content": second}], 12)
+    browser.wait(lambda: messages(browser)[3:] == [shown(expected)], "the answer is shown")
+
+
+def test_the_defaults_fit_the_model_and_a_narrow_page_begins_new_chats(
+    server: Server, browser: Browser
+) -> None:
+    opened(browser, server.url)
+    assert int(browser.run("return document.getElementById('max_tokens').value")) == 256
+    served = server.http.get("/v1/models").json()["data"][0]["max_model_len"]
+    assert served == 8192
+    width = "return matchMedia('(max-width: 44rem)').matches"
+    browser.resize(500, 800)
+    try:
+        assert browser.run(width)
+        assert browser.run("return document.getElementById('new').getBoundingClientRect().width") > 0
+    finally:
+        browser.resize(1200, 900)
+
+
 def shown(text: str) -> str:
     """As the page shows a text without code: a line's end at the end of a paragraph is not seen."""
     return text.removesuffix("\n") if text.strip() else ""
@@ -184,14 +216,16 @@ def test_light_and_dark(server: Server, browser: Browser) -> None:
 
 
 def test_what_the_server_refuses_is_shown(server: Server, browser: Browser) -> None:
-    opened(browser, server.url, max_tokens=9000)
-    browser.write("prompt", "the cat")
+    """A message that alone is too long."""
+    opened(browser, server.url, max_tokens=20)
+    question = "the cat " * 9000
+    browser.run(f"document.getElementById('prompt').value = {json.dumps(question)}")
     browser.click("go")
-    browser.wait(lambda: browser.text("note").startswith("max_tokens: "), "the message is shown")
+    browser.wait(lambda: browser.text("note").startswith("messages: "), "the message is shown")
     assert browser.run("return document.getElementById('note').className") == "bad"
     assert browser.run("return document.getElementById('go').disabled") is False
     assert messages(browser) == []
-    assert browser.run("return document.getElementById('prompt').value") == "the cat", "to be sent again"
+    assert browser.run("return document.getElementById('prompt').value") == question, "to be sent again"
 
 
 def test_a_key_is_asked_for(strict_server: Server, browser: Browser) -> None:
