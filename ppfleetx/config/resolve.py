@@ -199,13 +199,13 @@ def _schedules(cfg: RunConfig) -> Iterator[RuleError]:
     if lr.num_warmup_steps > decay:
         yield RuleError(
             ("Optimizer.lr.warmup_steps", "Optimizer.lr.decay_steps", "Engine.max_steps"),
-            f"a warm-up of {counted(lr.num_warmup_steps, 'step')} is longer than the schedule of "
+            f"a warm-up of {counted(lr.num_warmup_steps, 'step', 'g')} is longer than the schedule of "
             f"{counted(decay, 'step')}",
         )
     if (lr.wsd_decay_steps or 0) + lr.num_warmup_steps > decay:
         yield RuleError(
             ("Optimizer.lr.wsd_decay_steps", "Optimizer.lr.warmup_steps", "Optimizer.lr.decay_steps"),
-            f"warm-up ({lr.num_warmup_steps}) and final decay ({lr.wsd_decay_steps}) are longer than the "
+            f"warm-up ({lr.num_warmup_steps:g}) and final decay ({lr.wsd_decay_steps}) are longer than the "
             f"schedule of {counted(decay, 'step')}",
         )
 

@@ -55,7 +55,12 @@ def given_in(tree: Node, prefix: str = "") -> Iterator[Given]:
 
 
 def given_arguments(
-    argv: Sequence[str], flags: Collection[str], many: Collection[str] = (), *, first: int = 1
+    argv: Sequence[str],
+    flags: Collection[str],
+    many: Collection[str] = (),
+    known: Collection[str] | None = None,
+    *,
+    first: int = 1,
 ) -> Iterator[Given]:
     """Every option of a command line: ``--name value``, ``--name=value`` or a flag alone.
 
@@ -63,6 +68,8 @@ def given_arguments(
         argv: the arguments, without the program's name.
         flags: normal names (see :func:`normal_name`) of options that take no value; theirs is True.
         many: normal names of options that take all values up to the next option, as a list.
+        known: normal names of all options; None: all. What is not known may be a flag, and is refused later
+            for what it is.
         first: the number of ``argv[0]`` in places.
 
     Raises:
@@ -85,10 +92,11 @@ def given_arguments(
             position += len(following)
             one = Given(name, [plain_scalar(text) for text in following], place)
         else:
-            if not equals and not following:
+            is_flag = not equals and not following
+            if is_flag and (known is None or normal in known):
                 raise ConfigError("needs a value", key=name, place=place)
-            text = inline if equals else following[0]
-            position += not equals
+            text = inline if equals else "true" if is_flag else following[0]
+            position += not equals and not is_flag
             one = Given(name, plain_scalar(text), place, text)
         earlier = seen.setdefault(normal, one)
         if earlier.value != one.value:

@@ -17,6 +17,7 @@ _NODES = ("nnodes", "num_nodes")
 def without_launcher(argv: Sequence[str]) -> tuple[int | None, list[str], int]:
     """Of a command line: the processes that a launcher before ``*.py`` starts, the arguments behind that, and
     the number of the first of them."""
+    refuse_other_models(argv)
     program = next((at for at, text in enumerate(argv) if text.endswith(".py")), None)
     if program is None:
         return None, list(argv), 1
@@ -37,6 +38,14 @@ def without_launcher(argv: Sequence[str]) -> tuple[int | None, list[str], int]:
     told = processes is not None or nodes is not None
     world = (processes or 1) * (nodes or 1) if told else None
     return world, list(argv[program + 1 :]), program + 2
+
+
+def refuse_other_models(argv: Sequence[str]) -> None:
+    """Raise where a command line is of a program of Megatron's that trains another kind of model than GPT."""
+    for text in argv:
+        name = text.rpartition("/")[2]
+        if name.startswith("pretrain_") and name.endswith(".py") and name != "pretrain_gpt.py":
+            raise ConfigError("trains another kind of model; pretrain_gpt.py is translated", key=name)
 
 
 def _count(name: str, value: str) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.dialects.given import normal_name
 from ppfleetx.dialects.keys import KeyTable
+from ppfleetx.dialects.launchers import refuse_other_models
 from ppfleetx.dialects.translation import Translation
 
 _MODULES: tuple[str, ...] = (
@@ -87,6 +88,7 @@ def of_arguments(argv: Sequence[str]) -> tuple[Dialect, list[str]]:
     Raises:
         ConfigError: neither program nor options belong to one.
     """
+    refuse_other_models(argv)
     known = [one for one in dialects().values() if one.of_arguments is not None]
     at = next((at for at, text in enumerate(argv) if any(_runs(one, text) for one in known)), None)
     if at is not None:

@@ -34,15 +34,19 @@ def translate(
     """
     result = Translation(dialect, place)
     found: dict[str, tuple[Given, Key]] = {}
+    unknown: list[Given] = []
     for one in given:
         key = table.find(one.key)
         if key is None:
-            if one.value is None and table.is_block(one.key):
-                continue  # a block with nothing in it
-            raise _unknown(one, table, dialect)
+            if one.value is not None or not table.is_block(one.key):  # else a block with nothing in it
+                unknown.append(one)
+            continue
         name = one.key if "*" in key.name else key.name
         found.pop(name, None)
         found[name] = (one, key)
+    _refuse_first(found, table)
+    if unknown:
+        raise _unknown(unknown[0], table, dialect)
     for name, (one, key) in found.items():
         result.read[name] = one
         if one.value is not None:
@@ -51,6 +55,18 @@ def translate(
     for rule in rules:
         rule(reading, result)
     return result
+
+
+def _refuse_first(found: Mapping[str, tuple[Given, Key]], table: KeyTable) -> None:
+    """Raise for what is not built, in the order of the table: what a network is comes before its details,
+    which need not even be known."""
+    given = {key.name: one for one, key in found.values() if one.value is not None}
+    for key in table.keys:
+        if key.name in given and key.kind is Kind.REFUSED:
+            one = given[key.name]
+            raise ConfigError(key.says, key=one.key, value=one.value, place=one.place)
+        if key.name in given and key.kind is Kind.FIXED:
+            _check_fixed(given[key.name], key)
 
 
 def _unknown(one: Given, table: KeyTable, dialect: str) -> ConfigError:
@@ -65,12 +81,9 @@ def _unknown(one: Given, table: KeyTable, dialect: str) -> ConfigError:
 
 
 def _take(one: Given, key: Key, result: Translation) -> None:
-    if key.kind is Kind.REFUSED:
-        raise ConfigError(key.says, key=one.key, value=one.value, place=one.place)
     if key.kind is Kind.UNUSED:
         result.unused.append(one)
     elif key.kind is Kind.FIXED:
-        _check_fixed(one, key)
         result.fixed.append((one, key.says))
     elif key.convert is not None:
         for native, value in _converted(one, key).items():

@@ -30,6 +30,8 @@ def highest_id(file: Path, one: Given) -> int:
         if file.stat().st_size > _MAX_BYTES:
             raise error(f"is larger than {_MAX_BYTES:,} bytes, which no vocabulary needs")
         read = json.loads(file.read_text(encoding="utf-8"))
+    except ConfigError:
+        raise
     except OSError as problem:
         raise error(f"cannot be read: {problem.strerror}") from None
     except (ValueError, RecursionError):

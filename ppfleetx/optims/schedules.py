@@ -199,10 +199,10 @@ def build_schedule(cfg_optimizer: OptimizerConfig, max_steps: int) -> Schedule:
     return schedule
 
 
-def _warmup_steps(lr: LRConfig, decay_steps: int) -> int:
+def _warmup_steps(lr: LRConfig, decay_steps: int) -> float:
     if lr.warmup_steps is not None:
         return lr.warmup_steps
-    return round((lr.warmup_rate or 0.0) * decay_steps)
+    return (lr.warmup_rate or 0.0) * decay_steps
 
 
 def _wsd_decay_steps(lr: LRConfig, decay_steps: int) -> int | None:

@@ -153,6 +153,8 @@ def test_batches_are_megatrons(arguments, world, expected):
         ("--swiglu", "hidden_act", "swiglu"),
         ("--squared-relu", "hidden_act", "relu2"),
         ("--no-bias-gelu-fusion", "hidden_act", "gelu_exact"),
+        ("--disable-bias-linear", "hidden_act", "gelu_exact"),
+        ("--disable-bias-linear --swiglu", "hidden_act", "swiglu"),
         ("", "hidden_act", "gelu"),
         ("--use-rotary-position-embeddings --no-position-embedding", "position_embedding_type", "rope"),
         ("--no-position-embedding", "position_embedding_type", "none"),
@@ -254,6 +256,8 @@ def test_data():
     assert (every.input_dir, every.weights, every.blend) == (("a", "b", "c"), None, "exhaustive")
     apart = loaded("--train-data-path a --valid-data-path b", without="--data-path").Data
     assert (apart.Train.dataset.split, apart.Eval.dataset.split) == ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0))
+    cached = loaded("--data-cache-path c").Data
+    assert [section.dataset.cache_dir for section in (cached.Train, cached.Eval)] == ["c", "c"]
     assert loaded("--eval-iters 0").Data.Eval is None
     assert loaded("--split 100,0,0").Data.Eval is None
 
@@ -422,3 +426,9 @@ def test_damaged_command_lines(tmp_path, monkeypatch):
     accepted = outcomes.count("accepted")
     assert 4 < accepted < 150, accepted
     assert sum("argument " in message for message in outcomes) > 130
+
+
+@pytest.mark.parametrize("program", ["pretrain_bert.py", "examples/t5/pretrain_t5.py", "pretrain_mamba.py"])
+def test_programs_of_other_models_are_refused(program):
+    with pytest.raises(ConfigError, match=program.rpartition("/")[2]):
+        of_arguments([program, *BASE.split()], 1)

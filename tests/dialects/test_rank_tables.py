@@ -105,6 +105,10 @@ def change(table: dict[str, Any], words: str) -> None:
         servers[1]["device"].pop()
     elif words == "no device":
         servers[1]["device"] = []
+    elif words == "device twice":
+        servers[1]["device"][3]["device_id"] = servers[1]["device"][2]["device_id"]
+    elif words == "address twice":
+        servers[1]["device"][3]["device_ip"] = servers[0]["device"][2]["device_ip"] = "192.98.92.5"
     elif words == "rank no number":
         servers[1]["device"][0]["rank_id"] = "-1"
 
@@ -120,6 +124,8 @@ def change(table: dict[str, Any], words: str) -> None:
         ("not renumbered", "is there twice; number the ranks through all hosts (merge_hccl.py does)"),
         ("host twice", "a host is there twice"),
         ("order", "follow those of the host before"),
+        ("device twice", "device_id = 2"),
+        ("address twice", "device_ip = '192.98.92.5'"),
         (
             "shorter",
             "as many devices as the others, and they have: 10.155.111.140 8, 10.155.111.141 7",

@@ -133,3 +133,12 @@ def test_state_round_trip_and_resume_policies():
 def test_describe_names_what_is_in_force():
     text = Schedule(**MEGATRON, decay_style="wsd", wsd_decay_steps=64000).describe()
     assert "wsd" in text and "0.00015" in text and "3200" in text and "64000" in text
+
+
+def test_a_fraction_of_a_step_belongs_to_the_warm_up():
+    """As in Megatron and FleetX: 0.25 of 10 steps are 2.5."""
+    lr = LRConfig(max_lr=1.0, warmup_rate=0.25, decay_steps=10, decay_style="linear")
+    assert lr.num_warmup_steps == 2.5
+    schedule = build_schedule(OptimizerConfig(lr=lr), 10)
+    assert [schedule.lr(step) for step in (1, 2)] == [0.4, 0.8]
+    assert schedule.lr(3) == pytest.approx(1 - 0.5 / 7.5)

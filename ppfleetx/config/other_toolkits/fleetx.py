@@ -11,7 +11,14 @@ from typing import Any
 from ppfleetx.config.errors import ConfigError, shown
 from ppfleetx.config.reading.tree import Node, copy_tree, merge, plain_value, same_value
 
+# Its later layout (examples/transformer) has no Engine section.
+_OF_ENGINE = (
+    "run_mode max_steps num_train_epochs accumulate_steps logging_freq eval_freq eval_iters test_iters "
+    "mix_precision save_load"
+)
+
 _RENAMED = {
+    **{f"Global.{key}": f"Engine.{key}" for key in _OF_ENGINE.split()},
     "Quantization": "Compress.Quantization",
     "Engine.mix_precision.use_main_grad": "Engine.mix_precision.main_grad_fp32",
     "Engine.mix_precision.init_loss_scaling": "Engine.mix_precision.scale_loss",

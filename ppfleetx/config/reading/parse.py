@@ -56,11 +56,20 @@ class Budget:
 
 
 def read_yaml(
-    path: Path, budget: Budget, *, key: str | None = None, value: str = UNSET, place: str | None = None
+    path: Path,
+    budget: Budget,
+    *,
+    key: str | None = None,
+    value: str = UNSET,
+    place: str | None = None,
+    is_ours: bool = True,
 ) -> Node:
     """The mapping in the file ``path``.
 
-    Key, value and place are as of :func:`ppfleetx.config.reading.files.read_text`.
+    Key, value and place are as in :func:`ppfleetx.config.reading.files.read_text`.
+
+    Args:
+        is_ours: the file should be a configuration of this program: one of another toolkit is named as such.
 
     Raises:
         ConfigError: the file cannot be read, is no YAML, has no mapping, or is larger than any configuration.
@@ -69,14 +78,16 @@ def read_yaml(
     try:
         node = parse_yaml(text, shown_path(path), budget, with_lines=True)
     except ConfigError:
-        refuse_foreign_text(text, shown_path(path))
+        if is_ours:
+            refuse_foreign_text(text, shown_path(path))
         raise
     if node is None:
         raise ConfigError(
             "the file is empty; a configuration has sections such as Model", place=shown_path(path)
         )
     if not isinstance(node.value, dict):
-        refuse_foreign_text(text, shown_path(path))
+        if is_ours:
+            refuse_foreign_text(text, shown_path(path))
         kind = "list" if isinstance(node.value, list) else "single value"
         raise ConfigError(f"the file holds a {kind}; sections such as `Model:` are needed", place=node.place)
     return node

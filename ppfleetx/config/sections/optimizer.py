@@ -54,8 +54,9 @@ class LRConfig(Section):
     """Course of the final decay of `wsd`."""
 
     @property
-    def num_warmup_steps(self) -> int:
-        """Warm-up in optimizer steps; a `warmup_rate` needs `decay_steps`, which loading fills in.
+    def num_warmup_steps(self) -> float:
+        """Warm-up in optimizer steps, not always whole ones; a `warmup_rate` needs `decay_steps`, which
+        loading fills in.
 
         Raises:
             RuleError: ``warmup_rate`` without ``decay_steps``.
@@ -66,7 +67,7 @@ class LRConfig(Section):
             return 0
         if self.decay_steps is None:
             raise RuleError(("decay_steps", "warmup_rate"), "warmup_rate is a fraction of decay_steps")
-        return round(self.warmup_rate * self.decay_steps)
+        return self.warmup_rate * self.decay_steps
 
     @model_validator(mode="before")
     @classmethod

@@ -16,6 +16,7 @@ from ppfleetx.core.programs.sources import refuse_foreign
 from ppfleetx.models.gpt.shape import flops_per_step, parameter_count, trained_count
 from ppfleetx.optims.schedules import build_schedule
 from ppfleetx.planner.summary import memory_lines
+from ppfleetx.utils.devices import GPU
 
 _MAX_GROUPS_SHOWN = 2
 _MAX_RANKS_SHOWN = 8
@@ -41,7 +42,7 @@ def check_report(cfg: RunConfig, device: str | None = None) -> str:
         check_callbacks(cfg.Engine.callbacks)
     if cfg.Optimizer.lr.decay_steps is not None:  # else its length is known with the data
         build_schedule(cfg.Optimizer, cfg.Engine.max_steps)
-    device = device or ("gpu" if cfg.Global.device == "auto" else cfg.Global.device)
+    device = device or (GPU if cfg.Global.device == "auto" else cfg.Global.device)
     lines = [
         *_plan_lines(cfg),
         *_model_lines(cfg),
@@ -242,7 +243,7 @@ def _schedule(cfg: RunConfig) -> str:
     lr = cfg.Optimizer.lr
     if lr.decay_steps is None:
         return f"{lr.decay_style} from {lr.max_lr:g} to {lr.min_lr:g} over all epochs"
-    text = f"{counted(lr.num_warmup_steps, 'warm-up step')} to {lr.max_lr:g}, {lr.decay_style}"
+    text = f"{counted(lr.num_warmup_steps, 'warm-up step', 'g')} to {lr.max_lr:g}, {lr.decay_style}"
     decays = SCHEDULES.traits(lr.decay_style).decays
     return f"{text} to {lr.min_lr:g} at step {lr.decay_steps}" if decays else text
 

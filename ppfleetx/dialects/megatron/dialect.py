@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
@@ -23,6 +22,8 @@ from ppfleetx.dialects.translation import Translation
 
 TITLE = "Megatron"
 ALL_KEYS = KeyTable([*(key for group in TABLES.values() for key in group), *deepspeed.KEYS], normal_name)
+
+KNOWN = frozenset(key.name for group in TABLES.values() for key in group)
 
 
 def rules(world_size: int | None) -> list[Rule]:
@@ -54,7 +55,7 @@ def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translat
         ConfigError: what cannot be translated, with the argument.
     """
     told, argv, first = without_launcher(argv)
-    given = list(given_arguments(argv, FLAGS, MANY, first=first))
+    given = list(given_arguments(argv, FLAGS, MANY, KNOWN, first=first))
     return of_given(given, network_rules.COMMAND_LINE, world_size or told or world_of(os.environ))
 
 
@@ -69,10 +70,16 @@ def of_given(given: Iterable[Given], place: str, world_size: int | None) -> Tran
 
 def of_file(path: Path, argv: Sequence[str]) -> Translation:
     """The translation of a YAML file of arguments (``tensor_model_parallel_size: 2``) and of further ones."""
-    tree = read_yaml(path, Budget())
-    given = [replace(one, key=one.key.removeprefix("MODEL_ARGS.")) for one in given_in(tree)]
-    given += given_arguments(argv, FLAGS, MANY)
-    return of_given(given, shown_path(path), world_of(os.environ))
+    tree = read_yaml(path, Budget(), is_ours=False)
+    arguments = tree.value.get("MODEL_ARGS")
+    if arguments is not None and not isinstance(arguments.value, dict):
+        raise ConfigError("must be a mapping of arguments", key="MODEL_ARGS", place=arguments.place)
+    given = [*given_in(arguments or tree), *given_arguments(argv, FLAGS, MANY, KNOWN)]
+    result = of_given(given, shown_path(path), world_of(os.environ))
+    others = [key for key in tree.value if key != "MODEL_ARGS"] if arguments else []
+    if others:
+        result.notes.append(f"MODEL_ARGS is read; {', '.join(others)}: of the program around it")
+    return result
 
 
 def _deepspeed(one: Given) -> Iterator[Given]:
@@ -97,6 +104,6 @@ DIALECT = Dialect(
     of_file=of_file,
     of_arguments=of_arguments,
     programs=frozenset({"pretrain_gpt.py"}),
-    keys_of_files=frozenset(key.name for group in TABLES.values() for key in group) | {"MODEL_ARGS"},
-    options=frozenset(key.name for group in TABLES.values() for key in group),
+    keys_of_files=KNOWN | {"MODEL_ARGS"},
+    options=KNOWN,
 )

@@ -52,6 +52,29 @@ def _window(value: Any) -> dict[str, Any]:
 
 
 MODEL: tuple[Key, ...] = (
+    fixed("num_experts", "mixtures of experts are not built", (None, 0, 1)),
+    *_not_built(
+        "hybrid_layer_pattern hybrid_override_pattern is_hybrid_model mamba_num_heads mamba_head_dim "
+        "mamba_state_dim linear_attention_freq experimental_attention_variant model_provider "
+        "encoder_num_layers decoder_num_layers bert_no_binary_head img_h",
+        "another network than GPT",
+    ),
+    refused("spec", "layers of a program's own; here a plugin declares them (docs/extending.md)"),
+    refused("multi_latent_attention", "latent attention is not built"),
+    refused("mtp_num_layers", "the prediction of several tokens is not built"),
+    refused("use_mup", "initial values and learning rates by width are not built"),
+    refused("attention_output_gate", "a gate on attention's output is not built"),
+    *_not_built("fp8_format fp4_format", "products in 8 bits or fewer are not built; train in bf16"),
+    *_not_built(
+        "num_tokens_to_generate prompts prompt_file inference_max_seq_length "
+        "inference_dynamic_batching_buffer_size_gb",
+        "an option of a program that writes text: ppfleetx generate does it here",
+    ),
+    *_not_built("perform_rl_step grpo_group_size", "reinforcement learning is not built"),
+    *_not_built(
+        "export_kd_teacher_load",
+        "distillation is configured by Compress.Distill, with a model of this program",
+    ),
     mapped("num_layers", "Model.num_layers"),
     mapped("hidden_size", "Model.hidden_size"),
     mapped("ffn_hidden_size", "Model.ffn_hidden_size"),
@@ -123,7 +146,6 @@ MODEL: tuple[Key, ...] = (
     joint(
         "fp32_residual_connection", (), "on only in a run in float32: in 16 bits the residual is 16-bit too"
     ),
-    fixed("num_experts", "mixtures of experts are not built", (None, 0, 1)),
     joint("vocab_size", "Model.vocab_size", "true size; not given: from vocab_file"),
     joint("padded_vocab_size", "Model.vocab_size", "taken as it is, with Model.vocab_size_divisible_unit 1"),
     joint(
@@ -244,7 +266,7 @@ DATA: tuple[Key, ...] = (
     joint("global_batch_size", "Global.global_batch_size", "not given: micro_batch_size of each replica"),
     joint("micro_batch_num", "Engine.accumulate_steps", "micro batches of a step"),
     mapped("num_workers", "Data.Train.loader.num_workers"),
-    mapped("data_cache_path", "Data.Train.dataset.cache_dir"),
+    joint("data_cache_path", "Data.Train.dataset.cache_dir Data.Eval.dataset.cache_dir", "of all data sets"),
     joint(
         "reset_position_ids", "Data.Train.dataset.reset_position_ids Data.Eval.dataset.reset_position_ids", ""
     ),
@@ -410,6 +432,32 @@ OTHERS: tuple[Key, ...] = (
         "enable_one_logger no_mmap_bin_files no_create_attention_mask_in_dataloader",
         "the launcher's, or another program's machinery",
     ),
+    *_many(
+        "use_persistent_ckpt_worker dist_ckpt_optim_fully_reshardable no_ckpt_fully_parallel_save "
+        "async_strategy async_ckpt_use_cpu_shm verify_integrity disable_gloo_process_groups "
+        "straggler_minmax_count no_record_throughput wandb_entity "
+        "no_use_tokenizer_model_from_checkpoint_args export_te_mcore_model te_rng_tracker "
+        "check_weight_hash_across_dp_replicas_interval rerun_mode error_injection_rate "
+        "error_injection_type test_mode enable_experimental",
+        "the launcher's, or another program's machinery",
+    ),
+    *_same_for_all(
+        "use_tp_pp_dp_mapping cross_entropy_fusion_impl cuda_graph_impl cuda_graph_modules "
+        "cuda_graph_warmup_steps enable_cuda_graph num_distributed_optimizer_instances "
+        "empty_unused_memory_level ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw "
+        "overlap_p2p_communication_warmup_flush high_priority_stream_groups "
+        "microbatch_group_size_per_virtual_pipeline_stage defer_embedding_wgrad_compute "
+        "wgrad_deferral_limit overlap_param_gather_with_optimizer_step "
+        "account_for_embedding_in_pipeline_split tp_comm_overlap_cfg account_for_loss_in_pipeline_split "
+        "fine_grained_activation_offloading offload_modules hierarchical_context_parallel_sizes "
+        "use_fused_weighted_squared_relu",
+        _SPEED,
+    ),
+    *(
+        fixed(name, "masters and states of the optimizer are float32", ("fp32",))
+        for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    ),
+    fixed("grad_reduce_in_bf16", "gradients travel in the type that they have", _OFF),
     *_many(
         "npu_deterministic jit_compile device_target use_mc2 use_ascend_coc reuse_fp32_param "
         "use_fusion_attn_v2 swap_attention memory_fragmentation",

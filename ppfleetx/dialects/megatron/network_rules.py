@@ -130,12 +130,13 @@ def _activation(reading: Reading, result: Translation) -> None:
         raise reading.conflict(tuple(chosen), "there is one activation; give one of these")
     for name, act in chosen.items():
         result.put("Model.hidden_act", act, *reading.origins(name))
-    if not chosen and reading.flag("no_bias_gelu_fusion", False):
+    unfused = ("no_bias_gelu_fusion", "disable_bias_linear")
+    if not chosen and any(reading.flag(name, False) for name in unfused):
         result.put(
             "Model.hidden_act",
             "gelu_exact",
-            *reading.origins("no_bias_gelu_fusion"),
-            why="without that fusion Megatron's GeLU is the exact one",
+            *reading.origins(*unfused),
+            why="where bias and GeLU are not fused, Megatron's GeLU is the exact one",
         )
 
 
@@ -242,6 +243,10 @@ def _split_data(reading: Reading, result: Translation, section: str, name: str, 
     result.put(
         f"{prefix}.max_seq_len", reading.integer("seq_length", least=1), *reading.origins("seq_length")
     )
+    if "data_cache_path" in reading:
+        result.put(
+            f"{prefix}.cache_dir", reading.text("data_cache_path"), *reading.origins("data_cache_path")
+        )
     for key in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
         if key in reading:
             result.put(f"{prefix}.{key}", reading.flag(key), *reading.origins(key))

@@ -64,6 +64,11 @@ def batches(reading: Reading, result: Translation) -> None:
         for name in names:
             if name in reading and reading.value(name) != "auto":
                 result.put(key, reading.integer(name, least=1), *reading.origins(name))
+    if not reading.flag("calculate_per_token_loss", False):
+        result.notes.append(
+            "a step's loss is the mean over all its tokens; without --calculate-per-token-loss Megatron "
+            "averages each micro batch first, which differs where loss masks leave them different numbers"
+        )
     if "train_samples" in reading:
         if "train_iters" in reading:
             raise reading.conflict(("train_iters", "train_samples"), "the length is given in one way")

@@ -92,6 +92,7 @@ def read_rank_table(path: Path) -> RankTable:
         tuple(_server(one, place, number) for number, one in enumerate(_list(content, "server_list", place)))
     )
     _check_count(content, table, place)
+    _check_devices(table, place)
     _check_ranks(table, place)
     return table
 
@@ -146,6 +147,22 @@ def _check_count(content: dict[str, Any], table: RankTable, place: str) -> None:
     twice = [name for name, n in Counter(server.address for server in table.servers).items() if n > 1]
     if twice:
         raise ConfigError("a host is there twice", key="server_id", value=twice[0], place=place)
+
+
+def _check_devices(table: RankTable, place: str) -> None:
+    """Each device once: by its number on its host, and by its address, which may be left at the host's."""
+    for server in table.servers:
+        _refuse_twice(
+            "device_id", [device.device_id for device in server.devices], f"{place}, {server.address}"
+        )
+    own = [(server.address, device.device_ip) for server in table.servers for device in server.devices]
+    _refuse_twice("device_ip", [address for host, address in own if address not in ("", host)], place)
+
+
+def _refuse_twice(key: str, values: Sequence[Any], place: str) -> None:
+    twice = [value for value, count in Counter(values).items() if count > 1]
+    if twice:
+        raise ConfigError("a device is there twice", key=key, value=twice[0], place=place)
 
 
 def _check_ranks(table: RankTable, place: str) -> None:

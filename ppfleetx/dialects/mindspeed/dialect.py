@@ -36,7 +36,7 @@ def of_file(path: Path, argv: Sequence[str] = (), world_size: int | None = None)
     Raises:
         ConfigError: what cannot be translated, with the line or the argument.
     """
-    tree = read_yaml(path, Budget())
+    tree = read_yaml(path, Budget(), is_ours=False)
     given = [_without_empty_text(one) for one in given_in(tree)]
     _refuse_two_answers(given)
     given += given_arguments(argv, FLAGS, MANY)

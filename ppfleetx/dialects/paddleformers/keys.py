@@ -174,7 +174,7 @@ DATA = (
     joint("split", "Data.Train.dataset.split Data.Eval.dataset.split", "not given: 949,50,1"),
     joint("max_seq_length", "Data.Train.dataset.max_seq_len", "not given: 1024"),
     joint("max_seq_len", "Data.Train.dataset.max_seq_len", ""),
-    mapped("data_cache", "Data.Train.dataset.cache_dir"),
+    joint("data_cache", "Data.Train.dataset.cache_dir Data.Eval.dataset.cache_dir", "of all data sets"),
     fixed("data_impl", "the format of a corpus is seen in its files", ("mmap", "lazy", None)),
     joint(
         "tokenizer_name_or_path", "Data.tokenizer.dir", "a directory with tokenizer files; a name is refused"

@@ -284,6 +284,8 @@ def _corpus(reading: Reading, result: Translation, prefix: str) -> None:
     lengths = ("max_seq_length", "max_seq_len")
     given = next((reading.integer(name, least=1) for name in lengths if name in reading), 1024)
     result.put(f"{prefix}.max_seq_len", given, *reading.origins(*lengths))
+    if "data_cache" in reading:
+        result.put(f"{prefix}.cache_dir", reading.text("data_cache"), *reading.origins("data_cache"))
     if "eod_mask_loss" in reading:
         result.put(
             f"{prefix}.eod_mask_loss", reading.flag("eod_mask_loss"), *reading.origins("eod_mask_loss")
