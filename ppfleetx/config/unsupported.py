@@ -24,7 +24,7 @@ def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
 
     Args:
         cfg: a loaded configuration.
-        device: the device the run has resolved to, ``cpu`` or ``gpu`` (or another name of Global.device).
+        device: the kind of device that the run has resolved to.
     """
     precision = cfg.Engine.mix_precision
     table: list[tuple[bool, str]] = [
@@ -32,10 +32,6 @@ def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
             device == "cpu" and precision.enable,
             f"Engine.mix_precision.enable = True: Paddle has no {precision.dtype} kernels for the CPU; "
             "compute in float32 with -o Engine.mix_precision.enable=False",
-        ),
-        (
-            device not in ("cpu", "gpu"),
-            f"Global.device = {device}: only cpu and gpu can be used yet",
         ),
     ]
     return [reason for applies, reason in table if applies]

@@ -80,10 +80,10 @@ def check_inference(cfg: RunConfig, device: str) -> None:
             "an export holds the whole model (Paddle's export leaves out communication without a word), so "
             f"this is 1; for a model larger than one device, {_INSTEAD} under Distributed.mp_degree",
         )
-    if device == "gpu":
+    if device != "cpu":
         for key, plain in (("onednn", False), ("precision", "fp32"), ("cpu_threads", None)):
             if getattr(options, key) != plain:
-                raise _refusal(cfg, key, "is for the CPU, and Global.device is the GPU")
+                raise _refusal(cfg, key, f"is for the CPU, and Global.device is {device}")
         return
     if options.TensorRT is not None:
         raise _refusal(

@@ -30,6 +30,7 @@ from ppfleetx.deploy.export_dir import (
     files_of_others,
     is_export,
 )
+from ppfleetx.distributed.device import is_card
 from ppfleetx.utils.files import exclusive_lock, is_taken
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.progress import ProgressBar
@@ -76,7 +77,7 @@ def export(cfg: RunConfig, ctx: ParallelContext) -> Path:
             shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
             unfinished.mkdir()
             try:
-                use_panels = cfg.Inference.panels and ctx.device.startswith("cpu")
+                use_panels = cfg.Inference.panels and not is_card(ctx.device)
                 with ProgressBar("exporting", total=None, unit="program"):
                     _write(unfinished, cfg, generator, use_panels)
                 check_target(cfg)

@@ -24,6 +24,7 @@ from ppfleetx.deploy.export_dir import (
     open_export,
     quantized_ops_file,
 )
+from ppfleetx.distributed.device import is_card, is_gpu, kind_of
 from ppfleetx.generation.batch import Batch
 from ppfleetx.generation.generator import TextGenerator
 from ppfleetx.generation.processors import SMALLEST
@@ -51,7 +52,7 @@ class InferenceEngine(TextGenerator):
 
     Args:
         options: the ``Inference`` section; ``model_dir`` is what tools/export.py wrote.
-        device: ``cpu`` or ``gpu``, perhaps with a number (``gpu:1``).
+        device: a kind of device, perhaps with a number (``gpu:1``).
 
     Raises:
         ConfigError: there is no exported model, or it is damaged, or it cannot be run as ``options`` say.
@@ -145,7 +146,7 @@ class Program:
     def __init__(
         self, directory: Path, files: Collection[str], options: InferenceConfig, device: str
     ) -> None:
-        is_cpu = not device.startswith("gpu")
+        is_cpu = not is_card(device)
         program = _program_file(files, options) if is_cpu else PROGRAM_FILE
         if is_cpu and _GARBAGE not in os.environ:
             paddle.set_flags({_GARBAGE: _GARBAGE_GB})
@@ -170,10 +171,14 @@ def _configuration(directory: Path, program: str, options: InferenceConfig, devi
     config = inference.Config(str(directory / program), str(directory / WEIGHTS_FILE))
     config.disable_glog_info()
     config.switch_ir_optim(options.ir_optim)
-    if device.startswith("gpu"):
-        config.enable_use_gpu(_GPU_POOL_MB, int(device.partition(":")[2] or 0))
+    number = int(device.partition(":")[2] or 0)
+    if is_gpu(device):
+        config.enable_use_gpu(_GPU_POOL_MB, number)
         if options.TensorRT is not None:
             _enable_tensorrt(config, options.TensorRT)
+        return config
+    if is_card(device):
+        config.enable_custom_device(kind_of(device), number)
         return config
     config.disable_gpu()
     config.set_cpu_math_library_num_threads(options.cpu_threads or int(os.environ.get("OMP_NUM_THREADS", 1)))

@@ -8,13 +8,15 @@ them where it reads what they have computed.
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
+
+from ppfleetx.utils.devices import CPU, GPU, XPU
+from ppfleetx.utils.gpu_operators import GPU_BACKENDS
 
 if TYPE_CHECKING:
     import numpy as np
     import paddle
-
-CPU, GPU, XPU = "cpu", "gpu", "xpu"
 
 
 def kind_of(device: str) -> str:
@@ -41,6 +43,13 @@ def name_errors(device: str) -> None:
         paddle.set_flags({"FLAGS_call_stack_level": 2})
 
 
+def on_gpu() -> bool:
+    """Whether this process's tensors are made on one of NVIDIA's cards."""
+    import paddle
+
+    return is_gpu(paddle.get_device())
+
+
 def on_card() -> bool:
     """Whether this process's tensors are made on a card."""
     import paddle
@@ -58,6 +67,13 @@ def count(kind: str) -> int:
     if kind == XPU:
         return paddle.device.xpu.device_count() if paddle.is_compiled_with_xpu() else 0
     return core.get_custom_device_count(kind) if kind in core.get_all_custom_device_type() else 0
+
+
+def cards_here() -> list[str]:
+    """Kinds of cards that the installed Paddle sees, the first of which ``auto`` takes."""
+    from paddle.base import core
+
+    return [kind for kind in (GPU, XPU, *core.get_all_custom_device_type()) if count(kind)]
 
 
 def place() -> Any:
@@ -93,6 +109,60 @@ def total_memory() -> tuple[float, str] | None:
         return None
     found = paddle.device.cuda.get_device_properties(paddle.get_device())
     return float(found.total_memory), found.name
+
+
+def peak_memory() -> int:
+    """Most bytes of tensors that this process has held at once: on its card, or of a CPU in host memory."""
+    import paddle
+    from paddle.base import core
+
+    if on_card():
+        return paddle.device.max_memory_allocated()
+    return core.host_memory_stat_peak_value("Allocated", 0)
+
+
+def capability(device: str) -> tuple[int, int]:
+    """Compute capability of one of NVIDIA's cards, (major, minor)."""
+    import paddle
+
+    return paddle.device.cuda.get_device_capability(device)
+
+
+def computes_in(dtype: str) -> bool:
+    """Whether this process's device computes in ``dtype``, ``float16`` or ``bfloat16``.
+
+    A product is tried: where the device, or Paddle's ``auto_cast`` on it, does not, Paddle computes in
+    float32 with a warning that is soon out of sight, or has no kernel.
+    """
+    import paddle
+
+    try:
+        with warnings.catch_warnings(), paddle.no_grad(), paddle.amp.auto_cast(dtype=dtype):
+            warnings.simplefilter("ignore")
+            x = paddle.ones([2, 2])
+            product = paddle.matmul(x, x)
+            return product.dtype == getattr(paddle, dtype) and product.astype("float32").tolist()[0][0] == 2.0
+    except (RuntimeError, ValueError):
+        return False
+
+
+def groups_messages(device: str) -> bool:
+    """Whether messages to and from several ranks can be started together: NCCL and the CPU's groups can."""
+    return kind_of(device) in (CPU, GPU)
+
+
+def backends(device: str) -> tuple[str, ...]:
+    """What Paddle's registry of kernels calls a device."""
+    kind = kind_of(device)
+    return {CPU: ("CPU",), GPU: GPU_BACKENDS, XPU: ("XPU",)}.get(kind, (kind,))
+
+
+def profiler_targets(device: str) -> list[Any]:
+    """What ``paddle.profiler`` is to record on a device."""
+    from paddle.profiler import ProfilerTarget
+
+    cards = {CPU: [], GPU: [ProfilerTarget.GPU], XPU: [ProfilerTarget.XPU]}
+    return [ProfilerTarget.CPU, *cards.get(kind_of(device), [ProfilerTarget.CUSTOM_DEVICE])]
 
 
 def recorded_event() -> Any:

@@ -12,8 +12,9 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.plan import AXES, ParallelPlan
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.device import CPU, GPU, count, is_card, join, name_errors, place
+from ppfleetx.distributed.device import cards_here, is_card, join, name_errors, place
 from ppfleetx.distributed.random import register_sliced_stream, seed_everything
+from ppfleetx.utils.devices import CPU, GPU, XPU
 from ppfleetx.utils.hangs.record import OPERATIONS, RECORD
 from ppfleetx.utils.installed import FOR_GPUS
 
@@ -142,21 +143,26 @@ def _check_layout(ctx: ParallelContext) -> None:
 
 
 def choose_device(wanted: str) -> str:
-    """``gpu``, ``cpu`` or ``auto`` as a Paddle device name.
+    """``Global.device`` as a kind of device that is there.
 
     Raises:
-        ConfigError: a GPU is wanted and there is none.
+        ConfigError: cards are wanted and there are none.
     """
-    has_gpu = count(GPU) > 0
+    cards = cards_here()
     if wanted == "auto":
-        return GPU if has_gpu else CPU
-    if wanted == GPU and not has_gpu:
-        why = "there is no GPU"
-        if not paddle.is_compiled_with_cuda():
-            why = f"this is Paddle's CPU build: install {FOR_GPUS}"
-        raise ConfigError(
-            f"{why}; on a CPU give -o Global.device=cpu -o Engine.mix_precision.enable=False",
-            key="Global.device",
-            value=wanted,
-        )
-    return wanted
+        return cards[0] if cards else CPU
+    if wanted == CPU or wanted in cards:
+        return wanted
+    builds = {GPU: paddle.is_compiled_with_cuda(), XPU: paddle.is_compiled_with_xpu()}
+    if builds.get(wanted, wanted in paddle.device.get_all_custom_device_type()):
+        why = f"Paddle sees no {wanted}: none is there, or none is visible to this process"
+    elif wanted == GPU:
+        why = f"this is Paddle's CPU build: install {FOR_GPUS}"
+    else:
+        why = f"no plugin that Paddle has loaded is for {wanted}"
+    raise ConfigError(
+        f"{why}; there is {', '.join([*cards, CPU])}; on a CPU give -o Global.device=cpu "
+        "-o Engine.mix_precision.enable=False",
+        key="Global.device",
+        value=wanted,
+    )

@@ -13,6 +13,7 @@ import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
+from ppfleetx.distributed.device import capability, on_gpu
 from ppfleetx.nn.masks import flash_row_limits
 
 _HALF = (paddle.float16, paddle.bfloat16)
@@ -116,14 +117,7 @@ def packed_flash_attention(qkv: paddle.Tensor, dropout: nn.Layer) -> paddle.Tens
     return context.transpose([1, 0, 2, 3]).flatten(2)
 
 
-def on_gpu() -> bool:
-    """Whether what is computed now is computed on a GPU."""
-    return paddle.is_compiled_with_cuda() and paddle.get_device().startswith("gpu")
-
-
-@functools.cache
-def _capability(device: str) -> tuple[int, int]:
-    return paddle.device.cuda.get_device_capability(device)
+_capability = functools.cache(capability)
 
 
 def _flag(name: str, default: int) -> int:

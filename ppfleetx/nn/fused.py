@@ -12,28 +12,23 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 import paddle
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fused import FusedName
-from ppfleetx.distributed.device import is_card
+from ppfleetx.distributed.device import backends, is_card, on_card
 from ppfleetx.distributed.init import flags_of_run
-from ppfleetx.distributed.tf32 import exact_products
 from ppfleetx.distributed.together import gather
-from ppfleetx.nn.trials_apart import tried_apart
-from ppfleetx.utils.gpu_operators import GPU_BACKENDS, registered_types
+from ppfleetx.nn.trials_apart import Pairs, difference, tried_apart
+from ppfleetx.utils.gpu_operators import registered_types
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
     from ppfleetx.distributed.context import ParallelContext
-
-Pairs = Iterable[tuple[paddle.Tensor, paddle.Tensor]]
-"""What a trial gives: (of the fused operator, of the composite)."""
 
 _FLOATS = ("float32", "float16", "bfloat16")
 
@@ -179,7 +174,7 @@ def choose(
         found = idle.get(name) or tried[name]
         taken[name] = [dtype for dtype, why in found.items() if why is None]
         refused[name] = "; ".join(dict.fromkeys(why for why in found.values() if why))
-    if ctx.world_size > 1 and not paddle.get_device().startswith("cpu"):
+    if ctx.world_size > 1 and on_card():
         _agree(taken, refused, gather(ctx, {name: list(kinds) for name, kinds in taken.items()}))
     missing = [name for name, kinds in taken.items() if not kinds]
     if missing and setting != "auto":
@@ -198,7 +193,7 @@ def choose(
 def say(ops: FusedOps) -> None:
     """One line of the log; a second one where a GPU has to do without operators."""
     get_logger().info(f"fused operators: {ops}; all else by plain ones (Model.fused_ops)")
-    if ops.refused and not paddle.get_device().startswith("cpu"):
+    if ops.refused and on_card():
         reasons = "; ".join(f"{name}: {why}" for name, why in ops.refused.items())
         get_logger().info(f"operators that are not fused: {reasons}")
 
@@ -226,9 +221,8 @@ def _unfit(name: FusedName, dtype: str, by_itself: bool, device: str) -> str | N
         return f"it is not used with {dtype}"
     if by_itself and on_cpu and not row.exact_on_cpu:
         return "on a CPU it is slower, or changes last digits"
-    backends = ("CPU",) if on_cpu else GPU_BACKENDS
     for kernel in row.kernels:
-        if dtype not in _registered(kernel, backends):
+        if dtype not in _registered(kernel, backends(device)):
             return f"this build of Paddle has no {dtype} kernel {kernel} for the device"
     return None
 
@@ -258,31 +252,6 @@ def forget_trials() -> None:
     """What was tried is tried again."""
     _results.clear()
     _registered.cache_clear()
-
-
-def difference(trial: Callable[[str], Pairs], dtype: str) -> str | None:
-    """What is wrong with an operator according to its trial; None: it gives what its composite gives."""
-    epsilon = float(paddle.finfo(getattr(paddle, dtype)).eps)
-    allowed = epsilon * (64 if dtype == "float32" else 8)
-    try:
-        with exact_products():
-            pairs = [
-                [value.astype("float32").numpy().astype(np.float64) for value in p] for p in trial(dtype)
-            ]
-        for one, other in pairs:
-            error = float(np.abs(one - other).max() / np.abs(other).max())
-            if one.shape != other.shape or not error <= allowed:
-                return f"its trial in {dtype} differs from plain operators by {error:.1e}"
-    except (RuntimeError, ValueError, TypeError, AttributeError, OSError, MemoryError) as error:
-        return f"its trial in {dtype} failed: {_first_line(error)}"
-    return None
-
-
-def _first_line(error: BaseException) -> str:
-    """The line that says something: Paddle frames what a backward pass raises."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    said = [line for line in lines if line not in ("", "{", "(External)") and not line.startswith("===")]
-    return said[0] if said else type(error).__name__
 
 
 @functools.cache

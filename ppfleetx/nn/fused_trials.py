@@ -11,11 +11,12 @@ from paddle.base.framework import EagerParamBase
 
 from ppfleetx.nn import kernels, mlp, norm
 from ppfleetx.nn.flash import packed_flash_attention
-from ppfleetx.nn.fused import FusedOps, Pairs
+from ppfleetx.nn.fused import FusedOps
 from ppfleetx.nn.kernels import KernelOptions
 from ppfleetx.nn.main_gradients import AddingProducts
 from ppfleetx.nn.products import Products
 from ppfleetx.nn.rope import RotaryEmbedding
+from ppfleetx.nn.trials_apart import Pairs
 from ppfleetx.nn.weight_casts import CastOnceProducts
 
 Function = Callable[..., paddle.Tensor]

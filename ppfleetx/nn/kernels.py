@@ -15,7 +15,8 @@ import paddle.nn.functional as F
 from paddle import _C_ops, nn
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.nn.flash import flash_attention, flash_obstacle, flash_version, on_gpu
+from ppfleetx.distributed.device import on_card
+from ppfleetx.nn.flash import flash_attention, flash_obstacle, flash_version
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 from ppfleetx.nn.linear import add_smaller
 from ppfleetx.nn.masks import mask_scores
@@ -75,7 +76,7 @@ def attend(
         )
     follows_cache = penalty is not None or query.shape[-2] != key.shape[-2]
     if obstacle or follows_cache:
-        if obstacle and on_gpu():
+        if obstacle and on_card():
             _say_once(f"attention takes the reference kernel: flash attention cannot run here, {obstacle}")
         return reference_attention(query, key, value, document_start, dropout, options, penalty)
     return flash_attention(query, key, value, document_start, dropout)

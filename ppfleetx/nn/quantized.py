@@ -25,8 +25,8 @@ from paddle.nn.quant import weight_only_linear, weight_quantize
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.compress import Form, WeightsConfig
+from ppfleetx.distributed.device import capability, on_gpu
 from ppfleetx.nn.cpu_ops import quantized as cpu_ops
-from ppfleetx.nn.flash import on_gpu
 from ppfleetx.nn.linear import add_smaller
 from ppfleetx.nn.panels import PanelMatrix, use_huge_pages
 from ppfleetx.nn.stage import Finish, LayerFactory, NameOf, ParamInfo, Stage
@@ -164,7 +164,7 @@ class QuantizedMatrix:
             return None
         if x.dtype not in (paddle.float16, paddle.bfloat16):
             return None
-        major, minor = paddle.device.cuda.get_device_capability()
+        major, minor = capability(paddle.get_device())
         return arch if (arch := 10 * major + minor) in _GPU_ARCHS else None
 
 

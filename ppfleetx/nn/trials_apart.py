@@ -14,15 +14,21 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import paddle
+
+from ppfleetx.distributed.tf32 import exact_products
 from ppfleetx.utils.hangs.progress import PROGRESS
 
 _SECONDS = 120.0  # of one child: the import of Paddle, a context on the card, some kernels
 _READY, _SAID = "trials: ready", "trial: "  # lines among whatever else is printed
 _CARD_LOST = 70  # exit code
 
+Pairs = Iterable[tuple[paddle.Tensor, paddle.Tensor]]
+"""What a trial gives: (of the fused operator, of the composite)."""
 Trial = tuple[str, str]
 """(``module:function``, element type)"""
 
@@ -78,13 +84,34 @@ def _end_of(code: int, errors: bytes) -> str:
     return f"ended the process that made it (exit code {code}{': ' if lines else ''}{''.join(lines[-1:])})"
 
 
+def difference(trial: Callable[[str], Pairs], dtype: str) -> str | None:
+    """What is wrong with an operator according to its trial; None: it gives what its composite gives."""
+    epsilon = float(paddle.finfo(getattr(paddle, dtype)).eps)
+    allowed = epsilon * (64 if dtype == "float32" else 8)
+    try:
+        with exact_products():
+            pairs = [
+                [value.astype("float32").numpy().astype(np.float64) for value in p] for p in trial(dtype)
+            ]
+        for one, other in pairs:
+            error = float(np.abs(one - other).max() / np.abs(other).max())
+            if one.shape != other.shape or not error <= allowed:
+                return f"its trial in {dtype} differs from plain operators by {error:.1e}"
+    except (RuntimeError, ValueError, TypeError, AttributeError, OSError, MemoryError) as error:
+        return f"its trial in {dtype} failed: {_first_line(error)}"
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    """The line that says something: Paddle frames what a backward pass raises."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    said = [line for line in lines if line not in ("", "{", "(External)") and not line.startswith("===")]
+    return said[0] if said else type(error).__name__
+
+
 def main(arguments: Sequence[str]) -> int:
     """The child."""
     trials, device, flags = json.loads(arguments[0])
-    import paddle
-
-    from ppfleetx.nn.fused import difference
-
     paddle.set_flags(flags)
     paddle.set_device(device)
     paddle.zeros([1]).numpy()
@@ -99,8 +126,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _card_answers() -> bool:
-    import paddle
-
     try:
         paddle.zeros([1]).numpy()
     except (RuntimeError, OSError, MemoryError):

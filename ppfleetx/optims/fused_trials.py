@@ -6,7 +6,8 @@ import numpy as np
 import paddle
 from paddle import _C_ops
 
-from ppfleetx.nn.fused import FusedOps, Pairs
+from ppfleetx.nn.fused import FusedOps
+from ppfleetx.nn.trials_apart import Pairs
 from ppfleetx.optims.fused_adamw import fused_adamw
 from ppfleetx.optims.grad_clip import scale_all, squares_of
 

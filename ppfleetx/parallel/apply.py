@@ -12,6 +12,7 @@ from ppfleetx.config.fused_products import without_place
 from ppfleetx.config.sections.engine import MixedPrecisionConfig
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.device import groups_messages
 from ppfleetx.models.module import BasicModule
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.column_overlap import overlapping_factory
@@ -100,6 +101,7 @@ def _pipeline_runner(
 
     from ppfleetx.parallel.async_pipeline import AsyncPipeline
     from ppfleetx.parallel.listed_pipeline import ListedPipeline
+    from ppfleetx.parallel.message_order import take_turns
     from ppfleetx.parallel.pipeline import PipelineLoss, PipelineRunner, StagePipeline, tied_group
     from ppfleetx.parallel.two_stages import interleave_two_stages
 
@@ -121,6 +123,8 @@ def _pipeline_runner(
         pipeline = interleave_two_stages(model, cfg.batch.accumulate_steps)
     else:
         pipeline = fleet.distributed_model(model)
+    if not groups_messages(ctx.device):
+        take_turns()
     held = model.held_stages()
     optimizer, sync = _optimizer_and_sync(
         model, held, cfg, ctx, options.precision, train, factory.fused, *tied

@@ -19,13 +19,17 @@ import paddle
 
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.sections.engine import MixedPrecisionConfig
+from ppfleetx.distributed.device import computes_in, on_card, on_gpu
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 from ppfleetx.optims.grad_clip import scale_all
 from ppfleetx.optims.gradients import add_to_main_gradient, gradient_of
 
 MIN_SCALE, GROWTH, BACKOFF = 1.0, 2.0, 0.5
 # What auto_cast asks of a GPU.
-_CAPABILITY = {"float16": (7, 0), "bfloat16": (8, 0)}
+_NEEDS = {
+    "float16": ", which needs compute capability 7.0",
+    "bfloat16": ", which needs compute capability 8.0",
+}
 
 
 @dataclass
@@ -117,10 +121,10 @@ class Precision:
         if not cfg.enable:
             return
         if not has_kernels(cfg.dtype):
-            major, minor = _CAPABILITY[cfg.dtype]
+            needs = _NEEDS[cfg.dtype] if on_gpu() else ""
             raise ConfigError(
-                f"{paddle.get_device()} has no {cfg.dtype} kernels (they need a GPU of compute capability "
-                f"{major}.{minor}); -o Engine.mix_precision.enable=False computes in float32",
+                f"{paddle.get_device()} does not compute in {cfg.dtype}{needs}; "
+                "-o Engine.mix_precision.enable=False computes in float32",
                 key="Engine.mix_precision.dtype",
                 value=cfg.dtype,
             )
@@ -197,7 +201,5 @@ class Precision:
 
 
 def has_kernels(dtype: str) -> bool:
-    """Whether the device computes in ``dtype``; where it does not, Paddle would warn and use float32."""
-    if not paddle.get_device().startswith("gpu"):
-        return False
-    return tuple(paddle.device.cuda.get_device_capability()) >= _CAPABILITY[dtype]
+    """Whether the device computes in ``dtype``."""
+    return on_card() and computes_in(dtype)

@@ -59,7 +59,6 @@ WRONG_OVERRIDES = [
     ("Model.head_dim=1000000000", ["Model.head_dim = 1000000000", "query/key/value projection"]),
     ("Global.global_batch_size=7", ["Global.global_batch_size = 7", "local_batch_size 8 x", "small.yaml:2"]),
     ("Global.micro_batch_size=3", ["Global.micro_batch_size = 3", "8 does not divide", "small.yaml:2"]),
-    ("Global.device=tpu", ["Global.device = 'tpu'", "one of auto, cpu, gpu"]),
     (
         "Optimizer.lr.warmup_steps=101",
         ["warmup_steps = 101", "longer than the schedule of 100 steps", "small.yaml:5"],

@@ -130,23 +130,16 @@ def test_bubble():
     assert bubble_share(plan, 64) == pytest.approx(7 / 71)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "device", "word"),
-    [
-        (["Engine.mix_precision.enable=True"], "cpu", "Engine.mix_precision.enable"),
-        ([], "xpu", "Global.device = xpu"),
-    ],
-)
-def test_what_cannot_run_yet_is_named(small, overrides, device, word):
-    cfg = load_config(small, overrides)
-    assert [word in reason for reason in not_supported_reasons(cfg, device)] == [True]
+def test_what_cannot_run_yet_is_named(small):
+    (reason,) = not_supported_reasons(load_config(small, ["Engine.mix_precision.enable=True"]), "cpu")
+    assert "Engine.mix_precision.enable" in reason
 
 
 def test_what_can_run(small):
     assert not_supported_reasons(load_config(small), "cpu") == []
     assert not_supported_reasons(load_config(small), "gpu") == []
     mixed = load_config(small, ["Engine.mix_precision.enable=True"])
-    assert not_supported_reasons(mixed, "gpu") == []
+    assert [not_supported_reasons(mixed, device) for device in ("gpu", "xpu", "npu")] == [[], [], []]
     assert not_supported_reasons(load_config(GPT / "pretrain_gpt_tiny.yaml"), "cpu") == []
 
 

@@ -22,7 +22,7 @@ def gpu(monkeypatch):
 
     def set_up(capability, **flags):
         monkeypatch.setattr(flash, "on_gpu", lambda: True)
-        monkeypatch.setattr(kernels, "on_gpu", lambda: True)
+        monkeypatch.setattr(kernels, "on_card", lambda: True)
         monkeypatch.setattr(flash, "_capability", lambda device: capability)
         monkeypatch.setattr(flash, "_flag", lambda name, default: flags.get(name[6:], default))
         kernels._say_once.cache_clear()

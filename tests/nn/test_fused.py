@@ -22,9 +22,10 @@ from ppfleetx.distributed.checks import NonFiniteSearch
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn import flash, fused_trials, kernels
 from ppfleetx.nn.factory import LocalFactory
-from ppfleetx.nn.fused import TABLE, FusedOps, choose, difference
+from ppfleetx.nn.fused import TABLE, FusedOps, choose
 from ppfleetx.nn.init import Normal
 from ppfleetx.nn.main_gradients import AddingProducts
+from ppfleetx.nn.trials_apart import difference
 from ppfleetx.nn.weight_casts import CastOnceProducts
 from ppfleetx.parallel import apply
 from tests.helpers.low_precision import emulated

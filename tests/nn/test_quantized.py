@@ -109,7 +109,7 @@ def test_on_a_gpu_paddles_kernel_takes_8_bit_weights_in_16_bits(monkeypatch: pyt
     monkeypatch.setattr(quantized, "weight_quantize", quantize)
     monkeypatch.setattr(quantized, "weight_only_linear", multiply)
     monkeypatch.setattr(quantized, "on_gpu", lambda: True)
-    monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(quantized, "capability", lambda device: (8, 0))
     matrix, x = _matrix(Form(8), 64, 128), paddle.randn([2, 64]).astype("float16")
     assert [matrix.linear(x), matrix.linear(x)] == ["product"] * 2
     multiplied = ([2, 64], "integers", None, "scale", "int8", 80)
@@ -121,7 +121,7 @@ def test_on_a_gpu_paddles_kernel_takes_8_bit_weights_in_16_bits(monkeypatch: pyt
     ):
         assert other._gpu_arch(x) is None
     assert matrix._gpu_arch(x.astype("float32")) is None
-    monkeypatch.setattr(paddle.device.cuda, "get_device_capability", lambda: (6, 1))
+    monkeypatch.setattr(quantized, "capability", lambda device: (6, 1))
     assert matrix._gpu_arch(x) is None
 
 

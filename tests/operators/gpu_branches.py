@@ -83,10 +83,11 @@ def gpu_branches(named: Named, *, low: bool = False) -> Iterator[None]:
         patch(transfer, "_queue", queue)
         patch(transfer, "queue_copy_to_host", lambda tensor: tensor)
         patch(transfer, "recorded_event", lambda: SimpleNamespace(query=lambda: True))
-        for module in (flash, kernels, quantized):
+        for module in (flash, quantized):
             patch(module, "on_gpu", lambda: True)
+        patch(kernels, "on_card", lambda: True)
         patch(flash, "_capability", lambda _: (8, 0))
-        patch(paddle.device.cuda, "get_device_capability", lambda *_: (8, 0))
+        patch(quantized, "capability", lambda _: (8, 0))
         patch(quantized, "weight_quantize", _weight_quantize(named))
         patch(quantized, "weight_only_linear", _weight_only_linear(named))
         patch(fused, "TABLE", {name: replace(row, exact_on_cpu=True) for name, row in fused.TABLE.items()})

@@ -5,7 +5,8 @@ import paddle
 import pytest
 
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.nn.fused import TABLE, FusedOps, choose, difference, obstacles
+from ppfleetx.nn.fused import TABLE, FusedOps, choose, obstacles
+from ppfleetx.nn.trials_apart import difference
 from ppfleetx.optims import fused_adamw, fused_trials
 from ppfleetx.optims.build import build_optimizer
 from ppfleetx.optims.grad_clip import clip_by_global_norm, global_norm

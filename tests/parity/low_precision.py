@@ -30,7 +30,7 @@ def train(
 
     Args:
         mix_precision: keys of ``Engine.mix_precision``.
-        extra: more overrides; with ``Global.device`` ``gpu`` the kernels are the card's own.
+        extra: more overrides; on another ``Global.device`` than the CPU the kernels are its own.
         spoilt: step (from 0, as a text) -> canonical name of a parameter whose gradient is made infinite
             in that step, on the last rank that holds it and on no other.
 
@@ -44,7 +44,8 @@ def train(
     from ppfleetx.parallel.runner import NonFiniteError
     from tests.helpers.low_precision import emulated
 
-    kernels = contextlib.nullcontext() if (extra or {}).get("Global.device") == "gpu" else emulated()
+    is_cpu = (extra or {}).get("Global.device", "cpu") == "cpu"
+    kernels = emulated() if is_cpu else contextlib.nullcontext()
     options = {f"{OPTIONS}.{key}": value for key, value in {"enable": True, **mix_precision}.items()}
     outputs, digests, error = [], [], ""
     with paddle.utils.unique_name.guard(), kernels:

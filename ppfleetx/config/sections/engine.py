@@ -34,8 +34,9 @@ class GlobalConfig(Section):
     accumulate_steps = local_batch_size / micro_batch_size.
     """
 
-    device: Literal["auto", "cpu", "gpu", "xpu", "npu"] = "auto"
-    """Where to run; `auto` takes the GPU when Paddle has one, else the CPU."""
+    device: Text = "auto"
+    """Where to run: `cpu`, `gpu`, `xpu` (Kunlun), `npu` (Ascend), or another name under which a plugin
+    of Paddle serves a device; `auto` takes the cards that the installed Paddle is for, else the CPU."""
     seed: Seed = 1024
     """Decides initial weights, data order and dropout."""
     global_batch_size: PositiveInt | None = None

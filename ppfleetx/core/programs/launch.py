@@ -17,7 +17,7 @@ from ppfleetx.core.engine.run_directory import CKPT_DIR, check_beginning, output
 from ppfleetx.core.programs.sources import refuse_foreign, sources
 from ppfleetx.core.programs.watching import watch_start
 from ppfleetx.data.build import build_dataset, open_corpora
-from ppfleetx.utils.devices import expected_device
+from ppfleetx.utils.devices import GPU, expected_device
 from ppfleetx.utils.hangs.progress import MEETING, PROGRESS
 from ppfleetx.utils.log import configure_logging
 from ppfleetx.utils.process_env import import_paddle, prepare_process
@@ -73,7 +73,7 @@ def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig,
     tf32 = allow_tf32(cfg.Global.allow_tf32)  # before Global.flags, which may say otherwise
     with PROGRESS.at(MEETING):
         ctx = init_distributed(cfg)
-    if ctx.device == "gpu":
+    if ctx.device == GPU:
         logger.info(tf32)
     check_configuration(cfg, ctx)
     return cfg, ctx

@@ -15,13 +15,15 @@ from ppfleetx.distributed.cpu import job as cpu_job
 from ppfleetx.distributed.cpu import window
 from ppfleetx.distributed.cpu.arrays import TensorMemory, tensor_array
 from ppfleetx.distributed.cpu.wire import CommError
+from ppfleetx.distributed.device import on_card
 
 _groups: dict[tuple, object] = {}
 
 
 def start() -> None:
     if not dist.is_initialized():
-        cpu_backend.install()
+        if not on_card():
+            cpu_backend.install()
         dist.init_parallel_env()
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import statistics
 
-import paddle
-from paddle.base import core
-
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.callbacks.utilization import device_name
 from ppfleetx.core.engine.run import Run, StepRecord
+from ppfleetx.distributed.device import peak_memory, total_memory
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.summary import run_prediction, verdict
@@ -20,7 +18,7 @@ _KEPT = 4096
 
 
 class Forecast(Callback):
-    """Warns before the first step when a GPU has less memory than the run is predicted to need, and says in
+    """Warns before the first step when a card has less memory than the run is predicted to need, and says in
     one line at the end how the prediction compares with what was measured here."""
 
     def __init__(self, prediction: Prediction, *, named: bool) -> None:
@@ -38,11 +36,10 @@ class Forecast(Callback):
         return None if prediction is None else cls(prediction, named=setup.cfg.Global.card is not None)
 
     def on_fit_start(self, run: Run) -> None:
-        if run.ctx.device.startswith("gpu"):
-            there = paddle.device.cuda.get_device_properties().total_memory
+        if (found := total_memory()) is not None:
+            there, name = found
             needed = self._prediction.memory[run.ctx.rank_on("pp")].peak
             if needed > there:
-                name = paddle.device.cuda.get_device_name()
                 get_logger().warning(
                     f"memory: {needed / GIB:.1f} GiB are predicted; {verdict(needed, there, name)}"
                 )
@@ -60,13 +57,7 @@ class Forecast(Callback):
         card = self._prediction.cluster.card.name
         which = card if self._named else f"{card}, which Global.card can change"
         get_logger().info(
-            f"predicted and measured: memory of tensors {predicted:.1f} and {_peak(run) / 2**20:.1f} MiB, "
+            f"predicted and measured: memory of tensors {predicted:.1f} and {peak_memory() / 2**20:.1f} MiB, "
             f"step {middle:.4g} ({low:.4g} to {high:.4g}) and {statistics.median(self._seconds):.4g} s "
             f"(constants of {which})"
         )
-
-
-def _peak(run: Run) -> int:
-    if run.ctx.device.startswith("gpu"):
-        return paddle.device.cuda.max_memory_allocated()
-    return core.host_memory_stat_peak_value("Allocated", 0)

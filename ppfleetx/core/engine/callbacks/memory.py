@@ -9,6 +9,8 @@ import paddle
 
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.run import Run, StepRecord
+from ppfleetx.distributed import device as devices
+from ppfleetx.distributed.device import is_card
 from ppfleetx.utils.log import get_logger
 
 
@@ -44,8 +46,8 @@ def peak_memory(run: Run) -> str:
     # Linux counts ru_maxrss in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     text = f"peak host {_mib(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)}"
-    if run.ctx.device.startswith("gpu"):
-        text += f", peak device {_mib(paddle.device.cuda.max_memory_allocated())}"
+    if is_card(run.ctx.device):
+        text += f", peak device {_mib(devices.peak_memory())}"
     return text
 
 

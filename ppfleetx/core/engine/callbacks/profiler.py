@@ -9,6 +9,7 @@ from paddle import profiler
 from ppfleetx.config.sections.root import ProfilerConfig
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.run import Run, StepRecord
+from ppfleetx.distributed.device import profiler_targets
 from ppfleetx.utils.log import get_logger
 
 # Key of Profiler.summary -> Paddle's table.
@@ -43,11 +44,8 @@ class ProfilerCallback(Callback):
         return cls(setup.cfg.Profiler, setup.output_dir) if wanted else None
 
     def on_fit_start(self, run: Run) -> None:
-        targets = [profiler.ProfilerTarget.CPU]
-        if run.ctx.device.startswith("gpu"):
-            targets.append(profiler.ProfilerTarget.GPU)
         self._profiler = profiler.Profiler(
-            targets=targets,
+            targets=profiler_targets(run.ctx.device),
             scheduler=tuple(self._cfg.scheduler),
             on_trace_ready=profiler.export_chrome_tracing(
                 str(self._directory), worker_name=f"rank_{run.ctx.rank}"

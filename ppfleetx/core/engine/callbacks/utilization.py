@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.distributed.device import is_card, total_memory
 from ppfleetx.planner.utilization import Utilization, run_utilization
 
 
@@ -32,9 +33,6 @@ def _of(by_id: _ById, device: str) -> Utilization | None:
 
 
 def device_name(device: str) -> str:
-    """What the driver calls the GPU of this process; "" where it has none."""
-    if not device.startswith("gpu"):
-        return ""
-    import paddle
-
-    return paddle.device.cuda.get_device_name() if paddle.is_compiled_with_cuda() else ""
+    """What the driver calls the card of this process; "" where Paddle does not say."""
+    found = total_memory() if is_card(device) else None
+    return "" if found is None else found[1]

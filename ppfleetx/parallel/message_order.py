@@ -1,0 +1,51 @@
+"""The order of a pipeline's messages where a device starts them one by one.
+
+Paddle's schedules exchange messages with both neighbours at once and leave their order to the library: NCCL
+starts a group of them together. The libraries behind a plugin's device start one after the other, so that two
+ranks that both receive first wait for each other for ever, and two that both send first do where a send waits
+for its receive. Here ranks of even and odd number take turns: what one sends first, the other receives first,
+in a ring of pipeline ranks too (as ``_p2p_ops`` of Paddle's ``p2p_communication.py``, which starts messages
+that nobody waits for).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from paddle.distributed import fleet
+from paddle.distributed.fleet.meta_parallel.pp_utils import p2p_communication
+
+_EVEN = ("send next", "recv prev", "send prev", "recv next")
+_ODD = ("recv prev", "send next", "recv next", "send prev")
+
+
+def take_turns() -> None:
+    """From now on, start the messages of Paddle's pipeline schedules in the order of :func:`ordered`."""
+    if not hasattr(p2p_communication.batch_send_recv_on_calc_stream, "in_any_order"):
+        batch = p2p_communication.batch_send_recv_on_calc_stream
+
+        def in_turns(messages: Sequence[Any]) -> None:
+            batch(ordered(messages, fleet.get_hybrid_communicate_group()))
+
+        in_turns.in_any_order = batch
+        p2p_communication.batch_send_recv_on_calc_stream = in_turns
+
+
+def ordered(messages: Sequence[Any], hcg: Any) -> list[Any]:
+    """The messages of one exchange in the order of this rank.
+
+    Args:
+        messages: with ``op``, Paddle's function that sends or receives, and ``peer``, a global rank.
+        hcg: fleet's topology.
+    """
+    is_odd, order = hcg.get_stage_id() % 2 == 1, _ODD if hcg.get_stage_id() % 2 else _EVEN
+
+    def place(message: Any) -> int:
+        what = "send" if message.op is p2p_communication._send_on_calc_stream else "recv"
+        next_rank, previous = hcg._get_p2p_next_rank(), hcg._get_p2p_prev_rank()
+        # Of two stages the neighbours are one rank: what the first sends on, the second receives from behind.
+        is_previous = message.peer == previous and (next_rank != previous or is_odd)
+        return order.index(f"{what} {'prev' if is_previous else 'next'}")
+
+    return sorted(messages, key=place)
