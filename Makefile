@@ -12,7 +12,7 @@ ifeq ($(origin OUT)-$(origin CONFIG),command line-file)
 $(error OUT=$(OUT): the quickstart's configuration reads and writes in ./quickstart; give CONFIG=FILE with it, which names $(OUT))
 endif
 
-.PHONY: help quickstart test gpu-test gpu-test-dry parity operators hangs planner-accuracy lint docs site docs-test clean
+.PHONY: help quickstart test device-test parity operators hangs planner-accuracy lint docs site docs-test clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' 'BEGIN { n = 0 } /^[a-z-]+:.*## / { name[n] = $$1; text[n++] = $$2; if (length($$1) > w) w = length($$1) } \
@@ -57,12 +57,10 @@ test: $(VENV)/.test  ## Check style, layers and everything else (what CI runs)
 	$(VENV)/bin/lint-imports
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# Not with the virtual environment, which has Paddle's CPU build: docs/gpu.md says what to install.
-gpu-test:  ## Run the GPU tests on the cards that are here, with PYTHON's Paddle; they write gpu_report.json
-	$(PYTHON) -m pytest -m gpu
+DEVICE ?= reference# gpu, npu, xpu, ...: then with PYTHON's Paddle, as docs/gpu.md says
 
-gpu-test-dry: $(VENV)/.test  ## Run the GPU tests on CPU ranks in the place of cards: are the tests themselves sound?
-	PPFLEETX_GPU_TESTS_ON_CPU=1 $(PY) -m pytest -m gpu tests/gpu
+device-test: $(if $(filter reference,$(DEVICE)),$(VENV)/.test)  ## Run all tests of devices on the reference device, or on DEVICE=gpu, npu, ... with PYTHON's Paddle
+	$(if $(filter reference,$(DEVICE)),$(PY),$(PYTHON)) -m pytest -m device --device $(DEVICE) tests/device
 
 parity: $(VENV)/.test  ## Run every legal plan of 1, 2, 4 and 8 processes against one card
 	$(PY) -m tests.parity.every_plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,25 +11,34 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.utils.log import get_logger
-from tests.gpu.report import GpuReport
+from tests.device.place import CARDS, DEVICE
+from tests.device.report import DeviceReport
 from tests.helpers.leftovers import nothing_left
 
-_LONG = ("parity/", "faults/", "e2e/", "deploy/")
+_LONG = ("parity/", "device/", "faults/", "e2e/", "deploy/")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Where the report of the GPU tests goes; they are run by ``pytest -m gpu``."""
-    parser.addoption(
-        "--gpu-report", default="gpu_report.json", help="file for what the tests marked gpu found"
+    """Where the tests marked ``device`` run, and where their report goes."""
+    group = parser.getgroup("device")
+    group.addoption(
+        "--device",
+        default="",
+        metavar="NAME",
+        help="run the tests marked device on gpu, npu, xpu, ..., or on all plans of the reference device "
+        "(reference); without this option, on some plans of it",
     )
+    group.addoption("--cards", type=int, default=0, metavar="N", help="use so many cards (default: all)")
+    group.addoption("--device-report", default="device_report.json", help="file for what these tests found")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let programs under test hear Ctrl-C: a shell that starts the tests with ``&`` has them ignore it."""
-    if not hasattr(config, "workerinput"):  # of pytest-xdist, the process that hears of all tests
-        config.pluginmanager.register(
-            GpuReport(Path(config.getoption("--gpu-report")).absolute()), "gpu-report"
-        )
+    os.environ[DEVICE], os.environ[CARDS] = config.getoption("--device"), str(config.getoption("--cards"))
+    is_worker = hasattr(config, "workerinput")  # of pytest-xdist; the process without hears of all tests
+    if config.getoption("--device") and not is_worker:
+        report = DeviceReport(Path(config.getoption("--device-report")).absolute())
+        config.pluginmanager.register(report, "device-report")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

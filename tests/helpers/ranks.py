@@ -76,7 +76,7 @@ class Nursery:
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        for name in [n for n in environment if n.startswith(("PADDLE_", "MASTER_"))]:
+        for name in [n for n in environment if n.startswith(("PADDLE_", "MASTER_", "CUSTOM_DEVICE_"))]:
             del environment[name]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.helpers.ranks", str(theirs.fileno())],
@@ -131,7 +131,7 @@ class RankPool:
 
     Args:
         nursery: forks them.
-        device: ``cpu``, or ``gpu``: each rank has a card.
+        device: ``cpu``, or the name of a kind of card, of which each rank has one.
         executed: they import Paddle by themselves, as ranks with a card always do.
         environment: more variables.
     """
@@ -162,7 +162,7 @@ class RankPool:
                 **_settings_of(device, rank),
                 **environment,
             }
-            executes = executed or device == "gpu"
+            executes = executed or device != "cpu"
             self._sockets.append(nursery.fork(settings, self._logs[rank], executed=executes))
         self._buffers = [b""] * size
         started = self._collect(set(range(size)), START_SECONDS)
@@ -258,10 +258,11 @@ class RankPool:
 
 def _settings_of(device: str, rank: int) -> dict[str, str]:
     """What Paddle's launcher would tell a rank of its device."""
-    if device == "gpu":
-        place = {"PADDLE_LOCAL_RANK": str(rank), "PADDLE_RANK_IN_NODE": str(rank), "PADDLE_NNODES": "1"}
-        return {"FLAGS_selected_gpus": str(rank), **place}
-    return {"PADDLE_DISTRI_BACKEND": "gloo", "PADDLE_CPU_COMM_TIMEOUT": "60"}
+    if device == "cpu":
+        return {"PADDLE_DISTRI_BACKEND": "gloo", "PADDLE_CPU_COMM_TIMEOUT": "60"}
+    place = {"PADDLE_LOCAL_RANK": str(rank), "PADDLE_RANK_IN_NODE": str(rank), "PADDLE_NNODES": "1"}
+    backend = {} if device == "gpu" else {"PADDLE_DISTRI_BACKEND": "xccl", "PADDLE_XCCL_BACKEND": device}
+    return {f"FLAGS_selected_{device}s": str(rank), **place, **backend}
 
 
 class Pools:
@@ -269,13 +270,17 @@ class Pools:
 
     Args:
         preload: slow modules that all ranks will need.
-        device: of all of them, ``cpu`` or ``gpu``.
+        device: of all of them, as in :class:`RankPool`.
         most_calls: a pool is made anew after so many calls; 0: never. Each plan makes process groups, whose
             memory on a card Paddle does not give back.
+        environment: more variables of all ranks.
     """
 
-    def __init__(self, preload: Sequence[str] = (), *, device: str = "cpu", most_calls: int = 0) -> None:
+    def __init__(
+        self, preload: Sequence[str] = (), *, device: str = "cpu", most_calls: int = 0, **environment: str
+    ) -> None:
         self._preload, self._device, self._most_calls = preload, device, most_calls
+        self._environment = environment
         self._pools: dict[tuple, RankPool] = {}
 
     def __call__(self, size: int, **environment: str) -> RankPool:
@@ -289,7 +294,8 @@ class Pools:
         if pool is None or not pool.usable or is_worn:
             if pool is not None:
                 pool.close()
-            pool = self._pools[key] = RankPool(nursery, size, device=self._device, **environment)
+            pool = RankPool(nursery, size, device=self._device, **self._environment, **environment)
+            self._pools[key] = pool
         return pool
 
     def close(self) -> None:

@@ -8,6 +8,6 @@ PLAIN = ("linear", "linear without bias", "embedding", "rope", "attention", "los
 
 
 def operator_names() -> tuple[str, ...]:
-    """Of ``tests/gpu/cases/numbers.py``. A new norm or activation is here by itself."""
+    """Of ``tests/device/cases/numbers.py``. A new norm or activation is here by itself."""
     norms = (f"norm {name}" for name in NORMS.names())
     return (*PLAIN, *norms, *(f"activation {name}" for name in ACTIVATIONS.names()))

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.device
 
 SMALL = {"Model.num_layers": 2, "Model.head_dim": 8}  # heads that flash attention serves
 RECOMPUTED = {

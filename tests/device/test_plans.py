@@ -4,11 +4,11 @@ import pytest
 
 from ppfleetx.config.plan import ParallelPlan as Plan
 from ppfleetx.config.plan import enumerate_plans
-from tests.gpu.place import deterministic, place
+from tests.device.place import deterministic, place
 from tests.parity.comparison import fields_of, micro_batch_size_of
 from tests.parity.every_plan import workload
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.device
 
 MODELS = ("gpt", "llama", "mixed")
 PLANS = [
@@ -41,7 +41,7 @@ def test_bfloat16(comparison, need_cards, need_type, device, record_property, pl
     need_type("bfloat16")
     expected, results = (
         comparison.pools(each.world_size).run(
-            "tests.gpu.cases.training:train_in_16_bits",
+            "tests.device.cases.training:train_in_16_bits",
             timeout=300.0,
             plan=fields_of(each),
             world_size=each.world_size,
@@ -70,7 +70,7 @@ def test_offload_repeats_and_stays_close(comparison, need_cards, device, record_
     plans = [Plan(sharding=2, sharding_stage=stage, sharding_offload=on) for on in (False, True, True)]
     plain, one, other = (
         comparison.pools(2).run(
-            "tests.gpu.cases.training:train_in_16_bits",
+            "tests.device.cases.training:train_in_16_bits",
             timeout=300.0,
             plan=fields_of(plan),
             world_size=2,

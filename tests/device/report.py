@@ -1,4 +1,4 @@
-"""``gpu_report.json`` and ``gpu_report.txt``: what the GPU tests found on which machine, to be sent in."""
+"""``device_report.json`` and ``.txt``: what the tests found on which machine and device, to be sent in."""
 
 from __future__ import annotations
 
@@ -16,13 +16,24 @@ from typing import Any
 import pytest
 
 import ppfleetx
-from tests.gpu.place import place
+from tests.device.place import place
 
-MARKER = "gpu"
+MARKER = "device"
 FORMAT = 1
 _ROOT = Path(__file__).resolve().parents[2]
-_VARIABLES = ("CUDA_", "NVIDIA_", "NCCL_", "FLAGS_", "PPFLEETX_", "OMP_", "LD_LIBRARY_PATH")
-_PACKAGES = ("paddlepaddle-gpu", "paddlepaddle", "numpy", "safetensors", "tokenizers")
+_VARIABLES = (
+    *("CUDA_", "NVIDIA_", "NCCL_", "ASCEND_", "HCCL_", "XPU_", "BKCL_", "CUSTOM_DEVICE_", "FLAGS_"),
+    *("PPFLEETX_", "OMP_", "LD_LIBRARY_PATH"),
+)
+_PACKAGES = (
+    "paddlepaddle-gpu",
+    "paddlepaddle-xpu",
+    "paddle-custom-npu",
+    "paddlepaddle",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+)
 _SMI = [
     "nvidia-smi",
     "--query-gpu=name,driver_version,memory.total,compute_cap,clocks.max.sm",
@@ -31,8 +42,8 @@ _SMI = [
 _LONGEST_MESSAGE, _LONGEST_NUMBER = 6000, 300
 
 
-class GpuReport:
-    """A plugin of pytest that collects the outcomes of tests marked ``gpu`` and writes them at the end.
+class DeviceReport:
+    """A plugin of pytest that collects the outcomes of tests marked ``device`` and writes them at the end.
 
     Args:
         path: of the JSON file; the text goes beside it.
@@ -65,7 +76,7 @@ class GpuReport:
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Say where they are."""
         if self._has_run:
-            terminalreporter.write_line(f"GPU report: {self.path}, {self.text_path} (docs/gpu.md)")
+            terminalreporter.write_line(f"device report: {self.path}, {self.text_path} (docs/gpu.md)")
 
     @property
     def text_path(self) -> Path:
@@ -81,7 +92,8 @@ class GpuReport:
         tests = list(self._tests.values())
         return {
             "format": FORMAT,
-            "dry_run": not place().has_gpu,
+            "device": place().device,
+            "is_reference": place().is_reference,
             "cards": place().cards,
             "began": time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(self._began)),
             "seconds": round(time.time() - self._began, 1),
@@ -142,14 +154,15 @@ def _said(command: list[str]) -> str:
 def text_of(found: dict[str, Any]) -> str:
     """The same for people: what failed comes first."""
     about = found["machine"]
-    where = "CPU ranks in the place of cards (dry run)" if found["dry_run"] else f"{found['cards']} cards"
+    kind = "the reference device" if found["is_reference"] else found["device"]
+    where = f"{found['cards']} cards of {kind}"
     counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(found["outcomes"].items()))
     lines = [
         f"ppfleetx {about['ppfleetx']} ({about['commit'] or 'no git checkout'}), {where}: {counts}",
         f"Paddle {about['paddle']}, Python {about['python']}, {about['system']}",
         *about["cards"].splitlines(),
         "",
-        "To tell us, attach gpu_report.json and this file to an issue. They hold the environment variables",
+        "To tell us, attach device_report.json and this file to an issue. They hold environment variables",
         f"whose names begin with {', '.join(_VARIABLES)}, and no others.",
     ]
     for outcome in ("failed", "error", "passed", "skipped"):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.gpu.names import operator_names
+from tests.device.names import operator_names
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.device
 
 TYPES = ("float32", "float16", "bfloat16")
 # Of the largest element. float32: sums in another order. 16 bits: some steps of the type, 2^-11 and 2^-8, as

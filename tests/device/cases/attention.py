@@ -10,7 +10,7 @@ import paddle
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.nn.flash import flash_attention, flash_obstacle
 from ppfleetx.nn.kernels import KernelOptions, attend, reference_attention
-from tests.gpu.cases.numbers import apart, number, on, rounded
+from tests.device.cases.numbers import apart, number, on, rounded
 
 BATCH, LENGTH = 2, 96
 DOCUMENT_BEGINS = (0, 17, 64)
@@ -20,7 +20,7 @@ _REFERENCE = KernelOptions("reference")
 def compare(
     device: str, dtype: str, head_size: int, groups: int, per_group: int, packed: bool, trains: bool
 ) -> dict[str, Any]:
-    """Result and gradients of the kernel that ``flash`` gives, as of :func:`tests.gpu.cases.numbers.compare`.
+    """Result and gradients of the kernel that ``flash`` gives, compared as in ``cases/numbers.py``.
 
     Where flash cannot serve, ``obstacle`` says why, ``refused`` whether asking for it is refused, and
     what is compared is the reference on the device, which ``auto`` takes then.

@@ -7,13 +7,13 @@ import paddle
 from ppfleetx.nn import fused
 from ppfleetx.nn.flash import flash_obstacle
 from ppfleetx.utils.gpu_operators import GPU_BACKENDS, registered_types
-from tests.gpu.cases.numbers import on
+from tests.device.cases.numbers import on
 
 
 def judge(name: str, dtype: str, device: str) -> dict[str, str]:
     """What the trial of a row of the table says: "" when the operator gives what its composite gives; the
     first of its kernels that this build lacks; and why the card has no flash attention, where it is one."""
-    row, backends = fused.TABLE[name], GPU_BACKENDS if device == "gpu" else ("CPU",)
+    row, backends = fused.TABLE[name], GPU_BACKENDS if device == "gpu" else (device,)
     registered = paddle.base.core._get_registered_phi_kernels("function")
     lacks = [
         kernel
@@ -26,5 +26,4 @@ def judge(name: str, dtype: str, device: str) -> dict[str, str]:
         if any(kernel.startswith("flash") for kernel in row.kernels):
             query = paddle.zeros([1, 1, 1, 8, 64], dtype)
             unfit = flash_obstacle(query, paddle.nn.Dropout(0.0), packed=False)
-    fused.forget_trials()  # a CPU that emulates 16 bits is none that has them
     return {"said": said or "", "lacks": lacks[0] if lacks else "", "unfit": unfit or ""}

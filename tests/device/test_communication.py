@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.gpu.place import place
+from tests.device.place import place
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.device
 
 TYPES = ("float32", "float16", "bfloat16", "float64", "int32", "int64", "uint8")
 SIZES = place().sizes(start=2) or [2]
@@ -13,23 +13,26 @@ SIZES = place().sizes(start=2) or [2]
 @pytest.mark.parametrize("shape", [[4, 3], [64, 1024]], ids=str)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("size", SIZES)
-def test_every_collective(together, need_cards, size, dtype, shape):
+def test_every_collective(together, need_cards, device, size, dtype, shape):
     need_cards(size)
-    assert together(size, "communication:every_collective", dtype=dtype, shape=shape) == [size] * size
+    assert (
+        together(size, "communication:every_collective", device=device, dtype=dtype, shape=shape)
+        == [size] * size
+    )
 
 
 @pytest.mark.parametrize("size", [size for size in SIZES if size > 2] or [4])
-def test_a_group_of_some_of_the_ranks(together, need_cards, size):
+def test_a_group_of_some_of_the_ranks(together, need_cards, device, size):
     need_cards(size)
     members = list(range(1, size))
-    found = together(size, "communication:within_a_group", members=members, dtype="float32")
+    found = together(size, "communication:within_a_group", device=device, members=members, dtype="float32")
     assert found == [[1.0] * 3] + [[float(sum(range(2, size + 1)))] * 3] * len(members)
 
 
 def test_a_strided_tensor_is_refused(together, need_cards, here, record_property):
-    """NCCL's groups refuse; CPU groups copy. What must not be is a wrong sum."""
+    """What must not be is a wrong sum."""
     need_cards(2)
-    found = together(2, "communication:strided")
+    found = together(2, "communication:strided", device=here.device)
     record_property("what was said", found[0])
     assert all(one.startswith("refused") or one == "[0.0, 6.0]" for one in found)
     if here.has_gpu:

@@ -5,9 +5,8 @@ import pytest
 from ppfleetx.config.plan import ParallelPlan as Plan
 from tests.e2e.resumption import write_corpus
 from tests.faults.hang_campaign import Case, run_case
-from tests.helpers.programs import SWITCH
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.device
 
 TWO = Plan(dp=2)
 CASES = [
@@ -28,13 +27,6 @@ def corpus(tmp_path_factory):
     prefix = tmp_path_factory.mktemp("corpus") / "toy"
     write_corpus(prefix)
     return prefix
-
-
-@pytest.fixture(autouse=True)
-def executed(here, monkeypatch):
-    """CUDA does not survive a fork."""
-    if here.has_gpu:
-        monkeypatch.setenv(SWITCH, "1")
 
 
 @pytest.mark.parametrize("case", [*CASES, KILLED], ids=lambda case: case.name)

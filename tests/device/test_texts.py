@@ -7,7 +7,7 @@ import pytest
 from ppfleetx.config.plan import ParallelPlan as Plan
 from tests.deploy.exports import STYLES, write_run
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.device
 
 LENGTH = "Generation.max_dec_len=24"
 BEAMS = ["Generation.decode_strategy=beam_search", "Generation.num_beams=4"]

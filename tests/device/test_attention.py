@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.gpu.test_numbers import TOLERANCE
+from tests.device.test_numbers import TOLERANCE
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.device
 
 CASES = [  # head size, key/value heads, query heads for each, packed documents
     (8, 4, 1, False),

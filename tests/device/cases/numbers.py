@@ -18,7 +18,7 @@ from ppfleetx.nn.linear import Linear
 from ppfleetx.nn.loss import token_loss
 from ppfleetx.nn.rope import RotaryEmbedding
 from ppfleetx.parallel.precision import has_kernels
-from tests.gpu.names import operator_names
+from tests.device.names import operator_names
 
 S, B, H, V = 24, 3, 64, 96
 
@@ -79,9 +79,9 @@ def operators() -> dict[str, Operator]:
     return found
 
 
-def computes(dtype: str) -> bool:
+def computes(device: str, dtype: str) -> bool:
     """Whether the card computes in ``dtype``."""
-    paddle.set_device("gpu")
+    paddle.set_device(device)
     return has_kernels(dtype)
 
 
@@ -158,8 +158,9 @@ def _run(operator: Operator, dtype: str, *, rounded_to: str, strided: bool) -> d
         parameters = dict(call.named_parameters())
         for parameter in parameters.values():
             parameter.set_value(rounded(draw.standard_normal(parameter.shape), rounded_to))
-        call = call.astype(dtype)
-        parameters = dict(call.named_parameters())
+        for parameter in parameters.values():  # `Layer.astype` leaves them as they are on plugins' devices
+            low = parameter.detach().astype(dtype)
+            parameter.value().get_tensor()._share_data_with(low.value().get_tensor())
     output = call(*inputs.values(), *indices.values())
     upstream = rounded(np.asarray(draw.standard_normal(output.shape)), rounded_to)
     output.backward(paddle.to_tensor(upstream).astype(output.dtype))

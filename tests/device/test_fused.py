@@ -3,9 +3,9 @@
 import pytest
 
 from ppfleetx.nn.fused import TABLE
-from tests.gpu.test_precision import TOLERANCE, apart, run
+from tests.device.test_precision import TOLERANCE, apart, run
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.device
 
 ROWS = [(name, dtype) for name, row in TABLE.items() for dtype in row.types]
 
@@ -14,8 +14,8 @@ ROWS = [(name, dtype) for name, row in TABLE.items() for dtype in row.types]
 def test_an_operator_gives_what_its_composite_gives(alone, need_type, here, name, dtype):
     need_type(dtype)
     found = alone("fused:judge", name=name, dtype=dtype, device=here.device)
-    if not here.has_gpu and found["lacks"]:
-        pytest.skip(f"a CPU has no kernel {found['lacks']} for {dtype}")
+    if here.is_reference and found["lacks"]:
+        pytest.skip(f"the reference device has no kernel {found['lacks']} for {dtype}")
     if found["unfit"]:
         pytest.skip(f"flash attention: {found['unfit']}")
     assert found["said"] == "", "Model.fused_ops: auto leaves it out on this card"

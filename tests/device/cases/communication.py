@@ -6,15 +6,17 @@ import paddle
 import paddle.distributed as dist
 
 
-def every_collective(dtype: str, shape: list[int]) -> int:
+def every_collective(device: str, dtype: str, shape: list[int]) -> int:
     """Each against NumPy; number of ranks."""
+    paddle.set_device(device)
     from tests.distributed.cpu import cases
 
     return cases.every_collective(dtype, shape)
 
 
-def within_a_group(members: list[int], dtype: str) -> list[float]:
+def within_a_group(device: str, members: list[int], dtype: str) -> list[float]:
     """Sum over some of the ranks; ranks that are no members keep what they have."""
+    paddle.set_device(device)
     from tests.distributed.cpu import cases
 
     group = cases.group_of(members)
@@ -24,10 +26,11 @@ def within_a_group(members: list[int], dtype: str) -> list[float]:
     return x.astype("float32").tolist()
 
 
-def strided() -> str:
+def strided(device: str) -> str:
     """What becomes of a transposed view in a collective: ``refused``, or the sum's first row."""
     from tests.distributed.cpu import cases
 
+    paddle.set_device(device)
     cases.start()
     x = paddle.arange(6, dtype="float32").reshape([2, 3]).transpose([1, 0])
     assert not x.is_contiguous()

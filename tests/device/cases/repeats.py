@@ -13,8 +13,8 @@ from paddle.base import core
 
 from ppfleetx.distributed.tf32 import allow_tf32
 from ppfleetx.nn.flash import flash_attention, flash_obstacle
-from tests.gpu.cases.numbers import number, on
-from tests.gpu.place import DETERMINISTIC
+from tests.device.cases.numbers import number, on
+from tests.device.place import DETERMINISTIC
 from tests.operators.host_syncs import HostSyncs
 
 _TIMES = 5

@@ -1,0 +1,100 @@
+"""The reference device itself: late where a card is late, strict where a card is merciful, and right."""
+
+import pytest
+
+from tests.device.reference import NAME, environment, obstacle
+from tests.helpers.ranks import Pools
+
+pytestmark = pytest.mark.skipif(bool(obstacle()), reason=obstacle())
+CASES = "tests.device.cases.reference"
+LATE_US = 30_000
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    pools = Pools(device=NAME)
+
+    def run(size, function, options=None, **arguments):
+        pool = pools(size, **environment(**(options or {})))
+        return pool.run(f"{CASES}:{function}", **arguments)
+
+    yield run
+    pools.close()
+
+
+@pytest.fixture
+def broken():
+    """Like ``ranks``, for ranks whose device ends in an error; gives values and what the ranks printed."""
+    pools = Pools(device=NAME)
+
+    def run(size, function, options=None, **arguments):
+        pool = pools(size, **environment(timeout_s=2, **(options or {})))
+        values = pool.run(f"{CASES}:{function}", **arguments)
+        return values, [log.read_text() for log in pool._logs]
+
+    yield run
+    pools.close()
+
+
+def test_numbers_are_those_of_the_cpu(ranks):
+    assert max(ranks(1, "numbers")[0]) < 1e-5
+
+
+def test_kernels_run_behind_the_host(ranks):
+    (found,) = ranks(1, "launching_and_waiting", delay_us=10_000, count=20)
+    assert found["result"] == [21.0] * 8
+    assert found["waiting"] > 5 * found["launching"]
+    assert found["counters"]["kernel"][0] >= 20
+
+
+def test_memory_runs_out(ranks):
+    (found,) = ranks(1, "too_much_memory", limit=1 << 20)
+    assert "memory" in found["said"].lower() and found["then"] == [1.0] * 3
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_stream_that_does_not_wait_reads_too_early(ranks, waits):
+    expected = 3.0 if waits else 0.0
+    assert ranks(1, "streams", waits=waits, delay_us=LATE_US) == [[expected] * 4]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_sum_that_is_not_waited_for_is_read_too_early(ranks, waits):
+    first, second = ranks(2, "asynchronous_sum", waits=waits, delay_us=LATE_US)
+    assert (first, second) == (([3.0] * 4,) * 2 if waits else ([1.0] * 4, [2.0] * 4))
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_memory_that_is_still_read_is_poisoned_when_it_is_used_again(ranks, keeps):
+    ((total, other, _),) = ranks(1, "freed_too_early", {"poison": 1}, keeps=keeps)
+    assert other == 7.0
+    assert (total == 3.0) == keeps
+
+
+def test_ranks_that_do_different_things_are_named(broken):
+    values, logs = broken(2, "different_operations")
+    assert "OSError" in values
+    said = "".join(logs)
+    assert "all_reduce" in said and "broadcast" in said and "rank 1 of the group" in said
+
+
+@pytest.mark.parametrize("rendezvous", [0, 1])
+def test_sends_wait_for_their_receives_where_that_is_asked_for(broken, rendezvous):
+    values, _ = broken(2, "both_send_first", {"rendezvous": rendezvous})
+    assert ("OSError" in values) == bool(rendezvous)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "float64", "uint8"])
+def test_ascend_s_limits(broken, dtype):
+    values, _ = broken(2, "reduction", {"ascend": 1}, dtype=dtype)
+    assert values == (["OSError"] * 2 if dtype in ("float64", "uint8") else [""] * 2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int32", "int64", "float64", "uint8"])
+def test_reductions_of_each_type(ranks, dtype):
+    assert ranks(2, "reduction", dtype=dtype) == [""] * 2
+
+
+def test_an_error_of_the_device_stays(broken):
+    values, (log,) = broken(1, "failing_kernel")
+    assert values == [["OSError", "OSError"]] and "as the test asked for" in log
