@@ -1,8 +1,15 @@
 """The reference device itself: late where a card is late, strict where a card is merciful, and right."""
 
+import json
+import os
+import sys
+
 import pytest
 
 from tests.device.reference import NAME, environment, obstacle
+from tests.e2e.program import NANO
+from tests.e2e.resumption import write_corpus
+from tests.helpers import programs
 from tests.helpers.ranks import Pools
 
 pytestmark = pytest.mark.skipif(bool(obstacle()), reason=obstacle())
@@ -98,3 +105,23 @@ def test_reductions_of_each_type(ranks, dtype):
 def test_an_error_of_the_device_stays(broken):
     values, (log,) = broken(1, "failing_kernel")
     assert values == [["OSError", "OSError"]] and "as the test asked for" in log
+
+
+def test_a_training_as_the_page_has_it(tmp_path):
+    """A program of its own, which finds the device by its environment alone."""
+    write_corpus(tmp_path / "toy")
+    values = {
+        "Global.device": NAME,
+        "Data.Train.dataset.input_dir": tmp_path / "toy",
+        "Data.Eval.dataset.input_dir": tmp_path / "toy",
+        "Engine.save_load.output_dir": tmp_path / "run",
+    }
+    words = [word for key, value in values.items() for word in ("-o", f"{key}={value}")]
+    command = [sys.executable, "-m", "ppfleetx", "train", "-c", NANO, *words]
+    there = {**os.environ, **environment(poison=1, seed=7)}
+    done = programs.run(command, timeout=120, executed=True, cwd=tmp_path, env=there)
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = [
+        row["loss"] for row in map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    ]
+    assert all(loss < 7.0 for loss in steps) and len(steps) >= 8, "NaN where memory is read that nobody wrote"
