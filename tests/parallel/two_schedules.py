@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -54,8 +55,11 @@ def uses(plan: dict[str, Any], world_size: int, extra: dict[str, Any]) -> dict[s
 
     names, used, otherwise = ("linear_grad_add", "weight_cast"), Counter(), Counter()
 
-    def obstacle(name: str, dtype: str, **_: Any) -> str | None:
-        return None if name in names and dtype in fused.TABLE[name].types else "not here"
+    def obstacles(asked: Sequence[str], types: Sequence[str], **_: Any) -> dict[str, dict[str, str | None]]:
+        def one(name: str, dtype: str) -> str | None:
+            return None if name in names and dtype in fused.TABLE[name].types else "not here"
+
+        return {name: {dtype: one(name, dtype) for dtype in types} for name in asked}
 
     def add(x: Any, upstream: Any, total: Any, *_: Any) -> tuple[Any, None]:
         rows, columns = (t.astype("float32").reshape([-1, t.shape[-1]]) for t in (x, upstream))
@@ -74,7 +78,7 @@ def uses(plan: dict[str, Any], world_size: int, extra: dict[str, Any]) -> dict[s
         stack.enter_context(paddle.utils.unique_name.guard())
         stack.enter_context(emulated())
         for place, attribute, new in (
-            (fused, "obstacle", obstacle),
+            (fused, "obstacles", obstacles),
             (fused, "get_logger", lambda: SimpleNamespace(info=lines.append)),
             (_C_ops, "fused_linear_param_grad_add", add),
             (
