@@ -42,6 +42,10 @@ class OutOfMemoryError(RuntimeError):
     """No memory is left, here or on the card. Tools print its message and exit with code 5."""
 
 
+class DeviceError(RuntimeError):
+    """The card has reported an error. Tools print its message and exit with code 6."""
+
+
 class PeerEndedError(RuntimeError):
     """Another process of the job has ended, and this one cannot go on. The cause is reported there."""
 

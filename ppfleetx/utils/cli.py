@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from ppfleetx.config.errors import OutOfMemoryError, UserError
+from ppfleetx.config.errors import DeviceError, OutOfMemoryError, UserError
 from ppfleetx.utils.installed import not_installed
 from ppfleetx.utils.orphans import end_with_launcher
 from ppfleetx.utils.peers import end_with_peers, ended_peer_in, is_end_decided
@@ -24,6 +24,7 @@ EXIT_USER_ERROR = 2
 EXIT_PEER_LOST = 3
 EXIT_HUNG = 4
 EXIT_NO_MEMORY = 5
+EXIT_DEVICE = 6
 EXIT_INTERRUPTED = 130
 EXIT_READER_GONE = 141  # what a shell reports of a program that SIGPIPE has ended
 
@@ -92,10 +93,10 @@ def run_tool(main: Callable[[], int | None]) -> None:
     """Run a tool's ``main`` and end the process with its exit code.
 
     A :class:`UserError`, or a library that is not installed, is printed as one message and ends with code 2,
-    no memory left with code 5, the end of another process of the job with code 3, also where Paddle has
-    wrapped it into an error of its own. When the reader of standard output has gone (``| head -1``), nobody
-    wants the rest: the tool ends without a word, with code 141. Anything else is a defect of the program and
-    keeps its traceback.
+    no memory left with code 5, an error of the card with code 6, the end of another process of the job with
+    code 3, also where Paddle has wrapped it into an error of its own. When the reader of
+    standard output has gone (``| head -1``), nobody wants the rest: the tool ends without a word, with code
+    141. Anything else is a defect of the program and keeps its traceback.
     SIGTERM and SIGHUP end the process with a sentence, once what is under way has cleaned up behind itself,
     unless the tool has its own way, as training has with SIGTERM.
     Characters that the encoding of standard output lacks are written as escapes.
@@ -194,11 +195,11 @@ def _exit_code_of(error: Exception) -> int | None:
             _wait_for_the_launcher()
             _keep_exit_code()
         return EXIT_PEER_LOST
-    if isinstance(error, OutOfMemoryError):
+    if isinstance(error, OutOfMemoryError | DeviceError):
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.last_value = error  # what the other processes of the job are told as this one's end
         _keep_exit_code()
-        return EXIT_NO_MEMORY
+        return EXIT_NO_MEMORY if isinstance(error, OutOfMemoryError) else EXIT_DEVICE
     if isinstance(error, BrokenPipeError) and _reader_has_gone():
         _discard_output()
         return EXIT_READER_GONE

@@ -25,14 +25,18 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.utils.cli import EXIT_HUNG, EXIT_NO_MEMORY, EXIT_PEER_LOST, EXIT_USER_ERROR
+from ppfleetx.utils.cli import EXIT_DEVICE, EXIT_HUNG, EXIT_NO_MEMORY, EXIT_PEER_LOST, EXIT_USER_ERROR
 from ppfleetx.utils.start import START_VARIABLE, start_timeout
 
 _ANSWER_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
 _SAY_AFTER_SECONDS = 10.0  # a wait this long is said
 _FOREIGN_SECONDS = 60.0  # that another program may answer, until it is believed to stay
-_CAUSES = (EXIT_HUNG, EXIT_NO_MEMORY)  # which rank ends so is chance, and who follows it ends otherwise
+_CAUSES = (
+    EXIT_HUNG,
+    EXIT_NO_MEMORY,
+    EXIT_DEVICE,
+)  # which rank ends so is chance, and who follows it ends otherwise
 _SIGNALLED = 128  # a shell's code for a program that signal n has ended is 128 + n
 
 
@@ -72,7 +76,7 @@ def _controller() -> Any:
 
 def _end_with_conventional_code() -> None:
     """At the launcher's exit: 0 when its ranks did what a signal asked them to, else 128 + signal; what a
-    rank says of all of them (a hang, no memory), whichever that is."""
+    rank says of all of them (a hang, no memory, a broken card), whichever that is."""
     controller = _controller()
     if controller is None:
         return

@@ -18,9 +18,9 @@ from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.core.programs.device_errors import OF_EVALUATION, explained_device_errors
 from ppfleetx.core.programs.generate import check_checkpoint, find_tokenizer
 from ppfleetx.core.programs.launch import start_with, world_size
-from ppfleetx.core.programs.out_of_memory import OF_EVALUATION, explained_memory
 from ppfleetx.core.programs.perplexity import perplexity
 from ppfleetx.core.programs.watching import EVALUATION_DIR, watched
 from ppfleetx.data.tasks.evaluation import (
@@ -183,7 +183,7 @@ def evaluate(
     Raises:
         UserError: no such checkpoint, or it does not fit the model.
     """
-    with watched(cfg, ctx, EVALUATION_DIR), explained_memory(cfg, ctx, OF_EVALUATION):
+    with watched(cfg, ctx, EVALUATION_DIR), explained_device_errors(cfg, ctx, OF_EVALUATION):
         return _evaluate(cfg, ctx, windows)
 
 

@@ -19,8 +19,8 @@ from ppfleetx.checkpoint.foreign.ours import find_tokenizer_dir
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.core.programs.device_errors import OF_GENERATION, explained_device_errors
 from ppfleetx.core.programs.launch import start_with, world_size
-from ppfleetx.core.programs.out_of_memory import OF_GENERATION, explained_memory
 from ppfleetx.core.programs.sources import named_checkpoint
 from ppfleetx.core.programs.watching import GENERATION_DIR, watched
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
@@ -64,7 +64,7 @@ def generate(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], outpu
     Raises:
         UserError: checkpoint, tokenizer, prompts or options that cannot be generated with, in words.
     """
-    with watched(cfg, ctx, GENERATION_DIR), explained_memory(cfg, ctx, OF_GENERATION):
+    with watched(cfg, ctx, GENERATION_DIR), explained_device_errors(cfg, ctx, OF_GENERATION):
         _generate(cfg, ctx, prompts, output)
 
 

@@ -29,7 +29,7 @@ from ppfleetx.core.engine.saving import Saver
 from ppfleetx.core.engine.start import Start, find_start
 from ppfleetx.core.module.build import build_module
 from ppfleetx.core.programs.check import check_report
-from ppfleetx.core.programs.out_of_memory import OF_EVALUATION, explained_memory
+from ppfleetx.core.programs.device_errors import OF_EVALUATION, explained_device_errors
 from ppfleetx.core.programs.sources import named_checkpoint
 from ppfleetx.core.programs.token_ids import token_id_lines
 from ppfleetx.core.programs.watching import EVALUATION_DIR, watched
@@ -76,7 +76,7 @@ def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = 
             if ctx.is_main:
                 hold(cfg, stack)
         stack.enter_context(watched(cfg, ctx))
-        stack.enter_context(explained_memory(cfg, ctx))
+        stack.enter_context(explained_device_errors(cfg, ctx))
         return _train_in(output_dir_of(cfg), cfg, ctx, callbacks)
 
 
@@ -197,7 +197,7 @@ def evaluate(cfg: RunConfig, ctx: ParallelContext) -> list[EvalRecord]:
     """
     if cfg.Data.Eval is None:
         raise _without_data("evaluation", "Data.Eval.dataset.input_dir")
-    with watched(cfg, ctx, EVALUATION_DIR), explained_memory(cfg, ctx, OF_EVALUATION):
+    with watched(cfg, ctx, EVALUATION_DIR), explained_device_errors(cfg, ctx, OF_EVALUATION):
         return _evaluate(cfg, ctx)
 
 

@@ -1,4 +1,4 @@
-"""Out of memory: one message with what holds the memory and what would need less."""
+"""Errors of a card as one message: no memory left, with what would need less; and all others."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ppfleetx.config.errors import OutOfMemoryError
+from ppfleetx.config.errors import DeviceError, OutOfMemoryError
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.callbacks.utilization import device_name
 from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.device import kind_of
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.memory import CARD_PARTS
 from ppfleetx.planner.relief import reliefs
 from ppfleetx.planner.summary import run_prediction
+from ppfleetx.utils.hangs.places import raised_at
 from ppfleetx.utils.hangs.progress import PROGRESS
 
 _OF_PADDLE = (
@@ -29,6 +31,8 @@ _OF_PADDLE = (
 # place of the error says that it was the allocator's.
 _OF_PLUGIN, _ALLOCATOR = "CustomDevice error", re.compile(r"memory::allocation::\w+::AllocateImpl\(")
 _SAID = re.compile(r"Cannot (?:malloc|allocate)[^\n]*|Fail to alloc[^\n]*|Unable to allocate[^\n]*")
+_OF_DEVICE = re.compile(r"CustomDevice error, the error code is : \d+|(?:CUDA|XPU) error\(\d+\)[^\n(]*")
+_BLOCKING = {"gpu": "CUDA_LAUNCH_BLOCKING=1", "npu": "FLAGS_npu_blocking_run=1"}
 _CURES = 3
 _WORTH_SHOWING = 0.01
 
@@ -44,21 +48,45 @@ OF_GENERATION = (
 
 
 @contextmanager
-def explained_memory(cfg: RunConfig, ctx: ParallelContext, advice: str | None = None) -> Iterator[None]:
-    """Within, running out of memory is raised as one message.
+def explained_device_errors(
+    cfg: RunConfig, ctx: ParallelContext, advice: str | None = None
+) -> Iterator[None]:
+    """Within, errors of the card are raised as one message.
 
     Args:
         advice: what needs less; None: what the planner says of the training.
 
     Raises:
         OutOfMemoryError: this process, or the card, has none left.
+        DeviceError: the card has reported another error.
     """
     try:
         yield
     except Exception as error:
-        if not is_out_of_memory(error):
+        if is_out_of_memory(error):
+            raise OutOfMemoryError(message(error, cfg, ctx, advice)) from error
+        said = _OF_DEVICE.search(str(error)) if isinstance(error, (OSError, SystemError)) else None
+        if said is None:
             raise
-        raise OutOfMemoryError(message(error, cfg, ctx, advice)) from error
+        raise DeviceError(_device_message(said.group().strip(), error, ctx)) from error
+
+
+def _device_message(said: str, error: BaseException, ctx: ParallelContext) -> str:
+    """What the card says, when it was noticed, and what to do: it is later than the operation that failed."""
+    blocking = _BLOCKING.get(kind_of(ctx.device))
+    found = f" With {blocking} in the environment it is that operation." if blocking else ""
+    return (
+        f"{ctx.device} has failed ({_where(ctx)}): {said}\n"
+        f"It was noticed at {raised_at(error)}; the operation that failed may be an earlier one.{found}\n"
+        "Complete checkpoints are good: Engine.save_load.resume=auto goes on from the last one. If it fails "
+        "again at the same place, an operator is at fault; if not, the card or its driver (ppfleetx doctor)."
+    )
+
+
+def _where(ctx: ParallelContext) -> str:
+    rank = f"rank {ctx.rank}, " if ctx.world_size > 1 else ""
+    step = "" if PROGRESS.step is None else f", step {PROGRESS.step}"
+    return f"{rank}{PROGRESS.place}{step}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -75,13 +103,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def message(error: BaseException, cfg: RunConfig, ctx: ParallelContext, advice: str | None = None) -> str:
     """What ran out where, what holds the memory, and the cheapest settings that need less."""
-    where = f"rank {ctx.rank}, " if ctx.world_size > 1 else ""
-    step = "" if PROGRESS.step is None else f", step {PROGRESS.step}"
-    place = f"{where}{PROGRESS.place}{step}"
     found = _SAID.search(str(error))
     said = found.group().strip() if found else (str(error).strip().splitlines() or ["no memory is left"])[-1]
     rest = _holders_and_cures(cfg, ctx) if advice is None else [advice]
-    return "\n".join([f"out of memory ({place}): {said}", *rest])
+    return "\n".join([f"out of memory ({_where(ctx)}): {said}", *rest])
 
 
 def _holders_and_cures(cfg: RunConfig, ctx: ParallelContext) -> Iterator[str]:

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from ppfleetx.config.errors import OutOfMemoryError
+from ppfleetx.config.errors import DeviceError, OutOfMemoryError
 from ppfleetx.config.loader import load_config
-from ppfleetx.core.programs import out_of_memory
-from ppfleetx.core.programs.out_of_memory import explained_memory
+from ppfleetx.core.programs import device_errors
+from ppfleetx.core.programs.device_errors import explained_device_errors
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.planner.relief import reliefs
 from ppfleetx.planner.summary import run_prediction
@@ -38,7 +38,10 @@ def config(*overrides: str):
 @pytest.mark.parametrize("kind", [MemoryError, RuntimeError, OSError])
 def test_one_message_says_what_holds_the_memory_and_what_would_not(kind):
     cfg = config("Global.micro_batch_size=8", "Global.local_batch_size=8", "Global.global_batch_size=8")
-    with pytest.raises(OutOfMemoryError) as caught, explained_memory(cfg, ParallelContext.single("gpu")):
+    with (
+        pytest.raises(OutOfMemoryError) as caught,
+        explained_device_errors(cfg, ParallelContext.single("gpu")),
+    ):
         raise kind(PADDLE)
     first, holds, cheapest, *cures = str(caught.value).splitlines()
     assert first.startswith("out of memory (")
@@ -62,8 +65,8 @@ def test_one_message_says_what_holds_the_memory_and_what_would_not(kind):
     ],
 )
 def test_a_library_that_finds_no_memory_is_out_of_memory_too(text):
-    assert out_of_memory.is_out_of_memory(OSError(text))
-    assert not out_of_memory.is_out_of_memory(OSError("(External) CUBLAS error(7)."))
+    assert device_errors.is_out_of_memory(OSError(text))
+    assert not device_errors.is_out_of_memory(OSError("(External) CUBLAS error(7)."))
 
 
 _TRACE = """
@@ -85,27 +88,30 @@ ExternalError:  CustomDevice error, the error code is : {code}.  (at custom_devi
 def test_an_allocator_of_a_plugin_that_fails_is_out_of_memory(code):
     """It gives a number and no word of memory; another error of the device, with the same number, is none."""
     allocator = "paddle::memory::allocation::CustomAllocator::AllocateImpl(unsigned long)"
-    with pytest.raises(OutOfMemoryError) as caught, explained_memory(None, ParallelContext.single(), "Less."):
+    with (
+        pytest.raises(OutOfMemoryError) as caught,
+        explained_device_errors(None, ParallelContext.single(), "Less."),
+    ):
         raise OSError(_TRACE.format(code=code, place=allocator))
     assert f"code is : {code}" in str(caught.value).splitlines()[0]
     of_stream = _TRACE.format(code=code, place="phi::CustomDevice::SynchronizeStream(unsigned long, void*)")
     of_cuda = _TRACE.format(code=code, place=allocator).replace("CustomDevice error", "CUDA error")
-    assert not any(out_of_memory.is_out_of_memory(OSError(text)) for text in (of_stream, of_cuda))
+    assert not any(device_errors.is_out_of_memory(OSError(text)) for text in (of_stream, of_cuda))
 
 
 def test_the_card_is_that_of_the_run(monkeypatch):
     """On a V100 flash attention cannot run: its activations are larger than an A100's."""
     held = {}
     for name in ("NVIDIA A100-SXM4-80GB", "Tesla V100-SXM2-32GB"):
-        monkeypatch.setattr(out_of_memory, "device_name", lambda device, name=name: name)
+        monkeypatch.setattr(device_errors, "device_name", lambda device, name=name: name)
         cfg = config("Global.card=null")
-        told = out_of_memory.message(MemoryError("x"), cfg, ParallelContext.single("gpu"))
+        told = device_errors.message(MemoryError("x"), cfg, ParallelContext.single("gpu"))
         held[name] = re.search(r"activations ([\d.]+ \w+)", told).group(1)
     assert len(set(held.values())) == 2, held
 
 
 def test_other_errors_pass():
-    with pytest.raises(RuntimeError, match=r"^something else$"), explained_memory(None, None):
+    with pytest.raises(RuntimeError, match=r"^something else$"), explained_device_errors(None, None):
         raise RuntimeError("something else")
 
 
@@ -120,3 +126,19 @@ def test_each_cure_can_be_pasted_and_keeps_its_promise():
         kept = [one for one in sizes if one.split("=")[0] not in cure.options]
         after = run_prediction(config(*kept, *options), "gpu")
         assert before.fullest - after.fullest == pytest.approx(cure.saves, rel=1e-6), cure
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(_TRACE.format(code=2, place="phi::CustomDevice::SynchronizeStream(unsigned long, void*)")),
+        OSError("(External) CUDA error(700), an illegal memory access was encountered. (at enforce.h:327)"),
+    ],
+    ids=["plugin", "cuda"],
+)
+def test_an_error_of_the_card_is_one_message(error):
+    with pytest.raises(DeviceError) as caught, explained_device_errors(None, ParallelContext.single("npu")):
+        raise error
+    first, noticed, *_ = str(caught.value).splitlines()
+    assert first.startswith("npu has failed") and ("code is : 2" in first or "illegal memory" in first)
+    assert "test_device_errors.py" in noticed and "FLAGS_npu_blocking_run" in noticed
