@@ -74,6 +74,9 @@ def note_raised(error: Ended) -> Ended:
     return error
 
 
+_STORE_LOST = "TCP connection reset by peer"  # Paddle's words, of a ValueError
+
+
 def ended_peer_in(error: BaseException) -> PeerEndedError | None:
     """The end of a peer that is behind ``error``, if one is.
 
@@ -84,6 +87,8 @@ def ended_peer_in(error: BaseException) -> PeerEndedError | None:
             return one
         if _state.raised is not None and str(_state.raised) in str(one):
             return _state.raised
+        if _STORE_LOST in str(one):
+            return PeerEndedError("the store of the job is gone: rank 0, which keeps it, has ended")
     return None
 
 

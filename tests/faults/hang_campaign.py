@@ -43,7 +43,7 @@ class Case:
     Attributes:
         name: of the fault in ``hang_program.py``.
         rank: that it befalls.
-        said: pattern of the sentence.
+        said: pattern of the sentence; "": the ranks say none.
         codes: exit codes that the launcher may end with.
         reported: pattern of what ``ppfleetx hang-report`` says later; "": of the same, None: nothing.
     """
@@ -212,7 +212,7 @@ class Job:
         complaints = []
         if len(codes) < len(self.launchers):
             complaints.append(f"not ended after {limit:g} s")
-        if not fitting:
+        if self.case.said and not fitting:
             complaints.append(f"no such sentence, but {said}")
         if set(codes) - set(self.case.codes):
             complaints.append(f"exit codes {codes}")

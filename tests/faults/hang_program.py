@@ -168,6 +168,13 @@ def memory() -> None:
     before_step(act)
 
 
+def endless() -> None:
+    """The next collective of the reference device never ends on this rank."""
+    from tests.device.reference import Device
+
+    before_step(lambda engine: Device().set("hang_collective", 1))
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "stop": stop,
     "shapes": shapes,
@@ -180,6 +187,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "link": link,
     "kill": kill,
     "memory": memory,
+    "endless": endless,
 }
 
 
