@@ -29,7 +29,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def train(corpus):
-    """``train(plan, name, target, **arguments)``: results by rank. Each tensor is an allocation of its own."""
+    """``train(plan, directory, target, **arguments)``: results by rank. Each tensor is its own allocation."""
     pools = Pools(device=NAME, **environment(poison=1, timeout_s=5))
 
     def run(plan, directory, target="training:program", overrides=None, **arguments):
@@ -109,9 +109,7 @@ def test_memory_that_ends_is_one_message_and_nothing_is_lost(
 def test_a_save_needs_no_memory_of_the_card_or_says_so(train, tmp_path, plan, beside):
     """A save that finds none leaves no checkpoint that looks whole."""
     overrides = {"Engine.save_load.async_save": beside}
-    ended = train(
-        plan, tmp_path, "faults:train_until", overrides, moment="save", call=1, leaves=LEAST_BYTES
-    )
+    ended = train(plan, tmp_path, "faults:train_until", overrides, moment="save", call=1, leaves=LEAST_BYTES)
     names = {one.value["name"] for one in ended if one.value}
     assert names <= {"", "OutOfMemoryError"} and all(one.value for one in ended), ended
     if names == {""}:
