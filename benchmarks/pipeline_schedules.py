@@ -84,9 +84,9 @@ def _let_sleep(runner: Any, seconds: float, *, in_two_parts: bool) -> None:
     [block] = [layer for layer in runner.model.sublayers() if isinstance(layer, Block)]
     let_sleep(block, forward=seconds, backward=seconds if in_two_parts else 2 * seconds)
     if in_two_parts:
-        products = runner._pipeline._products
-        run_next = products.run_next
-        products.run_next = lambda: (time.sleep(seconds), run_next())
+        matmul = runner._pipeline._matmul
+        run_next = matmul.run_next
+        matmul.run_next = lambda: (time.sleep(seconds), run_next())
 
 
 if __name__ == "__main__":

@@ -20,10 +20,9 @@ def without_place(cfg: RunConfig) -> dict[FusedName, Reason]:
     if not mixed.enable:
         return {}
     names: tuple[FusedName, ...] = ("linear_grad_add", "weight_cast")
-    other = next(_other_products(cfg), None)
-    if other is not None:
-        key, why = other
-        return dict.fromkeys(names, ((key,), why))
+    if cfg.Compress.quantization is not None:
+        why = "layers multiply by weights that are rounded for each product"
+        return dict.fromkeys(names, (("Compress.Quantization.enable",), why))
     found: dict[FusedName, Reason] = {}
     if mixed.level == "O1":
         found["linear_grad_add"] = (
@@ -41,18 +40,6 @@ def without_place(cfg: RunConfig) -> dict[FusedName, Reason]:
         key = "Distributed.sharding.sharding_stage"
         found["weight_cast"] = (key,), "stage 3 drops values after each use, and copies of them would stay"
     return found
-
-
-def _other_products(cfg: RunConfig) -> Iterator[tuple[str, str]]:
-    """Options under which layers multiply by their weights in a way of their own: (key, what it does)."""
-    distributed = cfg.Distributed
-    if distributed.pp_schedule == "zb_h1":
-        yield "Distributed.pp_schedule", "zb_h1 computes the gradients of weights apart from the others"
-    for name in ("mp_async_allreduce", "sp_async_reduce_scatter"):
-        if getattr(distributed, name):
-            yield f"Distributed.{name}", f"{name} computes the gradients of weights while a sum travels"
-    if cfg.Compress.quantization is not None:
-        yield "Compress.Quantization.enable", "layers multiply by weights that are rounded for each product"
 
 
 def fused_violations(cfg: RunConfig) -> Iterator[RuleError]:

@@ -26,7 +26,7 @@ class BasicModule(ABC):
 
     loss_in_pieces = False
     """Whether :meth:`loss` only hands ``outputs`` on to the factory's ``token_loss`` or ``token_scores``, as
-    ``Model.loss_chunks`` needs: they may then be a :class:`~ppfleetx.nn.pieces.LogitsInPieces`."""
+    ``Model.loss_chunks`` needs: they may then be a :class:`~ppfleetx.nn.chunked_loss.LogitsInPieces`."""
 
     def __init__(self, cfg: RunConfig) -> None:
         self.cfg = cfg

@@ -18,11 +18,11 @@ from paddle import distributed, nn
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.factory import SequenceSplit, TensorParallelFactory
 from ppfleetx.nn.init import Init
-from ppfleetx.nn.products import Exchange, Finish
+from ppfleetx.nn.matmul import Exchange, Finish
 
 
 class WholeInput:
-    """An :class:`~ppfleetx.nn.products.Exchange` of ranks that all hold the input whole."""
+    """An :class:`~ppfleetx.nn.matmul.Exchange` of ranks that all hold the input whole."""
 
     gathers_again = False
 
@@ -41,7 +41,7 @@ class WholeInput:
 
 
 class ScatteredInput:
-    """An :class:`~ppfleetx.nn.products.Exchange` of ranks of which each holds a part of the positions.
+    """An :class:`~ppfleetx.nn.matmul.Exchange` of ranks of which each holds a part of the positions.
 
     Args:
         group: the ranks.
@@ -95,12 +95,12 @@ class OverlappingFactory(TensorParallelFactory):
 
     def _forward_of(self, layer: nn.Layer) -> Callable[[paddle.Tensor], paddle.Tensor]:
         def forward(x: paddle.Tensor) -> paddle.Tensor:
-            return self.products.column(x, layer.weight, layer.bias, self._exchange)
+            return self.matmul.column(x, layer.weight, layer.bias, self._exchange)
 
         return forward
 
     def tied_logits(self, hidden: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
-        return self.products.column(hidden, weight, None, self._exchange, is_transposed=True)
+        return self.matmul.column(hidden, weight, None, self._exchange, is_transposed=True)
 
 
 def overlapping_factory(ctx: ParallelContext, *, gathers_again: bool) -> OverlappingFactory:

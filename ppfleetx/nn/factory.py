@@ -25,9 +25,9 @@ from ppfleetx.nn.init import Constant, Init, Normal
 from ppfleetx.nn.linear import Linear
 from ppfleetx.nn.lora import LoraBranch
 from ppfleetx.nn.loss import TellRows, parallel_token_loss, token_loss
+from ppfleetx.nn.matmul import Matmul
 from ppfleetx.nn.norm import RMSNorm
 from ppfleetx.nn.panels import InferenceLinear
-from ppfleetx.nn.products import Products
 from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedLinear
 from ppfleetx.nn.scores import parallel_token_scores, token_scores
 from ppfleetx.nn.stage import ParamInfo
@@ -99,7 +99,7 @@ class LocalFactory:
         tell_rows: is told the loss of each row that ``token_loss`` computes; None: nobody is.
         keeps_weights: whether weights stay what and where they are once they have been used.
         group: tensor-parallel ranks, which share the columns of logits; None: this rank has all of them.
-        products: how the layers that are made here multiply by their weights.
+        matmul: multiplies by the weights of the layers that are made here.
         fused: the fused operators that its layers take.
     """
 
@@ -110,7 +110,7 @@ class LocalFactory:
     tell_rows: TellRows | None = None
 
     def __init__(self, sequence_split: SequenceSplit | None = None) -> None:
-        self.sequence_split, self.products = sequence_split, Products()
+        self.sequence_split, self.matmul = sequence_split, Matmul()
 
     def local_count(self, count: int, what: str) -> int:
         return count
@@ -131,7 +131,7 @@ class LocalFactory:
 
     def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
         sizes, drop = matrix_info(linear).local_shape, self.dropout(cfg.dropout)
-        branch = LoraBranch(*sizes, rank=cfg.rank, scale=cfg.scale, dropout=drop, products=self.products)
+        branch = LoraBranch(*sizes, rank=cfg.rank, scale=cfg.scale, dropout=drop, matmul=self.matmul)
         describe(branch.a, lora_init(linear), "lora")
         describe(branch.b, Constant(0.0), "lora")
         return branch
@@ -147,7 +147,7 @@ class LocalFactory:
 
     def _linear(self, in_features: int, out_features: int, init: Init, bias: bool, kind: str) -> nn.Layer:
         layer = self.linear_cls(in_features, out_features, bias=bias)
-        layer.linear = self.products.linear
+        layer.linear = self.matmul.linear
         describe(layer.weight, init, kind)
         if bias:
             describe(layer.bias, Constant(0.0), "bias")
@@ -201,7 +201,7 @@ class LocalFactory:
         return hidden
 
     def tied_logits(self, hidden: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
-        return self.products.transposed(self.enter_head(hidden), weight)
+        return self.matmul.transposed(self.enter_head(hidden), weight)
 
     def local_positions(self, ids: paddle.Tensor) -> paddle.Tensor:
         return ids if self.sequence_split is None else self.sequence_split.take(ids)
@@ -292,7 +292,7 @@ class TensorParallelFactory(LocalFactory):
             gather_output=False,
             mp_group=self.group,
         )
-        layer.linear = self.products.linear
+        layer.linear = self.matmul.linear
         describe_slice(layer.weight, 1, self.group, init, kind)
         if bias:
             describe_slice(layer.bias, 0, self.group, Constant(0.0), "bias")
@@ -311,7 +311,7 @@ class TensorParallelFactory(LocalFactory):
             input_is_parallel=True,
             mp_group=self.group,
         )
-        layer.linear = self.products.linear
+        layer.linear = self.matmul.linear
         describe_slice(layer.weight, 0, self.group, init, "matrix")
         if bias:
             describe(layer.bias, Constant(0.0), "bias")
@@ -353,7 +353,7 @@ class TensorParallelFactory(LocalFactory):
             scale=cfg.scale,
             dropout=self.dropout(cfg.dropout, inside_heads=has_sliced_input),
             join=self._sum_parts if has_sliced_input else self._for_sliced_output,
-            products=self.products,
+            matmul=self.matmul,
         )
         sliced, whole, dim = (branch.a, branch.b, 0) if has_sliced_input else (branch.b, branch.a, 1)
         init = {id(branch.a): lora_init(linear), id(branch.b): Constant(0.0)}

@@ -13,11 +13,9 @@ from ppfleetx.nn import kernels, mlp, norm
 from ppfleetx.nn.flash import packed_flash_attention
 from ppfleetx.nn.fused import FusedOps
 from ppfleetx.nn.kernels import KernelOptions
-from ppfleetx.nn.main_gradients import AddingProducts
-from ppfleetx.nn.products import Products
+from ppfleetx.nn.matmul import Matmul
 from ppfleetx.nn.rope import RotaryEmbedding
 from ppfleetx.nn.trials_apart import Pairs
-from ppfleetx.nn.weight_casts import CastOnceProducts
 
 Function = Callable[..., paddle.Tensor]
 
@@ -76,11 +74,11 @@ def linear_grad_add(dtype: str) -> Pairs:
     """Two products with one weight: the sum of its gradients, and the gradients of the inputs."""
     weight, bias, *inputs = _random(dtype, [16, 24], [24], [3, 2, 16], [5, 16])
     sums, gradients = [], []
-    for products in (AddingProducts(FusedOps({"linear_grad_add": [dtype]})), Products()):
+    for matmul in (Matmul(fused=FusedOps({"linear_grad_add": [dtype]})), Matmul()):
         matrix, vector, *leaves = (_leaf(tensor) for tensor in (weight, bias, *inputs))
         with paddle.enable_grad():
             for leaf in leaves:
-                products.linear(leaf, matrix, vector).square().sum().backward()
+                matmul.linear(leaf, matrix, vector).square().sum().backward()
         main = getattr(matrix, "main_grad", None)
         sums.append(matrix.grad.astype("float32") if main is None else main)
         gradients.append([vector.grad, *(leaf.grad for leaf in leaves)])
@@ -91,13 +89,13 @@ def linear_grad_add(dtype: str) -> Pairs:
 def weight_cast(dtype: str) -> Pairs:
     """Two products with the copy of one weight: its gradient, and that of a weight converted for each."""
     weight, *inputs = _random("float32", [16, 24], [3, 16], [5, 16])
-    kept = CastOnceProducts(dtype)
+    kept = Matmul(cast_to=dtype)
     rows = [x.astype(dtype) for x in inputs]
     one, other = EagerParamBase.from_tensor(weight), _leaf(weight)
     with paddle.enable_grad(), kept.kept():
         for x in rows:
             kept.linear(x, one).sum().backward()
-            Products().linear(x, other.astype(dtype)).sum().backward()
+            Matmul().linear(x, other.astype(dtype)).sum().backward()
     yield one.grad, other.grad
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import paddle
 from paddle import nn
 
-from ppfleetx.nn.products import Products
+from ppfleetx.nn.matmul import Matmul
 
 
 class Linear(nn.Layer):
@@ -17,7 +17,7 @@ class Linear(nn.Layer):
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
         super().__init__()
-        self.linear = Products().linear
+        self.linear = Matmul().linear
         zeros = nn.initializer.Constant(0.0)  # the real values come from build_stage
         self.weight = self.create_parameter([in_features, out_features], default_initializer=zeros)
         self.bias = self.create_parameter([out_features], is_bias=True) if bias else None

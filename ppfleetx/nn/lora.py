@@ -14,7 +14,7 @@ import paddle
 from paddle import nn
 
 from ppfleetx.config.sections.lora import LoraConfig
-from ppfleetx.nn.products import Products
+from ppfleetx.nn.matmul import Matmul
 from ppfleetx.nn.stage import LayerFactory, NameOf, Stage, ask_for_gradient
 
 
@@ -27,7 +27,7 @@ class LoraBranch(nn.Layer):
         scale: factor of the result.
         dropout: of the input.
         join: from what A gives here to what B takes here; None: the same.
-        products: multiply by A and B.
+        matmul: multiplies by A and B.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class LoraBranch(nn.Layer):
         scale: float,
         dropout: nn.Layer,
         join: Callable[[paddle.Tensor], paddle.Tensor] | None = None,
-        products: Products | None = None,
+        matmul: Matmul | None = None,
     ) -> None:
         super().__init__()
         zeros = nn.initializer.Constant(0.0)  # the real values come from build_stage
         self.a = self.create_parameter([in_features, rank], default_initializer=zeros)
         self.b = self.create_parameter([rank, out_features], default_initializer=zeros)
         self.scale, self.dropout, self.join = scale, dropout, join
-        self._linear = (products or Products()).linear
+        self._linear = (matmul or Matmul()).linear
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         """``scale * dropout(x) A B``, which is added to the linear: ``[..., in]`` to ``[..., out]``."""

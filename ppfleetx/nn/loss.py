@@ -18,7 +18,7 @@ import paddle.nn.functional as F
 from paddle import _C_ops
 from paddle.autograd import PyLayer
 
-from ppfleetx.nn.pieces import LogitsInPieces
+from ppfleetx.nn.chunked_loss import LogitsInPieces
 
 TellRows = Callable[[paddle.Tensor], None]
 """Is told the loss sum of each row of a micro batch, ``[b]``, without a gradient."""

@@ -14,7 +14,7 @@ from typing import Any
 import paddle
 
 from ppfleetx.distributed.collectives import sum_gathered
-from ppfleetx.nn.pieces import LogitsInPieces
+from ppfleetx.nn.chunked_loss import LogitsInPieces
 
 # Rows of logits looked at together: the temporaries of a whole batch would be as large as its logits.
 _BLOCK_ROWS = 128

@@ -21,6 +21,7 @@ from ppfleetx.nn.init import Init, draw
 if TYPE_CHECKING:
     from ppfleetx.config.sections.compress import Form, QuantizationConfig
     from ppfleetx.config.sections.lora import LoraConfig
+    from ppfleetx.nn.matmul import Matmul
 
 NameOf = Callable[[str], str]
 """Canonical name of what lies at a path within a layer."""
@@ -103,9 +104,11 @@ class LayerFactory(Protocol):
         tell_rows: is told the loss of each row that :meth:`token_loss` computes; None: nobody is.
         group: ranks that share the columns of logits; None: this rank has all of them.
         fused: the fused operators that its layers take.
+        matmul: multiplies by the weights of its layers.
     """
 
     fused: FusedOps
+    matmul: Matmul
     tell_rows: Callable[[paddle.Tensor], None] | None
     group: Any
 

@@ -9,7 +9,6 @@ import paddle
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fused_products import without_place
-from ppfleetx.config.sections.engine import MixedPrecisionConfig
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.device import groups_messages
@@ -19,11 +18,9 @@ from ppfleetx.nn.column_overlap import overlapping_factory
 from ppfleetx.nn.factory import layer_factory
 from ppfleetx.nn.fake_quant import with_quantizers
 from ppfleetx.nn.fused import FusedOps, choose, say
-from ppfleetx.nn.main_gradients import AddingProducts
-from ppfleetx.nn.products import Products, SplitProducts
+from ppfleetx.nn.matmul import Matmul
 from ppfleetx.nn.quantized import with_small_weights
 from ppfleetx.nn.stage import LayerFactory, Stage
-from ppfleetx.nn.weight_casts import CastOnceProducts
 from ppfleetx.optims.adamw import Optimizer
 from ppfleetx.optims.build import build_optimizer
 from ppfleetx.parallel.first_values import give_values
@@ -59,8 +56,8 @@ def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, tr
     if train and (cfg.Distributed.mp_async_allreduce or cfg.Distributed.sp_async_reduce_scatter):
         factory = overlapping_factory(ctx, gathers_again=cfg.Distributed.recompute_allgather)
     factory.fused = _fused_ops(cfg, ctx, train)
-    if train and cfg.Engine.mix_precision.enable:
-        factory.products = _products(cfg.Engine.mix_precision, factory.fused)
+    if train:
+        factory.matmul = _matmul(cfg, ctx, factory.fused)
     build = _pipeline_runner if ctx.size_of("pp") > 1 else _local_runner
     return build(module, factory, cfg, ctx, train)
 
@@ -76,11 +73,12 @@ def _fused_ops(cfg: RunConfig, ctx: ParallelContext, train: bool) -> FusedOps:
     return ops
 
 
-def _products(mixed: MixedPrecisionConfig, ops: FusedOps) -> Products:
-    """How layers in 16 bits multiply by their weights."""
-    if "linear_grad_add" in ops.taken:
-        return AddingProducts(ops)
-    return CastOnceProducts(mixed.dtype) if "weight_cast" in ops.taken else Products()
+def _matmul(cfg: RunConfig, ctx: ParallelContext, ops: FusedOps) -> Matmul:
+    """How layers multiply by their weights."""
+    mixed = cfg.Engine.mix_precision
+    casts = mixed.enable and "weight_cast" in ops.taken
+    defers = ctx.size_of("pp") > 1 and ctx.plan.pp_schedule == "zb_h1"
+    return Matmul(cast_to=mixed.dtype if casts else None, fused=ops, defers=defers)
 
 
 def _local_runner(
@@ -105,9 +103,6 @@ def _pipeline_runner(
     from ppfleetx.parallel.pipeline import PipelineLoss, PipelineRunner, StagePipeline, tied_group
     from ppfleetx.parallel.two_stages import interleave_two_stages
 
-    products = SplitProducts() if train and ctx.plan.pp_schedule == "zb_h1" else None
-    if products is not None:
-        factory.products = products
     options, stages, loss = (
         _step_options(cfg, factory),
         _stages(module, factory, cfg),
@@ -116,9 +111,9 @@ def _pipeline_runner(
     model = StagePipeline(stages, ctx.plan, loss)
     tied = tied_group(stages, ctx)
     if cfg.Distributed.overlap_p2p_comm:
-        pipeline = AsyncPipeline(model, products)
-    elif products is not None:
-        pipeline = ListedPipeline(model, products)
+        pipeline = AsyncPipeline(model, factory.matmul)
+    elif factory.matmul.defers:
+        pipeline = ListedPipeline(model, factory.matmul)
     elif ctx.size_of("pp") == 2 and ctx.plan.virtual_pp_degree > 1:
         pipeline = interleave_two_stages(model, cfg.batch.accumulate_steps)
     else:
@@ -144,8 +139,7 @@ def _stages(module: BasicModule, factory: LayerFactory, cfg: RunConfig) -> list[
 def _step_options(cfg: RunConfig, factory: LayerFactory) -> StepOptions:
     clip = cfg.Optimizer.grad_clip
     precision = Precision(cfg.Engine.mix_precision)
-    if isinstance(factory.products, CastOnceProducts):
-        precision.keeps_casts = factory.products.kept
+    precision.keeps_casts = factory.matmul.kept
     return StepOptions(cfg.Global.seed, clip.clip_norm if clip else 0.0, precision)
 
 

@@ -15,15 +15,15 @@ from typing import Any
 from paddle.distributed.fleet.meta_parallel import PipelineLayer
 
 from ppfleetx.config.schedules import Pass
-from ppfleetx.nn.products import SplitProducts
+from ppfleetx.nn.matmul import Matmul
 from ppfleetx.parallel.listed_pipeline import ListedPipeline, Receive
 
 
 class AsyncPipeline(ListedPipeline):
     """A :class:`ListedPipeline` that does not wait for what it sends, and asks early for what it needs."""
 
-    def __init__(self, model: PipelineLayer, products: SplitProducts | None) -> None:
-        super().__init__(model, products)
+    def __init__(self, model: PipelineLayer, matmul: Matmul) -> None:
+        super().__init__(model, matmul)
         self._upstream: Receive | None = None
 
     def _forward(self, data: Iterator[Any], work: Pass) -> None:

@@ -25,7 +25,7 @@ from paddle.distributed.fleet.meta_parallel import PipelineLayer, PipelineParall
 from paddle.distributed.fleet.meta_parallel.pp_utils import p2p_communication as p2p
 
 from ppfleetx.config.schedules import Pass, order_of
-from ppfleetx.nn.products import SplitProducts
+from ppfleetx.nn.matmul import Matmul
 
 
 @dataclass
@@ -58,14 +58,14 @@ class ListedPipeline(PipelineParallel):
 
     Args:
         model: this rank's stages.
-        products: the products of these stages, which leave the gradients of weights for later: ZB-H1. None:
-            1F1B.
+        matmul: multiplies by the weights of these stages. Where it leaves their gradients for later, the
+            order is ZB-H1's, else that of 1F1B.
     """
 
-    def __init__(self, model: PipelineLayer, products: SplitProducts | None) -> None:
+    def __init__(self, model: PipelineLayer, matmul: Matmul) -> None:
         hcg = fleet.get_hybrid_communicate_group()
         super().__init__(layers=model, hcg=hcg, strategy=fleet.fleet._user_defined_strategy)
-        self._products = products
+        self._matmul = matmul
         self._is_first, self._is_last = self.is_pipeline_first_stage(), self.is_pipeline_last_stage()
         self._following: dict[Pass, Pass] = {}
         self._under_way: deque[tuple[Any, Any]] = deque()
@@ -78,7 +78,7 @@ class ListedPipeline(PipelineParallel):
         order = self._begin_passes()
         for work in order:
             if work.part == "W":
-                self._products.run_next()
+                self._matmul.run_next()
             elif work.part == "F":
                 self._forward(data, work)
             else:
@@ -90,9 +90,8 @@ class ListedPipeline(PipelineParallel):
         self.user_hooks_enabled = True
         self.scaler, self.total_loss, self.micro_batch_id = None, None, 0
         self._under_way.clear()
-        if self._products is not None:
-            self._products.begin()
-        schedule = "1f1b" if self._products is None else "zb_h1"
+        self._matmul.begin()
+        schedule = "zb_h1" if self._matmul.defers else "1f1b"
         order = order_of(schedule, self.stage_id, self.num_stages, self.accumulate_steps)
         self._following = dict(pairwise(work for work in order if work.part != "W"))
         self._input = self._fetch_input()
@@ -131,8 +130,8 @@ class ListedPipeline(PipelineParallel):
     def _input_gradient(self, upstream: Any, work: Pass) -> tuple[paddle.Tensor, ...] | None:
         """The gradient of the oldest forward pass's input; with ZB-H1 weights get theirs later."""
         gradient = self._backward_step(*self._under_way.popleft(), upstream, step_id=work.micro)
-        if self._products is not None:
-            self._products.end_backward()
+        if self._matmul.defers:
+            self._matmul.end_backward()
         return gradient
 
     def _fetch_input(self) -> Receive | None:

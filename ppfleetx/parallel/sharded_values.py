@@ -17,7 +17,7 @@ from paddle import distributed
 from paddle.autograd import PyLayer
 
 from ppfleetx.distributed.collectives import begins_of
-from ppfleetx.nn.pieces import LogitsInPieces, PieceHead
+from ppfleetx.nn.chunked_loss import LogitsInPieces, PieceHead
 
 
 class Owning(Protocol):

@@ -18,7 +18,7 @@ from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.random import DropoutStreams
 from ppfleetx.distributed.together import gather
 from ppfleetx.distributed.transfer import note_micro_batch, read, upload_all
-from ppfleetx.nn.pieces import PieceHead
+from ppfleetx.nn.chunked_loss import PieceHead
 from ppfleetx.parallel.activation_scales import ActivationScales
 from ppfleetx.parallel.grad_sync import GradientSync
 from ppfleetx.parallel.precision import Precision

@@ -321,7 +321,7 @@ def _head_tape(case: Case) -> Tape:
 
 
 def _loss_in_pieces(s: _Sizes, source: str, columns: float) -> Step:
-    """Head and loss of ``Model.loss_chunks``: gradients are made in the forward pass (``nn/pieces.py``)."""
+    """Head and loss of ``Model.loss_chunks``, whose gradients are made in the forward pass."""
     model, t = s.model, s.case.plan.mp
     piece = s.tokens * columns / min(model.loss_chunks, s.case.seq_len / s.case.plan.sep)
     wide = 4.0 * piece

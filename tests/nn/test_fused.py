@@ -24,9 +24,8 @@ from ppfleetx.nn import flash, fused_trials, kernels
 from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.fused import TABLE, FusedOps, choose
 from ppfleetx.nn.init import Normal
-from ppfleetx.nn.main_gradients import AddingProducts
+from ppfleetx.nn.matmul import Matmul
 from ppfleetx.nn.trials_apart import difference
-from ppfleetx.nn.weight_casts import CastOnceProducts
 from ppfleetx.parallel import apply
 from tests.helpers.low_precision import emulated
 
@@ -141,6 +140,7 @@ def test_trials_are_without_tf32_whatever_is_allowed():
 def test_a_model_trains_with_them_as_without(calls, recompute, monkeypatch):
     model = {
         "num_layers": 2,
+        "tie_word_embeddings": False,  # only 16-bit parameters join what lookups and products give
         "position_embedding_type": "rope",
         "rotary_percent": 0.5,
         "qk_layernorm": True,
@@ -248,15 +248,15 @@ def test_weights_at_o2_get_their_gradients_in_float32(calls, monkeypatch):
         monkeypatch.undo()
     np.testing.assert_allclose(results[0], results[1], rtol=2e-3)
     assert results[0] != results[1]
-    # Four linears a layer, two layers, two micro batches, two steps.
-    assert calls["fused_linear_param_grad_add"] == 4 * 2 * 2 * 2
+    # Four linears a layer, two layers, and the head; two micro batches, two steps.
+    assert calls["fused_linear_param_grad_add"] == (4 * 2 + 1) * 2 * 2
 
 
 def test_weights_at_o1_are_converted_once_a_step(monkeypatch):
     """To the last bit what conversions in every product give."""
     results, made = [], []
-    init = CastOnceProducts.__init__
-    monkeypatch.setattr(CastOnceProducts, "__init__", lambda self, *a: made.append(self) or init(self, *a))
+    init = Matmul.__init__
+    monkeypatch.setattr(Matmul, "__init__", lambda self, **a: made.append(self) or init(self, **a))
     with emulated():
         for taken in ({}, {"weight_cast": ("float16",)}):
             monkeypatch.setattr(apply, "choose", lambda *_, taken=taken: FusedOps(taken))
@@ -264,7 +264,7 @@ def test_weights_at_o1_are_converted_once_a_step(monkeypatch):
         assert difference(fused_trials.weight_cast, "float16") is None
     assert results[0] == results[1]
     # Weight and bias of four linears in each of two layers, and the head; two steps and an evaluation.
-    assert [products.num_casts for products in made] == [(2 * 4 * 2 + 1) * 3, 1]
+    assert [casts for matmul in made if (casts := matmul.uses["casts"])] == [(2 * 4 * 2 + 1) * 3, 1]
 
 
 QUANTIZATION = "Compress.Quantization"
@@ -299,7 +299,7 @@ def test_the_search_for_what_is_not_finite_sees_gradients_that_products_add(call
     layer = LocalFactory().whole_linear(3, 4, init=Normal(1.0), bias=True)
     layer.weight.info = replace(layer.weight.info, name="weight")
     layer.bias.info = replace(layer.bias.info, name="bias")
-    layer.linear = AddingProducts(FusedOps({"linear_grad_add": ("float32",)})).linear
+    layer.linear = Matmul(fused=FusedOps({"linear_grad_add": ("float32",)})).linear
     x = paddle.ones([2, 3])
     with NonFiniteSearch([(0, layer)]) as search:
         (layer(x) * wrong).sum().backward()

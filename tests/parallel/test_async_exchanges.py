@@ -12,13 +12,14 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.config.plan import ParallelPlan as Plan
 from tests.helpers.ranks import Pools
 from tests.parity.comparison import fields_of
-from tests.parity.training import CONFIG
+from tests.parity.training import CONFIG, GLOBAL_BATCH
 
 REDUCES = {"Distributed.mp_async_allreduce": True}
 SCATTERS = {"Distributed.sp_async_reduce_scatter": True}
 SENDS = {"Distributed.overlap_p2p_comm": True}
 GATHERS = {**SCATTERS, "Distributed.recompute_allgather": True}
 ADAPTERS = {"Model.lora.rank": 2}
+CHUNKS = {"Model.loss_chunks": 3}
 RECOMPUTES = {"Model.use_recompute": True, "Model.hidden_dropout_prob": 0.1}
 SEQUENCE = ["Distributed.mp_degree=2", "Model.sequence_parallel=True"]
 VIRTUAL = ["Distributed.pp_degree=2", "Model.virtual_pp_degree=2", "Model.num_layers=4"]
@@ -94,37 +95,59 @@ def test_no_bit_changes(pools: Pools, plan: Plan, model: str, extra: dict, keys:
 
 
 O1, O2 = HALVES[:2]
+ZERO_BUBBLE = Plan(pp=2, pp_schedule="zb_h1")
 
 
 @pytest.mark.parametrize(
-    ("plan", "extra", "taken"),
+    ("plan", "extra", "taken", "more"),
     [
-        (Plan(mp=2), O1, ["weight_cast"]),
-        (Plan(mp=2), O2, ["linear_grad_add"]),
-        (Plan(mp=2), {**O2, "Engine.mix_precision.main_grad_fp32": False}, []),
-        (Plan(mp=2), {**O1, "Engine.mix_precision.custom_black_list": "[matmul]"}, []),
-        (Plan(sharding=2, sharding_stage=3), O1, []),
-        (Plan(mp=2), {**O1, **REDUCES}, []),
-        (Plan(mp=2), {**O2, **REDUCES}, []),
-        (SPLIT, {**O1, **SCATTERS}, []),
-        (Plan(mp=2), {**O1, "Compress.Quantization.enable": True}, []),
-        (Plan(pp=2), O1, ["weight_cast"]),
-        (Plan(pp=2, pp_schedule="zb_h1"), O1, []),
-        (Plan(pp=2, pp_schedule="zb_h1"), O2, []),
+        (Plan(mp=2), O1, ["weight_cast"], []),
+        (Plan(mp=2), O2, ["linear_grad_add"], []),
+        (Plan(mp=2), {**O2, "Engine.mix_precision.main_grad_fp32": False}, [], []),
+        (Plan(mp=2), {**O1, "Engine.mix_precision.custom_black_list": "[matmul]"}, [], []),
+        (Plan(sharding=2, sharding_stage=3), O1, [], []),
+        (Plan(sharding=2, sharding_stage=3), O2, ["linear_grad_add"], []),
+        (Plan(mp=2), {**O1, **REDUCES}, ["weight_cast"], ["overlapped"]),
+        (Plan(mp=2), {**O2, **REDUCES}, ["linear_grad_add"], ["overlapped"]),
+        (Plan(mp=2), {**O2, **REDUCES, **CHUNKS}, ["linear_grad_add"], ["overlapped"]),
+        (SPLIT, {**O1, **SCATTERS}, ["weight_cast"], ["overlapped"]),
+        (SPLIT, {**O2, **GATHERS, **RECOMPUTES}, ["linear_grad_add"], ["overlapped"]),
+        (Plan(mp=2), {**O1, "Compress.Quantization.enable": True}, [], []),
+        (Plan(pp=2), O1, ["weight_cast"], []),
+        (ZERO_BUBBLE, O1, ["weight_cast"], ["deferred"]),
+        (ZERO_BUBBLE, O2, ["linear_grad_add"], ["deferred"]),
+        (ZERO_BUBBLE, {**O2, **CHUNKS}, ["linear_grad_add"], ["deferred"]),
+        (ZERO_BUBBLE, {**O1, **CHUNKS}, ["weight_cast"], ["deferred"]),
+        (ZERO_BUBBLE, {**O2, "Compress.Quantization.enable": True}, [], ["deferred"]),
     ],
     ids=str,
 )
-def test_fused_products_that_are_taken_are_used(pools: Pools, plan: Plan, extra: dict, taken: list) -> None:
-    """In all products with weights, or the run does not take them, and its log does not name them."""
-    for rank in pools(2).run(
-        "tests.parallel.two_schedules:uses",
-        timeout=180.0,
-        plan=fields_of(plan),
-        world_size=2,
-        extra={"Model.num_layers": 2, **extra},
+def test_options_of_a_product_take_effect_together(
+    pools: Pools, plan: Plan, extra: dict, taken: list, more: list
+) -> None:
+    """In every product with a weight that trains, head included; and the log names what is taken."""
+    for place, rank in enumerate(
+        pools(2).run(
+            "tests.parallel.two_schedules:uses",
+            timeout=180.0,
+            plan=fields_of(plan),
+            world_size=2,
+            extra={"Model.num_layers": 2, **extra},
+        )
     ):
-        assert rank["taken"] == rank["said"] == taken == [*rank["used"]]
-        assert not (taken and rank["otherwise"])
+        used = rank["used"]
+        assert rank["taken"] == rank["said"] == taken
+        assert {*used} - {"casts"} == {*taken, *more}
+        # Four linears in each layer held here, half of which are column-parallel, and perhaps the head.
+        ends_here, passes = plan.pp == 1 or place == 1, GLOBAL_BATCH // plan.data_size // 4
+        products = passes * (4 * 2 // plan.pp + ends_here)
+        if taken == ["linear_grad_add"]:
+            assert used["linear_grad_add"] == products
+        chunked = ends_here and "Model.loss_chunks" in extra
+        if "deferred" in more:
+            assert used["deferred"] == products - passes * chunked
+        if "overlapped" in more:
+            assert used["overlapped"] == passes * (2 * 2 + (not chunked))
 
 
 @pytest.mark.parametrize(
@@ -145,21 +168,6 @@ def test_fused_products_that_are_taken_are_used(pools: Pools, plan: Plan, extra:
                 "Distributed.sharding.sharding_stage=3",
             ],
             ["Distributed.sharding.sharding_stage"],
-        ),
-        (
-            "linear_grad_add",
-            ["Distributed.mp_degree=2", "Distributed.mp_async_allreduce=True"],
-            ["Distributed.mp_async_allreduce"],
-        ),
-        (
-            "weight_cast",
-            [*SEQUENCE, "Distributed.sp_async_reduce_scatter=True", "Engine.mix_precision.level=O1"],
-            ["Distributed.sp_async_reduce_scatter"],
-        ),
-        (
-            "linear_grad_add",
-            ["Distributed.pp_degree=2", "Distributed.pp_schedule=zb_h1"],
-            ["Distributed.pp_schedule"],
         ),
         ("linear_grad_add", ["Compress.Quantization.enable=True"], ["Compress.Quantization.enable"]),
     ],

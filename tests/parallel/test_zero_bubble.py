@@ -9,7 +9,7 @@ import pytest
 
 from ppfleetx.config.plan import ParallelPlan as Plan
 from ppfleetx.config.schedules import Pass, zero_bubble_order
-from ppfleetx.nn.products import Products, SplitProducts
+from ppfleetx.nn.matmul import Matmul
 from tests.helpers.ranks import Pools
 from tests.parallel.test_async_exchanges import HALVES
 from tests.parity.comparison import fields_of
@@ -64,8 +64,8 @@ def test_products_in_two_parts_give_the_same_bits() -> None:
     paddle.seed(3)
     weight, table = paddle.randn([24, 40]), paddle.randn([40, 24])
     micro_batches = [paddle.randn([8, 3, 24]) for _ in range(3)]
-    split, found = SplitProducts(), {}
-    for name, products in (("whole", Products()), ("split", split)):
+    split, found = Matmul(defers=True), {}
+    for name, matmul in (("whole", Matmul()), ("split", split)):
         leaves = [tensor.clone().detach() for tensor in (weight, table)]
         for leaf in leaves:
             leaf.stop_gradient = False
@@ -76,8 +76,8 @@ def test_products_in_two_parts_give_the_same_bits() -> None:
             x = given.clone().detach()
             x.stop_gradient = False
             inputs.append(x)
-            hidden = products.linear(x, leaves[0] * 0.5)
-            (products.transposed(x, leaves[1]) * hidden).sum().backward()
+            hidden = matmul.linear(x, leaves[0] * 0.5)
+            (matmul.transposed(x, leaves[1]) * hidden).sum().backward()
             if name == "split":
                 split.end_backward()
         if name == "split":
@@ -93,7 +93,7 @@ def test_products_in_two_parts_give_the_same_bits() -> None:
 
 
 def test_frozen_weights_and_evaluation_leave_nothing_behind() -> None:
-    split, weight = SplitProducts(), paddle.ones([4, 4])
+    split, weight = Matmul(defers=True), paddle.ones([4, 4])
     x = paddle.ones([2, 4])
     x.stop_gradient = False
     split.linear(x, weight).sum().backward()

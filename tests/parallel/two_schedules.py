@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -44,16 +43,18 @@ def uses(plan: dict[str, Any], world_size: int, extra: dict[str, Any]) -> dict[s
     """A step in 16 bits with every fused product that the run has a place for.
 
     Returns:
-        ``taken``: the operators that the run has taken; ``said``: those its log names; ``used``: calls of
-        each; ``otherwise``: products that options compute in other ways.
+        ``taken``: the operators that the run has taken; ``said``: those its log names; ``used``: how often
+        each option of a product took effect.
     """
     import paddle
     from paddle import _C_ops
 
-    from ppfleetx.nn import fused, main_gradients, products, weight_casts
+    from ppfleetx.nn import fused
+    from ppfleetx.nn.matmul import Matmul
+    from ppfleetx.parallel import apply
     from tests.helpers.low_precision import emulated
 
-    names, used, otherwise = ("linear_grad_add", "weight_cast"), Counter(), Counter()
+    names = ("linear_grad_add", "weight_cast")
 
     def obstacles(asked: Sequence[str], types: Sequence[str], **_: Any) -> dict[str, dict[str, str | None]]:
         def one(name: str, dtype: str) -> str | None:
@@ -62,18 +63,16 @@ def uses(plan: dict[str, Any], world_size: int, extra: dict[str, Any]) -> dict[s
         return {name: {dtype: one(name, dtype) for dtype in types} for name in asked}
 
     def add(x: Any, upstream: Any, total: Any, *_: Any) -> tuple[Any, None]:
-        rows, columns = (t.astype("float32").reshape([-1, t.shape[-1]]) for t in (x, upstream))
-        gradient = paddle.matmul(rows, columns, transpose_x=True)
+        # By NumPy, because the emulated auto_cast would have Paddle multiply in 16 bits.
+        rows, columns = (t.astype("float32").numpy().reshape([-1, t.shape[-1]]) for t in (x, upstream))
+        gradient = paddle.to_tensor(rows.T @ columns)
         return (gradient if total is None else total.add_(gradient)), None
 
-    def counted(counter: Counter, name: str, original: Any) -> Any:
-        def call(*args: Any) -> Any:
-            counter[name] += 1
-            return original(*args)
+    def make(**options: Any) -> Matmul:
+        made.append(Matmul(**options))
+        return made[-1]
 
-        return call
-
-    lines: list[str] = []
+    lines, made = [], []
     with contextlib.ExitStack() as stack:
         stack.enter_context(paddle.utils.unique_name.guard())
         stack.enter_context(emulated())
@@ -81,23 +80,16 @@ def uses(plan: dict[str, Any], world_size: int, extra: dict[str, Any]) -> dict[s
             (fused, "obstacles", obstacles),
             (fused, "get_logger", lambda: SimpleNamespace(info=lines.append)),
             (_C_ops, "fused_linear_param_grad_add", add),
-            (
-                main_gradients,
-                "add_weight_gradient",
-                counted(used, "linear_grad_add", main_gradients.add_weight_gradient),
-            ),
-            (weight_casts._Copy, "apply", counted(used, "weight_cast", weight_casts._Copy.apply)),
-            (products._BothGradients, "apply", counted(otherwise, "both", products._BothGradients.apply)),
-            (products._InputGradient, "apply", counted(otherwise, "input", products._InputGradient.apply)),
         ):
             stack.enter_context(mock.patch.object(place, attribute, new))
+        stack.enter_context(mock.patch.object(apply, "Matmul", make))
         cfg, ctx, runner = build(plan, world_size, "gpt", "sgd", 4, extra)
         take_step(runner, 0, cfg, ctx)
+    (matmul,) = made
     return {
         "taken": sorted(runner._sync.ops.taken),
         "said": [name for name in names if any(name in line for line in lines)],
-        "used": dict(used),
-        "otherwise": otherwise.total(),
+        "used": +matmul.uses,
     }
 
 
@@ -123,11 +115,11 @@ def _train(
 
 def _watch(pipeline: Any) -> list[int]:
     """Counts micro batches where their number changes."""
-    most, flying, products = [0, 0, 0], [0], pipeline._products
-    forward, end_backward = pipeline._forward_step, products.end_backward
+    most, flying, matmul = [0, 0, 0], [0], pipeline._matmul
+    forward, end_backward = pipeline._forward_step, matmul.end_backward
 
     def count() -> None:
-        for place, number in enumerate((flying[0], products.num_waiting, flying[0] + products.num_waiting)):
+        for place, number in enumerate((flying[0], matmul.num_waiting, flying[0] + matmul.num_waiting)):
             most[place] = max(most[place], number)
 
     def counted_forward(*args: Any, **kwargs: Any) -> Any:
@@ -141,5 +133,5 @@ def _watch(pipeline: Any) -> list[int]:
         flying[0] -= 1
         count()
 
-    pipeline._forward_step, products.end_backward = counted_forward, counted_end
+    pipeline._forward_step, matmul.end_backward = counted_forward, counted_end
     return most

@@ -14,11 +14,11 @@ import paddle
 from paddle import nn
 
 from ppfleetx.nn.attention import Attention, KeyValueCache
+from ppfleetx.nn.chunked_loss import LogitsInPieces, PieceHead, PieceTarget
 from ppfleetx.nn.embedding import TokenEmbedding
 from ppfleetx.nn.init import Init
 from ppfleetx.nn.kernels import KernelOptions
 from ppfleetx.nn.mlp import MLP
-from ppfleetx.nn.pieces import LogitsInPieces, PieceHead, PieceTarget
 from ppfleetx.nn.positions import Rotary
 from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedLinear
 from ppfleetx.nn.recompute import may_recompute, recompute
@@ -257,7 +257,7 @@ class LanguageHead(PieceHead):
     """What the two heads share: logits at once, or later and in pieces."""
 
     def __init__(self, factory: LayerFactory, loss_chunks: int) -> None:
-        super().__init__(loss_chunks)
+        super().__init__(loss_chunks, factory.matmul)
         self.factory = factory
 
     def forward(

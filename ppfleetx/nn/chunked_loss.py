@@ -20,6 +20,8 @@ import paddle
 from paddle import nn
 from paddle.autograd import PyLayer
 
+from ppfleetx.nn.matmul import Matmul
+
 OfPiece = Callable[[paddle.Tensor, paddle.Tensor, paddle.Tensor], Any]
 """What is made of the logits ``[s', b, V]`` of a piece, its labels ``[b, s']`` and its mask ``[b, s']``."""
 
@@ -69,11 +71,14 @@ class PieceHead(nn.Layer):
 
     Args:
         num_pieces: into how many parts the positions are cut; 1: logits are always whole.
+        matmul: says in which type the weight is multiplied, and where its gradient goes. There is nothing to
+            leave for later: the gradient is there before the backward pass begins.
     """
 
-    def __init__(self, num_pieces: int = 1) -> None:
+    def __init__(self, num_pieces: int = 1, matmul: Matmul | None = None) -> None:
         super().__init__()
         self.num_pieces, self._loss_follows = num_pieces, False
+        self._matmul = matmul or Matmul()
 
     @contextmanager
     def loss_follows(self) -> Iterator[None]:
@@ -97,11 +102,27 @@ class PieceHead(nn.Layer):
         """The loss of ``whole [s, b, h]``; without gradients, the results of all pieces."""
         weight, bias, is_transposed = self.matrix()
         if paddle.is_grad_enabled():
-            return _LossInPieces.apply(whole, weight, bias, is_transposed, target, self.num_pieces)
+            head = _HeadMatrix(weight, bias, is_transposed, self._matmul)
+            return _LossInPieces.apply(whole, weight, bias, head, target, self.num_pieces)
         return [
             target.function(_logits(piece, weight, bias, is_transposed), labels, mask)
             for piece, labels, mask in _pieces(whole, target, self.num_pieces)
         ]
+
+
+class _HeadMatrix:
+    """The head's weight and bias as they are multiplied. No tensor to Paddle."""
+
+    def __init__(
+        self, weight: paddle.Tensor, bias: paddle.Tensor | None, is_transposed: bool, matmul: Matmul
+    ) -> None:
+        self.parameters = [weight] if bias is None else [weight, bias]
+        self.is_transposed, self.matmul = is_transposed, matmul
+
+    def values(self) -> list[paddle.Tensor]:
+        """Leaves of their own: nothing reaches the parameters, or the hooks on them, before the backward
+        pass."""
+        return [_leaf(self.matmul.value(one), one.stop_gradient) for one in self.parameters]
 
 
 class _LossInPieces(PyLayer):
@@ -113,46 +134,56 @@ class _LossInPieces(PyLayer):
         whole: paddle.Tensor,
         weight: paddle.Tensor,
         bias: paddle.Tensor | None,
-        is_transposed: bool,
+        head: _HeadMatrix,
         target: PieceTarget,
         num_pieces: int,
     ) -> paddle.Tensor:
-        shared = [weight] if bias is None else [weight, bias]
-        loss, of_whole, sums = None, [], [None] * len(shared)
+        loss, of_whole, sums = None, [], [None] * len(head.parameters)
         for piece, labels, mask in _pieces(whole, target, num_pieces):
-            piece.stop_gradient = whole.stop_gradient
-            part, gradients = _gradients([piece, *shared], is_transposed, labels, mask, target.function)
+            leaves = [_leaf(piece, whole.stop_gradient), *head.values()]
+            part, gradients = _gradients(leaves, head.is_transposed, labels, mask, target.function)
             loss = part if loss is None else loss + part
             while len(gradients) > 1:  # each let go as soon as it has been added
                 index = len(gradients) - 2
                 sums[index] = _added(sums[index], gradients.pop())
             of_whole += gradients
         ctx.gradients = [None if whole.stop_gradient else paddle.concat(of_whole), *sums]
-        ctx.dtypes = [whole.dtype, *(tensor.dtype for tensor in shared)]
+        ctx.dtypes = [whole.dtype, *(tensor.dtype for tensor in head.parameters)]
+        ctx.head = head
         return loss
 
     @staticmethod
     def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, []
+        head, ctx.head = ctx.head, None
+        weight, matmul = head.parameters[0], head.matmul
         for index, gradient in enumerate(gradients):
-            if gradient is not None:
-                scaled = gradient.multiply_(_in(upstream, gradient.dtype))
+            if gradient is None:
+                continue
+            scaled = gradient.multiply_(_in(upstream, gradient.dtype))
+            if index == 1 and matmul.adds_to_main_gradient(weight):
+                matmul.add_gradient(weight, scaled)
+                gradients[index] = None
+            else:
                 gradients[index] = _in(scaled, ctx.dtypes[index])
         return tuple(gradients)
 
 
+def _leaf(tensor: paddle.Tensor, stop_gradient: bool) -> paddle.Tensor:
+    leaf = tensor.detach()
+    leaf.stop_gradient = stop_gradient
+    return leaf
+
+
 def _gradients(
-    given: Sequence[paddle.Tensor],
+    leaves: Sequence[paddle.Tensor],
     is_transposed: bool,
     labels: paddle.Tensor,
     mask: paddle.Tensor,
     function: OfPiece,
 ) -> tuple[paddle.Tensor, list[paddle.Tensor | None]]:
-    """Loss of a piece, and the gradients of ``given`` (piece, weight, perhaps bias) that want one."""
-    # Leaves of their own: nothing reaches the parameters, or the hooks on them, before the backward pass.
-    leaves = [tensor.detach() for tensor in given]
-    for leaf, tensor in zip(leaves, given, strict=True):
-        leaf.stop_gradient = tensor.stop_gradient
+    """Loss of a piece, and the gradients of ``leaves`` (piece, weight, perhaps bias) that want one. The
+    leaves have none afterwards."""
     hidden, weight, bias = (*leaves, None)[:3]
     with paddle.enable_grad():
         part, _ = function(_logits(hidden, weight, bias, is_transposed), labels, mask)

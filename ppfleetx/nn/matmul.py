@@ -1,0 +1,367 @@
+"""The product of activations and a weight, made of parts that combine freely.
+
+A run's options change four things about a product, each of them on its own:
+
+- *what is multiplied*: the weight as it is, or its 16-bit copy, made once a step (``cast_to``);
+- *what tensor-parallel ranks exchange* around it while it is computed (:class:`Exchange`);
+- *where the weight's gradient goes*: into ``grad`` or, by one fused kernel, into the float32 ``main_grad``
+  (``fused``);
+- *when*: in the backward pass, or after it, when a pipeline rank would otherwise wait (``defers``; Qi et al.,
+  "Zero Bubble Pipeline Parallelism", 2023).
+
+Only the fused sum changes numbers: it rounds nothing to 16 bits on its way. Apart from that each product is
+the one that Paddle's backward pass computes, a bias is added before the product is rounded, and the gradients
+of a weight are added in the order of the micro batches.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import paddle
+import paddle.nn.functional as F
+from paddle import _C_ops
+from paddle.autograd import PyLayer
+from paddle.base.framework import EagerParamBase
+
+from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
+
+Finish = Callable[[], paddle.Tensor]
+"""Waits for what was started, and gives its result."""
+
+
+class Exchange(Protocol):
+    """What tensor-parallel ranks exchange around the product of each with its columns of a weight.
+
+    Attributes:
+        gathers_again: the whole input is not kept for the backward pass.
+    """
+
+    gathers_again: bool
+
+    def whole(self, x: paddle.Tensor) -> paddle.Tensor:
+        """The product's input from what this rank holds of it."""
+
+    def start_whole(self, x: paddle.Tensor) -> Finish:
+        """Start :meth:`whole`."""
+
+    def start_sum(self, gradient: paddle.Tensor) -> Finish:
+        """Start the sum over the ranks of the input's gradient; this rank gets its part of it."""
+
+
+class Matmul:
+    """Multiplies by the weights of one model.
+
+    Args:
+        cast_to: keep copies of float32 weights and biases in this type while :meth:`kept` is entered. At O1
+            ``auto_cast`` otherwise converts each of them before every product, in each micro batch and where
+            it is recomputed.
+        fused: fused operators to take; ``linear_grad_add`` is the one that matters here.
+        defers: leave the gradients of weights to :meth:`run_next`.
+
+    Attributes:
+        uses: how often each option took effect: ``weight_cast``, ``linear_grad_add``, ``overlapped``,
+            ``deferred``; and ``casts``, the copies made.
+    """
+
+    def __init__(
+        self, *, cast_to: str | None = None, fused: FusedOps = NO_FUSED_OPS, defers: bool = False
+    ) -> None:
+        self._dtype = None if cast_to is None else getattr(paddle, cast_to)
+        self._fused, self.defers = fused, defers
+        self._copies: dict[int, paddle.Tensor] | None = None
+        self._open: list[_WeightGradient] = []
+        self._waiting: deque[list[_WeightGradient]] = deque()
+        self.uses: Counter[str] = Counter()
+
+    # -- products
+
+    def linear(
+        self, x: paddle.Tensor, weight: paddle.Tensor, bias: paddle.Tensor | None = None, name: Any = None
+    ) -> paddle.Tensor:
+        """``x [..., in] @ weight [in, out] + bias``; called as ``F.linear`` is, by Paddle's layers too."""
+        return self._multiply(x, weight, bias, False, None)
+
+    def transposed(self, x: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
+        """``x [..., in]`` times the transpose of ``weight [out, in]``."""
+        return self._multiply(x, weight, None, True, None)
+
+    def column(
+        self,
+        x: paddle.Tensor,
+        weight: paddle.Tensor,
+        bias: paddle.Tensor | None,
+        exchange: Exchange,
+        *,
+        is_transposed: bool = False,
+    ) -> paddle.Tensor:
+        """The product with this rank's columns. The sum of the input's gradient over the ranks travels while
+        the weight's gradient is computed."""
+        return self._multiply(x, weight, bias, is_transposed, exchange)
+
+    def _multiply(
+        self,
+        x: paddle.Tensor,
+        weight: paddle.Tensor,
+        bias: paddle.Tensor | None,
+        is_transposed: bool,
+        exchange: Exchange | None,
+    ) -> paddle.Tensor:
+        weight, bias = self._low(weight), None if bias is None else self._low(bias)
+        trains = paddle.is_grad_enabled() and not weight.stop_gradient
+        adds = trains and self.adds_to_main_gradient(weight)
+        goes_on = paddle.is_grad_enabled() and not x.stop_gradient
+        defers, overlaps = self.defers and trains and goes_on, exchange is not None and goes_on
+        if exchange is not None and not overlaps:
+            x, exchange = exchange.whole(x), None
+        if not (adds or defers or overlaps):
+            return _product(x, weight, bias, is_transposed)
+        self.uses["overlapped"] += overlaps
+        work = _Work(weight, is_transposed, exchange, self._add if adds else None)
+        return _Matmul.apply(x, bias, None if defers else weight, work, self._defer if defers else None)
+
+    # -- 16-bit copies of weights
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Around passes that nothing updates a parameter in; the copies are gone afterwards."""
+        self._copies = {}
+        try:
+            yield
+        finally:
+            self._copies = None
+
+    def value(self, parameter: paddle.Tensor) -> paddle.Tensor:
+        """What is multiplied for ``parameter``, apart from the graph: its copy, or itself.
+
+        Only parameters have copies. What is computed from one (a weight that is rounded) is gone after its
+        product, and the next tensor may be given its ``id``.
+        """
+        is_kept = self._dtype is not None and self._copies is not None
+        if not is_kept or not isinstance(parameter, EagerParamBase) or parameter.dtype != paddle.float32:
+            return parameter.detach()
+        copy = self._copies.get(id(parameter))
+        if copy is None:
+            self.uses["casts"] += 1
+            copy = self._copies[id(parameter)] = parameter.detach().astype(self._dtype)
+        self.uses["weight_cast"] += 1
+        return copy
+
+    def _low(self, parameter: paddle.Tensor) -> paddle.Tensor:
+        """:meth:`value` with a way back for its gradient."""
+        if self._dtype is None or self._copies is None:
+            return parameter
+        value = self.value(parameter)
+        return parameter if value.dtype == parameter.dtype else _Copy.apply(parameter, _Holder(value))
+
+    # -- gradients in float32
+
+    def adds_to_main_gradient(self, weight: paddle.Tensor) -> bool:
+        """Whether the weight's gradients go straight into its ``main_grad``. One that is computed from a
+        parameter (rounded, cast) gets its gradient the usual way."""
+        return weight.is_leaf and self._fused.takes("linear_grad_add", weight)
+
+    def add_gradient(self, weight: paddle.Tensor, gradient: paddle.Tensor) -> None:
+        """Add a float32 ``gradient`` that is computed elsewhere to ``main_grad``."""
+        self.uses["linear_grad_add"] += 1
+        main = getattr(weight, "main_grad", None)
+        weight.main_grad = gradient if main is None else main.add_(gradient)
+
+    def _add(self, weight: paddle.Tensor, left: paddle.Tensor, right: paddle.Tensor) -> None:
+        """Add ``left^T @ right``."""
+        self.uses["linear_grad_add"] += 1
+        main = getattr(weight, "main_grad", None)
+        # In float32; and neither is there a bias nor a gradient of one.
+        weight.main_grad = _C_ops.fused_linear_param_grad_add(left, right, main, None, True, False)[0]
+
+    # -- gradients that come later
+
+    @property
+    def num_waiting(self) -> int:
+        """Micro batches whose weights have not got their gradients."""
+        return len(self._waiting)
+
+    def begin(self) -> None:
+        """Forget what a step that did not come to its end has left."""
+        self._open.clear()
+        self._waiting.clear()
+
+    def end_backward(self) -> None:
+        """The gradients of a micro batch's inputs are complete: those of its weights may be asked for."""
+        self._waiting.append(list(self._open))
+        self._open.clear()
+
+    def run_next(self) -> None:
+        """Gradients of weights of the micro batch that has waited longest.
+
+        A weight may be computed from a parameter (rounded, cast): the rest of the way runs then too. Hooks on
+        parameters are called as in any backward pass.
+        """
+        work = self._waiting.popleft()
+        with paddle.amp.auto_cast(enable=False):
+            while work:
+                _give_gradient(work.pop(0))
+
+    def _defer(self, work: _WeightGradient) -> None:
+        self.uses["deferred"] += 1
+        self._open.append(work)
+
+
+def _product(
+    x: paddle.Tensor, weight: paddle.Tensor, bias: paddle.Tensor | None, is_transposed: bool
+) -> paddle.Tensor:
+    if not is_transposed:
+        return F.linear(x, weight, bias)
+    assert bias is None
+    return paddle.matmul(x, weight, transpose_y=True)
+
+
+Add = Callable[[paddle.Tensor, paddle.Tensor, paddle.Tensor], None]
+
+
+class _Work:
+    """What a product's backward pass needs. No tensor to Paddle, so that no gradient is asked for."""
+
+    def __init__(
+        self, weight: paddle.Tensor, is_transposed: bool, exchange: Exchange | None, add: Add | None
+    ) -> None:
+        self.weight, self.is_transposed, self.exchange, self.add = weight, is_transposed, exchange, add
+
+    @property
+    def gathers_again(self) -> bool:
+        return self.exchange is not None and self.exchange.gathers_again
+
+
+class _WeightGradient:
+    """The half of the backward pass that nobody waits for: the gradient of the weight from the product's
+    input ``x`` and the gradient ``upstream`` of its output."""
+
+    def __init__(self, work: _Work, x: paddle.Tensor, upstream: paddle.Tensor) -> None:
+        self.work, self.x, self.upstream = work, x, upstream
+
+    def compute(self) -> paddle.Tensor | None:
+        """The gradient; None where it has been added to the weight's ``main_grad``."""
+        work = self.work
+        left, right = (self.upstream, self.x) if work.is_transposed else (self.x, self.upstream)
+        if work.add is not None:
+            work.add(work.weight, left, right)
+            return None
+        left, right = (tensor.reshape([-1, tensor.shape[-1]]) for tensor in (left, right))
+        return _in(paddle.matmul(left, right, transpose_x=True), work.weight.dtype)
+
+
+class _Matmul(PyLayer):
+    """A product that passes on the gradients of its input and bias, and computes that of its weight or, with
+    ``defer``, leaves it to somebody else."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: paddle.Tensor,
+        bias: paddle.Tensor | None,
+        weight: paddle.Tensor | None,
+        work: _Work,
+        defer: Callable[[_WeightGradient], None] | None,
+    ) -> paddle.Tensor:
+        whole = x if work.exchange is None else work.exchange.whole(x)
+        result = _product(whole, work.weight, bias, work.is_transposed)
+        ctx.tensors = (bias is not None, weight is not None)
+        ctx.wants_x, ctx.x_dtype = not x.stop_gradient, x.dtype
+        ctx.bias_dtype = None if bias is None or bias.stop_gradient else bias.dtype
+        # The weight itself, not what it holds now: sharding stage 3 brings its values back for the backward
+        # pass.
+        ctx.work, ctx.defer = work, defer
+        ctx.x = x.detach() if work.gathers_again else _in(whole.detach(), result.dtype)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, ...]:
+        with paddle.amp.auto_cast(enable=False):
+            of_input, of_weight = _backward(ctx, upstream)
+            has_bias, has_weight = ctx.tensors
+            gradients = [of_input]
+            if has_bias:
+                gradients.append(_of_bias(upstream, ctx.bias_dtype))
+            if has_weight:
+                gradients.append(of_weight)
+        return tuple(gradients)
+
+
+def _backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, paddle.Tensor | None]:
+    """Gradients of input and weight; the second is computed while the first travels."""
+    work, x = ctx.work, ctx.x
+    ctx.work = ctx.x = None
+    gathering = work.exchange.start_whole(x) if work.gathers_again else None
+    of_input = finish = None
+    if ctx.wants_x:
+        weight = _in(work.weight.detach(), upstream.dtype)
+        of_input = _in(paddle.matmul(upstream, weight, transpose_y=not work.is_transposed), ctx.x_dtype)
+    if gathering is not None:
+        x = _in(gathering(), upstream.dtype)
+    if work.exchange is not None:
+        finish = work.exchange.start_sum(of_input)
+    of_weight = None
+    if not work.weight.stop_gradient:
+        rest = _WeightGradient(work, x, upstream)
+        of_weight = rest.compute() if ctx.defer is None else ctx.defer(rest)
+    return (of_input if finish is None else finish()), of_weight
+
+
+def _of_bias(upstream: paddle.Tensor, dtype: paddle.dtype | None) -> paddle.Tensor | None:
+    """The gradient of the bias; None where it is frozen."""
+    if dtype is None:
+        return None
+    return _in(_in(upstream.reshape([-1, upstream.shape[-1]]).sum(0), upstream.dtype), dtype)
+
+
+class _Given(PyLayer):
+    """Zero, as a function of the weight; its backward pass brings the weight's gradient, and goes on from
+    there to what the weight was computed from."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: paddle.Tensor, rest: _WeightGradient) -> paddle.Tensor:
+        ctx.rest = rest
+        return paddle.zeros([])
+
+    @staticmethod
+    def backward(ctx: Any, _: paddle.Tensor) -> paddle.Tensor | None:
+        rest, ctx.rest = ctx.rest, None
+        return rest.compute()
+
+
+def _give_gradient(rest: _WeightGradient) -> None:
+    weight = rest.work.weight
+    is_away = weight.is_leaf and not weight._is_initialized()  # sharding stage 3: its owner has the values
+    if is_away:
+        paddle.empty(weight.shape, weight.dtype)._share_buffer_to(weight)  # Paddle asks where it lies
+    with paddle.enable_grad():
+        _Given.apply(weight, rest).backward()
+    if is_away and weight._is_initialized():
+        weight._clear_data()
+
+
+class _Holder:
+    """No tensor to Paddle, which would take a result that shares an argument's memory for a change of it."""
+
+    def __init__(self, copy: paddle.Tensor) -> None:
+        self.copy = copy
+
+
+class _Copy(PyLayer):
+    """A copy that exists; its gradient is converted to the parameter's type, as that of a conversion is."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: paddle.Tensor, holder: _Holder) -> paddle.Tensor:
+        ctx.dtype, ctx.wanted = parameter.dtype, not parameter.stop_gradient
+        return holder.copy.detach()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: paddle.Tensor) -> paddle.Tensor | None:
+        return upstream.astype(ctx.dtype) if ctx.wanted else None
+
+
+def _in(tensor: paddle.Tensor, dtype: paddle.dtype) -> paddle.Tensor:
+    return tensor if tensor.dtype == dtype else tensor.astype(dtype)
