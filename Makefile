@@ -62,8 +62,9 @@ DEVICE ?= reference# gpu, npu, xpu, ...: then with PYTHON's Paddle, as docs/gpu.
 device-test: $(if $(filter reference,$(DEVICE)),$(VENV)/.test)  ## Run all tests of devices on the reference device, or on DEVICE=gpu, npu, ... with PYTHON's Paddle
 	$(if $(filter reference,$(DEVICE)),$(PY),$(PYTHON)) -m pytest -m device --device $(DEVICE) tests/device
 
-parity: $(VENV)/.test  ## Run every legal plan of 1, 2, 4 and 8 processes against one card
+parity: $(VENV)/.test  ## Run every legal plan of 1, 2, 4 and 8 processes against one card, and every pair of options
 	$(PY) -m tests.parity.every_plan
+	$(PY) -m tests.parity.option_pairs
 	$(PY) -m tests.e2e.resumption
 	$(PY) -m tests.dialects.every_configuration
 
