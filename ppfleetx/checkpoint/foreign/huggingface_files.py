@@ -9,7 +9,7 @@ from typing import Any
 
 from ppfleetx.checkpoint.foreign.lazy import LazyTensor
 from ppfleetx.checkpoint.foreign.paddle_file import read_paddle_file
-from ppfleetx.checkpoint.foreign.pickled import check_claims, flatten
+from ppfleetx.checkpoint.foreign.pickles import flatten, reading
 from ppfleetx.checkpoint.foreign.safetensors_file import (
     INDEX,
     PADDLE_FORMATS,
@@ -17,7 +17,7 @@ from ppfleetx.checkpoint.foreign.safetensors_file import (
     read_safetensors,
     safetensors_format,
 )
-from ppfleetx.checkpoint.foreign.torch_file import naming, read_torch_file
+from ppfleetx.checkpoint.foreign.torch_file import read_torch_file
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.utils.foreign_files import read_json
 
@@ -80,10 +80,8 @@ def _read_pickle(path: Path) -> dict[str, LazyTensor]:
     tree = read_torch_file(path)
     if not isinstance(tree, dict):
         raise CheckpointError(f"{path} holds no state dict")
-    with naming(path):
-        tensors = flatten(tree)
-        check_claims(tensors.values(), path.stat().st_size)
-    return tensors
+    with reading(path):
+        return flatten(tree)
 
 
 def _indexed(

@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 
 from ppfleetx.checkpoint.foreign.lazy import LazyTensor, derive
-from ppfleetx.checkpoint.foreign.pickled import check_claims, flatten
-from ppfleetx.checkpoint.foreign.stand_ins import Record
-from ppfleetx.checkpoint.foreign.torch_file import naming, read_torch_file
+from ppfleetx.checkpoint.foreign.pickles import Record, flatten, reading
+from ppfleetx.checkpoint.foreign.torch_file import read_torch_file
 from ppfleetx.checkpoint.foreign.weights import Weights, network_of
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.model import ModelConfig
@@ -187,9 +186,8 @@ def _chunk(tree: Mapping[str, Any], key: str, path: Path) -> dict[str, LazyTenso
     if not isinstance(tree.get(key), dict):
         raise CheckpointError(f"{path} has no {key}")
     named = {}
-    with naming(path):
+    with reading(path):
         tensors = flatten(tree[key])
-        check_claims(tensors.values(), path.stat().st_size)
     for name, tensor in tensors.items():
         bare = name.removeprefix("module.").removeprefix("language_model.")
         if not _IGNORED.fullmatch(bare):

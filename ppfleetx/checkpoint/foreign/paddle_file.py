@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import os
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,7 @@ from typing import Any
 import numpy as np
 
 from ppfleetx.checkpoint.foreign.lazy import LazyTensor, derive
-from ppfleetx.checkpoint.foreign.pickled import PADDLE_NAMES, PickledArray, check_claims
-from ppfleetx.checkpoint.foreign.torch_file import naming
-from ppfleetx.checkpoint.foreign.unpickle import Unpickler
+from ppfleetx.checkpoint.foreign.pickles import PADDLE_NAMES, WeightsUnpickler, reading, tensor_of
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.utils.foreign_files import opened
 
@@ -31,8 +28,8 @@ def read_paddle_file(path: str | Path) -> dict[str, LazyTensor]:
         CheckpointError: it cannot be read or is not such a file.
     """
     path = Path(path)
-    with opened(path) as file, naming(path):
-        tree = Unpickler(file, PADDLE_NAMES, path=path).load()
+    with opened(path) as file, reading(path):
+        tree = WeightsUnpickler(file, PADDLE_NAMES).load()
         if not isinstance(tree, dict):
             raise CheckpointError("not a state dict")
         tensors = {}
@@ -42,16 +39,14 @@ def read_paddle_file(path: str | Path) -> dict[str, LazyTensor]:
                 if not isinstance(name, str):
                     raise CheckpointError(f"a tensor has the name {shown(name)}, which is no text")
                 tensors[name] = tensor
-        tensors = _joined(tensors, tree.get(_CHUNKED))
-        check_claims(tensors.values(), file.seek(0, os.SEEK_END))
-    return tensors
+        return _joined(tensors, tree.get(_CHUNKED))
 
 
 def _tensor(value: Any) -> LazyTensor | None:
     """The tensor in an array, or in the pair (parameter name, array) that a Tensor is saved as."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
         value = value[1]
-    return value.lazy(bfloat16_as_uint16=True) if isinstance(value, PickledArray) else None
+    return tensor_of(value, bfloat16_as_uint16=True) if isinstance(value, np.ndarray) else None
 
 
 def _joined(tensors: dict[str, LazyTensor], chunked: Any) -> dict[str, LazyTensor]:

@@ -1,48 +1,76 @@
 """Tensors in PyTorch's files (``.bin``, ``.pt``), without PyTorch and without running what they hold.
 
 Two layouts: a zip archive with ``data.pkl`` and one member for each storage (since 1.6), and before that
-five pickles in a row followed by the storages.
+five pickles in a row followed by the storages. Storages stay in the file until a tensor is read.
 """
 
 from __future__ import annotations
 
-import struct
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from io import BytesIO
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from ppfleetx.checkpoint.foreign.lazy import read_bytes
-from ppfleetx.checkpoint.foreign.pickle_input import MAX_DESCRIPTION_BYTES
-from ppfleetx.checkpoint.foreign.pickled_torch import TORCH_NAMES, TorchStorage, storage_dtype
-from ppfleetx.checkpoint.foreign.stand_ins import RefusedPickleError
-from ppfleetx.checkpoint.foreign.unpickle import Unpickler
-from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE
+from ppfleetx.checkpoint.foreign.lazy import LazyTensor, read_bytes
+from ppfleetx.checkpoint.foreign.pickles import (
+    ARRAY_NAMES,
+    Kind,
+    Record,
+    RefusedPickleError,
+    WeightsUnpickler,
+    reading,
+)
+from ppfleetx.checkpoint.slices import DTYPE_OF_NAME, NUMPY_OF_DTYPE
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.utils.foreign_files import opened
 
-_MAGIC = 0x1950A86A20F9469CFC6C
-_LEGACY_PROTOCOL = 1001
-_LOCAL_HEADER = 30
-_LOCAL_SIGNATURE = b"PK\x03\x04"
-_MAX_ZIP_DIRECTORY = 16 * 1024 * 1024  # 250,000 members
-_IS_ENCRYPTED = 1
-_MOST_COMPRESSION = 4  # PyTorch does not compress; numbers that somebody did compress are not a bomb
+_MAGIC, _LEGACY_PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
+_LOCAL_HEADER, _LOCAL_SIGNATURE = 30, b"PK\x03\x04"
+_STORAGE_DTYPES = {
+    "Float": "F32",
+    "Double": "F64",
+    "Half": "F16",
+    "BFloat16": "BF16",
+    "Long": "I64",
+    "Int": "I32",
+    "Short": "I16",
+    "Char": "I8",
+    "Byte": "U8",
+    "Bool": "BOOL",
+}
 # What the library raises for damaged archives.
-_ZIP_DAMAGE = (
-    zipfile.BadZipFile,
-    zlib.error,
-    struct.error,
-    EOFError,
-    RuntimeError,
-    ValueError,
-    OverflowError,
-)
+_ZIP_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, OverflowError)
+
+
+class StorageKind(Kind):
+    """A class of storages."""
+
+    dtype: str | None = None
+
+
+class ElementType(Kind):
+    """A ``torch.dtype``."""
+
+    dtype = ""
+
+
+@dataclass(eq=False)
+class TorchStorage:
+    """A run of elements that tensors are views of.
+
+    `read(start, end)` gives its bytes; it is set once the place in the file is known.
+    """
+
+    dtype: str | None
+    count: int
+    read: Callable[[int, int], np.ndarray] | None = None
 
 
 def read_torch_file(path: str | Path, *, record_prefixes: Iterable[str] = ()) -> Any:
@@ -56,157 +84,60 @@ def read_torch_file(path: str | Path, *, record_prefixes: Iterable[str] = ()) ->
         CheckpointError: it cannot be read or is not such a file.
     """
     path, prefixes = Path(path), tuple(record_prefixes)
-    with opened(path) as file, naming(path):
+    with opened(path) as file, reading(path):
         is_zip = file.read(len(_LOCAL_SIGNATURE)) == _LOCAL_SIGNATURE
         file.seek(0)
         return _read_zip(file, path, prefixes) if is_zip else _read_legacy(file, path, prefixes)
 
 
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Put the file's name before the messages of what reads it.
-
-    Raises:
-        CheckpointError: what was raised within, with the name of the file (RefusedPickleError stays one).
-    """
-    try:
-        yield
-    except RefusedPickleError as error:
-        refused = RefusedPickleError(error.wanted)
-        refused.args = (
-            f"{path} is refused: it asks for {error.wanted}. Weights are read from such files, arrays and "
-            "containers, and nothing else; nothing of it has been run",
-        )
-        raise refused from error
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+# -- archives
 
 
 def _read_zip(file: BinaryIO, path: Path, prefixes: tuple[str, ...]) -> Any:
-    with _zip_damage():
-        if not zipfile.is_zipfile(file):
+    if not zipfile.is_zipfile(file):
+        raise CheckpointError("it begins like an archive of PyTorch, and its end is missing: it is cut off")
+    with _zip_damage(), zipfile.ZipFile(file) as archive:
+        members = {info.filename: info for info in archive.infolist()}
+        pickles = [name for name in members if name.rpartition("/")[2] == "data.pkl"]
+        if len(pickles) != 1:
             raise CheckpointError(
-                "it begins like an archive of PyTorch, and its end is missing: it is cut off"
+                f"a zip archive, but not one of PyTorch: it has {len(pickles)} data.pkl, not one"
             )
-        with zipfile.ZipFile(_ShortReads(file)) as archive:
-            members = {info.filename: info for info in archive.infolist()}
-            if len(members) != len(archive.infolist()):
-                raise CheckpointError("two members of the archive have the same name")
-            root, content = _description(archive, members)
+        root = pickles[0].removesuffix("data.pkl")
+        if f"{root}byteorder" in members and archive.read(f"{root}byteorder") != b"little":
+            raise CheckpointError("it was written on a big-endian machine")
+        content = archive.read(pickles[0])
     storages: dict[str, TorchStorage] = {}
 
     def persistent(identity: Any) -> TorchStorage:
-        dtype, key, count = _storage_identity(identity)
-        storage = _noted(storages, key, dtype, count)
+        storage, key = _storage(storages, identity)
         if storage.read is None:
             info = members.get(f"{root}data/{key}")
-            if info is None or info.file_size < count * _item_size(dtype):
+            if info is None or info.file_size < storage.count * _item_size(storage.dtype):
                 what = "is missing" if info is None else "is too short"
                 raise CheckpointError(f"the storage {shown(key)} {what}")
             storage.read = _member_reader(path, info)
         return storage
 
-    machine = Unpickler(BytesIO(content), TORCH_NAMES, record_prefixes=prefixes, persistent=persistent)
-    return machine.load()
-
-
-def _description(archive: zipfile.ZipFile, members: dict[str, zipfile.ZipInfo]) -> tuple[str, bytes]:
-    """(directory within the archive, content of ``data.pkl``)."""
-    pickles = [name for name in members if name.rpartition("/")[2] == "data.pkl"]
-    if len(pickles) != 1:
-        raise CheckpointError(
-            f"a zip archive, but not one of PyTorch: it has {len(pickles)} data.pkl, not one"
-        )
-    root = pickles[0].removesuffix("data.pkl")
-    order = members.get(f"{root}byteorder")
-    if order is not None and _read_member(archive, order, 16) != b"little":
-        raise CheckpointError("it was written on a big-endian machine")
-    return root, _read_member(archive, members[pickles[0]], MAX_DESCRIPTION_BYTES)
-
-
-def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, most: int) -> bytes:
-    """A member of at most ``most`` bytes, whatever its size is said to be."""
-    _check_readable(info)
-    content = b""
-    with archive.open(info) as member:
-        while len(content) <= most and (part := member.read(1 << 20)):
-            content += part
-    if len(content) > most:
-        raise CheckpointError(
-            f"its {shown(info.filename)} is longer than {most} bytes, too long for what it is"
-        )
-    return content
-
-
-def _check_readable(info: zipfile.ZipInfo) -> None:
-    is_known = info.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-    if not is_known or info.flag_bits & _IS_ENCRYPTED:
-        raise CheckpointError(f"its {shown(info.filename)} is encrypted or compressed in an unknown way")
-
-
-class _ShortReads:
-    """A file that refuses to be read by the gigabyte, as ``zipfile`` reads an archive's directory."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.seek, self.tell, self.seekable, self._read = file.seek, file.tell, file.seekable, file.read
-
-    def read(self, count: int = -1) -> bytes:
-        most = _MAX_ZIP_DIRECTORY + 1
-        content = self._read(most if count < 0 else min(count, most))
-        if len(content) == most:
-            raise CheckpointError(f"its directory of members has more than {_MAX_ZIP_DIRECTORY} bytes")
-        return content
+    return WeightsUnpickler(
+        BytesIO(content), TORCH_NAMES, record_prefixes=prefixes, persistent=persistent
+    ).load()
 
 
 @contextmanager
 def _zip_damage() -> Iterator[None]:
     try:
         yield
-    except CheckpointError:
-        raise
     except _ZIP_DAMAGE as error:
         raise CheckpointError(f"it is a damaged zip archive ({error})") from error
 
 
-def _storage_identity(identity: Any) -> tuple[str | None, str, int]:
-    """(element type, key, number of elements) of PyTorch's ('storage', class, key, device, count, ...)."""
-    if not isinstance(identity, tuple) or len(identity) < 5 or identity[0] != "storage":
-        raise RefusedPickleError("a persistent object that is not a storage")
-    _, kind, key, _, count = identity[:5]
-    if not isinstance(key, str) or type(count) is not int or count < 0:
-        raise ValueError("a storage without key or length")
-    return storage_dtype(kind), key, count
-
-
-def _noted(storages: dict[str, TorchStorage], key: str, dtype: str | None, count: int) -> TorchStorage:
-    """The storage of a key, which every tensor in it must describe alike."""
-    storage = storages.setdefault(key, TorchStorage(dtype, count))
-    if (storage.dtype, storage.count) != (dtype, count):
-        raise CheckpointError(f"the storage {shown(key)} has two types or lengths")
-    return storage
-
-
-def _item_size(dtype: str | None) -> int:
-    return 1 if dtype is None else NUMPY_OF_DTYPE[dtype].itemsize
-
-
-def _member_reader(path: Path, info: zipfile.ZipInfo) -> Any:
-    _check_readable(info)
-    is_stored = info.compress_type == zipfile.ZIP_STORED
-    if not is_stored and info.file_size > _MOST_COMPRESSION * info.compress_size + 4096:
-        raise CheckpointError(
-            f"its {shown(info.filename)} would unpack from {info.compress_size} to {info.file_size} bytes, "
-            "which no weights do"
-        )
-
+def _member_reader(path: Path, info: zipfile.ZipInfo) -> Callable[[int, int], np.ndarray]:
     def read(start: int, end: int) -> np.ndarray:
-        if is_stored:
+        if info.compress_type == zipfile.ZIP_STORED:
             return _stored_range(path, info, start, end)
-        with opened(path) as file, naming(path), _zip_damage(), zipfile.ZipFile(file) as archive:
-            content = archive.open(info).read(end)
-        if len(content) != end:
-            raise CheckpointError(f"{path} is damaged: {info.filename} is too short")
-        return np.frombuffer(content, np.uint8)[start:]
+        with opened(path) as file, reading(path), _zip_damage(), zipfile.ZipFile(file) as archive:
+            return np.frombuffer(archive.read(info), np.uint8)[start:end]
 
     return read
 
@@ -224,28 +155,27 @@ def _stored_range(path: Path, info: zipfile.ZipInfo, start: int, end: int) -> np
     return content
 
 
+# -- the layout before archives
+
+
 def _read_legacy(file: BinaryIO, path: Path, prefixes: tuple[str, ...]) -> Any:
     storages: dict[str, TorchStorage] = {}
 
     def persistent(identity: Any) -> TorchStorage:
-        dtype, key, count = _storage_identity(identity)
         if len(identity) > 5 and identity[5] is not None:
             raise RefusedPickleError("a view of a storage, as PyTorch before 0.4 wrote them")
-        return _noted(storages, key, dtype, count)
+        return _storage(storages, identity)[0]
 
-    machine = Unpickler(file, TORCH_NAMES, record_prefixes=prefixes, persistent=persistent)
-    magic = machine.load()
-    if type(magic) is not int or magic != _MAGIC:
+    def load() -> Any:
+        return WeightsUnpickler(file, TORCH_NAMES, record_prefixes=prefixes, persistent=persistent).load()
+
+    if load() != _MAGIC:
         raise CheckpointError("not a file of PyTorch")
-    version = machine.load()
-    if type(version) is not int or version != _LEGACY_PROTOCOL:
+    if load() != _LEGACY_PROTOCOL:
         raise CheckpointError("a file of PyTorch of an unknown version")
-    system = machine.load()
-    if not isinstance(system, dict) or system.get("little_endian") is not True:
+    if load().get("little_endian") is not True:
         raise CheckpointError("it was written on a big-endian machine")
-    tree, keys = machine.load(), machine.load()
-    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise CheckpointError("not a sound file of PyTorch: it does not say which storages follow")
+    tree, keys = load(), load()
     _place_storages(file, path, keys, storages)
     return tree
 
@@ -256,17 +186,97 @@ def _place_storages(file: BinaryIO, path: Path, keys: list[str], storages: dict[
     end = file.seek(0, 2)
     for key in keys:
         file.seek(position)
-        storage = storages.get(key)
-        count = int.from_bytes(file.read(8), "little")
+        storage, count = storages.get(key), int.from_bytes(file.read(8), "little")
         if storage is None or storage.count != count:
             raise CheckpointError("not a sound file of PyTorch: its storages are not those it announces")
         storage.read = _range_reader(path, position + 8)
         position += 8 + count * _item_size(storage.dtype)
-        if position > end:
-            break
     if position > end or any(storage.read is None for storage in storages.values()):
         raise CheckpointError("not a sound file of PyTorch: it ends too early")
 
 
-def _range_reader(path: Path, begin: int) -> Any:
+def _range_reader(path: Path, begin: int) -> Callable[[int, int], np.ndarray]:
     return lambda start, end: read_bytes(path, begin + start, end - start)
+
+
+# -- storages and tensors
+
+
+def _storage(storages: dict[str, TorchStorage], identity: Any) -> tuple[TorchStorage, str]:
+    """The storage of PyTorch's ('storage', class, key, device, count, ...), and its key."""
+    if not isinstance(identity, tuple) or len(identity) < 5 or identity[0] != "storage":
+        raise RefusedPickleError("a persistent object that is not a storage")
+    _, kind, key, _, count = identity[:5]
+    if not (isinstance(kind, type) and issubclass(kind, StorageKind)):
+        raise RefusedPickleError("a storage of another class")
+    storage = storages.setdefault(key, TorchStorage(kind.dtype, count))
+    if (storage.dtype, storage.count) != (kind.dtype, count):
+        raise CheckpointError(f"the storage {shown(key)} has two types or lengths")
+    return storage, key
+
+
+def _item_size(dtype: str | None) -> int:
+    return 1 if dtype is None else NUMPY_OF_DTYPE[dtype].itemsize
+
+
+def _rebuild_tensor(storage: TorchStorage, offset: int, size: Any, stride: Any, *_: Any) -> LazyTensor:
+    return _view(storage, storage.dtype, offset, size, stride)
+
+
+def _rebuild_tensor_v3(
+    storage: TorchStorage, offset: int, size: Any, stride: Any, _grad: Any, _hooks: Any, kind: Any, *_: Any
+) -> LazyTensor:
+    return _view(storage, kind.dtype, offset, size, stride)
+
+
+def _view(storage: TorchStorage, dtype: str, offset: int, size: Any, stride: Any) -> LazyTensor:
+    """A strided view of a storage. Raises CheckpointError when it reaches outside, or repeats elements."""
+    held = NUMPY_OF_DTYPE[dtype]
+    room = storage.count * _item_size(storage.dtype) // held.itemsize
+    shape, count = tuple(size), prod(size)
+    span = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) if count else 0
+    if min((offset, *shape, *stride)) < 0 or offset + span > room or count > room:
+        raise CheckpointError("a tensor in it is larger than its storage")
+
+    def load() -> np.ndarray:
+        assert storage.read is not None, "the storage was never placed"
+        content = storage.read(offset * held.itemsize, (offset + span) * held.itemsize).view(held)
+        if not count:
+            return content.reshape(shape)
+        steps = tuple(step * held.itemsize for step in stride)
+        return np.lib.stride_tricks.as_strided(content, shape, steps, writeable=False)
+
+    return LazyTensor(dtype, shape, load)
+
+
+def _rebuild_parameter(data: LazyTensor, *_: Any) -> LazyTensor:
+    return data
+
+
+def _member(owner: Any, name: str) -> Record:
+    """How some versions of Python write a member of an enumeration: of an absent one only."""
+    if not (isinstance(owner, type) and issubclass(owner, Record)):
+        raise RefusedPickleError("builtins.getattr")
+    return owner(name)
+
+
+TORCH_NAMES: dict[str, Any] = ARRAY_NAMES | {
+    "torch._utils._rebuild_tensor": _rebuild_tensor,
+    "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
+    "torch._utils._rebuild_tensor_v3": _rebuild_tensor_v3,
+    "torch._utils._rebuild_parameter": _rebuild_parameter,
+    "torch._utils._rebuild_parameter_with_state": _rebuild_parameter,
+    "builtins.getattr": _member,
+    "torch.Size": tuple,
+    "torch.device": Record,
+    "torch.storage.UntypedStorage": StorageKind,
+    "torch.UntypedStorage": StorageKind,
+    **{
+        f"torch.{place}{kind}Storage": type(kind, (StorageKind,), {"dtype": dtype})
+        for place in ("", "cuda.")
+        for kind, dtype in _STORAGE_DTYPES.items()
+    },
+    **{
+        f"torch.{name}": type(name, (ElementType,), {"dtype": dtype}) for name, dtype in DTYPE_OF_NAME.items()
+    },
+}

@@ -7,7 +7,7 @@ import pytest
 
 from ppfleetx.checkpoint.foreign.convert import model_of
 from ppfleetx.checkpoint.foreign.megatron import read_megatron
-from ppfleetx.checkpoint.foreign.stand_ins import Record
+from ppfleetx.checkpoint.foreign.pickles import Record
 from ppfleetx.checkpoint.foreign.weights import fitted
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.model import ModelConfig
