@@ -94,22 +94,25 @@ class GlueDataset(RecordDataset):
         cfg: the section, with directory and part.
         tokenizer: makes the tokens.
         length_multiple: see :class:`RecordDataset`.
+        with_labels: False: read the texts alone.
 
     Raises:
         DataError: see `ppfleetx.data.tasks.glue.read_glue`.
     """
 
     def __init__(
-        self, task: GlueTask, cfg: DatasetConfig, tokenizer: Tokenizer, length_multiple: int = 1
+        self,
+        task: GlueTask,
+        cfg: DatasetConfig,
+        tokenizer: Tokenizer,
+        length_multiple: int = 1,
+        *,
+        with_labels: bool = True,
     ) -> None:
-        examples = read_glue(task, cfg.input_dir, cfg.split)
+        examples = read_glue(task, cfg.input_dir, cfg.split, with_labels=with_labels)
         super().__init__(cfg, tokenizer, examples.path, examples.digest, length_multiple)
         self.task, self.part = task, cfg.split
         self.texts, self.labels = examples.texts, examples.labels
-
-    @property
-    def has_labels(self) -> bool:
-        return self.labels is not None
 
     def __len__(self) -> int:
         return len(self.texts)
