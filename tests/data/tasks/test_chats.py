@@ -1,6 +1,7 @@
 """Conversations to learn from: which tokens count, what is cut, what is refused."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from ppfleetx.data.chat.templates import ChatError, ChatTemplate
 from ppfleetx.data.gpt_dataset import PADDING
 from ppfleetx.data.tasks.chats import ChatDataset
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from tests.goldens.chat_styles import QWEN, STYLES, write_style
+from tests.goldens.chat_styles import QWEN, REWRITING, STYLES, write_style
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -47,6 +48,12 @@ def text_of(dataset: ChatDataset, index: int = 0) -> str:
     return dataset.tokenizer.decode(sample["tokens"][: int(sample["lengths"])])
 
 
+def unmarked(source: str) -> str:
+    """A template that renders the same and does not say what the assistant's is."""
+    opened = re.sub(r"(\{%-?) generation %\}", r"\1 if true %}", source)
+    return re.sub(r"(\{%-?) endgeneration %\}", r"\1 endif %}", opened)
+
+
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("marked", [True, False], ids=["generation blocks", "prefixes"])
 def test_the_loss_is_on_what_the_assistant_says(tmp_path: Path, style: str, marked: bool) -> None:
@@ -54,11 +61,7 @@ def test_the_loss_is_on_what_the_assistant_says(tmp_path: Path, style: str, mark
     write(tmp_path, CHAT)
     source = tokenizer.chat_templates["default"]
     if not marked:
-        for word in ("generation", "endgeneration"):
-            for left in ("{%-", "{%"):
-                source = source.replace(
-                    f"{left} {word} %}}", f"{left} if true %}}" if word[0] == "g" else f"{left} endif %}}"
-                )
+        source = unmarked(source)
         (tmp_path / "own.jinja").write_text(source)
     options = {} if marked else {"chat_template": str(tmp_path / "own.jinja")}
     dataset = ChatDataset(section(tmp_path, **options), tokenizer)
@@ -99,11 +102,58 @@ def test_what_is_too_long_loses_its_oldest_turns_then_its_end(
     assert caplog.text.count("and loses") == 1
 
 
-def test_a_template_that_rewrites_earlier_turns_must_mark_them() -> None:
-    source = (
-        "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }};{% endif %}{% endfor %}"
-    )
-    with pytest.raises(ChatError, match="does not write message 2 as it would at the end"):
+def turn(content: str | None, **more: object) -> dict:
+    return {"role": "assistant", "content": content, **more}
+
+
+ASK = {"role": "user", "content": "the dog?"}
+THOUGHT = "<think>\nthe fox\n</think>\n\nquick"
+CALL = {"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}]}
+RESULT = {"role": "tool", "content": "7"}
+CONVERSATIONS = {
+    "five turns": CHAT,
+    "reasoning in the text": [ASK, turn(THOUGHT), ASK, turn(THOUGHT), ASK, turn(THOUGHT)],
+    "reasoning beside it": [ASK, turn("a", reasoning_content="b"), ASK, turn("a", reasoning_content="b")],
+    "nothing said": [ASK, turn(""), ASK, turn(""), ASK, turn(" \n")],
+    "the same words again": [ASK, turn("the dog?"), ASK, turn("the dog?")],
+    "markup": [ASK, turn("<b>"), ASK, turn("<|im_start|>assistant\n"), ASK, turn("</think><")],
+    "two answers in a row": [ASK, turn("one"), turn("two"), ASK, turn("three")],
+    "the assistant first": [turn("welcome"), ASK, turn("yes"), ASK, turn("no")],
+}
+WITH_TOOLS = {
+    "a call": [ASK, turn(None, **CALL), RESULT, turn("7"), ASK, turn("no")],
+    "a call and words": [CHAT[0], ASK, turn("wait", **CALL), RESULT, turn(THOUGHT), ASK, turn("", **CALL)],
+    "a call last": [ASK, turn("yes"), ASK, turn(None, **CALL), RESULT, turn(None, **CALL)],
+}
+
+
+@pytest.mark.parametrize("style", REWRITING)
+def test_turns_are_found_where_a_template_rewrites_earlier_ones(style: str) -> None:
+    """As its own blocks mark them, but for what a generation prompt has said already, and line ends."""
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    blocks, bare = (ChatTemplate(s, tokens) for s in (REWRITING[style], unmarked(REWRITING[style])))
+    for name, chat in (CONVERSATIONS | (WITH_TOOLS if style == "qwen3" else {})).items():
+        text, expected = render_with_answers(blocks, chat)
+        again, found = render_with_answers(bare, chat)
+        assert again == text, name
+        learnt = [
+            {place for span in spans for place in range(*span) if text[place] != "\n"}
+            for spans in (expected, found)
+        ]
+        assert learnt[0] == learnt[1], (name, [text[slice(*span)] for span in found])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{{ m.content if loop.last or m.role == 'user' else '' }};{% endfor %}",
+        "{% for m in messages %}{{ ('' if loop.last else m.content | upper) + m.content }}{% endfor %}",
+        "{% for m in messages %}{{ m.content if loop.last else m.content | length }};{% endfor %}",
+    ],
+    ids=["left out", "twice", "another content"],
+)
+def test_a_template_whose_turns_cannot_be_found_must_mark_them(source: str) -> None:
+    with pytest.raises(ChatError, match=r"message 2: put \{% generation %\}"):
         render_with_answers(ChatTemplate(source, {}), CHAT)
 
 
