@@ -14,6 +14,7 @@ from ppfleetx.data.chat.answers import render_with_answers
 from ppfleetx.data.chat.templates import ChatError, ChatTemplate
 from ppfleetx.data.gpt_dataset import PADDING
 from ppfleetx.data.tasks.chats import ChatDataset
+from ppfleetx.data.tasks.records import PromptResponseDataset
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from tests.goldens.chat_styles import QWEN, REWRITING, STYLES, write_style
 
@@ -162,7 +163,19 @@ def test_a_template_whose_turns_cannot_be_found_must_mark_them(source: str) -> N
     [
         ("{", "this is not a line of JSON"),
         ("[]", 'must be an object with "messages"'),
-        ('{"messages": []}', 'must be an object with "messages"'),
+        ('{"messages": []}', "has no list of messages"),
+        ('{"conversations": 3}', "has no list of messages"),
+        ('{"conversations": [{"value": "x"}]}', "message 0 must have from and value"),
+        (
+            '{"conversations": [{"from": "narrator", "value": "x"}]}',
+            "message 0 is from 'narrator'; known are",
+        ),
+        ('{"conversations": [{"from": "gpt"}]}', "message 0 must have role and content"),
+        ('{"conversations": [{"from": "human", "value": "x"}]}', "no message of the role assistant"),
+        ('{"conversations": [{"from": "gpt", "value": "x"}], "tools": "["}', "tools are not JSON"),
+        ('{"instruction": 3, "output": "x"}', "instruction and input must be texts"),
+        ('{"instruction": "x", "output": null}', "message 1 must have role and content"),
+        ('{"instruction": "x"}', '"instruction" and "output" (Alpaca)'),
         ('{"messages": [{"role": "user"}]}', "message 0 must have role and content"),
         ('{"messages": ["x"]}', "message 0 must have role and content"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "no message of the role assistant"),
@@ -178,6 +191,54 @@ def test_wrong_lines_are_named(tmp_path: Path, line: str, words: str) -> None:
         ChatDataset(section(tmp_path), tokenizer)
     assert words in str(caught.value)
     assert "train.jsonl:2: " in str(caught.value)
+
+
+SYSTEM, ASKED, SAID = CHAT[0]["content"], CHAT[1]["content"], CHAT[2]["content"]
+FORMS = {
+    "ShareGPT": {
+        "id": "a",
+        "conversations": [
+            {"from": "system", "value": SYSTEM},
+            {"from": "human", "value": ASKED},
+            {"from": "gpt", "value": SAID, "markdown": None},
+        ],
+    },
+    "ShareGPT, system and tools beside it": {
+        "conversations": [{"from": "USER", "value": ASKED}, {"from": "chatgpt", "value": SAID}],
+        "system": SYSTEM,
+        "tools": "[]",
+    },
+    "roles under conversations": {"conversations": CHAT[:3]},
+    "Alpaca": {"system": SYSTEM, "instruction": ASKED, "input": "", "output": SAID},
+    "Alpaca with input": {"system": SYSTEM, "instruction": "the", "input": "dog?", "output": SAID},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["train.jsonl", "train.json"])
+def test_published_forms_are_read_as_they_are(tmp_path: Path, form: str, name: str) -> None:
+    tokenizer = Tokenizer.load(write_style("qwen", tmp_path / "qwen"))
+    record = FORMS[form]
+    text = json.dumps([record] * 2, indent=2) if name.endswith(".json") else f"{json.dumps(record)}\n" * 2
+    (tmp_path / name).write_text(text)
+    dataset = ChatDataset(section(tmp_path), tokenizer)
+    expected = dataset.template.encode(tokenizer, CHAT[:3])
+    if form.endswith("input"):
+        asked = {"role": "user", "content": "the\ndog?"}
+        expected = dataset.template.encode(tokenizer, [CHAT[0], asked, CHAT[2]])
+    assert len(dataset) == 2
+    sample = dataset[1]
+    assert [*sample["tokens"][: sample["lengths"]], expected[-1]] == expected
+    assert learnt(dataset, 1) == f"{SAID}<|im_end|>"
+
+
+def test_pairs_are_told_which_data_set_reads_conversations(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_style("qwen", tmp_path / "qwen"))
+    for form in FORMS.values():
+        (tmp_path / "train.jsonl").write_text(json.dumps(form))
+        cfg = DatasetConfig(name="PromptResponseDataset", input_dir=str(tmp_path), split="train")
+        with pytest.raises(DataError, match=r"train\.jsonl:1: .* ChatDataset reads such conversations"):
+            PromptResponseDataset(cfg, tokenizer)
 
 
 def test_what_a_template_refuses_is_told_with_its_line(tmp_path: Path) -> None:
