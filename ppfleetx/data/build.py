@@ -179,11 +179,12 @@ def chats(cfg: RunConfig, mode: Mode) -> ChatDataset:
 
 
 def glue(cfg: RunConfig, mode: Mode) -> GlueDataset:
-    """Examples of a GLUE task."""
+    """Examples of a GLUE task; of ``Data.Test``, which is predicted, without their labels."""
     dataset_cfg = getattr(cfg.Data, mode).dataset
     tokenizer, multiple = _encoding(cfg, dataset_cfg)
     require_libraries()
-    return GlueDataset(TASKS[dataset_cfg.name], dataset_cfg, tokenizer, multiple)
+    task = TASKS[dataset_cfg.name]
+    return GlueDataset(task, dataset_cfg, tokenizer, multiple, with_labels=mode != "Test")
 
 
 def _encoding(cfg: RunConfig, dataset_cfg: DatasetConfig) -> tuple[Tokenizer, int]:

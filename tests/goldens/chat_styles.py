@@ -108,6 +108,65 @@ You are a careful helper.<|im_end|>
 {% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
 {%- endif %}
 """
+QWEN3 = """\
+{%- set ns = namespace(question=-1) %}
+{%- for message in messages %}
+    {%- if message.role == 'user' and not message.content.startswith('<tool_response>') %}{% set ns.question = loop.index0 %}{% endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set text = message.content | default('') %}
+    {%- if message.role == 'assistant' %}
+        {%- set thought = message.reasoning_content | default('') %}
+        {%- if not thought and '</think>' in text %}
+            {%- set thought = text.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+            {%- set text = text.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {%- if loop.index0 > ns.question and (loop.last or thought) %}
+            {%- set text = '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' + text.lstrip('\\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- generation %}
+        {{- text }}
+        {%- for call in message.tool_calls or [] %}
+            {{- ('\\n' if text or not loop.first else '') + '<tool_call>\\n' + call.function | tojson + '\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>' }}
+        {%- endgeneration %}
+        {{- '\\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + text + '\\n</tool_response><|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + text + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+R1 = """\
+{{- bos_token }}
+{%- for message in messages if message.role == 'system' %}{{ message.content }}{% endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {{- '<|User|>' + message.content }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|Assistant|>' }}
+        {%- generation %}{{ message.content.split('</think>')[-1] + eos_token }}{% endgeneration %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|Assistant|><think>\\n' }}{% endif %}
+"""
+PHI = """\
+{%- for message in messages %}
+    {{- '<|' + message.role + '|>\\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}{{ message.content + '<|end|>\\n' }}{% endgeneration %}
+    {%- else %}
+        {{- message.content + '<|end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{% generation %}{{ eos_token }}{% endgeneration %}{% endif %}
+"""
+REWRITING = {"qwen3": QWEN3, "r1": R1, "phi": PHI}
+"""Templates in the styles of Qwen3, DeepSeek-R1 and Phi-3, which write an earlier turn otherwise than the last."""
 TOOL_USE = "{% for tool in tools %}{{ tool['name'] }};{% endfor %}{{ messages | length }}{{ bos_token }}"
 RAG = "{{ documents | map(attribute='title') | join(', ') }}: {{ messages[-1]['content'] | upper }}"
 

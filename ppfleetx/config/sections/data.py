@@ -54,14 +54,14 @@ class DatasetConfig(Section):
 
     name: Annotated[str, Registered(DATASETS)] = "GPTDataset"
     """GPTDataset (preprocessed corpora), PromptResponseDataset (jsonl, loss on the response alone),
-    ChatDataset (jsonl, loss on the assistant's turns), a GLUE task, or a data set of your own
-    (docs/extending.md)."""
+    ChatDataset (jsonl, also of ShareGPT and Alpaca, loss on the assistant's turns), a GLUE task, or a data
+    set of your own (docs/extending.md)."""
     options: dict[str, Bool | Int | Float | Text] = Field(default_factory=dict)
     """ChatDataset: `chat_template`, a name of one of the tokenizer's or a file. Of a data set of your own:
     what it was registered with."""
     input_dir: PathText | tuple[PathText, ...] = "./data"
     """A corpus prefix, a directory of corpora, or a list of them. Of the others: the directory of the files
-    `{split}.jsonl` (or `.jsonl.gz`, `.jsonl.zst`) or `{split}.tsv`."""
+    `{split}.jsonl` (or `.jsonl.gz`, `.jsonl.zst`, `.json`) or `{split}.tsv`."""
     weights: tuple[NonNegativeFloat, ...] | None = None
     """Share of each entry of `input_dir` in the blend, normalised; null: by its number of tokens."""
     blend: Literal["shares", "exhaustive"] = "shares"

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ppfleetx.config.counts import counted
-from ppfleetx.config.errors import ConfigError, DataError, UserError, shown
+from ppfleetx.config.errors import ConfigError, DataError, UserError
 from ppfleetx.data.chat.answers import ASSISTANT, render_with_answers
 from ppfleetx.data.chat.templates import chosen_template
 from ppfleetx.data.gpt_dataset import PADDING, Sample
+from ppfleetx.data.tasks.conversations import MESSAGES, read_conversation
 from ppfleetx.data.tasks.records import RecordDataset, record_file
-from ppfleetx.data.text.files import read_lines
-from ppfleetx.data.text.json_lines import load_line
+from ppfleetx.data.text.json_lines import read_records
 from ppfleetx.utils.foreign_files import os_errors
 from ppfleetx.utils.log import get_logger
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from ppfleetx.data.chat.templates import ChatTemplate, Message
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
-NAME, FIELD = "ChatDataset", "messages"
+NAME = "ChatDataset"
 TEMPLATE_OPTION = "chat_template"
 
 
 class ChatDataset(RecordDataset):
     """Conversations, for causal language modelling with the loss on the assistant's turns.
 
-    A line of the file is ``{"messages": [{"role": ..., "content": ...}, ...]}``, perhaps with ``tools``. The
-    template decides about BOS and about what ends a turn. A conversation that is too long loses its oldest
-    turns, but not the system message; when one question with its answer is left, it loses its end.
+    A record of the file has one of the forms of `ppfleetx.data.tasks.conversations`. The template decides
+    about BOS and about what ends a turn. A conversation that is too long loses its oldest turns, but not the
+    system message; when one question with its answer is left, it loses its end.
 
     Args:
         cfg: the section, with directory, part, and the template in ``options``.
@@ -42,7 +42,7 @@ class ChatDataset(RecordDataset):
         length_multiple: see :class:`RecordDataset`.
 
     Raises:
-        DataError: the file is missing, or a line holds no conversation with an answer; with file and line.
+        DataError: the file is missing, or a record is no conversation with an answer; with file and line.
         ConfigError: there is no such template.
     """
 
@@ -73,9 +73,9 @@ class ChatDataset(RecordDataset):
         """
         number, line = self._lines[max(index, 0)]
         place = f"{self.path}:{number}"
-        record = _conversation(line, place)
+        record = read_conversation(line, place)
         try:
-            ids, learnt = self._fitting(record[FIELD], record.get("tools"), place)
+            ids, learnt = self._fitting(record[MESSAGES], record.get("tools"), place)
         except UserError as error:
             raise DataError(f"{place}: {error}") from error
         mask = np.zeros(self.max_seq_len, np.float32)
@@ -136,33 +136,11 @@ def _without_oldest(messages: Sequence[Message]) -> list[Message] | None:
 
 
 def _read(path: Path) -> tuple[list[tuple[int, bytes]], str]:
-    """(number, line) of each conversation of a jsonl file, and a hash of the file."""
+    """(line, text) of each conversation of a file, and a hash of the file."""
     digest = blake2b(digest_size=16)
-    lines = [(number, line) for number, line in read_lines(path, digest.update) if line.strip()]
+    lines = list(read_records(path, digest.update))
     for number, line in lines:
-        _conversation(line, f"{path}:{number}")
+        read_conversation(line, f"{path}:{number}")
     if not lines:
         raise DataError(f"{path} holds no record")
     return lines, digest.hexdigest()
-
-
-def _conversation(line: bytes, place: str) -> dict[str, Any]:
-    """The record in a line, which must hold messages and an answer among them."""
-    try:
-        record = load_line(line)
-    except ValueError as error:
-        raise DataError(f"{place}: this is not a line of JSON: {error}") from error
-    messages = record.get(FIELD) if isinstance(record, dict) else None
-    if not isinstance(messages, list) or not messages:
-        raise DataError(f'{place}: must be an object with "{FIELD}", a list of messages')
-    for number, message in enumerate(messages):
-        role = message.get("role") if isinstance(message, dict) else None
-        content = message.get("content") if isinstance(message, dict) else None
-        says = isinstance(content, str) or (content is None and "tool_calls" in message)
-        if not isinstance(role, str) or not says:
-            raise DataError(f"{place}: message {number} must have role and content, texts: {shown(message)}")
-        if isinstance(content, str) and any("\ud800" <= character <= "\udfff" for character in content):
-            raise DataError(f"{place}: message {number} holds a lone surrogate, which is not text")
-    if not any(message["role"] == ASSISTANT for message in messages):
-        raise DataError(f"{place}: has no message of the role assistant, so there is nothing to learn")
-    return record

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 
 from ppfleetx.config.counts import counted
@@ -27,9 +28,10 @@ class GlueTask:
         texts: header names of the one or two texts.
         label: header name of the label.
         labels: what it may be, in the order of the classes; none: a number from 0 to 5.
-        headerless: columns by name of train and dev files that begin without a header.
+        headerless: columns by name of files that begin without a header.
         has_bad_rows: rows of another number of fields are known in the official train and dev files, and left
             out.
+        original: part -> file of the data set that GLUE took the task from, read where ``{part}.tsv`` is not.
     """
 
     name: str
@@ -39,6 +41,7 @@ class GlueTask:
     labels: tuple[str, ...] = _BINARY
     headerless: Mapping[str, int] = field(default_factory=dict)
     has_bad_rows: bool = False
+    original: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_regression(self) -> bool:
@@ -61,9 +64,25 @@ class GlueTask:
 TASKS = {
     task.name: task
     for task in (
-        GlueTask("CoLA", "CoLA", ("sentence",), headerless={"source": 0, "label": 1, "sentence": 3}),
+        GlueTask(
+            "CoLA",
+            "CoLA",
+            ("sentence",),
+            headerless={"source": 0, "label": 1, "sentence": 3},
+            original={
+                "train": "raw/in_domain_train.tsv",
+                "dev": "raw/in_domain_dev.tsv",
+                "test": "raw/out_of_domain_dev.tsv",
+            },
+        ),
         GlueTask("SST2", "SST-2", ("sentence",)),
-        GlueTask("MRPC", "MRPC", ("#1 String", "#2 String"), label="Quality"),
+        GlueTask(
+            "MRPC",
+            "MRPC",
+            ("#1 String", "#2 String"),
+            label="Quality",
+            original={part: f"msr_paraphrase_{part}.txt" for part in ("train", "test")},
+        ),
         GlueTask("QQP", "QQP", ("question1", "question2"), label="is_duplicate", has_bad_rows=True),
         GlueTask("STSB", "STS-B", ("sentence1", "sentence2"), label="score", labels=()),
         GlueTask(
@@ -89,7 +108,7 @@ class GlueExamples:
     Attributes:
         path: the file.
         texts: one or two texts of each example.
-        labels: class number (or score) of each; None for a test file, which has none.
+        labels: class number (or score) of each; None where they were not read.
         digest: hash of the file.
     """
 
@@ -100,48 +119,60 @@ class GlueExamples:
 
 
 @os_errors(DataError)
-def read_glue(task: GlueTask, directory: str | Path, part: str) -> GlueExamples:
-    """Read ``{directory}/{part}.tsv``.
+def read_glue(task: GlueTask, directory: str | Path, part: str, *, with_labels: bool = True) -> GlueExamples:
+    """Read ``{directory}/{part}.tsv``, or the file that GLUE made it of.
+
+    Args:
+        task, directory, part: which file.
+        with_labels: read the labels too, which most test files lack; False: the texts alone.
 
     Raises:
-        DataError: the file is missing, is not UTF-8, or a line has another number of fields or an unknown
-            label; with file and line.
+        DataError: the file is missing, is not UTF-8, has no labels, or a line has another number of fields or
+            an unknown label; with file and line.
     """
-    path = Path(directory) / f"{part}.tsv"
+    path = _file(task, Path(directory), part)
     digest = blake2b(digest_size=16)
-    rows = _rows(path, task, digest.update)
-    has_header = not (task.headerless and not part.startswith("test"))
-    columns, width = task.headerless, _COLA_FIELDS
-    if has_header:
-        columns, width = _columns(task, next(rows, (1, ""))[1], path, part)
-    is_labelled = not part.startswith("test")
+    rows = _rows(path, digest.update)
+    first = next(rows, (1, ""))
+    if task.headerless and not set(task.texts) <= set(first[1].split("\t")):
+        columns, width = task.headerless, _COLA_FIELDS
+        rows = chain([first] if first[1] else [], rows)
+    else:
+        columns, width = _columns(task, first[1], path, with_labels=with_labels)
     texts, labels, left_out = [], [], 0
     for number, line in rows:
         fields = line.split("\t")
         if len(fields) != width:
-            if not (task.has_bad_rows and is_labelled):  # answers on a test file are numbered by its lines
+            if not (task.has_bad_rows and with_labels):  # answers on a test file are numbered by its lines
                 raise DataError(
                     f"{path}:{number}: {counted(len(fields), 'field')} instead of {width} (separated by tabs)"
                 )
             left_out += 1
             continue
         texts.append(tuple(fields[columns[name]] for name in task.texts))
-        if is_labelled:
+        if with_labels:
             labels.append(_label(task, fields[columns[task.label]], f"{path}:{number}"))
     if left_out:
         get_logger().warning(f"{path}: left out {counted(left_out, 'line')} without exactly {width} fields")
     if not texts:
         raise DataError(f"{path} holds no example")
-    return GlueExamples(path, texts, labels if is_labelled else None, digest.hexdigest())
+    return GlueExamples(path, texts, labels if with_labels else None, digest.hexdigest())
 
 
-def _rows(path: Path, task: GlueTask, see: Callable[[bytes], object]) -> Iterator[tuple[int, str]]:
+def _file(task: GlueTask, directory: Path, part: str) -> Path:
+    path = directory / f"{part}.tsv"
+    original = directory / task.original.get(part, path.name)
+    if path.exists() or original.exists():
+        return path if path.exists() else original
+    also = f" (or {original.relative_to(directory)})" if original != path else ""
+    raise DataError(
+        f"there is no file {path}{also}; {task.title} is read from GLUE's own TSV files, one per part "
+        "(Data.*.dataset.input_dir names their directory, split the part)"
+    )
+
+
+def _rows(path: Path, see: Callable[[bytes], object]) -> Iterator[tuple[int, str]]:
     """(line number, line) of all lines that are not empty."""
-    if not path.exists():
-        raise DataError(
-            f"there is no file {path}; {task.title} is read from GLUE's own TSV files, one per part "
-            "(Data.*.dataset.input_dir names their directory, split the part)"
-        )
     for number, line in read_lines(path, see):
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\r")
@@ -151,11 +182,16 @@ def _rows(path: Path, task: GlueTask, see: Callable[[bytes], object]) -> Iterato
             yield number, text
 
 
-def _columns(task: GlueTask, line: str, path: Path, part: str) -> tuple[dict[str, int], int]:
+def _columns(task: GlueTask, line: str, path: Path, *, with_labels: bool) -> tuple[dict[str, int], int]:
     """Column of each name in the header line, and their number."""
     header = line.split("\t")
-    needed = task.texts if part.startswith("test") else (*task.texts, task.label)
+    needed = (*task.texts, task.label) if with_labels else task.texts
     absent = [name for name in needed if name not in header]
+    if absent == [task.label]:
+        raise DataError(
+            f"{path}:1: holds no labels (the header of {task.title} has no {task.label}), so no model can be "
+            "trained or evaluated on it; put it in Data.Test"
+        )
     if absent:
         raise DataError(
             f"{path}:1: the header of {task.title} must name {', '.join(needed)}; "

@@ -18,9 +18,9 @@ import numpy as np
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError, shown
 from ppfleetx.data.gpt_dataset import PADDING, Sample
+from ppfleetx.data.tasks.conversations import is_conversation
 from ppfleetx.data.tasks.glue import GlueTask, read_glue
-from ppfleetx.data.text.files import read_lines
-from ppfleetx.data.text.json_lines import load_line
+from ppfleetx.data.text.json_lines import load_line, read_records
 from ppfleetx.utils.foreign_files import os_errors
 
 if TYPE_CHECKING:
@@ -94,22 +94,25 @@ class GlueDataset(RecordDataset):
         cfg: the section, with directory and part.
         tokenizer: makes the tokens.
         length_multiple: see :class:`RecordDataset`.
+        with_labels: False: read the texts alone.
 
     Raises:
         DataError: see `ppfleetx.data.tasks.glue.read_glue`.
     """
 
     def __init__(
-        self, task: GlueTask, cfg: DatasetConfig, tokenizer: Tokenizer, length_multiple: int = 1
+        self,
+        task: GlueTask,
+        cfg: DatasetConfig,
+        tokenizer: Tokenizer,
+        length_multiple: int = 1,
+        *,
+        with_labels: bool = True,
     ) -> None:
-        examples = read_glue(task, cfg.input_dir, cfg.split)
+        examples = read_glue(task, cfg.input_dir, cfg.split, with_labels=with_labels)
         super().__init__(cfg, tokenizer, examples.path, examples.digest, length_multiple)
         self.task, self.part = task, cfg.split
         self.texts, self.labels = examples.texts, examples.labels
-
-    @property
-    def has_labels(self) -> bool:
-        return self.labels is not None
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -220,27 +223,27 @@ class PromptResponseDataset(RecordDataset):
 
 
 def record_file(cfg: DatasetConfig) -> Path:
-    """The jsonl file of a section. Raises DataError: there is none."""
-    paths = [Path(str(cfg.input_dir)) / f"{cfg.split}.jsonl{packed}" for packed in ("", ".gz", ".zst")]
+    """The file of a section's records. Raises DataError: there is none."""
+    endings = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json")
+    paths = [Path(str(cfg.input_dir)) / f"{cfg.split}{ending}" for ending in endings]
     found = next((path for path in paths if path.exists()), None)
     if found is None:
         raise DataError(
-            f"there is no file {paths[0]}; {cfg.name} reads {{split}}.jsonl (or .jsonl.gz, .jsonl.zst) in "
-            "the directory Data.*.dataset.input_dir"
+            f"there is no file {paths[0]}; {cfg.name} reads {{split}}.jsonl (or .jsonl.gz, .jsonl.zst, "
+            ".json) in the directory Data.*.dataset.input_dir"
         )
     return found
 
 
 def read_pairs(path: Path, prompt_field: str, response_field: str) -> tuple[list[tuple[str, str]], str]:
-    """(prompt, response) of each line of a jsonl file, and a hash of the file.
+    """(prompt, response) of each record of a file, and a hash of the file.
 
     Raises:
         DataError: see :class:`PromptResponseDataset`.
     """
     pairs, digest = [], blake2b(digest_size=16)
-    for number, line in read_lines(path, digest.update):
-        if line.strip():
-            pairs.append(_pair(line, f"{path}:{number}", prompt_field, response_field))
+    for number, line in read_records(path, digest.update):
+        pairs.append(_pair(line, f"{path}:{number}", prompt_field, response_field))
     if not pairs:
         raise DataError(f"{path} holds no record")
     return pairs, digest.hexdigest()
@@ -258,7 +261,10 @@ def _pair(line: bytes, place: str, *fields: str) -> tuple[str, str]:
         if not isinstance(text, str):
             names = ", ".join(map(shown, islice(record, _FIELDS_NAMED))) or "none"
             more = ", ..." if len(record) > _FIELDS_NAMED else ""
-            raise DataError(f"{place}: field {field!r} must be a text; the record's fields: {names}{more}")
+            hint = ". ChatDataset reads such conversations" if is_conversation(record) else ""
+            raise DataError(
+                f"{place}: field {field!r} must be a text; the record's fields: {names}{more}{hint}"
+            )
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise DataError(f"{place}: field {field!r} holds a lone surrogate, which is not text")
     return record[fields[0]], record[fields[1]]

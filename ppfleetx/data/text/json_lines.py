@@ -1,15 +1,69 @@
-"""One line of JSON, without more memory than the length of its texts explains."""
+"""Records of JSON, one a line or in an array; a line takes no more memory than its texts explain."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+
+from ppfleetx.config.errors import DataError
+from ppfleetx.data.text.files import read_lines
 
 _STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 # An empty object takes 24 times the bytes it is written with, a text hardly more than its own. So what lies
 # outside of texts is measured, in lines long enough to matter.
 _MAX_STRUCTURE_BYTES = 4_000_000
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+def read_records(path: Path, see: Callable[[bytes], object] = len) -> Iterator[tuple[int, bytes]]:
+    """(line where it begins, text) of each record of a file: of each line that is not empty, or, in a
+    ``.json`` file that begins with ``[``, of each item of the array.
+
+    Args:
+        path: the file; its name may end as `read_lines` takes it.
+        see: is given all bytes in order, for a hash of them.
+
+    Raises:
+        DataError: as `read_lines`, or the array is not JSON. Of a line, nothing is known yet.
+    """
+    lines = read_lines(path, see)
+    first = next(((number, line) for number, line in lines if line.strip()), None)
+    if first is None:
+        return
+    if path.suffix == ".json" and first[1].lstrip().startswith(b"["):
+        yield from _items(path, first, lines)
+        return
+    yield first
+    yield from ((number, line) for number, line in lines if line.strip())
+
+
+def _items(
+    path: Path, first: tuple[int, bytes], lines: Iterator[tuple[int, bytes]]
+) -> Iterator[tuple[int, bytes]]:
+    content = b"\n".join([first[1], *(line for _, line in lines)])
+    number, decoder, place = first[0], json.JSONDecoder(), 0
+    try:
+        text = content.decode("utf-8")
+        start = _SPACE.match(text, text.index("[") + 1).end()
+        is_empty = text.startswith("]", start)
+        while not is_empty:
+            _, end = decoder.raw_decode(text, start)
+            number, place = number + text.count("\n", place, start), start
+            yield number, text[start:end].encode()
+            after = _SPACE.match(text, end).end()
+            if not text.startswith(",", after):
+                break
+            start = _SPACE.match(text, after + 1).end()
+        end = start if is_empty else after
+        if not text.startswith("]", end) or _SPACE.match(text, end + 1).end() != len(text):
+            raise json.JSONDecodeError("the array does not end here as it should", text, end)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}:{first[0] + error.lineno - 1}: this is not JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: this is not JSON: {error}") from error
 
 
 def load_line(line: bytes) -> Any:

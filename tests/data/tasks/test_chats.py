@@ -1,6 +1,7 @@
 """Conversations to learn from: which tokens count, what is cut, what is refused."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from ppfleetx.data.chat.answers import render_with_answers
 from ppfleetx.data.chat.templates import ChatError, ChatTemplate
 from ppfleetx.data.gpt_dataset import PADDING
 from ppfleetx.data.tasks.chats import ChatDataset
+from ppfleetx.data.tasks.records import PromptResponseDataset
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from tests.goldens.chat_styles import QWEN, STYLES, write_style
+from tests.goldens.chat_styles import QWEN, REWRITING, STYLES, write_style
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -47,6 +49,12 @@ def text_of(dataset: ChatDataset, index: int = 0) -> str:
     return dataset.tokenizer.decode(sample["tokens"][: int(sample["lengths"])])
 
 
+def unmarked(source: str) -> str:
+    """A template that renders the same and does not say what the assistant's is."""
+    opened = re.sub(r"(\{%-?) generation %\}", r"\1 if true %}", source)
+    return re.sub(r"(\{%-?) endgeneration %\}", r"\1 endif %}", opened)
+
+
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("marked", [True, False], ids=["generation blocks", "prefixes"])
 def test_the_loss_is_on_what_the_assistant_says(tmp_path: Path, style: str, marked: bool) -> None:
@@ -54,11 +62,7 @@ def test_the_loss_is_on_what_the_assistant_says(tmp_path: Path, style: str, mark
     write(tmp_path, CHAT)
     source = tokenizer.chat_templates["default"]
     if not marked:
-        for word in ("generation", "endgeneration"):
-            for left in ("{%-", "{%"):
-                source = source.replace(
-                    f"{left} {word} %}}", f"{left} if true %}}" if word[0] == "g" else f"{left} endif %}}"
-                )
+        source = unmarked(source)
         (tmp_path / "own.jinja").write_text(source)
     options = {} if marked else {"chat_template": str(tmp_path / "own.jinja")}
     dataset = ChatDataset(section(tmp_path, **options), tokenizer)
@@ -99,11 +103,58 @@ def test_what_is_too_long_loses_its_oldest_turns_then_its_end(
     assert caplog.text.count("and loses") == 1
 
 
-def test_a_template_that_rewrites_earlier_turns_must_mark_them() -> None:
-    source = (
-        "{% for m in messages %}{% if loop.last or m.role == 'user' %}{{ m.content }};{% endif %}{% endfor %}"
-    )
-    with pytest.raises(ChatError, match="does not write message 2 as it would at the end"):
+def turn(content: str | None, **more: object) -> dict:
+    return {"role": "assistant", "content": content, **more}
+
+
+ASK = {"role": "user", "content": "the dog?"}
+THOUGHT = "<think>\nthe fox\n</think>\n\nquick"
+CALL = {"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}]}
+RESULT = {"role": "tool", "content": "7"}
+CONVERSATIONS = {
+    "five turns": CHAT,
+    "reasoning in the text": [ASK, turn(THOUGHT), ASK, turn(THOUGHT), ASK, turn(THOUGHT)],
+    "reasoning beside it": [ASK, turn("a", reasoning_content="b"), ASK, turn("a", reasoning_content="b")],
+    "nothing said": [ASK, turn(""), ASK, turn(""), ASK, turn(" \n")],
+    "the same words again": [ASK, turn("the dog?"), ASK, turn("the dog?")],
+    "markup": [ASK, turn("<b>"), ASK, turn("<|im_start|>assistant\n"), ASK, turn("</think><")],
+    "two answers in a row": [ASK, turn("one"), turn("two"), ASK, turn("three")],
+    "the assistant first": [turn("welcome"), ASK, turn("yes"), ASK, turn("no")],
+}
+WITH_TOOLS = {
+    "a call": [ASK, turn(None, **CALL), RESULT, turn("7"), ASK, turn("no")],
+    "a call and words": [CHAT[0], ASK, turn("wait", **CALL), RESULT, turn(THOUGHT), ASK, turn("", **CALL)],
+    "a call last": [ASK, turn("yes"), ASK, turn(None, **CALL), RESULT, turn(None, **CALL)],
+}
+
+
+@pytest.mark.parametrize("style", REWRITING)
+def test_turns_are_found_where_a_template_rewrites_earlier_ones(style: str) -> None:
+    """As its own blocks mark them, but for what a generation prompt has said already, and line ends."""
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    blocks, bare = (ChatTemplate(s, tokens) for s in (REWRITING[style], unmarked(REWRITING[style])))
+    for name, chat in (CONVERSATIONS | (WITH_TOOLS if style == "qwen3" else {})).items():
+        text, expected = render_with_answers(blocks, chat)
+        again, found = render_with_answers(bare, chat)
+        assert again == text, name
+        learnt = [
+            {place for span in spans for place in range(*span) if text[place] != "\n"}
+            for spans in (expected, found)
+        ]
+        assert learnt[0] == learnt[1], (name, [text[slice(*span)] for span in found])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{{ m.content if loop.last or m.role == 'user' else '' }};{% endfor %}",
+        "{% for m in messages %}{{ ('' if loop.last else m.content | upper) + m.content }}{% endfor %}",
+        "{% for m in messages %}{{ m.content if loop.last else m.content | length }};{% endfor %}",
+    ],
+    ids=["left out", "twice", "another content"],
+)
+def test_a_template_whose_turns_cannot_be_found_must_mark_them(source: str) -> None:
+    with pytest.raises(ChatError, match=r"message 2: put \{% generation %\}"):
         render_with_answers(ChatTemplate(source, {}), CHAT)
 
 
@@ -112,7 +163,19 @@ def test_a_template_that_rewrites_earlier_turns_must_mark_them() -> None:
     [
         ("{", "this is not a line of JSON"),
         ("[]", 'must be an object with "messages"'),
-        ('{"messages": []}', 'must be an object with "messages"'),
+        ('{"messages": []}', "has no list of messages"),
+        ('{"conversations": 3}', "has no list of messages"),
+        ('{"conversations": [{"value": "x"}]}', "message 0 must have from and value"),
+        (
+            '{"conversations": [{"from": "narrator", "value": "x"}]}',
+            "message 0 is from 'narrator'; known are",
+        ),
+        ('{"conversations": [{"from": "gpt"}]}', "message 0 must have role and content"),
+        ('{"conversations": [{"from": "human", "value": "x"}]}', "no message of the role assistant"),
+        ('{"conversations": [{"from": "gpt", "value": "x"}], "tools": "["}', "tools are not JSON"),
+        ('{"instruction": 3, "output": "x"}', "instruction and input must be texts"),
+        ('{"instruction": "x", "output": null}', "message 1 must have role and content"),
+        ('{"instruction": "x"}', '"instruction" and "output" (Alpaca)'),
         ('{"messages": [{"role": "user"}]}', "message 0 must have role and content"),
         ('{"messages": ["x"]}', "message 0 must have role and content"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "no message of the role assistant"),
@@ -128,6 +191,54 @@ def test_wrong_lines_are_named(tmp_path: Path, line: str, words: str) -> None:
         ChatDataset(section(tmp_path), tokenizer)
     assert words in str(caught.value)
     assert "train.jsonl:2: " in str(caught.value)
+
+
+SYSTEM, ASKED, SAID = CHAT[0]["content"], CHAT[1]["content"], CHAT[2]["content"]
+FORMS = {
+    "ShareGPT": {
+        "id": "a",
+        "conversations": [
+            {"from": "system", "value": SYSTEM},
+            {"from": "human", "value": ASKED},
+            {"from": "gpt", "value": SAID, "markdown": None},
+        ],
+    },
+    "ShareGPT, system and tools beside it": {
+        "conversations": [{"from": "USER", "value": ASKED}, {"from": "chatgpt", "value": SAID}],
+        "system": SYSTEM,
+        "tools": "[]",
+    },
+    "roles under conversations": {"conversations": CHAT[:3]},
+    "Alpaca": {"system": SYSTEM, "instruction": ASKED, "input": "", "output": SAID},
+    "Alpaca with input": {"system": SYSTEM, "instruction": "the", "input": "dog?", "output": SAID},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["train.jsonl", "train.json"])
+def test_published_forms_are_read_as_they_are(tmp_path: Path, form: str, name: str) -> None:
+    tokenizer = Tokenizer.load(write_style("qwen", tmp_path / "qwen"))
+    record = FORMS[form]
+    text = json.dumps([record] * 2, indent=2) if name.endswith(".json") else f"{json.dumps(record)}\n" * 2
+    (tmp_path / name).write_text(text)
+    dataset = ChatDataset(section(tmp_path), tokenizer)
+    expected = dataset.template.encode(tokenizer, CHAT[:3])
+    if form.endswith("input"):
+        asked = {"role": "user", "content": "the\ndog?"}
+        expected = dataset.template.encode(tokenizer, [CHAT[0], asked, CHAT[2]])
+    assert len(dataset) == 2
+    sample = dataset[1]
+    assert [*sample["tokens"][: sample["lengths"]], expected[-1]] == expected
+    assert learnt(dataset, 1) == f"{SAID}<|im_end|>"
+
+
+def test_pairs_are_told_which_data_set_reads_conversations(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_style("qwen", tmp_path / "qwen"))
+    for form in FORMS.values():
+        (tmp_path / "train.jsonl").write_text(json.dumps(form))
+        cfg = DatasetConfig(name="PromptResponseDataset", input_dir=str(tmp_path), split="train")
+        with pytest.raises(DataError, match=r"train\.jsonl:1: .* ChatDataset reads such conversations"):
+            PromptResponseDataset(cfg, tokenizer)
 
 
 def test_what_a_template_refuses_is_told_with_its_line(tmp_path: Path) -> None:

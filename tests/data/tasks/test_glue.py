@@ -36,6 +36,14 @@ FILES = [
         [("He said", "Said he")],
         [1],
     ),
+    (
+        "MRPC",
+        "test",
+        "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n0\t1\t2\tx\ty",
+        [("x", "y")],
+        [0],
+    ),
+    ("CoLA", "test", "clc95\t1\t\tIt works.", [("It works.",)], [1]),
     ("MRPC", "test", "index\t#1 ID\t#2 ID\t#1 String\t#2 String\n0\t1\t2\tx\ty", [("x", "y")], None),
     (
         "QQP",
@@ -86,8 +94,30 @@ FILES = [
 @pytest.mark.parametrize(("task", "part", "content", "texts", "labels"), FILES)
 def test_official_files(tmp_path, task, part, content, texts, labels):
     (tmp_path / f"{part}.tsv").write_bytes(content.encode())
-    found = read_glue(TASKS[task], tmp_path, part)
+    found = read_glue(TASKS[task], tmp_path, part, with_labels=labels is not None)
     assert (found.texts, found.labels) == (texts, labels)
+
+
+@pytest.mark.parametrize(
+    ("task", "part", "name"),
+    [(task.name, part, name) for task in TASKS.values() for part, name in task.original.items()],
+)
+def test_the_files_that_glue_was_made_of_are_read_too(tmp_path, task, part, name):
+    content = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t1\t2\tx\ty"
+    if task == "CoLA":
+        content = "clc95\t1\t\tIt works."
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(content)
+    assert read_glue(TASKS[task], tmp_path, part).labels == [1]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_whether_a_file_has_labels_is_said_by_the_file(tmp_path, task):
+    header = "\t".join(("index", *TASKS[task].texts))
+    (tmp_path / f"{'test_matched' if task == 'MNLI' else 'test'}.tsv").write_text(f"{header}\n0\ta\tb")
+    part = "test_matched" if task == "MNLI" else "test"
+    with pytest.raises(DataError, match=rf"{part}\.tsv:1: .*no {TASKS[task].label}.* put it in Data\.Test"):
+        read_glue(TASKS[task], tmp_path, part)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +152,7 @@ def test_no_row_of_a_test_file_is_left_out(tmp_path):
     """Answers are numbered by its lines."""
     (tmp_path / "test.tsv").write_text("id\tquestion1\tquestion2\n0\ta\n1\ta\tb\n")
     with pytest.raises(DataError, match=r"test\.tsv:2: 2 fields"):
-        read_glue(TASKS["QQP"], tmp_path, "test")
+        read_glue(TASKS["QQP"], tmp_path, "test", with_labels=False)
 
 
 def test_the_configuration_knows_the_same_tasks():

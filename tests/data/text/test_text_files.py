@@ -23,7 +23,7 @@ from ppfleetx.data.tasks.glue import TASKS, read_glue
 from ppfleetx.data.tasks.records import PromptResponseDataset
 from ppfleetx.data.text import files as text_files
 from ppfleetx.data.text.files import TextFile, read_lines
-from ppfleetx.data.text.json_lines import load_line
+from ppfleetx.data.text.json_lines import load_line, read_records
 from tests.helpers.texts import random_text, small_tokenizer
 
 
@@ -246,3 +246,28 @@ def test_values_beside_the_texts_are_few() -> None:
             load_line(line)
     with pytest.raises(ValueError, match="nested"):
         load_line(b"[" * 100_000)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('{"a": 1}\n\n {"b": "]"}', [(1, '{"a": 1}'), (3, ' {"b": "]"}')]),  # a line each, whatever its name
+        ('\n[ {"a": [1, "],["]},\n\n 3\n]\n', [(2, '{"a": [1, "],["]}'), (4, "3")]),
+        ("[]", []),
+        (" \n", []),
+        ("[3,]", r"x\.json:1: this is not JSON"),
+        ("\n[3\n4]", r"x\.json:3: this is not JSON"),
+        ("[3]\n]", r"x\.json:1: this is not JSON"),
+        ("[3", r"x\.json:1: this is not JSON"),
+        (b"[\xff]", r"x\.json: this is not JSON"),
+        ("[" * 100_000, r"x\.json: this is not JSON"),
+    ],
+)
+def test_records_of_an_array(tmp_path, text, found):
+    path = tmp_path / "x.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    if isinstance(found, str):
+        with pytest.raises(DataError, match=found):
+            list(read_records(path))
+        return
+    assert [(number, record.decode()) for number, record in read_records(path)] == found
