@@ -74,10 +74,12 @@ def launch(verb: str, args: argparse.Namespace, arguments: Sequence[str]) -> int
         for word in (option, str(getattr(args, name)))
     ]
     from ppfleetx.utils.cpu_launcher import prepare
+    from ppfleetx.utils.process_env import import_paddle
 
     if verb != "doctor":  # which reports what is wrong as one of its rows
         _refuse_what_every_rank_would(verb, args)
     prepare(options)
+    import_paddle()
     _refuse_absent_cards(args)
     errors = RankErrors(Path(args.log_dir or "log"))
     atexit.register(errors.show)

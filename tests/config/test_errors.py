@@ -47,7 +47,7 @@ WRONG_OVERRIDES = [
     ("Data.Train.dataset.eod_mask_loss=True", ["give Data.Train.dataset.eod_id or Data.tokenizer"]),
     ("Data.tokenizer.vocab_file=v.json", ["vocab_file and merges_file are given together"]),
     ("Engine.save_load.output_dir=", ["output_dir = None", "a path"]),
-    ("Engine.save_load.ckpt_dir=''", ["ckpt_dir = ''", "a path of at least one character"]),
+    ("Engine.save_load.ckpt_dir=''", ["ckpt_dir = ''", "a path"]),
     ("Data.Train.dataset.input_dir=[]", ["input_dir = []", "at least one entry"]),
     ("Data.Train.dataset.input_dir=[a, '']", ["input_dir.1 = ''", "a path of at least one character"]),
     ("Data.Train.dataset.input_dir=' '", ["input_dir = ' '", "of at least one character"]),
