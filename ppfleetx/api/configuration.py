@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import ConfigSource
+from ppfleetx.config.reading.files import MadeFile
 from ppfleetx.config.record import dump_config
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.programs.model_place import override, write_config
 
 Overrides = Mapping[str, Any] | Sequence[str]
-Configuration = str | Path | Mapping[str, Any] | RunConfig
+Configuration = ConfigSource | Mapping[str, Any] | RunConfig
 """A YAML file, a shipped configuration's name, nested sections, or what ``load_config`` gave."""
+
+
+_PLACE = "argument config"
 
 
 def override_texts(overrides: Overrides | None) -> list[str]:
@@ -24,7 +29,7 @@ def override_texts(overrides: Overrides | None) -> list[str]:
         ConfigError: it is neither.
     """
     if isinstance(overrides, Mapping):
-        return [override(key, value) for key, value in _leaves(overrides, "")]
+        return [override(key, value, "overrides") for key, value in _leaves(overrides, "")]
     texts = [overrides] if isinstance(overrides, str) else list(overrides or ())
     for text in texts:
         if not isinstance(text, str):
@@ -49,15 +54,15 @@ def _plain(value: Any) -> Any:
     return [_plain(one) for one in value] if isinstance(value, tuple | list) else value
 
 
-def config_file(config: Configuration, stack: ExitStack) -> str:
+def config_file(config: Configuration, stack: ExitStack) -> ConfigSource:
     """A file with the configuration, removed when ``stack`` ends if it was made for this."""
     if isinstance(config, Mapping):
-        return str(write_config(_tree(config), stack))
+        return write_config(_tree(config), stack, _PLACE)
     if isinstance(config, RunConfig):
-        path = write_config({}, stack)
-        path.write_text(dump_config(config), "utf-8")
-        return str(path)
-    return str(config)
+        file = write_config({}, stack, _PLACE)
+        file.path.write_text(dump_config(config), "utf-8")
+        return file
+    return config if isinstance(config, MadeFile) else str(config)
 
 
 def _tree(config: Mapping[str, Any]) -> dict[str, Any]:

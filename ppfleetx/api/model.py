@@ -94,8 +94,8 @@ class GPT:
 
         with ExitStack() as stack:
             place = find_model(directory, stack, with_config=config is None)
-            file = str(place.config) if config is None else config_file(config, stack)
-            cfg = load_config(file, place.overrides(override_texts(overrides)))
+            file = place.config if config is None else config_file(config, stack)
+            cfg = load_config(file, place.overrides(override_texts(overrides), option="directory"))
             if cfg.Model.task.classifies:
                 rule = "a classifier has no next token; ppfleetx.load takes models that continue text"
                 raise ConfigError(rule, key="Model.module", value=cfg.Model.module)

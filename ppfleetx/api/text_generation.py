@@ -214,7 +214,7 @@ class Trainer:
         more = (
             []
             if place is None
-            else [override("Engine.save_load.ckpt_dir", str(self._found(place).checkpoint))]
+            else [override("Engine.save_load.ckpt_dir", str(self._found(place).checkpoint), "model")]
         )
         record = self._native([*self._args, *more], starts=False).evaluate()
         record = next(iter(record.values())) if isinstance(record, dict) else record
@@ -261,8 +261,8 @@ class Trainer:
         if not Path(self._place).exists():
             return str(self._place), [], None
         found = self._found(self._place)
-        start = [override("Engine.save_load.init_from", str(found.checkpoint))] if starts else []
-        return str(found.config), start, found.tokenizer
+        start = [override("Engine.save_load.init_from", str(found.checkpoint), "model")] if starts else []
+        return found.config, start, found.tokenizer
 
     def _found(self, place: str | Path) -> ModelPlace:
         """The model in a directory; what is made for it stays as long as this trainer."""

@@ -69,11 +69,11 @@ class Trainer:
         self._file = config_file(config, self._scratch)
         given = override_texts(overrides)
         if output_dir is not None:
-            given.append(override("Engine.save_load.output_dir", str(output_dir)))
+            given.append(override("Engine.save_load.output_dir", str(output_dir), "output_dir"))
         raw = read_config(self._file, given)[0]
         home = Path(raw.Engine.save_load.output_dir) / "data"
         if tokenizer is not None:
-            given.append(override("Data.tokenizer.dir", _tokenizer_dir(tokenizer, home)))
+            given.append(override("Data.tokenizer.dir", _tokenizer_dir(tokenizer, home), "tokenizer"))
             raw = read_config(self._file, given)[0]
         given += _data_overrides(raw, train_data, eval_data, home)
         self._overrides = given
@@ -133,7 +133,7 @@ class Trainer:
         options = self.cfg.Engine.save_load
         if options.ckpt_dir is not None:
             return self.cfg
-        more = override("Engine.save_load.ckpt_dir", options.output_dir)
+        more = override("Engine.save_load.ckpt_dir", options.output_dir, "output_dir")
         return load_config(self._file, [*self._overrides, more], world_size=self.cfg.plan.world_size)
 
 
@@ -163,23 +163,23 @@ def _data_overrides(raw: Any, train_data: Any, eval_data: Any, home: Path) -> li
         section = getattr(raw.Data, mode)
         if data is None:
             continue
-        key = f"Data.{mode}.dataset"
+        key, place = f"Data.{mode}.dataset", f"{mode.lower()}_data"
         if mode == "Eval" and isinstance(data, Mapping):
             sets = {name: {"input_dir": corpus_prefix(one, tokenizer, home)} for name, one in data.items()}
-            found.append(override("Data.Eval.sets", sets))
+            found.append(override("Data.Eval.sets", sets, "eval_data"))
         else:
-            found.append(override(f"{key}.input_dir", corpus_prefix(data, tokenizer, home)))
-            found += [override("Data.Eval.sets", {})] if mode == "Eval" else []
+            prefix = corpus_prefix(data, tokenizer, home)
+            found.append(override(f"{key}.input_dir", prefix, place))
+            found += [override("Data.Eval.sets", {}, place)] if mode == "Eval" else []
         if eval_data is not None or section is None:
-            found.append(override(f"{key}.split", whole))
+            found.append(override(f"{key}.split", whole, place))
         if section is None or "max_seq_len" not in section.dataset.model_fields_set:
-            found.append(override(f"{key}.max_seq_len", min(longest, 1024)))
+            found.append(override(f"{key}.max_seq_len", min(longest, 1024), place))
     if eval_data is None and raw.Data.Eval is not None:
         if raw.Data.Train is None:
             raise ConfigError(
                 "give eval_data too: Data.Train of the configuration says no shares", key="Data.Eval"
             )
-        [prefix] = [text for text in found if text.startswith("Data.Train.dataset.input_dir=")]
-        found.append(prefix.replace("Data.Train", "Data.Eval", 1))
-        found.append(override("Data.Eval.sets", {}))
+        found.append(override("Data.Eval.dataset.input_dir", prefix, "train_data"))
+        found.append(override("Data.Eval.sets", {}, "train_data"))
     return found

@@ -40,8 +40,7 @@ def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
     if path.name in (LATEST_FILE, BEST_FILE) and path.is_file():
         return _follow(path, verify)
     if not path.is_dir():
-        absent = f"there is no checkpoint directory {path}"
-        raise CheckpointError(described(path) or f"{absent}{_instead(path.parent)}")
+        raise CheckpointError(described(path) or f"there is no directory {path}{_newest(path.parent)}")
     if is_fleetx(path):
         return path
     if is_rank_directory(path.name):
@@ -157,10 +156,15 @@ def _sound(path: Path, output_dir: Path, verify: bool) -> Path:
 
 
 def _instead(output_dir: Path, bad: Path | None = None) -> str:
-    """Sentence that names the newest good checkpoint beside a bad one."""
+    """What to use instead of a bad checkpoint of ``output_dir``, as the end of a sentence."""
+    return _newest(output_dir, bad) or f"; there is no other good checkpoint in {output_dir}"
+
+
+def _newest(output_dir: Path, bad: Path | None = None) -> str:
+    """The newest good checkpoint of ``output_dir`` but ``bad``, as the end of a sentence; "" without one."""
     good, _ = _search_good(output_dir, verify=True)
     if good is None or (bad is not None and good.path.resolve() == bad.resolve()):
-        return "; there is no good checkpoint beside it"
+        return ""
     return (
         f"; the newest good checkpoint is {good.path}: continue there with Engine.save_load.ckpt_dir, or "
         "with resume=auto in its output directory"

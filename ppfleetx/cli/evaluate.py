@@ -37,9 +37,10 @@ def run(args: argparse.Namespace) -> None:
     from ppfleetx.core.programs.evaluate import run as run_program
     from ppfleetx.core.programs.model_place import override
 
-    more = [] if args.output is None else [override("Engine.save_load.output_dir", args.output)]
+    more = [] if args.output is None else [override("Engine.save_load.output_dir", args.output, "--output")]
     if args.text is not None:
-        more += [override("Model.module", "GPTEvalModule"), override("Offline_Eval.eval_path", args.text)]
+        given = {"Model.module": "GPTEvalModule", "Offline_Eval.eval_path": args.text}
+        more += [override(key, value, "--text") for key, value in given.items()]
     with job_of(args, *more) as job:
         run_program(job.config, [*job.overrides, *(_window(job) if args.text is not None else ())])
 
@@ -47,11 +48,16 @@ def run(args: argparse.Namespace) -> None:
 def _window(job: Job) -> Sequence[str]:
     """Windows that are no longer than the model's positions, where nobody chose them."""
     from ppfleetx.config.loader import read_config
+    from ppfleetx.config.reading.overrides import Override
 
-    cfg = read_config(job.config, job.overrides)[0]
+    cfg, origins, _ = read_config(job.config, job.overrides)
     given = {text.partition("=")[0].strip() for text in job.overrides}
     positions, window = cfg.Model.max_position_embeddings, cfg.Offline_Eval.max_seq_len
     if positions >= window or "Offline_Eval.max_seq_len" in given:
         return ()
     moves = min(cfg.Offline_Eval.overlapping_eval, positions)
-    return f"Offline_Eval.max_seq_len={positions}", f"Offline_Eval.overlapping_eval={moves}"
+    place = origins.get("Model.max_position_embeddings", "--text")
+    return (
+        Override(f"Offline_Eval.max_seq_len={positions}", place),
+        Override(f"Offline_Eval.overlapping_eval={moves}", place),
+    )

@@ -27,6 +27,6 @@ def run(args: argparse.Namespace) -> None:
     from ppfleetx.core.programs.model_place import override
     from ppfleetx.deploy.export import run as run_program
 
-    more = [] if args.output is None else [override("Engine.save_load.output_dir", args.output)]
+    more = [] if args.output is None else [override("Engine.save_load.output_dir", args.output, "--output")]
     with job_of(args, *more) as job:
         run_program(job.config, job.overrides)

@@ -33,8 +33,8 @@ def run(args: argparse.Namespace) -> None:
     from ppfleetx.core.programs.launch import start_process
     from ppfleetx.core.programs.model_place import override
 
-    more = [] if args.output is None else [override("Engine.save_load.output_dir", args.output)]
-    with job_of(args, *more, key="Engine.save_load.init_from") as job:
+    more = [] if args.output is None else [override("Engine.save_load.output_dir", args.output, "--output")]
+    with job_of(args, *more, key="Engine.save_load.init_from", option="--from") as job:
         cfg, ctx = start_process(job.config, job.overrides, reads=("Train", "Eval"))
         from ppfleetx.core.programs.train import train
 

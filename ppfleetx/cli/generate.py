@@ -34,6 +34,6 @@ def run(args: argparse.Namespace) -> None:
     from ppfleetx.core.programs.generate import run as run_program
     from ppfleetx.core.programs.model_place import override
 
-    prompts = [override("Generation.prompt", args.prompt)] if args.prompt else []
+    prompts = [override("Generation.prompt", args.prompt, "PROMPT")] if args.prompt else []
     with job_of(args, *prompts) as job:
         run_program(job.config, job.overrides, args.output)

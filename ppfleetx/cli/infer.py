@@ -11,6 +11,7 @@ from contextlib import ExitStack
 
 from ppfleetx.cli.launching import add_launch_arguments
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.reading.files import MadeFile, model_in
 from ppfleetx.utils.cli import add_config_arguments
 
 EXAMPLES = """\
@@ -39,19 +40,20 @@ def run(args: argparse.Namespace) -> None:
         raise ConfigError("give EXPORT, the directory of an exported model, or -c FILE")
     overrides = list(args.override)
     if args.export is not None:
-        overrides.append(override("Inference.model_dir", args.export))
+        overrides.append(override("Inference.model_dir", args.export, "EXPORT"))
     if args.prompt:
-        overrides.append(override("Generation.prompt", args.prompt))
+        overrides.append(override("Generation.prompt", args.prompt, "PROMPT"))
     with ExitStack() as stack:
         config = args.config or _config_of(args.export, stack)
         run_program(config, overrides, args.output)
 
 
-def _config_of(export: str, stack: ExitStack) -> str:
+def _config_of(export: str, stack: ExitStack) -> MadeFile:
     """A configuration with the network that the export says."""
     from ppfleetx.checkpoint.documents import portable_model
     from ppfleetx.core.programs.model_place import ONE_SEQUENCE, write_config
     from ppfleetx.deploy.export_dir import open_export
 
     _, manifest = open_export(export, verify=False)
-    return str(write_config({**ONE_SEQUENCE, "Model": portable_model(manifest.model)}, stack))
+    sections = {**ONE_SEQUENCE, "Model": portable_model(manifest.model)}
+    return write_config(sections, stack, model_in(export))

@@ -67,7 +67,7 @@ def verify(path: str) -> int:
     from ppfleetx.checkpoint import inspect
 
     if not Path(path).is_dir():
-        raise CheckpointError(f"there is no checkpoint directory {path}")
+        raise CheckpointError(f"there is no directory {path}")
     try:
         checkpoint = inspect.open_for_inspection(path)
     except CheckpointError as error:

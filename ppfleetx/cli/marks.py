@@ -5,13 +5,18 @@ from __future__ import annotations
 import io
 import re
 
-_MARK = re.compile(r"\[rank (\d+)\] ")
+_MARK = re.compile(r"^\[rank (\d+)\] ")
 
 
 def mark_of(line: str) -> int | None:
     """The rank that wrote a line to its standard error; None for other lines."""
     found = _MARK.match(line)
     return None if found is None else int(found[1])
+
+
+def without_mark(line: str) -> str:
+    """The line as the rank wrote it."""
+    return _MARK.sub("", line, count=1)
 
 
 class MarkedStream(io.TextIOBase):

@@ -6,9 +6,13 @@ import argparse
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.utils.cli import add_config_arguments
+
+if TYPE_CHECKING:
+    from ppfleetx.config.loader import ConfigSource
 
 CHECKPOINT_HELP = (
     "a run's directory, one of its checkpoints, a directory of Hugging Face or FleetX, or hf:ORG/NAME, which "
@@ -21,7 +25,7 @@ CHECKPOINT_HELP = (
 class Job:
     """What a program takes: the configuration's file, and overrides in their order."""
 
-    config: str
+    config: ConfigSource
     overrides: list[str]
 
 
@@ -55,5 +59,5 @@ def job_of(
 
     with ExitStack() as stack:
         place = find_model(args.checkpoint, stack, with_config=args.config is None)
-        overrides = place.overrides([*args.override, *more], key=key)
-        yield Job(args.config or str(place.config), overrides)
+        overrides = place.overrides([*args.override, *more], option=option, key=key)
+        yield Job(args.config or place.config, overrides)

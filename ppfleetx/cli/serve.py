@@ -22,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Serve until told to stop."""
+    from ppfleetx.core.programs.model_place import override
     from ppfleetx.deploy.server.run import run as run_program
 
-    with job_of(args, *([] if args.port is None else [f"Serve.port={args.port}"])) as job:
+    port = [] if args.port is None else [override("Serve.port", args.port, "--port")]
+    with job_of(args, *port) as job:
         run_program(job.config, job.overrides)

@@ -73,6 +73,8 @@ def _zero_for_never(value: Any) -> Any:
 
 def _usable_path(value: str) -> str:
     """Programs append names of their own, and the system refuses longer ones with an error of its own."""
+    if not value.strip():
+        raise ValueError("of at least one character")
     path = os.fsencode(value)
     if len(path) > MAX_PATH or any(len(name) > MAX_NAME for name in path.split(b"/")):
         raise ValueError(f"of at most {MAX_PATH} bytes, {MAX_NAME} between slashes")

@@ -11,6 +11,7 @@ from ppfleetx.config.other_toolkits.fleetx_scope import refuse_left_out
 from ppfleetx.config.other_toolkits.foreign import refuse_foreign
 from ppfleetx.config.plugins import imported_plugins, refuse_unnamed
 from ppfleetx.config.reading.bases import read_with_bases
+from ppfleetx.config.reading.files import MadeFile
 from ppfleetx.config.reading.overrides import apply_overrides
 from ppfleetx.config.reading.tree import Node
 from ppfleetx.config.resolve import resolve
@@ -21,8 +22,12 @@ from ppfleetx.config.validate import validate
 CONFIG_FILE = "config.yaml"
 
 
+ConfigSource = str | Path | MadeFile
+"""What a configuration is read from."""
+
+
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), *, world_size: int | None = None
+    path: ConfigSource, overrides: Sequence[str] = (), *, world_size: int | None = None
 ) -> RunConfig:
     """Read a YAML configuration, check all of it and fill in what follows.
 
@@ -59,16 +64,17 @@ def load_tree(
 
 
 def read_config(
-    path: str | Path, overrides: Sequence[str] = ()
+    path: ConfigSource, overrides: Sequence[str] = ()
 ) -> tuple[RunConfig, dict[str, str], tuple[str, ...]]:
     """The configuration as it is written, with the place of every value and warnings.
 
     Each section is sound; what follows from the rest is not filled in, and no rule between sections is
     checked. The arguments are those of :func:`load_config`.
     """
-    path = find_config(path)
-    if os.path.isfile(path / CONFIG_FILE):  # noqa: PTH113 - a name that no file can have is refused below
-        path = path / CONFIG_FILE
+    if not isinstance(path, MadeFile):
+        path = find_config(path)
+        if os.path.isfile(path / CONFIG_FILE):  # noqa: PTH113 - a name no file can have is refused below
+            path = path / CONFIG_FILE
     tree, warnings = read_with_bases(path)
     refuse_foreign(tree, frozenset(RunConfig.model_fields))
     tree, more = modernize(apply_overrides(tree, overrides, RunConfig), is_whole=True)

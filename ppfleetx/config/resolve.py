@@ -14,6 +14,7 @@ from ppfleetx.config.finetuning import finetuning_violations, glue_task, num_out
 from ppfleetx.config.fused_products import fused_violations
 from ppfleetx.config.lengths import length_violations, position_violations, workload_of
 from ppfleetx.config.plan import AXES, CONFIG_KEYS, ParallelPlan, nearest_plan, violations
+from ppfleetx.config.reading.tree import is_argument
 from ppfleetx.config.sections.root import RunConfig, plan_of
 from ppfleetx.config.validate import violation_error
 
@@ -99,7 +100,7 @@ def _batch_of(cfg: RunConfig, origins: dict[str, str]) -> tuple[BatchPlan, tuple
     """The batch sizes, and a warning where a file's ``accumulate_steps`` gives way to them, as in FleetX."""
     sizes, steps, key = cfg.Global, cfg.Engine.accumulate_steps, "Engine.accumulate_steps"
     local, micro = sizes.local_batch_size or sizes.global_batch_size, sizes.micro_batch_size
-    gives_way = None not in (steps, local, micro) and not origins.get(key, "-o").startswith("-o")
+    gives_way = None not in (steps, local, micro) and not is_argument(origins.get(key, "-o"))
     batch = resolve_batch(
         sizes.global_batch_size,
         sizes.local_batch_size,

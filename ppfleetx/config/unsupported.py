@@ -11,6 +11,8 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from ppfleetx.config.reading.files import is_of_a_model
+from ppfleetx.config.reading.tree import is_argument
 from ppfleetx.config.registries import OPTIMIZERS, SCHEDULES
 from ppfleetx.config.sections.generation import READ_BY
 from ppfleetx.config.sections.root import RunConfig
@@ -195,13 +197,15 @@ def _is_written(cfg: RunConfig, key: str, origins: dict[str, str]) -> bool:
     value = _value(cfg, key)
     if value is None:
         return False
-    if any(place.startswith("-o ") for place in places):
+    if any(map(is_argument, places)):
         return True
     return value != _default(cfg, key) and not all(_is_given(place) for place in places)
 
 
 def _is_given(place: str) -> bool:
     """Whether a place is in a file that comes with the program, or with the weights of a model."""
+    if is_of_a_model(place):
+        return True
     file = Path(place.rpartition(":")[0])
     return file.resolve().is_relative_to(_SHIPPED) or (file.parent / _MANIFEST).is_file()
 

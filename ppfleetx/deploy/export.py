@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.checkpoint.housekeeping import publish
 from ppfleetx.config.errors import ConfigError, shown
-from ppfleetx.config.loader import load_config
+from ppfleetx.config.loader import ConfigSource, load_config
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.run_directory import directory_error
 from ppfleetx.core.programs.generate import check_checkpoint, load_generator
@@ -43,7 +43,7 @@ _KEY = "Engine.save_load.output_dir"
 _UNFINISHED = f".{RANK_DIRECTORY}.exporting"
 
 
-def run(path: str, overrides: Sequence[str]) -> None:
+def run(path: ConfigSource, overrides: Sequence[str]) -> None:
     """Export the checkpoint ``Engine.save_load.ckpt_dir`` into ``Engine.save_load.output_dir``/rank_0.
 
     Raises:

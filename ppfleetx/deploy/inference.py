@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.loader import load_config
+from ppfleetx.config.loader import ConfigSource, load_config
 from ppfleetx.config.sections.root import GenerationConfig, RunConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.core.programs.generate import (
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _SHAPE_KEYS = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads", "max_position_embeddings")
 
 
-def run(path: str, overrides: Sequence[str], output: str | None = None) -> None:
+def run(path: ConfigSource, overrides: Sequence[str], output: str | None = None) -> None:
     """Answer the prompts of the ``Generation`` section with the exported model ``Inference.model_dir``.
 
     Of several processes each answers a part of the prompts, which the main one prints and writes, in order.

@@ -75,17 +75,22 @@ def launcher_options(argv: Sequence[str]) -> list[str] | None:
 
 
 def name_devices(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
-    """Let ``--devices`` of a launcher's command line be visible; a variable of the user's stays."""
+    """Let as many devices be visible as a launcher's command line needs; a variable of the user's stays where
+    it has them."""
     if LAUNCHER not in argv:
         return
     options = list(argv[argv.index(LAUNCHER) + 1 :])
+    visible = environ.get(_VISIBLE, "").split(",")
     for place, option in enumerate(options):
         name, equals, value = option.partition("=")
+        value = value if equals else "".join(options[place + 1 : place + 2])
         if name in ("--devices", "--gpus"):
-            devices = value if equals else "".join(options[place + 1 : place + 2])
-            environ.setdefault(_VISIBLE, devices.replace(" ", ""))
-            return
-        if option.endswith(".py"):  # what follows belongs to the program
+            devices = value.replace(" ", "")
+            if not set(devices.split(",")) <= set(visible):
+                environ[_VISIBLE] = devices
+        elif name == "--nproc_per_node" and value.isdecimal() and int(value) > len(visible):
+            environ.pop(_VISIBLE, None)
+        elif option.endswith(".py"):  # what follows belongs to the program
             return
 
 

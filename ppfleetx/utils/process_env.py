@@ -21,6 +21,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from ppfleetx.utils.cpu import AVX512, flags_in, read_cpuinfo
 from ppfleetx.utils.installed import not_installed
@@ -187,7 +188,7 @@ def loading_paddle() -> Iterator[None]:
         return
     said, on_sigterm = io.StringIO(), signal.getsignal(signal.SIGTERM)
     try:
-        with contextlib.redirect_stderr(said), warnings.catch_warnings(), _quick_imports():
+        with contextlib.redirect_stderr(said), warnings.catch_warnings(), _quick_imports(), _held_interrupt():
             # Said on every machine without a compiler cache; we compile nothing.
             warnings.filterwarnings("ignore", message="No ccache found")
             yield
@@ -200,6 +201,28 @@ def loading_paddle() -> Iterator[None]:
     # Paddle's own C++ handler would print a stack trace: SIGTERM does again what it did before.
     if "paddle" in sys.modules and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL if on_sigterm is None else on_sigterm)
+
+
+@contextlib.contextmanager
+def _held_interrupt() -> Iterator[None]:
+    """A context at whose end the first Ctrl-C within it takes effect. In the middle of Paddle's own start it
+    would be an ``ImportError``. A second one takes effect at once."""
+    before, came = signal.getsignal(signal.SIGINT), []
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def hold(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGINT, before)
+        came.append(number)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

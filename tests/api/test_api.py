@@ -192,7 +192,7 @@ def test_wrong_tokens_are_refused(model: ppfleetx.GPT, tokens: Any, rule: str) -
 
 def test_what_is_refused(model: ppfleetx.GPT, here: Path) -> None:
     for call, error, rule in (
-        (lambda: ppfleetx.load("nowhere"), CheckpointError, "there is no checkpoint directory nowhere"),
+        (lambda: ppfleetx.load("nowhere"), CheckpointError, "there is no directory nowhere"),
         (lambda: ppfleetx.load("tokenizer"), CheckpointError, "no complete checkpoint"),
         (lambda: ppfleetx.GPT2LMHeadModel.from_pretrained("gpt2"), CheckpointError, "directory gpt2"),
         (lambda: ppfleetx.GPT2Tokenizer.from_pretrained("gpt2"), DataError, "no tokenizer at gpt2"),

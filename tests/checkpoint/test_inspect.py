@@ -107,9 +107,9 @@ def test_vocabulary_padding_is_no_difference(tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["/nowhere"], "no checkpoint directory"),
-        (["/nowhere", "--verify"], "no checkpoint directory"),
-        (["--diff", "/nowhere", "/nowhere"], "no checkpoint directory"),
+        (["/nowhere"], "there is no directory"),
+        (["/nowhere", "--verify"], "there is no directory"),
+        (["--diff", "/nowhere", "/nowhere"], "there is no directory"),
         ([], "give one checkpoint"),
         (["/nowhere", "--filter", "("], "regular expression"),
     ],

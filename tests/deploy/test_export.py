@@ -169,7 +169,7 @@ def test_what_cannot_be_exported(small: list[str], overrides: list[str], words: 
 def test_a_checkpoint_that_is_not_there_cannot_be_exported(small: list[str], tmp_path: Path) -> None:
     missing, output = tmp_path / "no/such/place", tmp_path / "out"
     overrides = [f"Engine.save_load.ckpt_dir={missing}", f"Engine.save_load.output_dir={output}"]
-    with pytest.raises(CheckpointError, match=f"there is no checkpoint directory {missing}"):
+    with pytest.raises(CheckpointError, match=f"there is no directory {missing}"):
         run_export(small[0], overrides)
     assert not output.exists(), "nothing is made before"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -111,3 +112,22 @@ def test_help_is_quick_and_without_paddle(tool: Path) -> None:
 def test_importing_the_package_imports_nothing_slow() -> None:
     program = "import sys, ppfleetx; assert not {'paddle', 'numpy', 'pydantic'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+def test_ctrl_c_while_paddle_starts_is_no_traceback(tmp_path):
+    """Paddle's C++ makes an ImportError of it."""
+    (tmp_path / "paddle").mkdir()
+    (tmp_path / "paddle/__init__.py").write_text(
+        "import os, signal, time\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(0.2)\n"
+        "except KeyboardInterrupt:\n    raise ImportError('initialization failed') from None\n"
+    )
+    code = (
+        "from ppfleetx.utils.cli import run_tool\nfrom ppfleetx.utils.process_env import import_paddle\n"
+        "run_tool(import_paddle)"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")

@@ -71,6 +71,11 @@ def hub_name(place: str | Path) -> HubName | None:
     return HubName(repo, revision or DEFAULT_REVISION)
 
 
+def may_be_of_hub(place: str | Path) -> bool:
+    """Whether ``hf:`` before ``place`` would make it the name of a model: of ``gpt2``, or ``org/name``."""
+    return _NAME.fullmatch(str(place)) is not None
+
+
 def local_directory(place: str | Path) -> Path:
     """``place`` itself where it is a path; for ``hf:...`` the directory that its files are in.
 

@@ -27,6 +27,7 @@ from ppfleetx.checkpoint.writer import MAX_FILE_BYTES, save_checkpoint
 from ppfleetx.config.errors import CheckpointError, DataError
 from ppfleetx.config.loader import CONFIG_FILE, load_config
 from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.reading.files import MadeFile, model_in
 from ppfleetx.config.reading.parse import Budget, parse_yaml
 from ppfleetx.config.reading.tree import Node
 from ppfleetx.config.sections.model import ModelConfig
@@ -135,7 +136,7 @@ def write_ppfleetx(
     if tokenizer is None and (ends := _end_ids(weights.source)):  # else the tokenizer's files name them
         generation["eos_token_id"] = ends
     _write_config(output, model, tokenizer, generation)
-    cfg = load_config(output / CONFIG_FILE)
+    cfg = load_config(MadeFile(output / CONFIG_FILE, model_in(weights.place)))
     with shown_reading(tensors, "writing") as shown:
         return save_checkpoint(
             output,

@@ -80,7 +80,7 @@ def network_of(told: Mapping[str, Any], place: str) -> ModelConfig:
     try:
         return section_of(ModelConfig, dict(told))
     except ConfigError as error:
-        raise CheckpointError(f"{place} describes a network that cannot be: {error}") from error
+        raise CheckpointError(f"{place} describes no valid network: {error}") from error
 
 
 def fitted(weights: Weights, model: ModelConfig) -> dict[str, LazyTensor]:

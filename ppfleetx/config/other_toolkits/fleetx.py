@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError, shown
-from ppfleetx.config.reading.tree import Node, copy_tree, merge, plain_value, same_value
+from ppfleetx.config.reading.tree import Node, copy_tree, is_argument, merge, plain_value, same_value
 
 # Its later layout (examples/transformer) has no Engine section.
 _OF_ENGINE = (
@@ -149,7 +149,7 @@ def _set(tree: Node, key: str, node: Node, old: str) -> None:
 
 def _is_stronger(node: Node, present: Node) -> bool:
     """An override replaces what files say, in whichever spelling."""
-    return node.place.startswith("-o") and not present.place.startswith("-o")
+    return is_argument(node.place) and not is_argument(present.place)
 
 
 def _rename(tree: Node) -> Iterator[str]:

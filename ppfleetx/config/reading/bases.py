@@ -9,7 +9,7 @@ from typing import Any
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.other_toolkits.fleetx import modernize
-from ppfleetx.config.reading.files import shown_path
+from ppfleetx.config.reading.files import MadeFile, shown_path
 from ppfleetx.config.reading.parse import Budget, read_yaml
 from ppfleetx.config.reading.tree import Node, merge, plain_value, strip_marks
 
@@ -19,7 +19,7 @@ MAX_FILES = 256
 """Files that are named in all, each as often as it is."""
 
 
-def read_with_bases(path: Path) -> tuple[Node, tuple[str, ...]]:
+def read_with_bases(path: Path | MadeFile) -> tuple[Node, tuple[str, ...]]:
     """The tree of ``path`` merged over its ``_base_`` files (the last of a list is strongest), and warnings.
 
     Old spellings are rewritten file by file, so that a file's old spelling replaces its base's new one.
@@ -27,7 +27,8 @@ def read_with_bases(path: Path) -> tuple[Node, tuple[str, ...]]:
     Raises:
         ConfigError: a file that cannot be read, files that form a circle, or more than a configuration needs.
     """
-    found = _Reader().read(path, ())
+    made = path if isinstance(path, MadeFile) else None
+    found = _Reader().read(made.path, (), shown=made.place) if made else _Reader().read(path, ())
     return found.tree, found.warnings
 
 
@@ -54,7 +55,8 @@ class _Reader:
 
         Args:
             chain: the files that lead here, each with its real path.
-            entry: key, value and place of the ``_base_`` that names the file.
+            entry: key, value and place of the ``_base_`` that names the file; or ``shown``, as of
+                :func:`read_yaml`.
         """
         here = _real(path)
         if here in [real for real, _ in chain]:

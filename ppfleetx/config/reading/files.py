@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 
 from ppfleetx.config.errors import UNSET, ConfigError
@@ -12,6 +13,28 @@ MAX_FILE_BYTES = 1 << 20
 """A resolved configuration with every key has about 10,000."""
 
 _MAX_SHOWN = 400
+_OF_A_MODEL = "the model in "
+
+
+@dataclass(frozen=True)
+class MadeFile:
+    """A configuration that a program has written for itself. The user has never seen the file: messages name
+    ``place``, where the values come from."""
+
+    path: Path
+    place: str
+
+
+def model_in(directory: str | Path) -> str:
+    """The place of what a model's directory says of itself."""
+    return f"{_OF_A_MODEL}{shown_path(Path(directory))}"
+
+
+def is_of_a_model(place: str) -> bool:
+    """Whether ``place`` is what :func:`model_in` gave."""
+    return place.startswith(_OF_A_MODEL)
+
+
 _KINDS = (
     (stat.S_ISDIR, "is a directory; give the YAML file itself"),
     (stat.S_ISFIFO, "is a pipe; a configuration is a regular file"),

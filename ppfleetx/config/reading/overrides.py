@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from ppfleetx.config.counts import counted
@@ -16,9 +17,24 @@ from ppfleetx.config.words import field_types, is_text_only, item_type, section_
 _MAX_OVERRIDES = 1000
 
 
+class Override(str):
+    """``Section.key=value`` that another option than ``-o``, or an argument in Python, stands for.
+
+    Attributes:
+        place: its name, for messages: ``--output``, ``CHECKPOINT``, ``output_dir``.
+    """
+
+    place: str
+
+    def __new__(cls, text: str, place: str) -> Override:
+        self = super().__new__(cls, text)
+        self.place = place
+        return self
+
+
 @dataclass(frozen=True)
-class _Override:
-    """One override as it was read. Its place is ``-o override n``."""
+class _Read:
+    """One override as it was read."""
 
     key: str
     path: tuple[str, ...]
@@ -40,9 +56,9 @@ def apply_overrides(tree: Node, overrides: Sequence[str], root: type[Section]) -
     if len(overrides) > _MAX_OVERRIDES:
         raise ConfigError(f"{len(overrides):,} overrides are given; a file holds more than {_MAX_OVERRIDES}")
     budget = Budget()
-    read = [
-        _read(text, f"-o override {number}", root, budget) for number, text in enumerate(overrides, start=1)
-    ]
+    numbers = count(1)
+    places = [one.place if isinstance(one, Override) else f"-o override {next(numbers)}" for one in overrides]
+    read = [_read(text, place, root, budget) for text, place in zip(overrides, places, strict=True)]
     _refuse_contradictions(read)
     tree = copy_tree(tree)
     for one in read:
@@ -50,7 +66,7 @@ def apply_overrides(tree: Node, overrides: Sequence[str], root: type[Section]) -
     return tree
 
 
-def _read(text: str, place: str, root: type[Section], budget: Budget) -> _Override:
+def _read(text: str, place: str, root: type[Section], budget: Budget) -> _Read:
     key, equals, value = text.partition("=")
     key = key.strip()
     path = tuple(key.split("."))
@@ -65,13 +81,13 @@ def _read(text: str, place: str, root: type[Section], budget: Budget) -> _Overri
     for part in path:
         if problem := key_problem(part):
             raise ConfigError(problem, key=key, place=place)
-    return _Override(key, path, _read_value(value, _annotation_at(root, path), key, place, budget))
+    return _Read(key, path, _read_value(value, _annotation_at(root, path), key, place, budget))
 
 
-def _refuse_contradictions(read: Sequence[_Override]) -> None:
+def _refuse_contradictions(read: Sequence[_Read]) -> None:
     """Raise where a later override takes back what an earlier one has set."""
-    latest: dict[tuple[str, ...], _Override] = {}
-    below: dict[tuple[str, ...], list[_Override]] = {}
+    latest: dict[tuple[str, ...], _Read] = {}
+    below: dict[tuple[str, ...], list[_Read]] = {}
     for one in read:
         for earlier in (*filter(None, [latest.get(one.path)]), *below.get(one.path, ())):
             if not _keeps(one, earlier):
@@ -88,7 +104,7 @@ def _refuse_contradictions(read: Sequence[_Override]) -> None:
             below.setdefault(one.path[:length], []).append(one)
 
 
-def _keeps(later: _Override, earlier: _Override) -> bool:
+def _keeps(later: _Read, earlier: _Read) -> bool:
     """Whether what ``earlier`` set is still there when the value of ``later`` stands at its own path."""
     node: Node | None = later.node
     for part in earlier.path[len(later.path) :]:
@@ -148,7 +164,7 @@ def _unusable(text: str) -> str | None:
     return None
 
 
-def _put(tree: Node, one: _Override) -> None:
+def _put(tree: Node, one: _Read) -> None:
     """Put the override's value where its path leads; missing mappings on the way are made."""
     for depth, part in enumerate(one.path):
         is_last = depth == len(one.path) - 1
@@ -167,7 +183,7 @@ def _put(tree: Node, one: _Override) -> None:
         tree = tree.value.setdefault(part, Node({}, one.place))
 
 
-def _index(text: str, length: int, one: _Override) -> int:
+def _index(text: str, length: int, one: _Read) -> int:
     if not is_index(text):
         raise ConfigError(f"{shown(text)} is not an index of the list", key=one.key, place=one.place)
     if int(text) >= length:

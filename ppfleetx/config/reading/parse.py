@@ -62,6 +62,7 @@ def read_yaml(
     key: str | None = None,
     value: str = UNSET,
     place: str | None = None,
+    shown: str | None = None,
     is_ours: bool = True,
 ) -> Node:
     """The mapping in the file ``path``.
@@ -69,6 +70,7 @@ def read_yaml(
     Key, value and place are as in :func:`ppfleetx.config.reading.files.read_text`.
 
     Args:
+        shown: the place of all nodes, instead of the file and its lines.
         is_ours: the file should be a configuration of this program: one of another toolkit is named as such.
 
     Raises:
@@ -76,7 +78,7 @@ def read_yaml(
     """
     text = read_text(path, key=key, value=value, place=place)
     try:
-        node = parse_yaml(text, shown_path(path), budget, with_lines=True)
+        node = parse_yaml(text, shown or shown_path(path), budget, with_lines=shown is None)
     except ConfigError:
         if is_ours:
             refuse_foreign_text(text, shown_path(path))

@@ -53,6 +53,11 @@ def is_index(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 10
 
 
+def is_argument(place: str) -> bool:
+    """Whether a value was given with the call, on a command line or in Python, and not in a file."""
+    return place.startswith("-") or place.isidentifier()
+
+
 def copy_tree(node: Node) -> Node:
     """``node`` with all below it, for a function that changes trees in place."""
     if isinstance(node.value, dict):

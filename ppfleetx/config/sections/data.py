@@ -97,8 +97,8 @@ class DatasetConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> DatasetConfig:
         entries = (self.input_dir,) if isinstance(self.input_dir, str) else self.input_dir
-        if not entries or not all(entry.strip() for entry in entries):
-            raise RuleError(("input_dir",), "needs at least one entry, and none of them empty")
+        if not entries:
+            raise RuleError(("input_dir",), "needs at least one entry")
         if self.weights is not None:
             if self.blend == "exhaustive":
                 raise RuleError(

@@ -119,6 +119,7 @@ class Engine:
             self._guard.load_state(self.state.spikes)
             self.runner.judge = self._guard.judge
         self._log_start()
+        was_done = self.state.step >= self.max_steps
         try:
             with StopRequest() as stop, self._saver.completing():
                 self._tell("on_fit_start")
@@ -141,6 +142,8 @@ class Engine:
         finally:
             self._is_fitting = False
             self._tell("on_fit_end")
+        if was_done:  # the last line, where it is seen
+            get_logger().warning(self._nothing_to_train())
 
     def evaluate(self, eval_sets: EvalSets, stop: StopRequest | None = None) -> list[EvalRecord] | None:
         """Mean loss over all batches of each set, and the task's metrics; the callbacks are told of all of
@@ -352,12 +355,16 @@ class Engine:
                 self._saver.save(self)
             self._saved_step = self.state.step
 
+    def _nothing_to_train(self) -> str:
+        key = "max_steps" if self.cfg.Engine.run_mode == "step" else "num_train_epochs"
+        done = f"{self.state.step} of {counted(self.max_steps, 'step')} are done"
+        return (
+            f"nothing to train: {done}. To go on, give a larger -o Engine.{key}=N with "
+            "-o Engine.save_load.lr_schedule=config; for a new run, another Engine.save_load.output_dir"
+        )
+
     def _log_start(self) -> None:
-        if self.state.step >= self.max_steps:
-            get_logger().info(
-                f"nothing to train: {self.state.step} of {counted(self.max_steps, 'step')} done"
-            )
-        elif self.state.step:
+        if 0 < self.state.step < self.max_steps:
             get_logger().info(f"training continues at global step {self.state.step + 1} of {self.max_steps}")
 
     def _tell(self, hook: str, *args: object) -> None:

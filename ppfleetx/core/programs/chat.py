@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, UserError
-from ppfleetx.config.loader import load_config
+from ppfleetx.config.loader import ConfigSource, load_config
+from ppfleetx.config.reading.tree import is_argument
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.programs.generate import check_checkpoint, check_options, check_plan, load_generator
 from ppfleetx.core.programs.launch import start_with, world_size
@@ -134,7 +135,7 @@ def _stops(options: GenerationConfig) -> Sequence[str]:
     return (stop,) if isinstance(stop, str) else stop
 
 
-def run(path: str, overrides: Sequence[str], *, system: str | None, template: str | None) -> None:
+def run(path: ConfigSource, overrides: Sequence[str], *, system: str | None, template: str | None) -> None:
     """Talk until the input ends.
 
     Args:
@@ -177,7 +178,7 @@ def _options(cfg: RunConfig) -> GenerationConfig:
             place=cfg.origins.get(f"Generation.{key}"),
         )
     # A checkpoint's own number is that of its training's samples, seldom meant for answers.
-    is_given = cfg.origins.get("Generation.max_dec_len", "").startswith("-o")
+    is_given = is_argument(cfg.origins.get("Generation.max_dec_len", ""))
     limit = section.max_dec_len if is_given else max(DEFAULT_NEW_TOKENS, section.max_dec_len)
     return section.model_copy(update={"max_dec_len": limit, "seed": None})
 

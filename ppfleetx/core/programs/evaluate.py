@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.loader import load_config
+from ppfleetx.config.loader import ConfigSource, load_config
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.programs.device_errors import OF_EVALUATION, explained_device_errors
 from ppfleetx.core.programs.generate import check_checkpoint, find_tokenizer
@@ -91,7 +91,7 @@ class Accuracy:
 Result = Perplexity | Accuracy
 
 
-def run(path: str, overrides: Sequence[str]) -> None:
+def run(path: ConfigSource, overrides: Sequence[str]) -> None:
     """The program ``tools/eval.py``; arguments as of ``start_process``.
 
     Raises:

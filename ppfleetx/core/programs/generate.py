@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.checkpoint.foreign.ours import find_tokenizer_dir
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.loader import load_config
+from ppfleetx.config.loader import ConfigSource, load_config
+from ppfleetx.config.reading.tree import is_argument
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.programs.device_errors import OF_GENERATION, explained_device_errors
 from ppfleetx.core.programs.launch import start_with, world_size
@@ -39,7 +40,7 @@ _LONGEST_PROMPT = 1 << 24  # bytes of a file that may be earlier results
 DEFAULT_PROMPT = "The first thing she saw when she opened the window was"
 
 
-def run(path: str, overrides: Sequence[str], output: str | None = None) -> None:
+def run(path: ConfigSource, overrides: Sequence[str], output: str | None = None) -> None:
     """The program ``tasks/gpt/generation.py``; arguments as of :func:`generate` and ``start_process``."""
     run_loaded(load_config(path, overrides, world_size=world_size(os.environ)), output)
 
@@ -139,7 +140,7 @@ def check_options(cfg: RunConfig) -> None:
     """
     section = "Generation."
     places = {k.removeprefix(section): place for k, place in cfg.origins.items() if k.startswith(section)}
-    given = [key for key, place in places.items() if place.startswith("-o ")]
+    given = [key for key, place in places.items() if is_argument(place)]
     if (unread := cfg.Generation.unread(given)) is not None:
         key, strategy = unread
         raise ConfigError(
@@ -280,7 +281,7 @@ def read_prompts(cfg: RunConfig) -> list[str]:
         return _prompts_of_file(cfg, cfg.Generation.prompt_file)
     prompt, place = cfg.Generation.prompt, cfg.origins.get("Generation.prompt")
     if prompt is None:
-        if place is not None and place.startswith("-o "):  # -o Generation.prompt= (or "", to a shell)
+        if place is not None and is_argument(place):  # -o Generation.prompt= (or "", to a shell)
             rule = "is empty; give a prompt, or leave the option out for the one built in"
             raise ConfigError(rule, key="Generation.prompt", place=place)
         prompt = DEFAULT_PROMPT

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ppfleetx.checkpoint.directory import newest_complete, resolve_checkpoint
 from ppfleetx.config.data_sets import data_sets
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.loader import load_config
+from ppfleetx.config.loader import ConfigSource, load_config
 from ppfleetx.config.loggers import refuse_absent
 from ppfleetx.config.reading.tree import is_index
 from ppfleetx.config.unsupported import not_supported_reasons, without_effect
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def start_process(
-    path: str, overrides: Sequence[str], *, reads: Sequence[str] = ()
+    path: ConfigSource, overrides: Sequence[str], *, reads: Sequence[str] = ()
 ) -> tuple[RunConfig, ParallelContext]:
     """Read the configuration, refuse what cannot run, and only then load Paddle and choose the device.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.loader import load_config
+from ppfleetx.config.loader import ConfigSource, load_config
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.programs.generate import check_checkpoint, check_output, load_generator
 from ppfleetx.core.programs.launch import start_with, world_size
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def run(
-    path: str,
+    path: ConfigSource,
     overrides: Sequence[str],
     tasks: Sequence[str],
     *,

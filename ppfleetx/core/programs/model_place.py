@@ -22,11 +22,13 @@ from ppfleetx.checkpoint.documents import OF_ONE_CALL, PORTABLE_SECTIONS, portab
 from ppfleetx.checkpoint.foreign.convert import Conversion, convert
 from ppfleetx.checkpoint.foreign.detect import is_hugging_face
 from ppfleetx.checkpoint.foreign.fleetx import is_fleetx, read_fleetx
-from ppfleetx.checkpoint.foreign.hub import hub_name, local_directory
+from ppfleetx.checkpoint.foreign.hub import hub_name, local_directory, may_be_of_hub
 from ppfleetx.checkpoint.foreign.ours import find_tokenizer_dir
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import CONFIG_FILE, load_config
+from ppfleetx.config.reading.files import MadeFile, model_in
+from ppfleetx.config.reading.overrides import Override
 from ppfleetx.config.reading.parse import Budget, read_yaml
 from ppfleetx.config.shipped import shipped_configs
 from ppfleetx.core.programs.shared_directory import shared_directory
@@ -52,35 +54,40 @@ class ModelPlace:
     """A model that is ready to be loaded.
 
     Attributes:
+        name: the directory as it was given.
         config: the configuration that the checkpoint says of itself; None: it was not looked for.
         checkpoint: what ``Engine.save_load.ckpt_dir`` and ``init_from`` take.
         tokenizer: directory of the tokenizer's files, where they are known.
     """
 
-    config: Path | None
+    name: str
+    config: Path | MadeFile | None
     checkpoint: Path
     tokenizer: Path | None
 
-    def overrides(self, given: Sequence[str] = (), *, key: str = "Engine.save_load.ckpt_dir") -> list[str]:
+    def overrides(
+        self, given: Sequence[str] = (), *, option: str = "CHECKPOINT", key: str = "Engine.save_load.ckpt_dir"
+    ) -> list[str]:
         """Overrides that make a program load the model, before those of the user.
 
         Args:
             given: the user's; a tokenizer named there holds.
+            option: how the user named the directory, for messages.
             key: what is to name the checkpoint.
         """
         named = {text.partition("=")[0].strip() for text in given}
-        ours = [override(key, str(self.checkpoint))]
+        ours = [override(key, str(self.checkpoint), option)]
         if self.tokenizer is not None and not any(name.startswith("Data.tokenizer") for name in named):
-            ours.append(override("Data.tokenizer.dir", str(self.tokenizer)))
+            ours.append(override("Data.tokenizer.dir", str(self.tokenizer), model_in(self.name)))
         return [*ours, *given]
 
 
-def override(key: str, value: Any) -> str:
-    """``key=value`` as ``-o`` takes it, whatever characters are in ``value``."""
+def override(key: str, value: Any, place: str) -> Override:
+    """``key=value`` as ``-o`` takes it, whatever characters are in ``value``; ``place`` is what said so."""
     text = yaml.safe_dump(
         [value], default_flow_style=True, allow_unicode=True, width=1 << 30, sort_keys=False
     )
-    return f"{key}={text.strip()[1:-1]}"
+    return Override(f"{key}={text.strip()[1:-1]}", place)
 
 
 def find_model(place: str | Path, stack: ExitStack, *, with_config: bool = True) -> ModelPlace:
@@ -100,23 +107,34 @@ def find_model(place: str | Path, stack: ExitStack, *, with_config: bool = True)
     is_of_hub = hub_name(place) is not None
     if is_of_hub:
         configure_logging()
+    refuse_absent(place)
     path = local_directory(place)
     if is_hugging_face(path):
-        return _converted(path, stack)
+        return _converted(place, path, stack)
     if is_of_hub:
         raise CheckpointError(f"{place} is not whole in {path}, and the hub cannot be asked for the rest")
     checkpoint = open_resolved(resolve_checkpoint(path, verify=False))
     tokenizer = find_tokenizer_dir(checkpoint.path)
     if not with_config:
-        return ModelPlace(None, checkpoint.path, tokenizer)
+        return ModelPlace(str(place), None, checkpoint.path, tokenizer)
+    config: Path | MadeFile
     if is_fleetx(checkpoint.path):
-        config = write_config(_sections_of_fleetx(checkpoint.path), stack)
+        config = write_config(_sections_of_fleetx(checkpoint.path), stack, model_in(place))
     elif CONFIG_FILE in checkpoint.manifest.documents:
         config = checkpoint.path / CONFIG_FILE
         _refuse_more_than_a_model(config)
     else:
-        config = write_config(_sections_of_manifest(checkpoint, tokenizer), stack)
-    return ModelPlace(config, checkpoint.path, tokenizer)
+        config = write_config(_sections_of_manifest(checkpoint, tokenizer), stack, model_in(place))
+    return ModelPlace(str(place), config, checkpoint.path, tokenizer)
+
+
+def refuse_absent(place: str | Path) -> None:
+    """Raise CheckpointError where ``place`` is a path that leads nowhere."""
+    if hub_name(place) is None and not Path(place).exists():
+        if may_be_of_hub(place):
+            hint = f"; a model of the Hugging Face hub is hf:{place}"
+            raise CheckpointError(f"there is no directory {place}{hint}")
+        resolve_checkpoint(place, verify=False)
 
 
 def _refuse_more_than_a_model(config: Path) -> None:
@@ -140,7 +158,7 @@ def _is_lasting(key: str) -> bool:
     return key not in OF_ONE_CALL
 
 
-def _converted(path: Path, stack: ExitStack) -> ModelPlace:
+def _converted(place: str | Path, path: Path, stack: ExitStack) -> ModelPlace:
     """One process of a machine converts, for all of its job."""
 
     def fill(target: Path) -> None:
@@ -152,7 +170,8 @@ def _converted(path: Path, stack: ExitStack) -> ModelPlace:
 
     target = shared_directory(path, os.environ, fill, stack)
     step = resolve_checkpoint(target)
-    return ModelPlace(step / CONFIG_FILE, step, find_tokenizer_dir(step))
+    config = MadeFile(step / CONFIG_FILE, model_in(place))
+    return ModelPlace(str(place), config, step, find_tokenizer_dir(step))
 
 
 def _sections_of_manifest(checkpoint: Checkpoint, tokenizer: Path | None) -> dict[str, Any]:
@@ -189,12 +208,12 @@ def _sections_of_fleetx(path: Path) -> dict[str, Any]:
     )
 
 
-def write_config(sections: dict[str, Any], stack: ExitStack) -> Path:
-    """A file with these sections, removed when ``stack`` ends."""
+def write_config(sections: dict[str, Any], stack: ExitStack, place: str) -> MadeFile:
+    """A file with these sections, removed when ``stack`` ends; ``place`` is where they come from."""
     directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ppfleetx-")))
     path = directory / CONFIG_FILE
     path.write_text(yaml.safe_dump(sections, sort_keys=False, allow_unicode=True), "utf-8")
-    return path
+    return MadeFile(path, place)
 
 
 def _log() -> Any:

@@ -168,8 +168,8 @@ class PromptReader:
 
     def _too_long(self, length: str, param: str) -> ApiError:
         return bad_request(
-            f"{param}: has {length} tokens; with at least one new token, the model's {self.max_positions} "
-            f"positions have room for {self.max_positions - 1}",
+            f"{param}: {length} tokens are too many. The model has {self.max_positions} positions, room for "
+            f"{self.max_positions - 1} tokens and one new one",
             param,
             "context_length_exceeded",
         )

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from ppfleetx.config.errors import ConfigError, UserError
-from ppfleetx.config.loader import load_config
+from ppfleetx.config.loader import ConfigSource, load_config
 from ppfleetx.config.sections.root import RunConfig, ServeConfig
 from ppfleetx.config.sections.serve import API_KEY_VARIABLE
 from ppfleetx.core.programs.generate import check_checkpoint
@@ -34,7 +34,7 @@ _MORE_SECONDS = 5.0  # between the model's last event and the end of the last co
 _MORE_CONNECTIONS = 256  # beside those that wait for an answer: metrics, health, refusals
 
 
-def run(path: str, overrides: Sequence[str]) -> None:
+def run(path: ConfigSource, overrides: Sequence[str]) -> None:
     """Serve the checkpoint ``Engine.save_load.ckpt_dir`` until SIGINT or SIGTERM.
 
     Raises:

@@ -188,7 +188,7 @@ def test_models(client: openai.OpenAI) -> None:
         ({"prompt": ["a"] * 265}, "prompt", "265 prompts x n = 1 are more than the 264"),
         ({"prompt": [[10**6]] * 265}, "prompt", "265 prompts x n = 1 are more than the 264"),
         ({"prompt": [5] * 8192}, "prompt", "has 8192 tokens"),
-        ({"prompt": "x" * 500_000}, "prompt", "tokens; with at least one new token, the model's 8192"),
+        ({"prompt": "x" * 500_000}, "prompt", "tokens are too many. The model has 8192"),
         ({"logprobs": 21}, "logprobs", "must be a number from 0 to 20"),
         ({"logprobs": True}, "logprobs", "must be a number from 0 to 20"),
         ({"best_of": 9}, "best_of", "more than the 8 sequences that may grow together"),
