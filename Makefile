@@ -83,11 +83,12 @@ lint: $(VENV)/.test  ## Style and layers only
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports
 
-docs: $(VENV)/.run  ## Write docs/config.md, docs/commands.md, the JSON schema, the tables of docs/parallelism.md and docs/dialects anew
+docs: $(VENV)/.run  ## Write docs/config.md, docs/commands.md, the JSON schema, the tables of docs/parallelism.md, docs/planner.md and docs/dialects anew
 	$(PY) tools/gen_config_docs.py
 	$(PY) tools/gen_command_docs.py
 	$(PY) tools/gen_parallelism_docs.py
 	$(PY) tools/gen_dialect_docs.py
+	$(PY) tools/gen_planner_docs.py
 
 $(VENV)/.docs: $(VENV)/.run
 	$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[docs]'

@@ -17,7 +17,7 @@ from ppfleetx.config.schedules import Pass as ZeroBubblePass
 from ppfleetx.config.schedules import zero_bubble_order
 from ppfleetx.utils.cli import run_tool
 
-BEGIN, END = "<!-- {name}: made by tools/gen_parallelism_docs.py -->", "<!-- end of {name} -->"
+BEGIN, END = "<!-- {name}: made by {tool} -->", "<!-- end of {name} -->"
 
 # Each kind of parallelism as the change it makes to a plan.
 _KINDS = {
@@ -48,14 +48,14 @@ def blocks() -> dict[str, str]:
     }
 
 
-def filled(page: str) -> str:
-    """``page`` with its generated blocks written again.
+def filled(page: str, blocks: dict[str, str], tool: str) -> str:
+    """``page`` with the ``blocks`` that ``tool`` generates written again.
 
     Raises:
         ValueError: a block's marks are missing.
     """
-    for name, text in blocks().items():
-        begin, end = BEGIN.format(name=name), END.format(name=name)
+    for name, text in blocks.items():
+        begin, end = BEGIN.format(name=name, tool=tool), END.format(name=name)
         before, found, rest = page.partition(begin)
         _, closed, after = rest.partition(end)
         if not (found and closed):
@@ -221,22 +221,28 @@ def zero_bubble_timetable(stages: int, micro_batches: int) -> list[list[tuple[in
     return table
 
 
-def main() -> int:
-    """Write the page; with ``--check`` only say whether it is up to date."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def write_page(name: str, blocks: dict[str, str], tool: str, description: str | None) -> int:
+    """The command of a tool that fills ``docs/NAME``: with ``--check`` it only says whether the page is up to
+    date."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit with 1 if the page is stale"
     )
     args = parser.parse_args()
-    page = _ROOT / "docs" / "parallelism.md"
+    page = _ROOT / "docs" / name
     text = page.read_text("utf-8")
-    if (fresh := filled(text)) == text:
+    if (fresh := filled(text, blocks, tool)) == text:
         return 0
     print(f"{'stale' if args.check else 'written'}: {page.relative_to(_ROOT)}")
     if args.check:
         return 1
     page.write_text(fresh, "utf-8")
     return 0
+
+
+def main() -> int:
+    """Write the page, or check it."""
+    return write_page("parallelism.md", blocks(), "tools/gen_parallelism_docs.py", __doc__)
 
 
 if __name__ == "__main__":

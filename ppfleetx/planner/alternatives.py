@@ -8,6 +8,7 @@ from dataclasses import replace
 from ppfleetx.config.plan import ParallelPlan, violations
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.case import Case
+from ppfleetx.planner.network import rival_groups
 from ppfleetx.planner.prediction import Prediction
 
 _PARTS = {
@@ -92,6 +93,11 @@ def _verdict(best: Prediction, plan: ParallelPlan) -> str:
 
 def _slower(best: Prediction, other: Prediction) -> str:
     slower = other.time.seconds / best.time.seconds - 1
+    if slower <= 0 and other.likely_at_most > best.likely_at_most:
+        return (
+            f"predicted to take {other.time.seconds:.3f} s, but likely up to {other.likely_at_most:.3f} s, "
+            f"because {rival_groups(other.case.plan, other.cluster)} tensor-parallel groups share a node."
+        )
     if slower <= 0:
         return f"as fast as the best ({other.time.seconds:.3f} s)."
     more = {

@@ -213,9 +213,9 @@ def _json(
             "constants": prediction.cluster.card.model_dump(),
         }
     plans = [one.as_json(_tokens(written, one, args)) for one in found.best]
-    counts = {"legal": found.legal, "too_large": found.too_large, "slower": found.slower, "fit": found.fit}
+    counts = {name: getattr(found, name) for name in ("too_large", "candidates", "fit", "unfit", "slower")}
     reasons = why_not(found.best[0]) if found.best else []
-    return {"plans": plans, **counts, "why_not": reasons}
+    return {"plans": plans, "legal": found.plans, **counts, "why_not": reasons}
 
 
 def _text(
@@ -223,7 +223,7 @@ def _text(
 ) -> str:
     if found is None:
         return account(prediction)
-    text = ranking(found, cluster, args.devices)
+    text = ranking(found, cluster, args.devices, args.goal)
     return f"{text}\n\n{account(prediction)}" if args.explain is not None and prediction else text
 
 

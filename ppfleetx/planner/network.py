@@ -86,6 +86,13 @@ def _group(size: int, stride: int, per_node: int) -> Group:
     return Group(size, inside, max(1, per_node // inside))
 
 
+def rival_groups(plan: ParallelPlan, cluster: Cluster) -> int:
+    """Tensor-parallel groups of a node that use its network each in its own time: those of several replicas,
+    whose pipelines lead out of the node. 1: there is one, or none, or all of the node are in step."""
+    in_step = plan.mp == 1 or plan.data_size == 1 or not group_of(plan, "pp", cluster).leaves_node
+    return 1 if in_step else max(1, cluster.per_node // plan.mp)
+
+
 def all_reduce_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
     """Time to sum ``num_bytes`` of every rank over ``group``."""
     return 2 * _one_way(num_bytes, group, cluster)

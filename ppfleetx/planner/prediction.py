@@ -12,7 +12,7 @@ from ppfleetx.planner.case import Case
 from ppfleetx.planner.flops import model_flops_utilization, step_flops, tflops_per_device
 from ppfleetx.planner.memory import CARD_PARTS, StageMemory, stage_memory
 from ppfleetx.planner.network import Cluster
-from ppfleetx.planner.step_time import StepTime, quick_seconds, step_time
+from ppfleetx.planner.step_time import StepTime, quick_seconds, spread, step_time
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,20 @@ class Prediction:
         """Of one optimizer step."""
         return step_time(self.case, self.cluster)
 
+    @property
+    def likely_at_most(self) -> float:
+        """Seconds that a step is likely to take at most: what plans are ranked by."""
+        return self.time.interval[2]
+
     @cached_property
-    def quick_seconds(self) -> float:
-        """About the seconds of a step, without playing the schedule."""
-        return quick_seconds(self.case, self.cluster)
+    def quickly_at_most(self) -> float:
+        """About :attr:`likely_at_most`, without playing the schedule."""
+        return quick_seconds(self.case, self.cluster) * spread(self.case, self.cluster)[1]
+
+    @property
+    def host(self) -> float:
+        """Bytes of host memory that a rank needs: offloaded states, copies for saving in the background."""
+        return max(stage.host for stage in self.memory)
 
     @property
     def tokens_per_second(self) -> float:
@@ -72,7 +82,7 @@ class Prediction:
                 {part: round(getattr(stage, part) / GIB, 4) for part in CARD_PARTS} for stage in self.memory
             ],
             "start_memory_gib": [round(stage.start / GIB, 4) for stage in self.memory],
-            "host_memory_gib": round(max(stage.host for stage in self.memory) / GIB, 4),
+            "host_memory_gib": round(self.host / GIB, 4),
             "fits": self.fits,
             "mfu": round(self.mfu, 6),
             "tflops_per_device": {

@@ -12,30 +12,41 @@ from ppfleetx.planner.search import Found
 _BESIDE = ("total", "start", "host")
 
 
-def ranking(found: Found, cluster: Cluster, devices: int) -> str:
+def ranking(found: Found, cluster: Cluster, devices: int, goal: str) -> str:
     """A table of the best plans, the best first."""
     card = cluster.card
     lines = [
-        f"{found.legal:,} legal candidates for {devices:,} x {card.name} ({cluster.per_node} a node): "
-        f"{found.fit:,} fit into {card.memory_gib:g} GiB and are among the best, {found.slower:,} are "
-        f"slower, "
-        f"{found.too_large:,} plans do not fit with any micro batch"
+        f"{found.plans:,} legal plans for {devices:,} x {card.name} ({cluster.per_node} a node), "
+        f"{found.too_large:,} of them too large with any micro batch",
+        f"{found.candidates:,} micro batches and kinds of recompute of the others: {found.fit:,} fit into "
+        f"{card.memory_gib:g} GiB, {found.unfit:,} do not, {found.slower:,} are slower than those that fit",
     ]
     if not found.best:
         why = (
             "No plan fits: take more cards, or larger ones."
-            if found.legal + found.too_large
+            if found.plans
             else f"No plan divides the model and the batch among {devices:,} cards: take another number "
             f"of them."
         )
-        return f"{lines[0]}\n{why}"
-    lines.append(f"{'step s':>9} {'GiB':>6} {'tokens/s':>11} {'MFU':>6} {'bubble':>7} {'waits s':>8}  plan")
+        return "\n".join([*lines, why])
+    on_host = any(prediction.host for prediction in found.best)
+    host = f" {'host GiB':>8}" if on_host else ""
+    lines.append(
+        f"{'step s':>9} {'up to s':>9} {'GiB':>6}{host} {'tokens/s':>11} {'MFU':>6} {'bubble':>7} "
+        f"{'waits s':>8}  plan"
+    )
     for prediction in found.best:
         time = prediction.time
+        host = f" {prediction.host / GIB:8.1f}" if on_host else ""
         lines.append(
-            f"{time.seconds:9.3f} {prediction.fullest / GIB:6.1f} {prediction.tokens_per_second:11,.0f} "
-            f"{prediction.mfu:6.1%} {time.bubble:7.1%} {time.exposed_communication:8.3f}  "
-            f"{plan_words(prediction.case)}"
+            f"{time.seconds:9.3f} {prediction.likely_at_most:9.3f} {prediction.fullest / GIB:6.1f}{host} "
+            f"{prediction.tokens_per_second:11,.0f} {prediction.mfu:6.1%} {time.bubble:7.1%} "
+            f"{time.exposed_communication:8.3f}  {plan_words(prediction.case)}"
+        )
+    if goal == "time":
+        lines.append(
+            "Ranked by 'up to': the time of plans whose tensor-parallel groups share a node and its network "
+            "is less certain."
         )
     return "\n".join(lines)
 

@@ -26,17 +26,26 @@ class Found:
 
     Attributes:
         best: the best plans, the best first.
-        legal: plans with their micro batches and recompute that could be run.
-        too_large: plans that are too large whatever their micro batch and recompute are.
+        plans: legal plans.
+        too_large: those that are too large whatever their micro batch and recompute are.
+        candidates: the others, each with the micro batches and recompute that were looked at: as many as
+            ``fit``, ``unfit`` and ``slower`` together.
+        fit: candidates that fit.
+        unfit: those that do not.
         slower: those whose memory was not worked out, because they are slower than many that fit.
-        fit: those of the others that fit.
     """
 
     best: tuple[Prediction, ...]
-    legal: int
+    plans: int
     too_large: int
-    slower: int
     fit: int
+    unfit: int
+    slower: int
+
+    @property
+    def candidates(self) -> int:
+        """All that were looked at."""
+        return self.fit + self.unfit + self.slower
 
 
 class _Shortest:
@@ -65,7 +74,8 @@ def search(case: Case, cluster: Cluster, devices: int, *, goal: str = "time", ke
         case: model, global batch, precision; its own plan is where the search starts from and no more.
         cluster: the cards.
         devices: number of cards.
-        goal: ``time`` (fastest first) or ``memory`` (least memory on the fullest card first).
+        goal: ``time`` (first what is likely to take least at most) or ``memory`` (least memory on the fullest
+            card first).
         keep: how many to give.
     """
     looking = _Search(case, cluster, goal, _Shortest(max(_PLAYED, keep)))
@@ -78,8 +88,9 @@ def search(case: Case, cluster: Cluster, devices: int, *, goal: str = "time", ke
             looking.is_tight(replace(plan, sharding_offload=True))
     best = looking.short.in_order()
     if goal == "time":
-        best.sort(key=lambda prediction: prediction.time.seconds)
-    return Found(tuple(best[:keep]), looking.legal, looking.too_large, looking.slower, looking.fit)
+        best.sort(key=lambda prediction: prediction.likely_at_most)
+    counts = (looking.plans, looking.too_large, looking.fit, looking.unfit, looking.slower)
+    return Found(tuple(best[:keep]), *counts)
 
 
 @dataclass
@@ -90,13 +101,15 @@ class _Search:
     cluster: Cluster
     goal: str
     short: _Shortest
-    legal: int = 0
+    plans: int = 0
     too_large: int = 0
-    slower: int = 0
     fit: int = 0
+    unfit: int = 0
+    slower: int = 0
 
     def is_tight(self, plan: ParallelPlan) -> bool:
         """Look at ``plan`` with every micro batch and recompute; whether some of them did not fit."""
+        self.plans += 1
         room = self.cluster.card.memory_gib * GIB
         if least_memory(replace(self.case, plan=plan), self.cluster) > room:
             self.too_large += 1
@@ -110,16 +123,16 @@ class _Search:
         """Look at one micro batch with every recompute; False when one that is fast enough did not fit."""
         all_fit = True
         for candidate in _recomputing(fitted):  # the least recompute first: the fastest of its kind
-            self.legal += 1
             prediction = Prediction(candidate, self.cluster)
-            if self.goal == "time" and self.short.has_no_room_for(prediction.quick_seconds):
+            if self.goal == "time" and self.short.has_no_room_for(prediction.quickly_at_most):
                 self.slower += 1
                 return all_fit
             if not prediction.fits:
                 all_fit = False
+                self.unfit += 1
                 continue
             self.fit += 1
-            score = prediction.quick_seconds if self.goal == "time" else prediction.fullest
+            score = prediction.quickly_at_most if self.goal == "time" else prediction.fullest
             self.short.add(score, prediction)
             if self.goal == "time":
                 return all_fit

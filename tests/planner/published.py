@@ -5,14 +5,15 @@ from __future__ import annotations
 import csv
 import statistics
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from ppfleetx.config.plan import AXES, ParallelPlan
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.planner.cards import load_card
 from ppfleetx.planner.case import Case, Precision
-from ppfleetx.planner.network import Cluster
-from ppfleetx.planner.step_time import step_time
+from ppfleetx.planner.network import Cluster, rival_groups
+from ppfleetx.planner.step_time import StepTime, step_time
 
 GOLDENS = Path(__file__).resolve().parents[1] / "goldens" / "planner"
 SEQ_LEN = 2048
@@ -46,28 +47,55 @@ TIMES = (
 )
 
 
+@cache
 def time_errors(published: PublishedTimes) -> list[float]:
     """Predicted over measured seconds, minus 1, of each row."""
     rows = rows_of(published.name)[1 if published.held_out else 0 :: 2 if published.held_out else 1]
     assert rows
-    seconds = [_seconds(row, published) for row in rows]
+    seconds = [_step(row, published).seconds for row in rows]
     return [value / float(row["seconds"]) - 1 for value, row in zip(seconds, rows, strict=True)]
 
 
-def _seconds(row: dict[str, str], published: PublishedTimes) -> float:
-    cluster = Cluster(load_card("A100-80GB"), network=published.gigabits * 1e9 / 8, axes=published.axes)
-    return step_time(case_of_row(row, published.vocab_size), cluster).seconds
+def _step(row: dict[str, str], published: PublishedTimes) -> StepTime:
+    return step_time(case_of_row(row, published.vocab_size), _cluster(published))
 
 
+def _cluster(published: PublishedTimes) -> Cluster:
+    return Cluster(load_card("A100-80GB"), network=published.gigabits * 1e9 / 8, axes=published.axes)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Seconds of a row, with the number of tensor-parallel groups that share a node and its network."""
+
+    measured: float
+    predicted: float
+    high: float
+    rivals: int
+
+
+@cache
+def intervals(published: PublishedTimes) -> list[Interval]:
+    """Of each row."""
+    found = []
+    for row in rows_of(published.name):
+        step, cluster = _step(row, published), _cluster(published)
+        rivals = rival_groups(case_of_row(row, published.vocab_size).plan, cluster)
+        found.append(Interval(float(row["seconds"]), step.seconds, step.interval[2], rivals))
+    return found
+
+
+@cache
 def regret(published: PublishedTimes) -> dict[str, float]:
-    """By model, how much slower than the best measured plan the one is that is predicted to be best."""
+    """By model, how much slower than the best measured plan the one is that is ranked first."""
     models: dict[str, list[tuple[float, float]]] = {}
     for row in rows_of(published.name):
-        pair = (_seconds(row, published), float(row["seconds"]))
+        pair = (_step(row, published).interval[2], float(row["seconds"]))
         models.setdefault(row["model"], []).append(pair)
     return {name: min(pairs)[1] / min(real for _, real in pairs) - 1 for name, pairs in models.items()}
 
 
+@cache
 def mpt_errors(card: str) -> list[float]:
     """MosaicML's MPT models with fused attention on one node, the rows with an odd number: predicted over
     measured seconds, minus 1.
@@ -104,6 +132,7 @@ def _mpt_seconds(row: dict[str, str]) -> float:
     return found.seconds - found.parts["parameters"] - found.parts["gradients"]
 
 
+@cache
 def bloom_sweep_errors() -> list[float]:
     """BLOOM's four batch sizes of one plan, after calibrating the machine on its other plans with mp 4.
 

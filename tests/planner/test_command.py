@@ -88,6 +88,10 @@ def test_offload_is_tried_where_memory_is_short(capsys):
     asked = ("--devices", "4", "--card", "A100-40GB", "--json")
     plans = json.loads(planned(capsys, *asked, config=config))["plans"]
     assert plans and all("offload=1" in plan["plan"] and plan["host_memory_gib"] > 30 for plan in plans)
+    text = planned(capsys, *asked[:-1], config=config).splitlines()
+    column = next(line for line in text if "host GiB" in line).split("  plan")[0].index("host GiB")
+    shown = [float(line[column : column + len("host GiB")]) for line in text if "offload=1" in line][:10]
+    assert shown == [round(plan["host_memory_gib"], 1) for plan in plans]
     without = plans[0]["plan"].replace("offload=1", "offload=0").replace("recompute=none", "recompute=full")
     assert not json.loads(planned(capsys, *asked[2:], "--plan", without, config=config))["fits"]
     roomy = json.loads(planned(capsys, "--devices", "8", "--card", "A100-80GB", "--json"))["plans"]

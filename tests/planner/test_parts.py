@@ -200,8 +200,10 @@ def test_a_plan_has_to_fit_at_its_start_too(monkeypatch):
 
 def test_plans_are_ranked(capsys):
     found = json.loads(planned(capsys, "--devices", "8", "--json"))
-    times = [plan["step_time_s"][1] for plan in found["plans"]]
+    times = [plan["step_time_s"][2] for plan in found["plans"]]
     assert times == sorted(times)
+    assert found["candidates"] == found["fit"] + found["unfit"] + found["slower"]
+    assert 0 < found["fit"] <= found["candidates"] and 0 <= found["too_large"] < found["legal"]
     assert len(times) == 10
     assert all(plan["fits"] and plan["devices"] == 8 for plan in found["plans"])
     text = planned(capsys, "--devices", "8", "--explain")

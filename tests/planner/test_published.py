@@ -1,15 +1,23 @@
 """Predictions against published runs; the bounds are those of docs/planner.md."""
 
 import statistics
+from dataclasses import replace
+from itertools import product
 
 import pytest
 
+from ppfleetx.config.plan import AXES
 from ppfleetx.planner.cards import load_card
 from ppfleetx.planner.flops import step_flops, tflops_per_device
+from ppfleetx.planner.network import Cluster
+from ppfleetx.planner.prediction import Prediction
+from tests.planner.accuracy import PAGE, published_rows
 from tests.planner.published import (
+    MEGATRON_AXES,
     TIMES,
     bloom_sweep_errors,
     case_of_row,
+    intervals,
     mpt_errors,
     regret,
     rows_of,
@@ -30,8 +38,49 @@ def test_half_of_the_held_out_plans_are_within_8_percent():
     assert statistics.median(abs(error) for error in held_out) <= 0.08
 
 
-def test_the_plan_ranked_first_is_among_the_best():
-    assert max(regret(next(p for p in TIMES if p.held_out)).values()) <= 0.05
+VTRAIN = next(published for published in TIMES if published.held_out)
+
+
+@pytest.mark.parametrize(("axes", "most"), [(MEGATRON_AXES, 0.05), (AXES, 0.10)])
+def test_the_plan_ranked_first_is_among_the_best(axes, most):
+    assert max(regret(replace(VTRAIN, axes=axes)).values()) <= most
+
+
+def test_nine_of_ten_measured_steps_are_below_the_high_end():
+    """Also where several tensor-parallel groups share a node, of the rows that were not fitted."""
+    for rows in (intervals(VTRAIN), intervals(VTRAIN)[1::2]):
+        shared = [row for row in rows if row.rivals > 1]
+        assert len(shared) > len(rows) / 4
+        for some in (rows, shared):
+            assert sum(row.measured <= row.high for row in some) >= 0.85 * len(some)
+        assert all(row.high == pytest.approx(1.1 * row.predicted) for row in rows if row.rivals == 1)
+
+
+@pytest.mark.parametrize("axes", [MEGATRON_AXES, AXES])
+def test_a_plan_whose_time_is_less_certain_has_to_be_better_by_as_much(axes):
+    """Of 39.1B on 512 cards dp 32, mp 2, pp 8 is predicted to be among the fastest; such plans took 34 to
+    65 % longer."""
+    cluster = Cluster(load_card("A100-80GB"), network=100e9, axes=axes)
+    row = next(row for row in rows_of(VTRAIN.name) if row["model"] == "39.1B")
+    found = {}
+    for mp, pp, micro in product((1, 2, 4, 8), (2, 4, 8, 16), (1, 2, 4)):
+        dp = 512 // mp // pp
+        if 1536 % (dp * micro) == 0:
+            changed = {"dp": dp, "mp": mp, "pp": pp, "micro": micro}
+            case = case_of_row(row | {key: str(value) for key, value in changed.items()}, VTRAIN.vocab_size)
+            found[mp, pp, micro] = Prediction(case, cluster)
+    fitting = {plan: one for plan, one in found.items() if one.fits}
+    by_time = sorted(fitting, key=lambda plan: fitting[plan].time.seconds)
+    by_end = sorted(fitting, key=lambda plan: fitting[plan].likely_at_most)
+    assert 2 in [mp for mp, *_ in by_time[:5]]
+    assert 2 not in [mp for mp, *_ in by_end[:10]]
+    quickly = sorted(fitting, key=lambda plan: fitting[plan].quickly_at_most)
+    assert 2 not in [mp for mp, *_ in quickly[:10]]
+
+
+def test_the_pages_table_is_up_to_date():
+    missing = [row for row in published_rows() if row not in PAGE.read_text(encoding="utf-8")]
+    assert not missing, "run make planner-accuracy"
 
 
 def test_bloom_batch_sweep_after_calibration():
