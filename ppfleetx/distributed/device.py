@@ -157,6 +157,21 @@ def backends(device: str) -> tuple[str, ...]:
     return {CPU: ("CPU",), GPU: GPU_BACKENDS, XPU: ("XPU",)}.get(kind, (kind,))
 
 
+def complete_operators(device: str) -> None:
+    """Give a plugin's device the copy that fleet's tensor-parallel layers make, ``c_identity``: neither Paddle
+    (3.3.1) nor Ascend's plugin has a kernel of it for bfloat16."""
+    import paddle
+
+    if kind_of(device) not in (CPU, GPU, XPU):
+        paddle._C_ops.c_identity = lambda tensor, *_: paddle.assign(tensor)
+
+
+def moves_powers(device: str) -> bool:
+    """Whether AdamW's kernels move the powers of beta, which Paddle makes in host memory, to the device: a
+    GPU's leave them."""
+    return kind_of(device) not in (CPU, GPU)
+
+
 def profiler_targets(device: str) -> list[Any]:
     """What ``paddle.profiler`` is to record on a device."""
     from paddle.profiler import ProfilerTarget

@@ -14,6 +14,8 @@ from typing import Any
 import paddle
 from paddle import _C_ops
 
+from ppfleetx.distributed.device import moves_powers
+
 Pair = tuple[paddle.Tensor, paddle.Tensor]
 
 _CHUNK = 1 << 16
@@ -49,18 +51,21 @@ class FusedAdamW(paddle.optimizer.AdamW):
         self._create_global_learning_rate()
         self._create_accumulators(block, [parameter for parameter, _ in pairs])
         groups: dict[tuple[bool, float], list[Pair]] = {}
-        for pair in pairs:
+        for pair, power in zip(pairs, self._powers([parameter for parameter, _ in pairs]), strict=True):
             decays = self._apply_decay_param_fun is None or self._apply_decay_param_fun(pair[0].name)
-            groups.setdefault((decays, self._power(pair[0])), []).append(pair)
+            groups.setdefault((decays, power), []).append(pair)
         for (decays, _), group in groups.items():
             self._call(group, self._weight_decay if decays else 0.0)
 
-    def _power(self, parameter: paddle.Tensor) -> float:
+    def _powers(self, parameters: Sequence[paddle.Tensor]) -> list[float]:
         """What parameters of one call must share: beta1 to the power of the steps taken. The CPU's kernel
         reads each parameter's own, the GPU's the first one's for all."""
-        if parameter.place.is_cpu_place():
-            return 0.0
-        return float(self._get_accumulator_master(self._beta1_pow_acc_str, parameter).item())
+        if parameters[0].place.is_cpu_place():
+            return [0.0] * len(parameters)
+        powers = [self._get_accumulator_master(self._beta1_pow_acc_str, one) for one in parameters]
+        if moves_powers(paddle.get_device()):
+            return paddle.concat(powers).tolist()
+        return [float(power.item()) for power in powers]
 
     def _call(self, group: Sequence[Pair], weight_decay: float) -> None:
         parameters, gradients = [pair[0] for pair in group], [pair[1] for pair in group]

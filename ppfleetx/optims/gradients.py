@@ -61,7 +61,7 @@ def take_gradient(parameter: Tensor) -> Tensor:
 
 
 def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Add to the gradient; where there is none, ``gradient`` itself becomes it."""
+    """Add to the gradient; where it was taken, ``gradient`` itself becomes it."""
     import paddle
 
     with paddle.no_grad():
@@ -69,6 +69,7 @@ def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
         if there is not None:
             there.add_(gradient)
         elif gradient.dtype == parameter.dtype:
-            parameter.grad = gradient
+            # Not by `grad`, whose setter copies, and makes the host wait for the card.
+            parameter._grad_value()._share_data_with(gradient.get_tensor())
         else:
             parameter.main_grad = gradient

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -15,7 +16,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,7 @@ from ppfleetx.config.errors import UserError
 
 NAME = "npu"
 """Under which Paddle knows it: ``auto_cast`` computes in bfloat16 on plugins' devices of some names alone."""
+SEED = "PPFLEETX_TEST_SEED"
 SOURCES = Path(__file__).with_name("plugin")
 BUILT = Path(__file__).with_name("built")
 MACHINE = "x86_64"
@@ -112,6 +114,14 @@ def environment(**options: int | str) -> dict[str, str]:
     return {"CUSTOM_DEVICE_ROOT": str(plugin()), "GLOG_minloglevel": "1", **watched, **given}
 
 
+def strict(**options: str | int) -> dict[str, str]:
+    """:func:`environment` of a device with all that makes races visible; ``PPFLEETX_TEST_SEED`` plays another
+    order of events, or one again."""
+    seed = os.environ.get(SEED, "1")
+    delays = {"kernel_delay_us": 30, "copy_delay_us": 1000, "collective_delay_us": 2000}
+    return environment(**{"poison": 1, "late_reads": 1, "seed": seed, **delays, **options})
+
+
 class Device:
     """The device of this process, which :func:`environment` was given to."""
 
@@ -121,12 +131,28 @@ class Device:
         self._library.reference_device_counters.restype = ctypes.c_char_p
         for function in ("peak", "used"):
             getattr(self._library, f"reference_device_{function}").restype = ctypes.c_size_t
+        self._library.reference_device_option.argtypes = [ctypes.c_char_p]
+        self._library.reference_device_option.restype = ctypes.c_long
         self._library.reference_device_set.argtypes = [ctypes.c_char_p, ctypes.c_long]
 
     def set(self, option: str, value: int) -> None:
         """Change an option of ``plugin/options.h`` from now on."""
         if not self._library.reference_device_set(option.upper().encode(), value):
             raise KeyError(option)
+
+    @contextlib.contextmanager
+    def having(self, options: Mapping[str, int]) -> Iterator[None]:
+        """Within, it has these options, and then those of before."""
+        before = {
+            option: self._library.reference_device_option(option.upper().encode()) for option in options
+        }
+        for option, value in options.items():
+            self.set(option, value)
+        try:
+            yield
+        finally:
+            for option, value in before.items():
+                self.set(option, value)
 
     def counters(self) -> dict[str, tuple[int, int]]:
         """How often each thing was done since :meth:`clear`, and for how many bytes."""

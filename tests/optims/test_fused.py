@@ -51,7 +51,9 @@ def test_on_a_gpu_only_parameters_of_as_many_steps_share_a_call(monkeypatch):
     steps(optimizer, params, missing=("decoder.final_norm.weight",))
     kind = fused_adamw.FusedAdamW
     monkeypatch.setattr(
-        kind, "_power", lambda self, p: self._get_accumulator_master("beta1_pow_acc", p).item()
+        kind,
+        "_powers",
+        lambda self, params: [self._get_accumulator_master("beta1_pow_acc", p).item() for p in params],
     )
     calls = []
     monkeypatch.setattr(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -73,15 +73,18 @@ class Comparison:
         *,
         micro_batch_size: int = 0,
         reference_micro_batch_size: int = 8,
+        of_plan: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> Difference:
-        """Differences of the plan's run from the run of one process with the same options ``more``."""
+        """Differences of the plan's run from the run of one process with the same options ``more``; overrides
+        ``of_plan`` are for the plan alone."""
         more = {
             "steps": 3 if self._short else STEPS,
             **more,
             "extra": _layers(plan) | (more.get("extra") or {}),
         }
         reference, directory = self.reference(model, optimizer, reference_micro_batch_size, **more)
+        more["extra"] = {**more["extra"], **(of_plan or {})}
         results = self.run_plan(plan, model, optimizer, micro_batch_size, directory, **more)
         for key in ("loss", "grad_norm", "tokens"):
             assert all(result[key] == results[0][key] for result in results), f"{key} differs between ranks"

@@ -31,11 +31,7 @@ static C_Status finalize() {
   return C_SUCCESS;
 }
 
-static C_Status initialize_device(const C_Device) {
-  static bool once = (register_kernels(), true);
-  (void)once;
-  return C_SUCCESS;
-}
+static C_Status initialize_device(const C_Device) { return C_SUCCESS; }
 static C_Status release_device(const C_Device) { return C_SUCCESS; }
 static C_Status set_device(const C_Device device) {
   current_device = device->id;
@@ -281,6 +277,7 @@ extern "C" void InitPlugin(CustomRuntimeParams* params) {
   params->sub_device_type = kind;
   reference::fill(params->interface);
   params->interface->blas_axpby = reference_device_axpby;
+  reference::register_kernels();
 }
 
 // ------------------------------------------------------------------------------------------------- for tests
@@ -293,6 +290,8 @@ const char* reference_device_counters() {
   return text.c_str();
 }
 void reference_device_clear_counters() { reference::Counters::get().clear(); }
+// -1: there is no such option.
+long reference_device_option(const char* option) { return reference::Options::get().value_of(option); }
 // 0: there is no such option.
 int reference_device_set(const char* option, long value) { return reference::Options::get().set(option, value); }
 size_t reference_device_peak() { return reference::memory_figures().peak; }

@@ -137,6 +137,7 @@ static const std::map<std::type_index, Role>& tensors() {
       {typeid(const DenseTensor&), Role::kInput},
       {typeid(const optional<DenseTensor>&), Role::kOptionalInput},
       {typeid(const std::vector<const DenseTensor*>&), Role::kInputs},
+      {typeid(const std::vector<const phi::TensorBase*>&), Role::kInputs},  // add_n's, of which each is dense
       {typeid(const optional<std::vector<const DenseTensor*>>&), Role::kOptionalInputs},
       {typeid(DenseTensor*), Role::kOutput},
       {typeid(std::vector<DenseTensor*>), Role::kOutputs},
@@ -156,7 +157,6 @@ struct Kernel {
   DataType type;
   std::vector<Parameter> parameters;
   bool computes_in_float32 = false;  // 16-bit tensors are converted, there and back
-  bool is_view = false;              // changes shape and strides alone, mostly
   bool is_random = false;            // draws from the generator in the order of the host
   size_t num_stack = 0;
 
@@ -455,30 +455,9 @@ static void fail_if_wanted() {
   if (which != 0 && ++num_kernels == which) throw std::runtime_error("the device failed, as the test asked for");
 }
 
-// Views change shapes and strides on the caller's thread. Some of them, and their gradients, copy bytes where strides
-// leave them no choice: these need what was queued before.
-static bool view_copies(const Kernel& kernel, Words& words) {
-  if (kernel.name.find("grad") != std::string::npos) return true;
-  auto places = kernel.places(words);
-  for (size_t i = 0; i < places.size(); ++i) {
-    if (kernel.parameters[i].role != Role::kInput) continue;
-    const auto* input = reinterpret_cast<const DenseTensor*>(*places[i]);
-    if (input && !input->meta().is_contiguous()) return true;
-  }
-  return false;
-}
-
 static void call(const Kernel& kernel, Words& words) {
   auto* context = reinterpret_cast<phi::CustomContext*>(words.integers[0]);
   auto* stream = static_cast<C_Stream>(context->stream());
-  if (kernel.is_view) {
-    if (view_copies(kernel, words)) {
-      Counters::get().add("wait: view");
-      stream->synchronize();
-    }
-    return reference_device_invoke(kernel.function, words.integers, words.vectors, words.stack.data(),
-                                   words.stack.size());
-  }
   Counters::get().add("kernel");
   auto prepared = std::make_shared<Call>(kernel, context, words);
   if (prepared->must_wait()) {
@@ -645,8 +624,7 @@ static bool is_left_out(const std::string& name) {
       "barrier", "all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "reduce", "p_send",
       "p_recv", "p_send_array", "p_recv_array", "mp_allreduce_sum", "dist_concat", "global_gather",
       "global_scatter", "empty", "empty_like", "data"};
-  bool is_collective = name.rfind("c_", 0) == 0 && name.rfind("c_embedding", 0) != 0;
-  return names.count(name) || is_collective || name.rfind("partial_", 0) == 0 || name.rfind("distributed_", 0) == 0 ||
+  return names.count(name) || name.rfind("c_", 0) == 0 || name.rfind("partial_", 0) == 0 || name.rfind("distributed_", 0) == 0 ||
          contains(name, {"array", "coo", "csr", "sparse"});
 }
 
@@ -675,7 +653,8 @@ static std::deque<Kernel>& registered() {
   return *kernels;
 }
 
-// The device's kernels of one operator. Where the CPU computes in float32 alone, two more that convert.
+// The device's kernels of one operator, but for those that Paddle has for every plugin's device (views, a slice of an
+// embedding). Where the CPU computes in float32 alone, two more that convert.
 static void register_operator(const std::string& name, phi::KernelNameMap::mapped_type* kernels,
                               phi::Backend backend) {
   std::vector<std::pair<phi::KernelKey, phi::Kernel>> made;
@@ -686,21 +665,24 @@ static void register_operator(const std::string& name, phi::KernelNameMap::mappe
     kernel.function = function_of(name, cpu, computes_in_float32);
     kernel.type = type;
     kernel.computes_in_float32 = computes_in_float32;
-    kernel.is_view = key.layout() == phi::DataLayout::STRIDED;
     kernel.is_random = is_random(name);
     kernel.num_stack = kernel.stack_words();
     registered().push_back(kernel);
     made.emplace_back(phi::KernelKey(backend, key.layout(), type), made_for_device(registered().back(), cpu, backend));
   };
   bool has_16_bits = Options::get().is_on("FLOAT16") || Options::get().is_on("BFLOAT16");
+  auto has = [&](phi::Backend whose, phi::DataLayout layout, DataType type) {
+    return kernels->count(phi::KernelKey(whose, layout, type)) != 0;
+  };
   for (const auto& [key, cpu] : *kernels) {
     bool is_function = cpu.GetKernelRegisteredType() == phi::KernelRegisteredType::FUNCTION;
     if (key.backend() != phi::Backend::CPU || !is_function) continue;
+    if (has(phi::Backend::CUSTOM, key.layout(), key.dtype())) continue;
     add(key, cpu, key.dtype(), false);
     if (key.dtype() != DataType::FLOAT32 || !has_16_bits) continue;
     for (auto type : {DataType::FLOAT16, DataType::BFLOAT16}) {
-      bool has = kernels->count(phi::KernelKey(phi::Backend::CPU, key.layout(), type));
-      if (!has) add(key, cpu, type, true);
+      bool is_there = has(phi::Backend::CPU, key.layout(), type) || has(phi::Backend::CUSTOM, key.layout(), type);
+      if (!is_there) add(key, cpu, type, true);
     }
   }
   for (auto& [key, kernel] : made)

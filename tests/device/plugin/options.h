@@ -27,6 +27,11 @@ class Options {
     const char* value = std::getenv(("REFERENCE_DEVICE_" + name).c_str());
     return value ? value : otherwise;
   }
+  long value_of(const std::string& name) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto found = numbers_.find(name);
+    return found == numbers_.end() ? -1 : found->second;
+  }
   // Tests change an option while the process runs; false: there is none of that name.
   bool set(const std::string& name, long value) {
     std::lock_guard<std::mutex> lock(mutex_);
