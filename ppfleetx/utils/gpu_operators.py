@@ -14,6 +14,8 @@ from pathlib import Path
 TABLE = Path(__file__).with_suffix(".json")
 GPU_BACKENDS = ("GPU", "KPS", "GPUDNN")
 """Backends, in Paddle's registry, that run on a GPU."""
+PLUGIN_BACKENDS = ("CUSTOM",)
+"""Backends of kernels that Paddle has for all devices of plugins."""
 
 
 @dataclass(frozen=True)
