@@ -162,6 +162,30 @@ def backends(device: str) -> tuple[str, ...]:
     return {CPU: ("CPU",), GPU: GPU_BACKENDS, XPU: ("XPU",)}.get(kind, (kind, *PLUGIN_BACKENDS))
 
 
+@functools.cache
+def kernel_types(kernel: str, device: str) -> frozenset[str]:
+    """Element types for which a device has a kernel, in this build of Paddle and its plugin."""
+    from paddle.base import core
+
+    keys = core._get_registered_phi_kernels("function").get(kernel, ())
+    return frozenset(registered_types(keys, backends(device)))
+
+
+def lacks_kernel(kernel: str, x: paddle.Tensor) -> bool:
+    """Whether this process's device has no ``kernel`` for the 16 bits of ``x``.
+
+    Paddle would run the CPU's, which waits for the card, copies, and draws from a generator that nobody
+    seeds; or raise, where a CPU has none either. GPUs have all kernels of ``gpu_operators.json``.
+    """
+    import paddle
+
+    if x.dtype not in (paddle.float16, paddle.bfloat16) or not paddle.in_dynamic_mode():
+        return False
+    device = paddle.get_device()
+    dtype = str(x.dtype).removeprefix("paddle.")
+    return kind_of(device) not in (CPU, GPU) and dtype not in kernel_types(kernel, device)
+
+
 def plugin_operator(name: str) -> Callable[..., Any] | None:
     """An operator that the plugin of this process's device brings along, by its name there; None: it has none
     such. They are functions of ``paddle_custom_device``, in no registry of Paddle's."""
@@ -188,10 +212,8 @@ def complete_identity(device: str) -> None:
     """
     import paddle
     from paddle import _C_ops
-    from paddle.base import core
 
-    keys = core._get_registered_phi_kernels("function").get("c_identity", ())
-    if "bfloat16" in registered_types(keys, backends(device)):
+    if "bfloat16" in kernel_types("c_identity", device):
         return
     original = _C_ops.c_identity
 

@@ -10,7 +10,6 @@ Programs that are exported have composites only.
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,11 +19,10 @@ import paddle
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fused import FusedName
-from ppfleetx.distributed.device import backends, is_card, on_card, plugin_operator
+from ppfleetx.distributed.device import is_card, kernel_types, on_card, plugin_operator
 from ppfleetx.distributed.init import flags_of_run
 from ppfleetx.distributed.together import gather
 from ppfleetx.nn.trials_apart import Pairs, difference, tried_apart
-from ppfleetx.utils.gpu_operators import registered_types
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
@@ -239,7 +237,7 @@ def _unfit(name: FusedName, dtype: str, by_itself: bool, device: str) -> str | N
     if not row.kernels:
         return f"the device has no plugin with {row.of_plugin}"
     for kernel in row.kernels:
-        if dtype not in _registered(kernel, backends(device)):
+        if dtype not in kernel_types(kernel, device):
             return f"this build of Paddle has no {dtype} kernel {kernel} for the device"
     return None
 
@@ -268,14 +266,7 @@ def _function(place: str) -> Callable[[str], Pairs]:
 def forget_trials() -> None:
     """What was tried is tried again."""
     _results.clear()
-    _registered.cache_clear()
-
-
-@functools.cache
-def _registered(kernel: str, backends: tuple[str, ...]) -> frozenset[str]:
-    """Element types that this build has ``kernel`` for."""
-    keys = paddle.base.core._get_registered_phi_kernels("function").get(kernel, ())
-    return frozenset(registered_types(keys, backends))
+    kernel_types.cache_clear()
 
 
 def _agree(

@@ -124,11 +124,13 @@ def test_the_identity_of_tensor_parallelism_is_completed_where_its_type_is_missi
         keys = ["(GPU, Undefined(AnyLayout), bfloat16)", "(CUSTOM, Undefined(AnyLayout), float32)"]
         monkeypatch.setattr(core, "_get_registered_phi_kernels", lambda _, keys=keys: {"c_identity": keys})
         monkeypatch.setattr(_C_ops, "c_identity", lambda tensor, *options: options)
+        device.kernel_types.cache_clear()
         device.complete_identity(kind)
         x = paddle.ones([2]).astype("bfloat16")
         assert _C_ops.c_identity(paddle.ones([2]), 3, True, True) == (3, True, True)
         copy = _C_ops.c_identity(x, 3, True, True)
         assert copy == (3, True, True) if is_complete else copy.data_ptr() != x.data_ptr()
+    device.kernel_types.cache_clear()
 
 
 def test_kinds():

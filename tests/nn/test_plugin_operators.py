@@ -2,11 +2,15 @@
 
 import numpy as np
 import paddle
+import paddle.nn.functional as F
 import pytest
+from paddle.base import core
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.nn import flash, fused, fused_trials, kernels, norm, rope
+from ppfleetx.distributed.device import kernel_types
+from ppfleetx.nn import flash, fused, fused_trials, kernels, mlp, norm, rope
+from ppfleetx.nn.dropout import Dropout
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps, choose, forget_trials
 from ppfleetx.nn.masks import attention_mask
 from ppfleetx.nn.rope import RotaryEmbedding
@@ -107,3 +111,19 @@ def test_they_are_chosen_where_they_are_and_refused_elsewhere(plugin, monkeypatc
             choose([name], ["float32"], single)
     with pytest.raises(ConfigError, match="no plugin with flash_attention_npu"):
         choose(["plugin_attention"], ["bfloat16"], single)
+
+
+@pytest.mark.parametrize("operator", [mlp.relu, Dropout(0.5)], ids=["relu", "dropout"])
+def test_what_a_device_cannot_do_in_bfloat16_it_does_in_float32(monkeypatch, operator):
+    """The CPU's kernel would draw from another generator, or is not there."""
+    keys = ["(npu, Undefined(AnyLayout), float32)"]
+    monkeypatch.setattr(core, "_get_registered_phi_kernels", lambda _: {"relu": keys, "dropout": keys})
+    monkeypatch.setattr(paddle, "get_device", lambda: "npu:0")
+    kernel_types.cache_clear()
+    used = []
+    for module, name in ((F, "relu"), (F, "dropout")):
+        monkeypatch.setattr(module, name, lambda x, *_, **__: used.append(x.dtype) or x)
+    for dtype in (paddle.bfloat16, paddle.float32):
+        assert operator(paddle.ones([4]).astype(dtype)).dtype == dtype
+    assert used == [paddle.float32] * 2
+    kernel_types.cache_clear()
