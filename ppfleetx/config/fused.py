@@ -16,6 +16,7 @@ FusedName = Literal[
     "swiglu",
     "causal_softmax",
     "packed_attention",
+    "plugin_attention",
     "linear_grad_add",
     "weight_cast",
 ]

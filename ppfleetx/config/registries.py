@@ -258,7 +258,7 @@ NORMS.register("RMSNorm", "ppfleetx.nn.norm:RMSNorm")
 ACTIVATIONS.register("gelu", "ppfleetx.nn.mlp:gelu_tanh")
 ACTIVATIONS.register("gelu_exact", "paddle.nn.functional:gelu")
 ACTIVATIONS.register("quick_gelu", "ppfleetx.nn.mlp:quick_gelu")
-ACTIVATIONS.register("relu", "paddle.nn.functional:relu")
+ACTIVATIONS.register("relu", "ppfleetx.nn.mlp:relu")
 ACTIVATIONS.register("relu2", "ppfleetx.nn.mlp:relu_squared")
 ACTIVATIONS.register("swiglu", "ppfleetx.nn.mlp:swiglu", traits=ActivationTraits(gated=True))
 

@@ -8,11 +8,15 @@ them where it reads what they have computed.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import warnings
+from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ppfleetx.utils.devices import CPU, GPU, XPU
-from ppfleetx.utils.gpu_operators import GPU_BACKENDS
+from ppfleetx.utils.gpu_operators import GPU_BACKENDS, PLUGIN_BACKENDS, registered_types
 
 if TYPE_CHECKING:
     import numpy as np
@@ -152,18 +156,72 @@ def groups_messages(device: str) -> bool:
 
 
 def backends(device: str) -> tuple[str, ...]:
-    """What Paddle's registry of kernels calls a device."""
+    """What Paddle's registry of kernels calls a device. Paddle has some kernels for all that come with
+    plugins, which it takes where the plugin has none."""
     kind = kind_of(device)
-    return {CPU: ("CPU",), GPU: GPU_BACKENDS, XPU: ("XPU",)}.get(kind, (kind,))
+    return {CPU: ("CPU",), GPU: GPU_BACKENDS, XPU: ("XPU",)}.get(kind, (kind, *PLUGIN_BACKENDS))
 
 
-def complete_operators(device: str) -> None:
-    """Give a plugin's device the copy that fleet's tensor-parallel layers make, ``c_identity``: neither Paddle
-    (3.3.1) nor Ascend's plugin has a kernel of it for bfloat16."""
+@functools.cache
+def kernel_types(kernel: str, device: str) -> frozenset[str]:
+    """Element types for which a device has a kernel, in this build of Paddle and its plugin."""
+    from paddle.base import core
+
+    keys = core._get_registered_phi_kernels("function").get(kernel, ())
+    return frozenset(registered_types(keys, backends(device)))
+
+
+def lacks_kernel(kernel: str, x: paddle.Tensor) -> bool:
+    """Whether this process's device has no ``kernel`` for the 16 bits of ``x``.
+
+    Paddle would run the CPU's, which waits for the card, copies, and draws from a generator that nobody
+    seeds; or raise, where a CPU has none either. GPUs have all kernels of ``gpu_operators.json``.
+    """
     import paddle
 
-    if kind_of(device) not in (CPU, GPU, XPU):
-        paddle._C_ops.c_identity = lambda tensor, *_: paddle.assign(tensor)
+    if x.dtype not in (paddle.float16, paddle.bfloat16) or not paddle.in_dynamic_mode():
+        return False
+    device = paddle.get_device()
+    dtype = str(x.dtype).removeprefix("paddle.")
+    return kind_of(device) not in (CPU, GPU) and dtype not in kernel_types(kernel, device)
+
+
+def plugin_operator(name: str) -> Callable[..., Any] | None:
+    """An operator that the plugin of this process's device brings along, by its name there; None: it has none
+    such. They are functions of ``paddle_custom_device``, in no registry of Paddle's."""
+    import paddle
+
+    return getattr(_operators_of_plugin(kind_of(paddle.get_device())), name, None)
+
+
+@functools.cache
+def _operators_of_plugin(kind: str) -> ModuleType | None:
+    if kind in (CPU, GPU, XPU):
+        return None
+    try:
+        return importlib.import_module(f"paddle_custom_device.{kind}")
+    except (ImportError, OSError, RuntimeError):  # without them the device computes by plain operators
+        return None
+
+
+def complete_identity(device: str) -> None:
+    """Give a device the identity of tensor parallelism in bfloat16 where its build of Paddle has none.
+
+    For plugins Paddle (3.3.1) registers ``c_identity`` in all types but this one, and no CPU kernel takes
+    its place: the first step in bfloat16 would end with "not registered".
+    """
+    import paddle
+    from paddle import _C_ops
+
+    original = _C_ops.c_identity
+    if "bfloat16" in kernel_types("c_identity", device) or hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def c_identity(tensor: paddle.Tensor, *options: Any) -> paddle.Tensor:
+        return paddle.assign(tensor) if tensor.dtype == paddle.bfloat16 else original(tensor, *options)
+
+    _C_ops.c_identity = c_identity
 
 
 def moves_powers(device: str) -> bool:

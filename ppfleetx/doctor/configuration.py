@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ppfleetx.config.errors import UserError
-from ppfleetx.config.unsupported import missing, not_supported_reasons, without_effect
+from ppfleetx.config.unsupported import missing, not_supported_reasons, on_the_host, without_effect
 from ppfleetx.core.engine.run_directory import check_beginning
-from ppfleetx.distributed.device import is_card, total_memory
+from ppfleetx.distributed.device import is_card, kind_of, total_memory
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.rows import Row, fail, ok, skipped, warn
 from ppfleetx.planner.cards import GIB
@@ -34,7 +34,7 @@ def plan(case: Case) -> Iterator[Row]:
     reasons = not_supported_reasons(cfg, case.device)
     if reasons:
         yield fail("supported", "; ".join(reasons), "change the keys that are named")
-    for note in (*cfg.warnings, *without_effect(cfg)):
+    for note in (*cfg.warnings, *without_effect(cfg), *on_the_host(cfg, kind_of(case.device))):
         yield warn("note", note, "take the key out, or mean it")
     for reason in missing(cfg):
         yield warn("missing", reason, "install it, or leave what needs it out")

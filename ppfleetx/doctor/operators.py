@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+from ppfleetx.distributed.device import backends, is_card, kind_of
 from ppfleetx.doctor.case import Case
-from ppfleetx.doctor.rows import Row, fail, ok
-from ppfleetx.utils.gpu_operators import GPU_BACKENDS, Kernel, registered_types, used_kernels
+from ppfleetx.doctor.rows import Row, fail, ok, warn
+from ppfleetx.utils.gpu_operators import (
+    GPU_BACKENDS,
+    Kernel,
+    registered_types,
+    used_kernels,
+    used_on_plugins,
+)
 
 _CPU_BACKENDS = ("CPU", "ONEDNN")
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -21,8 +28,8 @@ _SHOWN = 8
 def registered(case: Case) -> Iterator[Row]:
     """The kernels of the committed table against the registry of the installed build.
 
-    For GPUs where the build is for GPUs, with a card or without one; for the CPU in the types in which it
-    computes.
+    For GPUs where the build is for GPUs, with a card or without one; for other cards where they are; for the
+    CPU in the types in which it computes.
     """
     import paddle
     from paddle.base import core
@@ -31,6 +38,47 @@ def registered(case: Case) -> Iterator[Row]:
     yield kernels_row("CPU", registry, used_on_cpu(used_kernels()), _CPU_BACKENDS)
     if paddle.is_compiled_with_cuda():
         yield kernels_row("GPU", registry, used_by(case, used_kernels()), GPU_BACKENDS)
+    elif is_card(case.device):
+        yield card_row(case, registry)
+
+
+def card_row(case: Case, registry: Mapping[str, Iterable[str]]) -> Row:
+    """Whether another card than a GPU has what is wanted; what it has not the host computes, if it can."""
+    kind, asked = kind_of(case.device), used_on_plugins(used_kernels())
+    wanted = {
+        name: [dtype for dtype in types if dtype in asked.get(name, ())]
+        for name, types in used_by(case, used_kernels()).items()
+    }
+    absent = _absent(wanted, registry, backends(kind))
+    lost = [
+        pair for pair in absent if pair[1] not in registered_types(registry.get(pair[0], ()), _CPU_BACKENDS)
+    ]
+    if lost or not absent:
+        there = {name: types for name, types in wanted.items() if types}
+        return kernels_row(kind, registry, there, (*backends(kind), *_CPU_BACKENDS))
+    return warn(
+        f"kernels of the {kind}",
+        f"{len(absent)} that ppfleetx may run are not there, and the host computes them, with copies: "
+        f"{_shown([f'{name} ({dtype})' for name, dtype in absent])}",
+        "a newer plugin may have them; docs/devices/ascend.md says what each is for",
+        absent=len(absent),
+    )
+
+
+def _absent(
+    wanted: Mapping[str, Iterable[str]], registry: Mapping[str, Iterable[str]], backends: Collection[str]
+) -> list[tuple[str, str]]:
+    return [
+        (name, dtype)
+        for name, types in sorted(wanted.items())
+        for dtype in types
+        if dtype not in registered_types(registry.get(name, ()), backends)
+    ]
+
+
+def _shown(pairs: Sequence[str]) -> str:
+    more = f" and {len(pairs) - _SHOWN} more" if len(pairs) > _SHOWN else ""
+    return ", ".join(pairs[:_SHOWN]) + more
 
 
 def used_by(case: Case, kernels: Mapping[str, Kernel]) -> dict[str, list[str]]:
@@ -61,25 +109,18 @@ def kernels_row(
     """Whether a registry has what is wanted.
 
     Args:
-        place: CPU or GPU.
+        place: what the row calls the device.
         registry: ``paddle.base.core._get_registered_phi_kernels("function")``.
         wanted: element types by kernel.
         backends: of the registry that count.
     """
-    absent, pairs = [], 0
-    for name, dtypes in sorted(wanted.items()):
-        there = registered_types(registry.get(name, ()), backends)
-        for dtype in dtypes:
-            pairs += 1
-            if dtype not in there:
-                absent.append(f"{name} ({dtype})")
+    absent = [f"{name} ({dtype})" for name, dtype in _absent(wanted, registry, backends)]
+    pairs = sum(len(list(types)) for types in wanted.values())
     title = f"kernels of the {place}"
     if absent:
-        more = f" and {len(absent) - _SHOWN} more" if len(absent) > _SHOWN else ""
         return fail(
             title,
-            f"{len(absent)} of {pairs} that ppfleetx runs are not in this build of Paddle: "
-            f"{', '.join(absent[:_SHOWN])}{more}",
+            f"{len(absent)} of {pairs} that ppfleetx runs are not in this build of Paddle: {_shown(absent)}",
             "install Paddle 3.3.x; with another version, run what you need first and tell us what fails",
             absent=len(absent),
         )

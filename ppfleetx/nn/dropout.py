@@ -5,6 +5,7 @@ from __future__ import annotations
 import paddle
 from paddle import nn
 
+from ppfleetx.distributed.device import lacks_kernel
 from ppfleetx.distributed.random import sliced_stream
 
 
@@ -13,7 +14,11 @@ class Dropout(nn.Dropout):
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         """``x`` with elements dropped; ``x`` itself in evaluation and where ``p`` is 0."""
-        return super().forward(x) if self.training and self.p else x
+        if not self.training or self.p == 0:
+            return x
+        if lacks_kernel("dropout", x):
+            return super().forward(x.astype("float32")).astype(x.dtype)
+        return super().forward(x)
 
 
 class NoDropout:

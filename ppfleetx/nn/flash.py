@@ -1,4 +1,4 @@
-"""Paddle's flash attention: what it can serve, and the call.
+"""Flash attention of Paddle's, or of a device's plugin: what it can serve, and the call.
 
 Shape letters as in :mod:`ppfleetx.nn.kernels`. What does not fit ends in Paddle 3.3.1 with an assertion or an
 external error of the kernel, so it is asked for here first.
@@ -13,8 +13,9 @@ import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
-from ppfleetx.distributed.device import capability, on_gpu
-from ppfleetx.nn.masks import flash_row_limits
+from ppfleetx.distributed.device import capability, on_card, on_gpu, plugin_operator
+from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
+from ppfleetx.nn.masks import attention_mask, flash_row_limits
 
 _HALF = (paddle.float16, paddle.bfloat16)
 _LARGEST_HEAD = 256
@@ -23,20 +24,38 @@ _LARGEST_HEAD_TRAINED_ANYWHERE = 192
 _CARDS_THAT_TRAIN_LARGER = ((8, 0), (9, 0))
 
 
-def flash_obstacle(query: paddle.Tensor, dropout: nn.Layer, *, packed: bool) -> str | None:
+def flash_obstacle(
+    query: paddle.Tensor, dropout: nn.Layer, *, packed: bool, fused: FusedOps = NO_FUSED_OPS
+) -> str | None:
     """Why flash attention cannot serve such queries here, or None when it can.
 
     Args:
         dropout: of the attention weights; where it is in training, there will be a backward pass.
         packed: several documents in a row.
+        fused: fused operators to take; on the device of a plugin that of attention is one of them.
     """
     if not on_gpu():
-        return f"it needs a GPU, the device is {paddle.get_device()}"
+        return _plugin_obstacle(query, dropout, fused)
     if query.dtype not in _HALF:
         return f"it needs float16 or bfloat16, the activations are {str(query.dtype).split('.')[-1]}"
     head_size, drops = query.shape[-1], dropout.training and dropout.p > 0
     version = flash_version(head_size, packed=packed)
     return limit(version, _capability(paddle.get_device()), head_size, drops=drops, trains=dropout.training)
+
+
+def _plugin_obstacle(query: paddle.Tensor, dropout: nn.Layer, fused: FusedOps) -> str | None:
+    if "plugin_attention" not in fused.taken:
+        why = fused.refused.get("plugin_attention")
+        also = f" (plugin_attention: {why})" if why and on_card() else ""
+        return f"it needs a GPU, the device is {paddle.get_device()}{also}"
+    if not fused.takes("plugin_attention", query):
+        return f"it needs float16 or bfloat16, the activations are {str(query.dtype).split('.')[-1]}"
+    if dropout.training and dropout.p > 0:
+        return (
+            "the plugin's drops attention weights in the backward pass alone; set "
+            "Model.attention_probs_dropout_prob to 0"
+        )
+    return None
 
 
 def limit(
@@ -88,10 +107,19 @@ def flash_attention(
     document_start: paddle.Tensor | None,
     dropout: nn.Layer,
 ) -> paddle.Tensor:
-    """Attention by Paddle's kernel; documents packed in a row go through flashmask."""
+    """Attention by Paddle's kernel, where documents packed in a row go through flashmask, or by the plugin's,
+    where they go as a mask of all pairs of positions."""
     _, groups, per_group, _, head_dim = query.shape
     q_bsnd = query.flatten(1, 2).transpose([0, 2, 1, 3])
     k_bsnd, v_bsnd = key.transpose([0, 2, 1, 3]), value.transpose([0, 2, 1, 3])
+    of_plugin = None if on_gpu() else plugin_operator("flash_attention_npu")
+    if of_plugin is not None:
+        length = query.shape[-2]
+        hidden = None if document_start is None else ~attention_mask(length, length, document_start)
+        # No fixed seed; nothing is dropped; its own causal mask if there is no other; no softmax to return;
+        # as in a test, where it draws nothing from the device's generator; a triangular mask.
+        context = of_plugin(q_bsnd, k_bsnd, v_bsnd, None, hidden, 0.0, hidden is None, False, True, True)[0]
+        return context.transpose([0, 2, 1, 3]).reshape([0, groups, per_group, -1, head_dim])
     # All that training=False does is to drop nothing; version 3 does not take it.
     options = {"dropout": dropout.p if dropout.training else 0.0, "causal": True, "training": True}
     with getattr(dropout, "stream", nullcontext)():

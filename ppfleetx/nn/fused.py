@@ -1,16 +1,15 @@
 """Fused operators: one kernel of Paddle's in the place of several. The one table of them, and the choice.
 
 What an operator computes is defined by its composite, plain operators that run everywhere. A fused operator
-is taken where this build of Paddle has its kernels for the place and the element type, and where a trial on
-small tensors gives what the composite gives, forward and backward. So an operator that is missing, refuses to
-run or is wrong on some card costs speed and nothing else, and the log says why.
+is taken where this build of Paddle, or the device's plugin, has it for the place and the element type, and
+where a trial on small tensors gives what the composite gives, forward and backward. So an operator that is
+missing, refuses to run or is wrong on some card costs speed and nothing else, and the log says why.
 
 Programs that are exported have composites only.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,11 +19,10 @@ import paddle
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fused import FusedName
-from ppfleetx.distributed.device import backends, is_card, on_card
+from ppfleetx.distributed.device import is_card, kernel_types, on_card, plugin_operator
 from ppfleetx.distributed.init import flags_of_run
 from ppfleetx.distributed.together import gather
 from ppfleetx.nn.trials_apart import Pairs, difference, tried_apart
-from ppfleetx.utils.gpu_operators import registered_types
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
@@ -42,6 +40,7 @@ class FusedOperator:
         kernels: Paddle's names of its kernels, backward ones too, which must exist for the element type.
         trial: ``module:function`` that runs it beside its composite on small tensors of an element type.
         types: element types it is used with.
+        of_plugin: operator of a device's plugin that does the same; there it takes the kernels' place.
         exact_on_cpu: its CPU kernel gives the composite's bits, no slower: ``auto`` takes it there, where
             results are not to change.
     """
@@ -50,6 +49,7 @@ class FusedOperator:
     kernels: tuple[str, ...]
     trial: str
     types: tuple[str, ...] = _FLOATS
+    of_plugin: str = ""
     exact_on_cpu: bool = False
 
 
@@ -77,12 +77,16 @@ TABLE: Mapping[FusedName, FusedOperator] = {
         types=("float32",),
     ),
     "rms_norm": FusedOperator(
-        "RMSNorm: mean square, root and gain", ("rms_norm", "rms_norm_grad"), f"{_LAYER_TRIALS}:rms_norm"
+        "RMSNorm: mean square, root and gain",
+        ("rms_norm", "rms_norm_grad"),
+        f"{_LAYER_TRIALS}:rms_norm",
+        of_plugin="rms_norm_npu",
     ),
     "rope": FusedOperator(
         "the rotation of queries and keys by their positions",
         ("fused_rotary_position_embedding", "fused_rotary_position_embedding_grad"),
         f"{_LAYER_TRIALS}:rope",
+        of_plugin="fused_rope",
     ),
     "swiglu": FusedOperator(
         "SiLU of the gate times the rest", ("swiglu", "swiglu_grad"), f"{_LAYER_TRIALS}:swiglu"
@@ -97,6 +101,13 @@ TABLE: Mapping[FusedName, FusedOperator] = {
         ("flash_attn_qkvpacked", "flash_attn_qkvpacked_grad"),
         f"{_LAYER_TRIALS}:packed_attention",
         types=("float16", "bfloat16"),
+    ),
+    "plugin_attention": FusedOperator(
+        "flash attention of a device's plugin; on GPUs Model.attention_kernel alone decides",
+        (),
+        f"{_LAYER_TRIALS}:plugin_attention",
+        types=("float16", "bfloat16"),
+        of_plugin="flash_attention_npu",
     ),
     "linear_grad_add": FusedOperator(
         "gradient of a 16-bit weight, its conversion to float32 and its addition to the step's sum",
@@ -221,8 +232,12 @@ def _unfit(name: FusedName, dtype: str, by_itself: bool, device: str) -> str | N
         return f"it is not used with {dtype}"
     if by_itself and on_cpu and not row.exact_on_cpu:
         return "on a CPU it is slower, or changes last digits"
+    if row.of_plugin and plugin_operator(row.of_plugin) is not None:
+        return None
+    if not row.kernels:
+        return f"the device has no plugin with {row.of_plugin}"
     for kernel in row.kernels:
-        if dtype not in _registered(kernel, backends(device)):
+        if dtype not in kernel_types(kernel, device):
             return f"this build of Paddle has no {dtype} kernel {kernel} for the device"
     return None
 
@@ -251,14 +266,7 @@ def _function(place: str) -> Callable[[str], Pairs]:
 def forget_trials() -> None:
     """What was tried is tried again."""
     _results.clear()
-    _registered.cache_clear()
-
-
-@functools.cache
-def _registered(kernel: str, backends: tuple[str, ...]) -> frozenset[str]:
-    """Element types that this build has ``kernel`` for."""
-    keys = paddle.base.core._get_registered_phi_kernels("function").get(kernel, ())
-    return frozenset(registered_types(keys, backends))
+    kernel_types.cache_clear()
 
 
 def _agree(

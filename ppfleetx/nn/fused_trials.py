@@ -10,7 +10,7 @@ from paddle import nn
 from paddle.base.framework import EagerParamBase
 
 from ppfleetx.nn import kernels, mlp, norm
-from ppfleetx.nn.flash import packed_flash_attention
+from ppfleetx.nn.flash import flash_attention, packed_flash_attention
 from ppfleetx.nn.fused import FusedOps
 from ppfleetx.nn.kernels import KernelOptions
 from ppfleetx.nn.matmul import Matmul
@@ -31,11 +31,11 @@ def rms_norm(dtype: str) -> Pairs:
 
 def rope(dtype: str) -> Pairs:
     """Positions that do not count from 0, several heads of several groups."""
-    rotaries = RotaryEmbedding(16, 32, 100.0), RotaryEmbedding(16, 32, 100.0)
+    rotaries = RotaryEmbedding(64, 32, 100.0), RotaryEmbedding(64, 32, 100.0)
     rotaries[0].fused = FusedOps({"rope": [dtype]})
     positions = paddle.to_tensor((np.arange(10).reshape([2, 5]) * 7) % 32)
     fused, plain = (lambda x, rotary=rotary: rotary.rotate(x, positions) for rotary in rotaries)
-    yield from _both(fused, plain, _random(dtype, [2, 3, 2, 5, 16]))
+    yield from _both(fused, plain, _random(dtype, [2, 3, 2, 5, 64]))
 
 
 def swiglu(dtype: str) -> Pairs:
@@ -68,6 +68,21 @@ def packed_attention(dtype: str) -> Pairs:
         return packed_flash_attention(qkv, dropout)
 
     yield from _both(packed, reference, _random(dtype, [32, 2, 2, 3, 64]))
+
+
+def plugin_attention(dtype: str) -> Pairs:
+    """Attention of heads that share keys against the reference, one document in a row and several."""
+    dropout = _no_dropout()
+    inputs = _random(dtype, [2, 2, 3, 32, 64], [2, 2, 32, 64], [2, 2, 32, 64])
+    starts = paddle.to_tensor(np.array([[0] * 20 + [20] * 12, [0] * 7 + [7] * 25], np.int32))
+    for start in (None, starts):
+        yield from _both(
+            lambda q, k, v, start=start: flash_attention(q, k, v, start, dropout),
+            lambda q, k, v, start=start: kernels.reference_attention(
+                q, k, v, start, dropout, KernelOptions()
+            ),
+            inputs,
+        )
 
 
 def linear_grad_add(dtype: str) -> Pairs:

@@ -67,7 +67,7 @@ def attend(
     """
     if options.kernel == "reference":
         return reference_attention(query, key, value, document_start, dropout, options, penalty)
-    obstacle = flash_obstacle(query, dropout, packed=document_start is not None)
+    obstacle = flash_obstacle(query, dropout, packed=document_start is not None, fused=options.fused)
     if options.kernel == "flash" and obstacle:
         raise ConfigError(
             f"flash attention cannot run here: {obstacle}; use auto or reference",

@@ -10,6 +10,7 @@ from paddle import _C_ops, nn
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registries import ACTIVATIONS
+from ppfleetx.distributed.device import lacks_kernel
 from ppfleetx.nn.init import Init
 from ppfleetx.nn.stage import LayerFactory
 
@@ -26,9 +27,16 @@ def quick_gelu(x: paddle.Tensor) -> paddle.Tensor:
     return x * F.sigmoid(1.702 * x)  # Hendrycks and Gimpel 2016, section 2
 
 
+def relu(x: paddle.Tensor) -> paddle.Tensor:
+    """ReLU, elementwise."""
+    if lacks_kernel("relu", x):
+        return F.relu(x.astype("float32")).astype(x.dtype)
+    return F.relu(x)
+
+
 def relu_squared(x: paddle.Tensor) -> paddle.Tensor:
     """The square of the ReLU (So et al., 2021), elementwise."""
-    return F.relu(x).square()
+    return relu(x).square()
 
 
 def swiglu(x: paddle.Tensor) -> paddle.Tensor:

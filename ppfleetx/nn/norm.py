@@ -9,6 +9,7 @@ import paddle.nn.functional as F
 from paddle import _C_ops, nn
 from paddle.autograd import PyLayer
 
+from ppfleetx.distributed.device import plugin_operator
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 from ppfleetx.nn.linear import trains_on_cpu
 
@@ -63,6 +64,11 @@ def rms_norm(x: paddle.Tensor, weight: paddle.Tensor, epsilon: float) -> paddle.
 
 def fused_rms_norm(x: paddle.Tensor, weight: paddle.Tensor, epsilon: float) -> paddle.Tensor:
     """:func:`rms_norm` of tensors of one type in one kernel; in 16 bits it rounds once, after the gain."""
+    of_plugin = plugin_operator("rms_norm_npu")
+    if (
+        of_plugin is not None
+    ):  # its gradient of the gain is float32; behind the conversion it is the gain's type
+        return of_plugin(x, paddle.cast(weight, weight.dtype), epsilon)[0]
     return _C_ops.rms_norm(x, weight, weight.shape, epsilon)[0]
 
 

@@ -15,6 +15,7 @@ import paddle.nn.functional as F
 from paddle import _C_ops
 
 from ppfleetx.config.sections.rope import RopeScalingConfig
+from ppfleetx.distributed.device import plugin_operator
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 from ppfleetx.nn.rope_scaling import attention_factor, inverse_frequencies
 
@@ -46,7 +47,7 @@ class RotaryEmbedding:
         if x.shape[-1] > self.head_dim:
             turning, still = x.split([self.head_dim, x.shape[-1] - self.head_dim], axis=-1)
             return paddle.concat([self.rotate(turning, position_ids), still], axis=-1)
-        if self.fused.takes("rope", x):
+        if self.fused.takes("rope", x) and (plugin_operator("fused_rope") is None or x.shape[-1] % 64 == 0):
             return self._rotate_fused(x, position_ids)
         cos, sin = (table.unsqueeze([1, 2]) for table in self.cos_sin(position_ids))
         if paddle.in_dynamic_mode() and x.place.is_cpu_place() and x.dtype == paddle.float32:
@@ -60,6 +61,14 @@ class RotaryEmbedding:
         ``auto_cast`` counts it among what may be."""
         b, groups, heads, s, size = x.shape
         rows = x.transpose([0, 3, 1, 2, 4]).reshape([b, s, groups * heads, size]).astype("float32")
+        of_plugin = plugin_operator("fused_rope")
+        if of_plugin is not None:  # it takes the same angles for all sequences: they become one
+            tables = [
+                paddle.concat([t, t], axis=-1).reshape([1, -1, 1, size]) for t in self.cos_sin(position_ids)
+            ]
+            with paddle.amp.auto_cast(enable=False):
+                turned = of_plugin(rows.reshape([1, b * s, groups * heads, size]), *tables)
+            return self._as_heads(turned, x)
         cos, sin = _whole_tables(
             self.max_positions, self.head_dim, self.base, self.scaling, paddle.get_device()
         )
@@ -75,7 +84,13 @@ class RotaryEmbedding:
                 False,  # batch before positions
                 self.base,
             )[0]
-        return turned.astype(x.dtype).reshape([b, s, groups, heads, size]).transpose([0, 2, 3, 1, 4])
+        return self._as_heads(turned, x)
+
+    @staticmethod
+    def _as_heads(rows: paddle.Tensor, x: paddle.Tensor) -> paddle.Tensor:
+        """``rows``, of positions before heads, in the order and type of ``x``."""
+        b, groups, heads, s, size = x.shape
+        return rows.astype(x.dtype).reshape([b, s, groups, heads, size]).transpose([0, 2, 3, 1, 4])
 
     def _rotate_on_cpu(self, x: paddle.Tensor, cos: paddle.Tensor, sin: paddle.Tensor) -> paddle.Tensor:
         """The same bits in a sixth of the time: Paddle's kernels that cut and join the last axis, and those

@@ -10,6 +10,8 @@ from ppfleetx.utils.installed import FOR_GPUS
 
 CPU, GPU, XPU = "cpu", "gpu", "xpu"
 """Kinds of devices that builds of Paddle serve by themselves. Others come with plugins."""
+NPU = "npu"
+"""What the plugin for Ascend cards calls them."""
 _PLUGIN = "paddle-custom-"
 PLUGINS_ROOT = "CUSTOM_DEVICE_ROOT"
 """Environment variable with a directory of plugins that Paddle loads, under names that only they know."""
@@ -22,10 +24,9 @@ def expected_device(wanted: str) -> str:
     Raises:
         ConfigError: a kind of card is wanted that no installed build or plugin of Paddle serves.
     """
-    cards = _kinds_of_cards()
     if wanted == "auto":
-        return cards[0] if cards else CPU
-    if wanted == CPU or wanted in cards or os.environ.get(PLUGINS_ROOT) or not _is_installed("paddlepaddle"):
+        return next(iter(_kinds_of_cards()), CPU)
+    if is_served(wanted):
         return wanted
     needed = {GPU: FOR_GPUS, XPU: "paddlepaddle-xpu from Paddle's own package index"}
     how = needed.get(wanted, f"its maker's plugin ({_PLUGIN}{wanted}; {PLUGINS_ROOT} names another place)")
@@ -34,6 +35,20 @@ def expected_device(wanted: str) -> str:
         key="Global.device",
         value=wanted,
     )
+
+
+def is_served(kind: str) -> bool:
+    """Whether what is installed here may serve a kind of device; where no Paddle is, any may be served."""
+    is_here = kind == CPU or kind in _kinds_of_cards()
+    return is_here or bool(os.environ.get(PLUGINS_ROOT)) or not _is_installed("paddlepaddle")
+
+
+def of_recipe(kind: str) -> tuple[str, str]:
+    """``Global.device`` for a recipe that names a kind of card, and why it is another: recipes for cards that
+    the Paddle installed here cannot serve run on what there is."""
+    if is_served(kind):
+        return kind, ""
+    return "auto", f"the Paddle installed here serves no {kind}: whatever card it finds, else the CPU"
 
 
 def _kinds_of_cards() -> list[str]:

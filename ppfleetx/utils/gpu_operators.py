@@ -1,7 +1,7 @@
-"""The operators that ppfleetx runs on a GPU: a committed table, made by recordings (``make operators``).
+"""The operators that ppfleetx runs on a card: a committed table, made by recordings (``make operators``).
 
 ``gpu_operators.json`` beside this module has one line a kernel: the element types it is used with, and
-those that Paddle registers for GPUs. Read from files alone; Paddle is asked by the caller.
+those that Paddle registers for GPUs and for Ascend. Read from files alone; Paddle is asked by the caller.
 """
 
 from __future__ import annotations
@@ -14,6 +14,15 @@ from pathlib import Path
 TABLE = Path(__file__).with_suffix(".json")
 GPU_BACKENDS = ("GPU", "KPS", "GPUDNN")
 """Backends, in Paddle's registry, that run on a GPU."""
+_HALF = ("float16", "bfloat16")
+PLUGIN_BACKENDS = ("CUSTOM",)
+"""Backends of kernels that Paddle has for all devices of plugins."""
+
+_GPUS_ALONE = ("flash", "fused_", "linear_v2", "rms_norm", "all_reduce")
+_INSTEAD = {
+    *((f"{name}{end}", dtype) for name in ("dropout", "relu") for end in ("", "_grad") for dtype in _HALF),
+    ("searchsorted", "int32"),  # of flashmask
+}
 
 
 @dataclass(frozen=True)
@@ -23,10 +32,12 @@ class Kernel:
     Attributes:
         used: element types it runs with, of its key (usually those of its first operand).
         gpu: element types that Paddle registers for a GPU.
+        npu: those that Ascend's plugin registers, or Paddle for the devices of all plugins.
     """
 
     used: tuple[str, ...]
     gpu: tuple[str, ...]
+    npu: tuple[str, ...] = ()
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -38,8 +49,20 @@ def used_kernels(table: Path = TABLE) -> dict[str, Kernel]:
     """The kernels of the committed table, by name."""
     content = json.loads(table.read_text(encoding="utf-8"))
     return {
-        name: Kernel(tuple(entry["used"]), tuple(entry["gpu"])) for name, entry in content["kernels"].items()
+        name: Kernel(*(tuple(entry[column]) for column in ("used", "gpu", "npu")))
+        for name, entry in content["kernels"].items()
     }
+
+
+def used_on_plugins(kernels: Mapping[str, Kernel]) -> dict[str, tuple[str, ...]]:
+    """Of the table's kernels, those that the devices of plugins are asked for, and the types.
+
+    Flash attention, fused operators and products with biases are for GPUs; the host's process groups reduce
+    where the table says ``all_reduce``; and ``ppfleetx.distributed.device.lacks_kernel`` has others computed
+    in float32.
+    """
+    asked = {name: kernel.used for name, kernel in kernels.items() if not name.startswith(_GPUS_ALONE)}
+    return {name: tuple(t for t in types if (name, t) not in _INSTEAD) for name, types in asked.items()}
 
 
 def registered_types(keys: Iterable[str], backends: Collection[str] = GPU_BACKENDS) -> set[str]:

@@ -11,7 +11,7 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.config.record import dump_config
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.suggest import all_keys
-from ppfleetx.config.unsupported import not_supported_reasons, without_effect
+from ppfleetx.config.unsupported import not_supported_reasons, on_the_host, without_effect
 from ppfleetx.config.words import field_types, section_in
 from ppfleetx.core.programs.check import bubble_share, check_report
 from ppfleetx.models.gpt.shape import parameter_count
@@ -148,6 +148,26 @@ def test_evaluation_is_announced_only_with_data_for_it(small):
     assert "evaluate every 4 steps" in check_report(load_config(small, keys))
     assert "no evaluation" in check_report(load_config(small, keys[:1]))
     assert "no evaluation" in check_report(load_config(small, [keys[1], "Engine.eval_freq=0"]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        ([], ""),
+        (["Model.module=GPTEvalModule"], "Model.module"),
+        (["Model.module=GPTGenerationModule"], "Model.module"),
+        (
+            ["Engine.mix_precision.enable=True", "Engine.mix_precision.dtype=bfloat16"]
+            + ["Compress.Quantization.enable=True", "Compress.Quantization.weight_preprocess_type=PACT"],
+            "Compress.Quantization",
+        ),
+    ],
+)
+def test_what_ascend_leaves_to_the_host_is_named(small, overrides, key):
+    cfg = load_config(small, overrides)
+    assert on_the_host(cfg, "gpu") == []
+    assert [note.startswith(key) for note in on_the_host(cfg, "npu")] == [True] * bool(key)
+    assert all(note in check_report(cfg, "npu") for note in on_the_host(cfg, "npu"))
 
 
 def test_options_without_effect_are_said(small):

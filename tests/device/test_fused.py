@@ -3,7 +3,7 @@
 import pytest
 
 from ppfleetx.nn.fused import TABLE
-from tests.device.test_precision import TOLERANCE, apart, run
+from tests.device.test_precision import SMALL, TOLERANCE, apart, run
 
 pytestmark = pytest.mark.device
 
@@ -29,3 +29,22 @@ def test_a_training_is_the_same_without_them(alone, device, record_property, mod
     found = apart(with_them, without)
     record_property("loss", found)
     assert found <= TOLERANCE["float32"]
+
+
+def test_operators_of_a_plugin_are_tried_and_taken(alone, need_type, device, here, record_property):
+    if not here.is_reference:
+        pytest.skip("a card has operators of its own")
+    need_type("bfloat16")
+    sizes = {**SMALL, "Model.head_dim": 64}
+    options = {"mix_precision": {"dtype": "bfloat16", "level": "O2"}, "steps": 3}
+    arguments = {"plan": {}, "world_size": 1, "model": "llama", "optimizer": "adamw", "micro_batch_size": 8}
+    with_them, without = (
+        alone(case, **arguments, **options, extra={**sizes, "Global.device": device})
+        for case in ("fused:train_with_a_plugin", "training:train_in_16_bits")
+    )
+    types = ["float32", "bfloat16"]
+    assert with_them["taken"] == {"rms_norm": types, "rope": types, "plugin_attention": ["bfloat16"]}
+    assert with_them["error"] == ""
+    found = apart(with_them["loss"], without["loss"])
+    record_property("loss", found)
+    assert 0 < found <= TOLERANCE["bfloat16"]

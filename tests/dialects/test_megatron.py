@@ -321,6 +321,21 @@ def test_precision(monkeypatch):
     assert loaded("--params-dtype float32 --compute-dtype bfloat16").Engine.mix_precision.dtype == "bfloat16"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "here", "device"),
+    [
+        ("--distributed-backend hccl", ["npu"], "npu"),
+        ("--device-target Ascend", ["npu"], "npu"),
+        ("--device-target CPU", ["npu"], "cpu"),
+        ("--distributed-backend nccl", ["npu"], "auto"),
+        ("--distributed-backend hccl", [], "auto"),
+    ],
+)
+def test_ports_to_ascend_name_the_device(monkeypatch, arguments, here, device):
+    monkeypatch.setattr("ppfleetx.utils.devices._kinds_of_cards", lambda: here)
+    assert loaded(arguments).Global.device == device
+
+
 def test_sharding(tmp_path):
     zero = loaded("--use-distributed-optimizer", world=4).Distributed
     assert (zero.sharding.sharding_degree, zero.sharding.sharding_stage, zero.dp_degree) == (4, 1, 1)

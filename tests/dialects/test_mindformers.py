@@ -14,6 +14,7 @@ from ppfleetx.dialects.command import translation_of
 from ppfleetx.dialects.mindformers import plan
 from ppfleetx.dialects.mindformers.dialect import MindFormersRun, run_of
 from ppfleetx.models.gpt.shape import parameter_count
+from ppfleetx.utils import devices
 
 CONFIGS = Path(__file__).resolve().parents[2] / "projects/mindformers/configs/gpt2"
 
@@ -146,6 +147,7 @@ def test_run_modes(tmp_path: Path) -> None:
 def test_sixteen_bits_and_memory_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "expected_device", lambda wanted: "gpu")
     cfg = loaded("run_gpt2_13b.yaml")
+    assert cfg.Global.device == "auto", "the Paddle installed here has no npu"
     precision = cfg.Engine.mix_precision
     assert (precision.enable, precision.dtype, precision.level) == (True, "float16", "O2")
     assert (precision.scale_loss, precision.incr_every_n_steps, precision.hysteresis) == (2.0**32, 1000, 1)
@@ -155,6 +157,13 @@ def test_sixteen_bits_and_memory_on_an_accelerator(monkeypatch: pytest.MonkeyPat
     assert any("this CPU computes in float32" in note for note in cfg.warnings)
     with pytest.raises(ConfigError, match="weights in 16 bits need a compute_dtype of 16 bits"):
         loaded("run_gpt2_13b.yaml", options="model.model_config.compute_dtype=float32")
+
+
+def test_ascend_is_npu_where_paddle_serves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_kinds_of_cards", lambda: ["npu"])
+    cfg = loaded("run_gpt2_13b.yaml")
+    assert (cfg.Global.device, cfg.Global.flags, cfg.Engine.mix_precision.enable) == ("npu", {}, True)
+    assert loaded("run_gpt2_13b.yaml", "--device_target", "CPU").Global.device == "cpu"
 
 
 def test_a_warm_up_as_a_share_counts_before_one_in_steps() -> None:

@@ -166,6 +166,7 @@ def test_sharding(sharding, world, expected):
         ({"warmup_steps": 3, "warmup_ratio": 0.5}, "Optimizer.lr", {"warmup_steps": 3}),
         ({"warmup_ratio": 0.15}, "Optimizer.lr", {"warmup_steps": 2}),
         ({"device": "cpu"}, "Global", {"device": "cpu"}),
+        ({"device": "npu"}, "Global", {"device": "auto"}),  # the Paddle installed here has none
     ],
 )
 def test_single_arguments(keys, section, values):

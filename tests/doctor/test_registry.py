@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ppfleetx.doctor import registry
+from ppfleetx.doctor import operators, registry
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.operators import kernels_row, registered, used_by, used_on_cpu
 from ppfleetx.doctor.registry import CHECKS, Check, Each, Need, examine
@@ -98,6 +98,22 @@ def test_a_kernel_that_the_build_lacks_is_named():
     assert kernels_row("CPU", {"gelu": keys}, {"gelu": ["bfloat16"]}, ("CPU",)).status is Status.OK
     assert used_on_cpu(kernels)["gelu"] == ["float32"]
     assert used_by(Case(), {"swiglu": Kernel(("float32",), ())}) == {}  # plain operators take its place
+
+
+@pytest.mark.parametrize(
+    ("keys", "status"),
+    [
+        (["(npu, Undefined(AnyLayout), int64)"], Status.OK),
+        (["(CUSTOM, Undefined(AnyLayout), int64)"], Status.OK),
+        (["(CPU, Undefined(AnyLayout), int64)"], Status.WARN),
+        (["(GPU, Undefined(AnyLayout), int64)"], Status.FAIL),
+    ],
+)
+def test_what_another_card_lacks_the_host_computes_if_it_can(monkeypatch, keys, status):
+    kernels = {"argsort": Kernel(("int64",), ()), "flash_attn": Kernel(("float32",), ())}
+    monkeypatch.setattr(operators, "used_kernels", lambda: kernels)
+    row = operators.card_row(Case(device="npu:1"), {"argsort": keys})
+    assert row.status is status and row.name == "kernels of the npu"
 
 
 def test_the_installed_paddle_has_all_that_a_cpu_runs():

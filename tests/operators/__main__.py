@@ -30,7 +30,10 @@ def main() -> int:
     parser.add_argument("--sizes", nargs="+", type=int, default=[1, 2], help="processes of the runs: 1, 2, 4")
     parser.add_argument("--part", default="1/1", help="one of so many parts of the runs")
     parser.add_argument("-k", "--keyword", default="", help="only runs whose name contains this")
-    parser.add_argument("--gpu-registry", type=Path, help="JSON {kernel: [element type]} of a GPU build")
+    for device in table.DEVICES:
+        parser.add_argument(
+            f"--{device}-registry", type=Path, help="JSON {kernel: [element type]} of a build"
+        )
     arguments = parser.parse_args()
     pools = Pools()
     try:
@@ -40,22 +43,25 @@ def main() -> int:
         number, parts = map(int, arguments.part.split("/"))
         scenarios = [one for one in everything(tuple(arguments.sizes)) if arguments.keyword in one.name]
         with_export = number == 1 and not arguments.keyword
-        return _record_all(pools, scenarios[number - 1 :: parts], with_export, arguments.gpu_registry)
+        registries = {device: getattr(arguments, f"{device}_registry") for device in table.DEVICES}
+        return _record_all(pools, scenarios[number - 1 :: parts], with_export, registries)
     finally:
         pools.close()
 
 
-def _record_all(pools: Pools, scenarios: list[Scenario], with_export: bool, registry: Path | None) -> int:
+def _record_all(
+    pools: Pools, scenarios: list[Scenario], with_export: bool, registries: dict[str, Path | None]
+) -> int:
     """Write the table whenever there is something new: what ends in the middle has not been for nothing."""
     failed: list[str] = []
-    found, missing = table.named(), table.write(table.named(), registry)
+    found, missing = table.named(), table.write(table.named(), registries)
     with tempfile.TemporaryDirectory() as directory:
         for seen in _record(pools, scenarios, Path(directory), failed):
             if not seen <= found:
                 found |= seen
-                missing = table.write(found, registry)
+                missing = table.write(found, registries)
         if with_export:
-            missing = table.write(found | table.exported(pools, Path(directory), TIMEOUT), registry)
+            missing = table.write(found | table.exported(pools, Path(directory), TIMEOUT), registries)
     for name in failed:
         print(f"not recorded: {name}")
     for one in missing:

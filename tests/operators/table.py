@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from ppfleetx.utils.gpu_operators import TABLE, used_kernels
 from tests.helpers.ranks import Pools
 from tests.operators.scenarios import CASES, SMALL, Scenario
 
+DEVICES = ("gpu", "npu")
 Used = tuple[str, str]  # kernel, element type
 PROMPTS = ["the cat", "and", "the other hat and the ca"]
 
@@ -92,15 +93,18 @@ def unknown(found: Iterable[Used]) -> list[str]:
     return told
 
 
-def write(found: Iterable[Used], gpu_registry: Path | None) -> list[str]:
-    """Add what was found to the table. What a GPU has is told by a GPU build's registry, or else by the
-    table: a kernel of which neither says that a GPU has it is not written, and given back."""
+def write(found: Iterable[Used], registries: Mapping[str, Path | None]) -> list[str]:
+    """Add what was found to the table. What a device has (``gpu``, ``npu``) is told by its registry, or else
+    by the table: a kernel of which neither says that a GPU has it is not written, and given back."""
     content = json.loads(TABLE.read_text(encoding="utf-8"))
-    registry = {} if gpu_registry is None else json.loads(gpu_registry.read_text(encoding="utf-8"))
+    given = {device: json.loads(file.read_text("utf-8")) for device, file in registries.items() if file}
     kernels, missing = content["kernels"], []
+    for device, registry in given.items():
+        for name, entry in kernels.items():
+            entry[device] = sorted(registry.get(name, [] if device == "npu" else entry[device]))
     for name, dtype in sorted(set(found)):
-        entry = kernels.get(name, {"used": [], "gpu": []})
-        entry["gpu"] = sorted(registry.get(name, entry["gpu"]))
+        new = {"used": [], **{device: sorted(given.get(device, {}).get(name, [])) for device in DEVICES}}
+        entry = kernels.get(name, new)
         if dtype not in entry["gpu"]:
             missing.append(f"{name} {dtype}")
             continue

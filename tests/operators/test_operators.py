@@ -69,11 +69,13 @@ def test_what_no_gpu_is_known_to_have_is_not_written(tmp_path, monkeypatch):
     registry = tmp_path / "registry.json"
     registry.write_text(json.dumps({"relu": ["float32"]}))
     found = [("gelu", "float16"), ("gelu", "int8"), ("relu", "float32"), ("eigvalsh", "float32")]
-    assert table.write(found, registry) == ["eigvalsh float32", "gelu int8"]
+    assert table.write(found, {"gpu": registry}) == ["eigvalsh float32", "gelu int8"]
     assert json.loads(file.read_text())["kernels"] == {
         "gelu": {"used": ["float16", "float32"], "gpu": ["float16", "float32"]},
-        "relu": {"used": ["float32"], "gpu": ["float32"]},
+        "relu": {"used": ["float32"], "gpu": ["float32"], "npu": []},
     }
+    assert table.write([], {"npu": registry}) == []
+    assert json.loads(file.read_text())["kernels"]["relu"]["npu"] == ["float32"]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

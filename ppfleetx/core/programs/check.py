@@ -11,7 +11,7 @@ from ppfleetx.config.registries import OPTIMIZERS, SCHEDULES
 from ppfleetx.config.sections.engine import EngineConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.config.unsupported import missing, not_supported_reasons, without_effect
+from ppfleetx.config.unsupported import missing, not_supported_reasons, on_the_host, without_effect
 from ppfleetx.core.programs.sources import refuse_foreign
 from ppfleetx.models.gpt.shape import flops_per_step, parameter_count, trained_count
 from ppfleetx.optims.schedules import build_schedule
@@ -54,7 +54,9 @@ def check_report(cfg: RunConfig, device: str | None = None) -> str:
         _line("learning rate", _schedule(cfg)),
         _line("run", _run(cfg)),
     ]
-    lines += [_line("note", note) for note in (*cfg.warnings, *without_effect(cfg))]
+    lines += [
+        _line("note", note) for note in (*cfg.warnings, *without_effect(cfg), *on_the_host(cfg, device))
+    ]
     lines += [_line("missing", reason) for reason in (*missing(cfg), *_missing_loggers(cfg))]
     lines += [_line("not yet", reason) for reason in not_supported_reasons(cfg, device)]
     return "\n".join([*lines, "The configuration is valid."])

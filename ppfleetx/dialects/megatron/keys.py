@@ -389,7 +389,8 @@ PROFILE: tuple[Key, ...] = (
 )
 
 OTHERS: tuple[Key, ...] = (
-    *_same_for_all("distributed_backend", "NCCL on GPUs, its own process groups on CPUs"),
+    joint("distributed_backend", "Global.device", "hccl: npu, where Paddle has it; others decide nothing"),
+    joint("device_target", "Global.device", "Ascend: npu, where Paddle has it; GPU: gpu; CPU: cpu"),
     *_same_for_all("use_cpu_initialization use_mcore_models use_legacy_models", "there is one way to do it"),
     *_same_for_all(
         "overlap_grad_reduce overlap_param_gather delay_grad_reduce overlap_p2p_communication "
@@ -459,7 +460,7 @@ OTHERS: tuple[Key, ...] = (
     ),
     fixed("grad_reduce_in_bf16", "gradients travel in the type that they have", _OFF),
     *_many(
-        "npu_deterministic jit_compile device_target use_mc2 use_ascend_coc reuse_fp32_param "
+        "npu_deterministic jit_compile use_mc2 use_ascend_coc reuse_fp32_param "
         "use_fusion_attn_v2 swap_attention memory_fragmentation",
         "Ascend's machinery",
     ),

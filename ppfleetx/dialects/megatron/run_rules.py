@@ -8,7 +8,7 @@ from typing import Any
 from ppfleetx.dialects.reading import Reading
 from ppfleetx.dialects.translate import Rule
 from ppfleetx.dialects.translation import Translation
-from ppfleetx.utils.devices import expected_device
+from ppfleetx.utils.devices import CPU, GPU, NPU, expected_device, of_recipe
 
 _DEFAULT = "its default"
 _TYPES = {
@@ -124,9 +124,24 @@ def precision(reading: Reading, result: Translation) -> None:
         _loss_scale(reading, result)
 
 
+def device(reading: Reading, result: Translation) -> None:
+    """``Global.device``, where arguments of the ports to Ascend name it."""
+    target, backend = "device_target", "distributed_backend"
+    kinds = {"Ascend": NPU, "GPU": GPU, "CPU": CPU}
+    if target in reading:
+        kind = kinds[reading.choice(target, kinds)]
+    elif reading.text(backend) == "hccl":
+        kind = NPU
+    else:
+        return
+    chosen, why = of_recipe(kind) if kind == NPU else (kind, "")
+    result.put("Global.device", chosen, *reading.origins(target, backend), why=why)
+
+
 def _put_type(reading: Reading, result: Translation, dtype: str, names: tuple[str, ...]) -> None:
     prefix, origins = "Engine.mix_precision", reading.origins(*names)
-    on_cpu = expected_device("auto") == "cpu"
+    chosen = result.native.get("Global.device")
+    on_cpu = expected_device("auto" if chosen is None else str(chosen.value)) == CPU
     why = "a CPU computes in float32" if on_cpu else ""
     result.put(f"{prefix}.enable", not on_cpu, *origins, why=why)
     result.put(f"{prefix}.dtype", dtype, *origins)

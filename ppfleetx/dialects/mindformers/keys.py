@@ -80,10 +80,14 @@ def _context() -> list[Key]:
         joint(
             "context.device_target",
             "Global.device",
-            "Ascend: auto (a GPU if Paddle has one), GPU: gpu, CPU: cpu",
+            "Ascend: npu, or auto where the Paddle installed here has none; GPU: gpu; CPU: cpu",
         ),
         unused("context.device_id", "the launcher gives each rank its device"),
-        joint("context.max_device_memory", "Global.flags", "FLAGS_gpu_memory_limit_mb; nothing on a CPU"),
+        joint(
+            "context.max_device_memory",
+            "Global.flags",
+            "FLAGS_gpu_memory_limit_mb; nothing on a CPU, nor on Ascend",
+        ),
         unused("context.enable_graph_kernel", _COMPILER),
         unused("context.graph_kernel_flags", _COMPILER),
         unused("context.max_call_depth", _COMPILER),

@@ -8,9 +8,9 @@ from ppfleetx.dialects.given import Given
 from ppfleetx.dialects.mindformers.arguments import RUN_MODES
 from ppfleetx.dialects.reading import Reading
 from ppfleetx.dialects.translation import Translation
-from ppfleetx.utils.devices import expected_device
+from ppfleetx.utils.devices import CPU, GPU, NPU, expected_device, of_recipe
 
-_DEVICES = {"Ascend": "auto", "GPU": "gpu", "CPU": "cpu"}
+_DEVICES = {"Ascend": NPU, "GPU": GPU, "CPU": CPU}
 _TYPES = ("float32", "float16", "bfloat16")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*GB", re.ASCII)
 
@@ -23,17 +23,14 @@ def run_mode(reading: Reading) -> str:
 def device(reading: Reading, result: Translation) -> None:
     """``Global.device``, and 16-bit computation where the device has it."""
     target = reading.choice("context.device_target", _DEVICES, "Ascend")
-    chosen = _DEVICES[target]
-    origins = reading.origins("context.device_target")
-    result.put(
-        "Global.device", chosen, *origins, why="the accelerator that Paddle has" if chosen == "auto" else ""
-    )
-    on_cpu = chosen == "cpu" or (chosen == "auto" and expected_device("auto") == "cpu")
-    _memory_limit(reading, result, on_cpu)
+    chosen, why = of_recipe(NPU) if target == "Ascend" else (_DEVICES[target], "")
+    result.put("Global.device", chosen, *reading.origins("context.device_target"), why=why)
+    on_cpu = chosen == CPU or (chosen == "auto" and expected_device("auto") == CPU)
+    _memory_limit(reading, result, has_limit=not on_cpu and chosen != NPU)
     _precision(reading, result, on_cpu)
 
 
-def _memory_limit(reading: Reading, result: Translation, on_cpu: bool) -> None:
+def _memory_limit(reading: Reading, result: Translation, *, has_limit: bool) -> None:
     key = "context.max_device_memory"
     text = reading.text(key)
     if text is None:
@@ -41,7 +38,7 @@ def _memory_limit(reading: Reading, result: Translation, on_cpu: bool) -> None:
     size = _SIZE.fullmatch(text.strip())
     if size is None:
         raise reading.error(key, 'must be a size like "31GB"')
-    if on_cpu:
+    if not has_limit:
         result.unused.append(reading.given[key])
         return
     megabytes = int(float(size[1]) * 1024)

@@ -73,6 +73,7 @@ def _rules(world_size: int | None) -> list[Rule]:
         network_rules.vocabulary,
         network_rules.data,
         run_rules.batches,
+        run_rules.device,
         run_rules.precision,
         rules.precision,
         run_rules.optimizer,

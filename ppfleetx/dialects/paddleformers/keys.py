@@ -122,7 +122,9 @@ TRAINING = (
     joint("max_evaluate_steps", "Engine.eval_iters", "an upper bound there, the number here"),
     fixed("per_device_eval_batch_size", "an evaluation reads the batches of training; its loss is per token"),
     mapped("disable_tqdm", "Engine.progress_bar", lambda value: False if flag(value) else None, "true: none"),
-    joint("device", "Global.device", "gpu is auto: the GPU if Paddle has one"),
+    joint(
+        "device", "Global.device", "gpu: auto; npu and xpu: these, or auto where Paddle has none; cpu: cpu"
+    ),
     joint("no_cuda", "Global.device", "true: cpu"),
     joint("bf16", "Engine.mix_precision.enable Engine.mix_precision.dtype", "bfloat16"),
     joint("fp16", "Engine.mix_precision.enable Engine.mix_precision.dtype", "float16"),

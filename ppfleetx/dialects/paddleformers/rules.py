@@ -10,7 +10,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.dialects.paddleformers.keys import ACTIVATIONS, CONFIG
 from ppfleetx.dialects.reading import Reading
 from ppfleetx.dialects.translation import Translation
-from ppfleetx.utils.devices import expected_device
+from ppfleetx.utils.devices import CPU, GPU, NPU, XPU, expected_device, of_recipe
 
 _DEFAULT = "its default"
 _STYLES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
@@ -171,14 +171,15 @@ def _put(reading: Reading, result: Translation, name: str, key: str, value: obje
 
 def precision(reading: Reading, result: Translation) -> None:
     """Device and type of computation."""
-    chosen = {"gpu": "auto", "cpu": "cpu"}[reading.choice("device", ("gpu", "cpu"), "gpu")]
+    written = reading.choice("device", (GPU, NPU, XPU, CPU), GPU)
+    chosen, instead = of_recipe(written) if written in (NPU, XPU) else ("auto" if written == GPU else CPU, "")
     if reading.flag("no_cuda", False):
         chosen = "cpu"
     result.put(
         "Global.device",
         chosen,
         *reading.origins("device", "no_cuda"),
-        why="" if "device" in reading else _DEFAULT,
+        why=instead if "device" in reading else _DEFAULT,
     )
     on = {
         name: dtype
@@ -191,7 +192,7 @@ def precision(reading: Reading, result: Translation) -> None:
     if not on or level == "O0":
         return
     name, dtype = next(iter(on.items()))
-    on_cpu = chosen == "cpu" or expected_device("auto") == "cpu"
+    on_cpu = expected_device(chosen) == CPU
     origins, prefix = reading.origins(name), "Engine.mix_precision"
     result.put(f"{prefix}.enable", not on_cpu, *origins, why="a CPU computes in float32" if on_cpu else "")
     result.put(f"{prefix}.dtype", dtype, *origins)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ppfleetx.config.errors import ConfigError, shown
 from ppfleetx.config.registries import ARCHITECTURES, POSITIONS
-from ppfleetx.distributed.device import on_gpu
+from ppfleetx.distributed.device import on_card
 from ppfleetx.models.gpt.layers import (
     Block,
     BlockShape,
@@ -164,7 +164,7 @@ def block_shape(cfg: ModelConfig) -> BlockShape:
 
 def kernel_options(cfg: ModelConfig) -> KernelOptions:
     """How attention is computed. ``use_flash_attn`` asks for flash where there is one, and says where not."""
-    if cfg.use_flash_attn and cfg.attention_kernel == "auto" and not on_gpu():
-        get_logger().warning("Model.use_flash_attn: {paddle.get_device()} has no flash attention; not used")
+    if cfg.use_flash_attn and cfg.attention_kernel == "auto" and not on_card():
+        get_logger().warning("Model.use_flash_attn: a CPU has no flash attention; not used")
     guard = float(cfg.num_layers) if cfg.scale_qk_by_layer_num else 1.0
     return KernelOptions(cfg.attention_kernel, cfg.softmax_in_fp32, guard)

@@ -20,7 +20,7 @@ from paddle import _C_ops
 
 from ppfleetx.nn.cpu_ops import ops, quantized
 from ppfleetx.nn.cpu_ops.ops import TRUNK_SOURCE, library_path, load_library
-from ppfleetx.nn.mlp import gelu_tanh, quick_gelu, relu_squared, swiglu
+from ppfleetx.nn.mlp import gelu_tanh, quick_gelu, relu, relu_squared, swiglu
 
 FORMATS = ("whole", "panels", "int8", "int4", "int8_int8")
 """How a matrix is stored: ``[in, out]`` float32; the panels of :mod:`ppfleetx.nn.panels`; or those of
@@ -29,7 +29,7 @@ ACTIVATIONS: tuple[Callable[[paddle.Tensor], paddle.Tensor], ...] = (
     gelu_tanh,
     F.gelu,
     quick_gelu,
-    F.relu,
+    relu,
     relu_squared,
     swiglu,
 )
