@@ -491,6 +491,11 @@ def test_precision(monkeypatch):
 def test_sharding(tmp_path):
     zero = loaded("--use-distributed-optimizer", world=4).Distributed
     assert (zero.sharding.sharding_degree, zero.sharding.sharding_stage, zero.dp_degree) == (4, 1, 1)
+    for words, stage in (
+        ("--use-torch-fsdp2", 3),
+        ("--use-megatron-fsdp --use-distributed-optimizer --data-parallel-sharding-strategy optim_grads", 2),
+    ):
+        assert loaded(words, world=4).Distributed.sharding.sharding_stage == stage
     ds = deepspeed_file(tmp_path, zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}})
     three = loaded(f"--deepspeed --deepspeed_config {ds}", world=2).Distributed.sharding
     assert (three.sharding_stage, three.sharding_offload) == (3, True)

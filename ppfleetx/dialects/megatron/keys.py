@@ -355,8 +355,13 @@ PARALLEL: tuple[Key, ...] = (
     joint("deepspeed_config", (), "a file of DeepSpeed's keys, see below"),
     fixed("expert_tensor_parallel_size", "of experts alone, and num_experts is refused"),
     refused("pipeline_model_parallel_layout", "give the layers of each stage: --num-layer-list '[...]'"),
-    refused("use_megatron_fsdp", "use --zero-stage 3 with --deepspeed, or Distributed.sharding"),
-    refused("use_torch_fsdp2", "use --zero-stage 3 with --deepspeed, or Distributed.sharding"),
+    joint("use_torch_fsdp2", "Distributed.sharding.sharding_stage", "3 over the replicas"),
+    joint("use_megatron_fsdp", "Distributed.sharding.sharding_stage", "data_parallel_sharding_strategy"),
+    joint(
+        "data_parallel_sharding_strategy",
+        "Distributed.sharding.sharding_stage",
+        "no_shard, optim, optim_grads, optim_grads_params: 0 to 3 with use_megatron_fsdp",
+    ),
 )
 
 PROFILE: tuple[Key, ...] = (
@@ -459,7 +464,15 @@ OTHERS: tuple[Key, ...] = (
     ),
     *(
         fixed(name, "masters and states of the optimizer are float32", ("fp32",))
-        for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+        for name in (
+            "main_grads_dtype",
+            "main_params_dtype",
+            "exp_avg_dtype",
+            "exp_avg_sq_dtype",
+            "megatron_fsdp_main_params_dtype",
+            "megatron_fsdp_main_grads_dtype",
+            "megatron_fsdp_grad_comm_dtype",
+        )
     ),
     fixed("grad_reduce_in_bf16", "gradients travel in the type that they have", _OFF),
     *_many(

@@ -160,10 +160,18 @@ def _virtual(reading: Reading, stages: int, layers: int, rows: list[list[int]] |
     return next(iter(said.values()), 1)
 
 
+_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
 def _sharding(reading: Reading, result: Translation, world_size: int | None) -> None:
     stages = {
         name: reading.integer(name, least=0) for name in ("zero_stage", f"{_ZERO}.stage") if name in reading
     }
+    if reading.flag("use_torch_fsdp2", False):
+        stages["use_torch_fsdp2"] = 3
+    if reading.flag("use_megatron_fsdp", False):
+        strategy = reading.choice("data_parallel_sharding_strategy", _STRATEGIES, _STRATEGIES[0])
+        stages["use_megatron_fsdp"] = _STRATEGIES.index(strategy)
     if len(set(stages.values())) > 1:
         raise reading.conflict(tuple(stages), "the stage of ZeRO differs; give it alike")
     stage = next(iter(stages.values()), 0)
