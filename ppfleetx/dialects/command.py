@@ -43,6 +43,10 @@ def run_translate(args: argparse.Namespace) -> str:
     return result.yaml().rstrip("\n") if to is None else _write(Path(to), result.yaml())
 
 
+def _keys_of(path: Path) -> frozenset[str]:
+    return frozenset(read_yaml(path, Budget(), is_ours=False).value)
+
+
 def _write(path: Path, text: str) -> str:
     if path.exists():
         raise ConfigError("is there already; nothing is overwritten", key="--to", value=str(path))
@@ -69,7 +73,11 @@ def translation_of(words: Sequence[str], dialect: str | None = None) -> Translat
     first, *rest = words
     if first.endswith(_FILES):
         path = Path(first)
-        known = named(dialect) if dialect else of_file(path, frozenset(read_yaml(path, Budget()).value))
+        known = (
+            named(dialect)
+            if dialect
+            else of_file(path, frozenset(read_yaml(path, Budget(), is_ours=False).value))
+        )
         return known.of_file(path, rest)
     known, argv = (named(dialect), list(words)) if dialect else of_arguments(words)
     if known.of_arguments is None:

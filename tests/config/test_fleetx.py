@@ -60,6 +60,16 @@ def test_a_finetuning_file_is_read_with_warnings(write):
         assert warning in report
 
 
+def test_a_file_of_the_later_layout_has_the_task_of_its_data(write, small):
+    write("base.yaml", FINETUNING_BASE)
+    cfg = load_config(write("glue.yaml", FINETUNING.replace("  module: GPTFinetuneModule\n", "")))
+    assert cfg.Model.module == "GPTFinetuneModule"
+    assert any("Data.Train.dataset.name = SST2" in text for text in cfg.warnings)
+    measured = "Data: {Eval: {dataset: {name: LM_Eval_Dataset, input_dir: ./data/, max_seq_len: 8}}}"
+    cfg = load_config(write("eval.yaml", f"_base_: {small}\n{measured}\n"), ["Model.module=null"])
+    assert (cfg.Model.module, cfg.Data.Eval) == ("GPTEvalModule", None)
+
+
 def test_minus_one_is_no_limit_where_epochs_are_counted_alone(write):
     write("base.yaml", FINETUNING_BASE)
     path = write("glue.yaml", FINETUNING)
@@ -152,6 +162,7 @@ Distributed: {sharding: {comm_overlap: True}}
         ("Model.module=MoEModule", "no mixture of experts"),
         ("Model.moe_configs={num_experts: 2}", "no mixture of experts"),
         ("Model.name=GPT-cn", "GPTChineseTokenizer"),
+        ("Model.num_experts=2", "mixture of experts"),
         ("Model.module=ErnieModule", "GPT models only"),
         ("Model.module=ErnieSeqClsModuleAuto", "GPT models only"),
         ("Model.module=ImagenModule", "GPT models only"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,150 @@ num_layers_per_virtual_pipeline_stage sequence_parallel pipeline_model_parallel_
 recompute select_recompute select_comm_recompute
 """
 GUIDE = _GUIDE.split()
+
+
+# What Megatron-LM's examples and functional tests write, and what each argument is here, read side by side:
+# arguments, processes, values by our key.
+SOURCES = {
+    "GPT-3 175B": (
+        """
+        --num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048
+        --max-position-embeddings 2048 --attention-backend auto --micro-batch-size 1 --global-batch-size 1536
+        --train-iters 500000 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006
+        --clip-grad 1.0 --fp16 --lr 6.0e-5 --lr-decay-style cosine --min-lr 6.0e-6 --lr-warmup-fraction .001
+        --lr-decay-iters 430000 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --data-path d
+        --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --split 949,50,1 --log-interval 100
+        --save-interval 10000 --eval-interval 1000 --save c --load c --eval-iters 10 --tensorboard-dir t
+        """,
+        256,
+        {
+            "plan": "dp 2, mp 8, pp 16, sharding 1",
+            "batch.accumulate_steps": 768,
+            "Model.padded_vocab_size": 51200,
+            "Model.ffn_size": 49152,
+            "Model.hidden_act": "gelu",
+            "Model.initializer_range": 0.006,
+            "Optimizer.beta2": 0.95,
+            "Optimizer.lr.num_warmup_steps": 430,
+            "Optimizer.lr.decay_steps": 430000,
+            "Optimizer.lr.min_lr": 6e-6,
+            "Engine.save_load.resume": "auto",
+            "Engine.eval_iters": 10,
+        },
+    ),
+    "Llama 3 8B": (
+        """
+        --use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+        --group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192
+        --max-position-embeddings 8192 --position-embedding-type rope --rotary-base 1000000 --rotary-percent
+        1.0 --attention-dropout 0.0 --hidden-dropout 0.0 --swiglu --normalization RMSNorm --init-method-std
+        0.0134 --attention-backend fused --apply-layernorm-1p --untie-embeddings-and-output-weights
+        --disable-bias-linear --micro-batch-size 1 --global-batch-size 128 --train-samples 1953125000
+        --lr-decay-samples 1949218748 --lr-warmup-samples 3906252 --lr 0.00015 --min-lr 0.00001
+        --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --bf16
+        --cross-entropy-loss-fusion --calculate-per-token-loss --manual-gc --empty-unused-memory-level 1
+        --tensor-model-parallel-size 1 --context-parallel-size 2 --sequence-parallel
+        --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --data-path d
+        --tokenizer-type NullTokenizer --vocab-size 128255 --num-workers 1 --no-mmap-bin-files --split 99,1,0
+        --no-create-attention-mask-in-dataloader --log-interval 1 --eval-iters 32 --eval-interval 100
+        """,
+        8,
+        {
+            "plan": "dp 1, mp 1, pp 1, sharding 4 (stage 1), sep 2",
+            "batch.accumulate_steps": 32,
+            "Model.vocab_size": 128256,
+            "Model.kv_heads": 8,
+            "Model.head_size": 128,
+            "Model.rotary_base": 1e6,
+            "Model.normalization": "RMSNorm",
+            "Model.hidden_act": "swiglu",
+            "Model.has_mlp_bias": False,
+            "Model.tie_word_embeddings": False,
+            "Model.sequence_parallel": False,
+            "Model.attention_kernel": "auto",
+            "Engine.max_steps": 15258789,
+            "Optimizer.lr.decay_steps": 15228271,
+            "Optimizer.lr.num_warmup_steps": pytest.approx(3906252 / 128, abs=1e-9),
+        },
+    ),
+    "15B": (
+        """
+        --disable-bias-linear --squared-relu --rotary-percent 0.5 --position-embedding-type rope
+        --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 8 --num-layers 32
+        --hidden-size 6144 --num-attention-heads 48 --seq-length 4096 --max-position-embeddings 4096
+        --tensor-model-parallel-size 8 --sequence-parallel --use-distributed-optimizer --micro-batch-size 4
+        --global-batch-size 1152 --train-samples 1152000 --lr 4.5e-4 --min-lr 4.5e-5 --lr-warmup-samples 11520
+        --data-path 0.3 a 0.7 b --vocab-size 256000 --save-interval 1000 --save-retain-interval 5000 --bf16
+        """,
+        64,
+        {
+            "plan": "dp 1, mp 8, pp 1, sharding 8 (stage 1), sequence parallel",
+            "batch.accumulate_steps": 36,
+            "Model.hidden_act": "relu2",
+            "Model.rotary_size": 64,
+            "Model.kv_heads": 8,
+            "Engine.max_steps": 1000,
+            "Engine.save_load.keep_max": None,
+            "Optimizer.lr.num_warmup_steps": 10,
+            "Optimizer.lr.decay_steps": 1000,
+            "Data.Train.dataset.weights": (0.3, 0.7),
+        },
+    ),
+}
+_SMALL = """
+    --num-layers 12 --hidden-size 512 --num-attention-heads 8 --micro-batch-size 4 --global-batch-size 32
+    --seq-length 1024 --max-position-embeddings 1024 --train-iters 50 --lr-decay-iters 320000 --save s --load
+    l --data-path d --vocab-size 50257 --split 949,50,1 --lr 0.00015 --lr-decay-style cosine --min-lr 1.0e-5
+    --weight-decay 1e-2 --clip-grad 1.0 --lr-warmup-fraction .01 --eval-interval 1000 --eval-iters 10 --bf16
+    --transformer-impl transformer_engine --attention-softmax-in-fp32 --ckpt-format torch_dist --async-save
+    """
+for _name, _more, _values in (
+    ("rope", "--position-embedding-type rope --pipeline-model-parallel-size 2", {"Model.rotary_size": 64}),
+    (
+        "context",
+        """
+        --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2
+        --sequence-parallel --hidden-dropout 0.0 --attention-dropout 0.0 --calculate-per-token-loss
+        --expert-tensor-parallel-size 4 --attention-backend flash
+        """,
+        {"plan": "dp 1, mp 2, pp 2, sharding 1, sep 2, sequence parallel", "Model.padded_vocab_size": 50432},
+    ),
+    (
+        "uneven",
+        """
+        --pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 2
+        --decoder-last-pipeline-num-layers 2
+        """,
+        {"plan.pp_layers": (2, 4, 4, 2), "Engine.save_load.ckpt_dir": "l"},
+    ),
+    (
+        "virtual stages",
+        """
+        --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1
+        --overlap-p2p-communication-warmup-flush --untie-embeddings-and-output-weights
+        """,
+        {"Model.virtual_pp_degree": 3, "Model.tie_word_embeddings": False},
+    ),
+    ("no bias", "--disable-bias-linear", {"Model.hidden_act": "gelu_exact", "Model.has_qkv_bias": False}),
+    ("swiglu", "--swiglu --pipeline-model-parallel-size 4", {"Model.ffn_size": 1344}),
+    (
+        "optimizer",
+        """
+        --tensor-model-parallel-size 4 --use-distributed-optimizer --overlap-grad-reduce
+        --overlap-param-gather --qk-layernorm --test-mode --recompute-granularity full --recompute-method
+        uniform --recompute-num-layers 1
+        """,
+        {
+            "plan": "dp 1, mp 4, pp 1, sharding 2 (stage 1)",
+            "Model.qk_layernorm": True,
+            "Model.recompute_granularity": "full",
+            "Optimizer.lr.num_warmup_steps": 3200,
+            "Optimizer.weight_decay": 0.01,
+            "Data.Eval.dataset.split": "949,50,1",
+        },
+    ),
+):
+    SOURCES[_name] = (f"{_SMALL} {_more}", 8, _values)
 
 
 def loaded(more: str = "", *, without: str = "", world: int | None = 1):
@@ -126,6 +271,17 @@ def test_the_five_sizes_of_the_gpt2_port(size, tmp_path):
     assert load_config(tmp_path / "ours.yaml", world_size=8) == cfg
 
 
+@pytest.mark.parametrize("name", SOURCES)
+def test_what_published_runs_write(name):
+    arguments, world, expected = SOURCES[name]
+    result = of_arguments(arguments.split(), world)
+    cfg = load_tree(result.tree(), result.warnings, world_size=world)
+    found = {key: attrgetter(key)(cfg) for key in expected}
+    if "plan" in found:
+        found["plan"] = check_report(cfg).splitlines()[0].split(maxsplit=1)[1]
+    assert found == expected
+
+
 @pytest.mark.parametrize(
     "arguments, world, expected",
     [  # replicas, samples per replica and step, micro batches: computed by hand
@@ -174,6 +330,7 @@ def test_batches_are_megatrons(arguments, world, expected):
         ("--pre-tockens 8", "attention_window", 8),
         ("--position-embedding-type rope --rotary-percent 0.5", "rotary_size", 8),
         ("--embedding-init-method-std 0.5", "embedding_std", 0.5),
+        ("--apply-layernorm-1p --expert-tensor-parallel-size 4", "num_layers", 4),
         (
             "--num-layers-per-virtual-pipeline-stage 1 --pipeline-model-parallel-size 2",
             "virtual_pp_degree",
@@ -226,6 +383,11 @@ def test_what_is_recomputed(arguments, layers):
         ("--num-layer-list [[1,1],[2,0]]", (1, 1, 2, 0)),
         ("--decoder-first-pipeline-num-layers 1", (1, 3)),
         ("--noop-layers 3", (2, 1)),
+        (
+            "--num-virtual-stages-per-pipeline-rank 3 --account-for-embedding-in-pipeline-split "
+            "--account-for-loss-in-pipeline-split",
+            (0, 1, 1, 1, 1, 0),
+        ),
     ],
 )
 def test_layers_of_stages(arguments, chunks):
@@ -241,6 +403,11 @@ def test_schedules():
     )
     assert samples.Engine.max_steps == 100
     assert (samples.Optimizer.lr.decay_steps, samples.Optimizer.lr.num_warmup_steps) == (50, 2)
+    parts = loaded(
+        "--train-samples 803 --lr-decay-samples 403 --lr-warmup-samples 20", without="--train-iters"
+    )
+    lr = parts.Optimizer.lr
+    assert (lr.decay_steps, lr.num_warmup_steps) == (50, 2.5)
     course = loaded("--weight-decay-incr-style cosine --start-weight-decay 0.1 --end-weight-decay 0.2")
     assert course.Optimizer.weight_decay_schedule.style == "cosine"
     plain = loaded().Optimizer
@@ -339,6 +506,11 @@ def test_ports_to_ascend_name_the_device(monkeypatch, arguments, here, device):
 def test_sharding(tmp_path):
     zero = loaded("--use-distributed-optimizer", world=4).Distributed
     assert (zero.sharding.sharding_degree, zero.sharding.sharding_stage, zero.dp_degree) == (4, 1, 1)
+    for words, stage in (
+        ("--use-torch-fsdp2", 3),
+        ("--use-megatron-fsdp --use-distributed-optimizer --data-parallel-sharding-strategy optim_grads", 2),
+    ):
+        assert loaded(words, world=4).Distributed.sharding.sharding_stage == stage
     ds = deepspeed_file(tmp_path, zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}})
     three = loaded(f"--deepspeed --deepspeed_config {ds}", world=2).Distributed.sharding
     assert (three.sharding_stage, three.sharding_offload) == (3, True)
@@ -367,6 +539,13 @@ def test_a_launcher_in_front_says_how_many(line, world, monkeypatch):
     "arguments, words",
     [
         ("--num-experts 8", "--num-experts = 8 (argument 23): can only be None or 0 or 1"),
+        ("--num-experts 8 --num-tokens-to-generate 9", "--num-tokens-to-generate = 9"),
+        ("--fp8-format hybrid --num-tokens-to-generate 9", "--num-tokens-to-generate = 9"),
+        ("--fim-data --fim-rate 0.5", "--fim-data"),
+        (
+            "--account-for-loss-in-pipeline-split --pipeline-model-parallel-size 2",
+            "5 layers and ends do not divide by 2 chunks",
+        ),
         ("--tensor-modell-parallel-size 2", "Did you mean tensor_model_parallel_size"),
         ("--num-layers 6", "is already given (argument 1)"),
         ("--rampup-batch-size 16 16 100", "the batch size is constant"),
@@ -425,6 +604,33 @@ def test_a_file_of_arguments(tmp_path):
     cfg = load_tree(result.tree(), result.warnings)
     assert (cfg.Model.num_layers, cfg.Global.seed) == (4, 7)
     assert cfg.origins["Model.num_layers"] == f"{tmp_path}/args.yaml:2, --num-layers"
+
+
+@pytest.mark.parametrize(
+    "lines, seed",
+    [
+        (("--seed: 7", "--seed: 7"), 7),
+        (("<<: *base",), 8),
+        (("<<: [*base, {--seed: 5}]",), 8),
+        (("<<: *base", "--seed: 9"), 9),
+        (("--seed: 7", "--seed: 6"), "MODEL_ARGS.--seed ({file}:17): is given twice"),
+        (("<<: 3",), "MODEL_ARGS.<< ({file}:16): must name a mapping"),
+        (("trainer.num_nodes: 1",), "trainer.num_nodes ({file}:16): Megatron has no such key"),
+    ],
+)
+def test_a_file_is_read_as_its_own_loader_does(lines, seed, tmp_path):
+    words = BASE.split()
+    pairs = [f"{name}: {value}" for name, value in zip(words[::2], words[1::2], strict=True)]
+    text = "\n  ".join(["BASE: &base", "--seed: 8", "--bf16: false\nMODEL_ARGS:", *pairs, *lines])
+    file = tmp_path / "args.yaml"
+    file.write_text(text)
+    if isinstance(seed, int):
+        result = of_file(file, [])
+        assert load_tree(result.tree(), result.warnings).Global.seed == seed
+    else:
+        with pytest.raises(ConfigError) as caught:
+            of_file(file, [])
+        assert seed.format(file=file) in str(caught.value)
 
 
 def test_damaged_command_lines(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from typing import Any
 
 from ppfleetx.config.errors import ConfigError, shown
 from ppfleetx.config.reading.tree import Node, copy_tree, is_argument, merge, plain_value, same_value
+from ppfleetx.config.sections.data import GLUE_OUTPUTS
 
 # Its later layout (examples/transformer) has no Engine section.
 _OF_ENGINE = (
@@ -68,6 +69,8 @@ _VALUES: dict[str, dict[Any, Any]] = {
     "Data.*.sampler.name": {"DistributedBatchSampler": "GPTBatchSampler"},
 }
 
+_OFFLINE = frozenset({"LM_Eval_Dataset", "Lambada_Eval_Dataset"})
+
 # Key of Engine -> what it becomes (None: its default), and why.
 _UNLIMITED: dict[str, tuple[int | None, str]] = {
     "max_steps": (2**31 - 1, "Engine.num_train_epochs ends the run"),
@@ -97,7 +100,7 @@ def modernize(tree: Node, *, is_whole: bool = False) -> tuple[Node, tuple[str, .
         *_drop(tree),
         *_replace_values(tree),
         *_warn_split_qkv(tree),
-        *(_unlimited(tree) if is_whole else ()),
+        *((*_task_of_program(tree), *_unlimited(tree)) if is_whole else ()),
     ]
     return tree, tuple(warnings)
 
@@ -208,6 +211,25 @@ def _warn_split_qkv(tree: Node) -> Iterator[str]:
                 f"{path} = False ({mapping.value[name].place}) has no effect: the projections are one weight "
                 "always, with the same results"
             )
+
+
+def _task_of_program(tree: Node) -> Iterator[str]:
+    """The task that a file of the later layout leaves to the program it is for (``finetune/run.py``,
+    ``offline-eval/run.py``), told by its data sets."""
+    for section, names, module in (
+        ("Train", frozenset(GLUE_OUTPUTS), "GPTFinetuneModule"),
+        ("Eval", _OFFLINE, "GPTEvalModule"),
+    ):
+        for mapping, name, path in list(_find(tree, f"Data.{section}.dataset.name")):
+            node = mapping.value[name]
+            if not isinstance(node.value, str) or node.value not in names:
+                continue
+            if not any(found.value[key].value for found, key, _ in _find(tree, "Model.module")):
+                _set(tree, "Model.module", Node(module, node.place), path)
+                yield f"{path} = {node.value} ({node.place}) is read as Model.module {module}"
+            if names is _OFFLINE:
+                del tree.value["Data"].value[section]
+                yield f"Data.{section} ({node.place}) is not used: Offline_Eval names what is measured"
 
 
 def _unlimited(tree: Node) -> Iterator[str]:

@@ -43,6 +43,12 @@ _LEFT_OUT: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "this program has no mixture of experts; leave the section out for the dense model of the same sizes",
     ),
     (
+        "Model.num_experts",
+        lambda value: value not in (None, 0, 1),
+        "this program has no mixture of experts; leave the keys of experts out for the dense model of the "
+        "same sizes",
+    ),
+    (
         "Model.name",
         lambda value: value == "GPT-cn",
         "this program does not read the tokenizer of FleetX's Chinese GPT (PaddleNLP's GPTChineseTokenizer); "

@@ -7,7 +7,7 @@ bracket, and repeats for each alias what the anchor holds.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
@@ -15,7 +15,7 @@ import yaml
 from ppfleetx.config.errors import UNSET, ConfigError, shown, shown_key
 from ppfleetx.config.other_toolkits.foreign import refuse_foreign_text
 from ppfleetx.config.reading.files import MAX_FILE_BYTES, read_text, shown_path
-from ppfleetx.config.reading.tree import Node, plain_scalar
+from ppfleetx.config.reading.tree import Node, plain_scalar, same_value
 
 MAX_DEPTH = 40
 """Mappings and lists within each other."""
@@ -78,7 +78,7 @@ def read_yaml(
     """
     text = read_text(path, key=key, value=value, place=place)
     try:
-        node = parse_yaml(text, shown or shown_path(path), budget, with_lines=shown is None)
+        node = parse_yaml(text, shown or shown_path(path), budget, with_lines=shown is None, is_ours=is_ours)
     except ConfigError:
         if is_ours:
             refuse_foreign_text(text, shown_path(path))
@@ -95,7 +95,9 @@ def read_yaml(
     return node
 
 
-def parse_yaml(text: str, place: str, budget: Budget, *, with_lines: bool = False) -> Node | None:
+def parse_yaml(
+    text: str, place: str, budget: Budget, *, with_lines: bool = False, is_ours: bool = True
+) -> Node | None:
     """Parse one YAML document; None when it is empty. Only YAML's own plain types are built.
 
     Args:
@@ -103,13 +105,15 @@ def parse_yaml(text: str, place: str, budget: Budget, *, with_lines: bool = Fals
         place: the file, or what else the text came from, for messages and for the nodes.
         budget: counts what is read.
         with_lines: whether places get the number of the line.
+        is_ours: it follows the rules of this program's files. In those of other toolkits a key may hold dots
+            or be repeated with an equal value, and ``<<`` merges mappings.
 
     Raises:
         ConfigError: the text is not one plain YAML document, or is larger than ``budget`` allows.
     """
     if len(_DIRECTIVE.findall(text)) > _MAX_DIRECTIVES:
         raise ConfigError(f"has more than {_MAX_DIRECTIVES} lines that begin with %", place=place)
-    builder = _Builder(place, budget, with_lines)
+    builder = _Builder(place, budget, with_lines, is_ours)
     try:
         for event in yaml.parse(text, Loader=_Loader):
             builder.take(event)
@@ -132,7 +136,7 @@ def parse_yaml(text: str, place: str, budget: Budget, *, with_lines: bool = Fals
 class _Open:
     """A list or mapping whose end has not come yet; of a mapping, the key whose value comes next.
 
-    ``name`` is its own key or index in what it is part of.
+    ``name`` is its own key or index in what it is part of; ``merged`` came by ``<<``, and its own keys win.
     """
 
     node: Node
@@ -140,14 +144,15 @@ class _Open:
     name: str | None
     key: str | None = None
     key_place: str = ""
+    merged: list[tuple[Node, str]] = field(default_factory=list)
 
 
 class _Builder:
     """Makes nodes of events, and raises where a document is more than a configuration can be."""
 
-    def __init__(self, place: str, budget: Budget, with_lines: bool) -> None:
+    def __init__(self, place: str, budget: Budget, with_lines: bool, is_ours: bool) -> None:
         self.root: Node | None = None
-        self._place, self._budget, self._with_lines = place, budget, with_lines
+        self._place, self._budget, self._with_lines, self._is_ours = place, budget, with_lines, is_ours
         self._open: list[_Open] = []
         self._anchors: dict[str, Node] = {}
         self._documents = 0
@@ -162,6 +167,7 @@ class _Builder:
         elif isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
             self._begin(event, where)
         elif isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
+            self._merge(self._open[-1])
             ended = self._open.pop()
             if ended.anchor is not None:
                 self._anchors[ended.anchor] = ended.node
@@ -247,19 +253,33 @@ class _Builder:
         if isinstance(inner.node.value, list):
             inner.node.value.append(node)
             return
-        inner.node.value[inner.key] = node
-        node.place, inner.key = inner.key_place, None
+        if inner.key == "<<":
+            inner.merged.append((node, inner.key_place))
+        else:
+            earlier = inner.node.value.get(inner.key)
+            if earlier is not None and (self._is_ours or not same_value(earlier, node)):
+                rule = f"is given twice in this mapping (first in {earlier.place})"
+                self._refuse(rule, inner.key_place, inner.key)
+            inner.node.value[inner.key] = node
+            node.place = inner.key_place
+        inner.key = None
+
+    def _merge(self, ended: _Open) -> None:
+        """Take what ``<<`` names where the mapping has no key of its own: of several the first wins."""
+        for named, place in ended.merged:
+            for one in named.value if isinstance(named.value, list) else [named]:
+                if not isinstance(one.value, dict):
+                    self._refuse("must name a mapping, or a list of them", place, "<<")
+                for key, node in one.value.items():
+                    ended.node.value.setdefault(key, node)
 
     def _take_key(self, node: Node) -> None:
         key = node.value if node.text is None else node.text
         if not isinstance(key, str):
             self._refuse("a key must be a plain word, not a list or a mapping", node.place)
-        if problem := key_problem(key):
+        if problem := key_problem(key, is_ours=self._is_ours):
             self._refuse(problem, node.place, key)
         inner = self._open[-1]
-        if key in inner.node.value:
-            first = inner.node.value[key].place
-            self._refuse(f"is given twice in this mapping (first in {first})", node.place, key)
         inner.key, inner.key_place = key, node.place
 
     def _refuse(self, rule: str, where: str, key: str | None = None) -> None:
@@ -268,9 +288,9 @@ class _Builder:
         raise ConfigError(rule, key=".".join(path) if path else None, place=where)
 
 
-def key_problem(key: str) -> str | None:
+def key_problem(key: str, *, is_ours: bool = True) -> str | None:
     """Why ``key`` cannot be a key of a mapping; None when it can."""
-    if key == "<<":
+    if is_ours and key == "<<":
         return "merge keys are not read; name files in _base_, or write the values out"
     if not key.strip():
         return "a key must be a plain word, and this one is empty"
@@ -278,6 +298,6 @@ def key_problem(key: str) -> str | None:
         return f"a key must be a plain word; this one has {len(key):,} characters"
     if not key.isprintable():
         return "a key must be a plain word; this one holds control characters"
-    if "." in key:
+    if is_ours and "." in key:
         return "dots stand between keys with -o; in a file, the keys are written below each other"
     return None

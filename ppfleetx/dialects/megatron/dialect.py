@@ -87,7 +87,7 @@ def _deepspeed(one: Given) -> Iterator[Given]:
     path = Path(str(one.value))
     text = read_text(path, key=one.key, value=str(one.value), place=one.place)
     # JSON may be indented with tabs, which YAML does not know; its strings hold none.
-    tree = parse_yaml(text.replace("\t", " "), shown_path(path), Budget(), with_lines=True)
+    tree = parse_yaml(text.replace("\t", " "), shown_path(path), Budget(), with_lines=True, is_ours=False)
     if tree is None or not isinstance(tree.value, dict):
         raise ConfigError(
             "is not a mapping of DeepSpeed's keys", key=one.key, value=one.value, place=one.place

@@ -44,6 +44,7 @@ ddp_pad_buckets_for_high_nccl_busbw overlap_p2p_communication_warmup_flush defer
 overlap_param_gather_with_optimizer_step account_for_embedding_in_pipeline_split
 account_for_loss_in_pipeline_split fine_grained_activation_offloading use_fused_weighted_squared_relu
 grad_reduce_in_bf16 multi_latent_attention use_mup attention_output_gate bert_no_binary_head perform_rl_step
+fim_data
 """
 
 FLAGS = frozenset(_FLAGS.split())

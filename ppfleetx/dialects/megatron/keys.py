@@ -13,6 +13,7 @@ from ppfleetx.dialects.keys import Key, KeyTable, fixed, joint, mapped, refused,
 from ppfleetx.dialects.translate import choice, flag, integer
 
 _SPEED = "speed alone: no number changes"
+_WHOLE_GAINS = "gains are kept whole, not less 1; they do not decay, so training is the same"
 _ALWAYS = "always so here"
 _OFF: tuple[Any, ...] = (False,)
 
@@ -52,6 +53,12 @@ def _window(value: Any) -> dict[str, Any]:
 
 
 MODEL: tuple[Key, ...] = (
+    *_not_built("perform_rl_step grpo_group_size", "reinforcement learning is not built"),
+    *_not_built(
+        "num_tokens_to_generate prompts prompt_file inference_max_seq_length "
+        "inference_dynamic_batching_buffer_size_gb",
+        "an option of a program that writes text: ppfleetx generate does it here",
+    ),
     fixed("num_experts", "mixtures of experts are not built", (None, 0, 1)),
     *_not_built(
         "hybrid_layer_pattern hybrid_override_pattern is_hybrid_model mamba_num_heads mamba_head_dim "
@@ -65,12 +72,6 @@ MODEL: tuple[Key, ...] = (
     refused("use_mup", "initial values and learning rates by width are not built"),
     refused("attention_output_gate", "a gate on attention's output is not built"),
     *_not_built("fp8_format fp4_format", "products in 8 bits or fewer are not built; train in bf16"),
-    *_not_built(
-        "num_tokens_to_generate prompts prompt_file inference_max_seq_length "
-        "inference_dynamic_batching_buffer_size_gb",
-        "an option of a program that writes text: ppfleetx generate does it here",
-    ),
-    *_not_built("perform_rl_step grpo_group_size", "reinforcement learning is not built"),
     *_not_built(
         "export_kd_teacher_load",
         "distillation is configured by Compress.Distill, with a model of this program",
@@ -99,8 +100,8 @@ MODEL: tuple[Key, ...] = (
     mapped("normalization", "Model.normalization", choice({"LayerNorm": "LayerNorm", "RMSNorm": "RMSNorm"})),
     mapped("norm_epsilon", "Model.norm_epsilon"),
     mapped("layernorm_epsilon", "Model.norm_epsilon"),
-    fixed("apply_layernorm_1p", "gains are kept as they are, not less 1", _OFF),
-    fixed("layernorm_zero_centered_gamma", "gains are kept as they are, not less 1", _OFF),
+    fixed("apply_layernorm_1p", _WHOLE_GAINS),
+    fixed("layernorm_zero_centered_gamma", _WHOLE_GAINS),
     mapped("qk_layernorm", "Model.qk_layernorm"),
     fixed("apply_residual_connection_post_layernorm", "the residual is taken before the norm", _OFF),
     joint("swiglu", "Model.hidden_act", "swiglu"),
@@ -235,7 +236,7 @@ TRAINING: tuple[Key, ...] = (
         "the network is described by the arguments; print those of a checkpoint "
         "with tools/inspect_checkpoint.py",
     ),
-    refused("save_retain_interval", "keep_checkpoint_max keeps the newest; none keeps every n-th"),
+    unused("save_retain_interval", "every checkpoint is kept, or the newest keep_checkpoint_max"),
     refused("rampup_batch_size", "the batch size is constant; train in two runs, the second with --load"),
     refused(
         "step_batch_size_schedule", "the batch size is constant; train in two runs, the second with --load"
@@ -291,6 +292,7 @@ DATA: tuple[Key, ...] = (
     ),
     mapped("data_impl", (), choice({"mmap": {}, "infer": {}}), "mmap or infer: a pair .bin/.idx"),
     mapped("dataloader_type", (), choice({"single": {}}), "single: the order of the index maps"),
+    *_not_built("fim_data fim_rate fim_spm_rate", "samples with a part moved to their end are not built"),
     refused("mock_data", "there is no made-up data; tools/make_stdlib_corpus.py makes a small corpus"),
 )
 
@@ -343,16 +345,23 @@ PARALLEL: tuple[Key, ...] = (
     joint("noop_layers", "Distributed.noop_layers", "empty places; num_layers counts them there, not here"),
     joint("decoder_first_pipeline_num_layers", "Distributed.pp_layers", "layers of the first stage"),
     joint("decoder_last_pipeline_num_layers", "Distributed.pp_layers", "layers of the last stage"),
+    joint("account_for_embedding_in_pipeline_split", "Distributed.pp_layers", "a layer less in the first"),
+    joint("account_for_loss_in_pipeline_split", "Distributed.pp_layers", "a layer less in the last"),
     joint("use_distributed_optimizer", "Distributed.sharding.sharding_degree", "stage 1 over the replicas"),
     joint("zero_stage", "Distributed.sharding.sharding_stage", "DeepSpeed's: 0 is none"),
     joint("cpu_optimizer", "Distributed.sharding.sharding_offload", "with zero_stage 2 or 3"),
     joint("no_pipeline_parallel", "Distributed.pp_degree", "1"),
     joint("deepspeed", (), "reads deepspeed_config"),
     joint("deepspeed_config", (), "a file of DeepSpeed's keys, see below"),
-    fixed("expert_tensor_parallel_size", "mixtures of experts are not built", (1,)),
+    fixed("expert_tensor_parallel_size", "of experts alone, and num_experts is refused"),
     refused("pipeline_model_parallel_layout", "give the layers of each stage: --num-layer-list '[...]'"),
-    refused("use_megatron_fsdp", "use --zero-stage 3 with --deepspeed, or Distributed.sharding"),
-    refused("use_torch_fsdp2", "use --zero-stage 3 with --deepspeed, or Distributed.sharding"),
+    joint("use_torch_fsdp2", "Distributed.sharding.sharding_stage", "3 over the replicas"),
+    joint("use_megatron_fsdp", "Distributed.sharding.sharding_stage", "data_parallel_sharding_strategy"),
+    joint(
+        "data_parallel_sharding_strategy",
+        "Distributed.sharding.sharding_stage",
+        "no_shard, optim, optim_grads, optim_grads_params: 0 to 3 with use_megatron_fsdp",
+    ),
 )
 
 PROFILE: tuple[Key, ...] = (
@@ -449,14 +458,22 @@ OTHERS: tuple[Key, ...] = (
         "overlap_p2p_communication_warmup_flush high_priority_stream_groups "
         "microbatch_group_size_per_virtual_pipeline_stage defer_embedding_wgrad_compute "
         "wgrad_deferral_limit overlap_param_gather_with_optimizer_step "
-        "account_for_embedding_in_pipeline_split tp_comm_overlap_cfg account_for_loss_in_pipeline_split "
+        "tp_comm_overlap_cfg "
         "fine_grained_activation_offloading offload_modules hierarchical_context_parallel_sizes "
         "use_fused_weighted_squared_relu",
         _SPEED,
     ),
     *(
         fixed(name, "masters and states of the optimizer are float32", ("fp32",))
-        for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+        for name in (
+            "main_grads_dtype",
+            "main_params_dtype",
+            "exp_avg_dtype",
+            "exp_avg_sq_dtype",
+            "megatron_fsdp_main_params_dtype",
+            "megatron_fsdp_main_grads_dtype",
+            "megatron_fsdp_grad_comm_dtype",
+        )
     ),
     fixed("grad_reduce_in_bf16", "gradients travel in the type that they have", _OFF),
     *_many(

@@ -98,6 +98,23 @@ def _chunks(reading: Reading, result: Translation) -> None:
         if stages > 1:
             result.put("Distributed.noop_layers", empty, *reading.origins("noop_layers"))
     _uneven(reading, result, stages, layers)
+    _counted_ends(reading, result, stages, layers, virtual)
+
+
+def _counted_ends(reading: Reading, result: Translation, stages: int, layers: int, virtual: int) -> None:
+    """The embedding before the first layer and the loss behind the last one count as a layer each."""
+    names = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    first, last = (int(reading.flag(name, False)) for name in names)
+    if stages < 2 or not first + last:
+        return
+    chunks, places = stages * virtual, layers + first + last
+    if places % chunks:
+        raise reading.conflict(names, f"{places} layers and ends do not divide by {chunks} chunks")
+    counts = [places // chunks] * chunks
+    counts[0] -= first
+    counts[-1] -= last
+    rows = [counts[at : at + stages] for at in range(0, chunks, stages)]
+    result.put("Distributed.pp_layers", rows if virtual > 1 else rows[0], *reading.origins(*names))
 
 
 def _uneven(reading: Reading, result: Translation, stages: int, layers: int) -> None:
@@ -143,10 +160,18 @@ def _virtual(reading: Reading, stages: int, layers: int, rows: list[list[int]] |
     return next(iter(said.values()), 1)
 
 
+_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
 def _sharding(reading: Reading, result: Translation, world_size: int | None) -> None:
     stages = {
         name: reading.integer(name, least=0) for name in ("zero_stage", f"{_ZERO}.stage") if name in reading
     }
+    if reading.flag("use_torch_fsdp2", False):
+        stages["use_torch_fsdp2"] = 3
+    if reading.flag("use_megatron_fsdp", False):
+        strategy = reading.choice("data_parallel_sharding_strategy", _STRATEGIES, _STRATEGIES[0])
+        stages["use_megatron_fsdp"] = _STRATEGIES.index(strategy)
     if len(set(stages.values())) > 1:
         raise reading.conflict(tuple(stages), "the stage of ZeRO differs; give it alike")
     stage = next(iter(stages.values()), 0)

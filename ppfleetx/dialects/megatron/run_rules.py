@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
+from ppfleetx.dialects.given import Given
 from ppfleetx.dialects.reading import Reading
 from ppfleetx.dialects.translate import Rule
 from ppfleetx.dialects.translation import Translation
@@ -74,24 +76,19 @@ def batches(reading: Reading, result: Translation) -> None:
             raise reading.conflict(("train_iters", "train_samples"), "the length is given in one way")
         result.put(
             "Engine.max_steps",
-            _steps(reading, "train_samples", exact=False),
+            int(_steps(reading, "train_samples", least=1)),
             *reading.origins("train_samples", "global_batch_size"),
         )
 
 
-def _steps(reading: Reading, name: str, *, exact: bool = True) -> int:
-    """Samples as optimizer steps of ``global_batch_size``."""
+def _steps(reading: Reading, name: str, *, least: float = 0) -> float:
+    """Samples as optimizer steps of ``global_batch_size``, at least ``least`` of them."""
     size = reading.integer("global_batch_size", least=1)
     if size is None:
         raise reading.error(
             name, "counts samples; steps follow from them with global_batch_size, which is missing"
         )
-    samples = reading.integer(name, least=size)
-    if exact and samples % size:
-        raise reading.error(
-            name, f"must be a multiple of global_batch_size {size}: schedules count steps here"
-        )
-    return samples // size
+    return reading.integer(name, least=math.ceil(size * least)) / size
 
 
 def precision(reading: Reading, result: Translation) -> None:
@@ -242,11 +239,11 @@ def _decay(reading: Reading, result: Translation, style: str) -> None:
     if "lr_decay_iters" in reading:
         result.put(f"{prefix}.decay_steps", reading.integer(names[0], least=1), *reading.origins(names[0]))
     elif "lr_decay_samples" in reading:
-        result.put(
-            f"{prefix}.decay_steps",
-            _steps(reading, names[1]),
-            *reading.origins(names[1], "global_batch_size"),
-        )
+        steps = _steps(reading, names[1], least=0.5)
+        origins = reading.origins(names[1], "global_batch_size")
+        result.put(f"{prefix}.decay_steps", round(steps), *origins)
+        if steps != round(steps):
+            result.notes.append(f"the rate decays in {round(steps)} steps; there in {steps:.2f}")
     if style != "wsd":
         return
     for name, key in (("lr_wsd_decay_iters", "wsd_decay_steps"), ("lr_wsd_decay_style", "wsd_decay_style")):
@@ -264,9 +261,20 @@ def _warmup(reading: Reading, result: Translation) -> None:
         if name == "lr_warmup_iters":
             result.put("Optimizer.lr.warmup_steps", reading.integer(name, least=0), *origins)
         elif name == "lr_warmup_samples":
-            result.put("Optimizer.lr.warmup_steps", _steps(reading, name), *origins)
+            _warmup_samples(result, _steps(reading, name), (*origins, *reading.origins("global_batch_size")))
         else:
             result.put("Optimizer.lr.warmup_rate", reading.number(name, least=0.0), *origins)
+
+
+def _warmup_samples(result: Translation, steps: float, origins: tuple[Given, ...]) -> None:
+    """Whole steps, or what they are of the steps of the decay."""
+    if steps == int(steps):
+        result.put("Optimizer.lr.warmup_steps", int(steps), *origins)
+        return
+    length = (result.native.get("Optimizer.lr.decay_steps") or result.native["Engine.max_steps"]).value
+    if type(length) is not int or length < 1:
+        return  # refused by its type
+    result.put("Optimizer.lr.warmup_rate", steps / length, *origins, why=f"{steps:.2f} steps")
 
 
 def checkpoints(reading: Reading, result: Translation) -> None:

@@ -29,7 +29,7 @@ def read_with_bases(path: Path, budget: Budget, chain: tuple[str, ...] = (), **e
     if here in chain or len(chain) >= _MAX_CHAIN:
         rule = "the files name each other in a circle" if here in chain else "files are named too deeply"
         raise ConfigError(rule, **(entry or {"place": str(path)}))
-    tree = read_yaml(path, budget, **entry)
+    tree = read_yaml(path, budget, is_ours=False, **entry)
     bases = tree.value.pop("base_config", None)
     below = Node({}, tree.place)
     for item in _items(bases):

@@ -98,7 +98,7 @@ def _read(path: Path, prefix: str, *, one: Given | None = None) -> Iterator[Give
     told = {} if one is None else {"key": one.key, "value": str(one.value), "place": one.place}
     # JSON may be indented with tabs, which YAML does not know; its strings hold none.
     text = read_text(path, **told).replace("\t", " ")
-    tree = parse_yaml(text, shown_path(path), Budget(), with_lines=True)
+    tree = parse_yaml(text, shown_path(path), Budget(), with_lines=True, is_ours=False)
     if tree is None or not isinstance(tree.value, dict):
         raise ConfigError("is not a mapping of keys", place=shown_path(path))
     yield from given_in(tree, prefix)
