@@ -9,6 +9,7 @@ import paddle
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fused_products import without_place
+from ppfleetx.config.registries import ARCHITECTURES
 from ppfleetx.config.sections.engine import MixedPrecisionConfig
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
@@ -32,6 +33,7 @@ from ppfleetx.parallel.local import LocalRunner
 from ppfleetx.parallel.precision import Precision
 from ppfleetx.parallel.runner import Runner
 from ppfleetx.parallel.step import StepOptions
+from ppfleetx.parallel.step_sums import StepSums
 
 if TYPE_CHECKING:
     from ppfleetx.parallel.sharding import Sharding, Values
@@ -108,11 +110,8 @@ def _pipeline_runner(
     products = SplitProducts() if train and ctx.plan.pp_schedule == "zb_h1" else None
     if products is not None:
         factory.products = products
-    options, stages, loss = (
-        _step_options(cfg, factory),
-        _stages(module, factory, cfg),
-        PipelineLoss(module, factory),
-    )
+    options, stages = _step_options(cfg, factory), _stages(module, factory, cfg)
+    loss = PipelineLoss(module, factory, StepSums((*module.metrics, *options.metrics), ctx))
     model = StagePipeline(stages, ctx.plan, loss)
     tied = tied_group(stages, ctx)
     if cfg.Distributed.overlap_p2p_comm:
@@ -146,7 +145,8 @@ def _step_options(cfg: RunConfig, factory: LayerFactory) -> StepOptions:
     precision = Precision(cfg.Engine.mix_precision)
     if isinstance(factory.products, CastOnceProducts):
         precision.keeps_casts = factory.products.kept
-    return StepOptions(cfg.Global.seed, clip.clip_norm if clip else 0.0, precision)
+    metrics = ARCHITECTURES.traits(cfg.Model.name).metrics
+    return StepOptions(cfg.Global.seed, clip.clip_norm if clip else 0.0, precision, metrics)
 
 
 def _optimizer_and_sync(
