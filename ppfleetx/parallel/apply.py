@@ -33,7 +33,6 @@ from ppfleetx.parallel.local import LocalRunner
 from ppfleetx.parallel.precision import Precision
 from ppfleetx.parallel.runner import Runner
 from ppfleetx.parallel.step import StepOptions
-from ppfleetx.parallel.step_sums import StepSums
 
 if TYPE_CHECKING:
     from ppfleetx.parallel.sharding import Sharding, Values
@@ -111,7 +110,7 @@ def _pipeline_runner(
     if products is not None:
         factory.products = products
     options, stages = _step_options(cfg, factory), _stages(module, factory, cfg)
-    loss = PipelineLoss(module, factory, StepSums((*module.metrics, *options.metrics), ctx))
+    loss = PipelineLoss(module, factory)
     model = StagePipeline(stages, ctx.plan, loss)
     tied = tied_group(stages, ctx)
     if cfg.Distributed.overlap_p2p_comm:

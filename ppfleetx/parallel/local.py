@@ -14,7 +14,6 @@ from ppfleetx.distributed.transfer import read
 from ppfleetx.nn.loss_output import as_loss_output
 from ppfleetx.parallel.grad_sync import GradientSync
 from ppfleetx.parallel.step import StepOptions, StepRunner, to_tensors
-from ppfleetx.parallel.step_sums import StepSums
 
 if TYPE_CHECKING:
     from ppfleetx.models.module import BasicModule
@@ -46,10 +45,8 @@ class LocalRunner(StepRunner):
         options: StepOptions | None = None,
     ) -> None:
         sync = sync or GradientSync(model.parameters(), ctx)
-        stages, options = list(enumerate(model.stages)), options or StepOptions()
-        sums = StepSums((*module.metrics, *options.metrics), ctx)
-        super().__init__(model, stages, optimizer, ctx, sync, options, module, sums)
-        self._factory = factory
+        stages = list(enumerate(model.stages))
+        super().__init__(model, stages, optimizer, ctx, sync, options or StepOptions(), module, factory)
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> None:
         for batch in micro_batches:

@@ -137,7 +137,7 @@ class PipelineRunner(StepRunner):
         options: StepOptions,
     ) -> None:
         stages = pipeline._layers.held_stages()
-        super().__init__(pipeline._layers, stages, optimizer, ctx, sync, options, loss.module, loss.sums)
+        super().__init__(pipeline._layers, stages, optimizer, ctx, sync, options, loss.module, loss.factory)
         self._pipeline, self._loss = pipeline, loss
         self._metas: dict[Any, SendRecvMeta] = {}
         # Its own sum of the losses for all stages, which nobody asks for: two messages and a blocking copy.
@@ -145,13 +145,13 @@ class PipelineRunner(StepRunner):
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> None:
         # Paddle divides each micro batch's loss by their number.
-        self._loss.begin(len(micro_batches), scale=len(micro_batches) / num_valid)
+        self._loss.begin(self._sums, len(micro_batches), scale=len(micro_batches) / num_valid)
         self._prepare(micro_batches)
         self._pipeline.set_virtual_pipeline_rank(0)
         self._pipeline.forward_backward_pipeline(_feed(micro_batches), None)
 
     def _forward(self, micro_batches: Sequence[MicroBatch]) -> None:
-        self._loss.begin(len(micro_batches), scale=1.0)
+        self._loss.begin(self._sums, len(micro_batches), scale=1.0)
         filled = self._filled(micro_batches)
         self._prepare(filled)
         self._pipeline.eval_batch(_feed(filled), compute_loss=True)
@@ -181,21 +181,22 @@ class PipelineLoss:
     Args:
         module: the task.
         factory: made the layers; knows how the logits are sliced.
-        sums: takes what the loss of each micro batch gives.
     """
 
-    def __init__(self, module: BasicModule, factory: LayerFactory, sums: StepSums) -> None:
-        self.module, self.sums, self._factory = module, sums, factory
+    def __init__(self, module: BasicModule, factory: LayerFactory) -> None:
+        self.module, self.factory = module, factory
+        self._sums: StepSums | None = None
         self._scale, self._left = 1.0, 0
 
-    def begin(self, count: int, scale: float) -> None:
-        """From now on give the loss sum of a micro batch times ``scale``; the first ``count`` count."""
-        self._scale, self._left = scale, count
+    def begin(self, sums: StepSums, count: int, scale: float) -> None:
+        """From now on give the loss sum of a micro batch times ``scale``, and add what the next ``count``
+        micro batches give to ``sums``."""
+        self._sums, self._scale, self._left = sums, scale, count
 
     def __call__(self, logits: paddle.Tensor, batch: dict[str, paddle.Tensor]) -> paddle.Tensor:
-        found = as_loss_output(self.module.loss(logits, batch, self._factory), self.module)
+        found = as_loss_output(self.module.loss(logits, batch, self.factory), self.module)
         if self._left > 0:
-            self.sums.add(found)
+            self._sums.add(found)
         self._left -= 1
         # Paddle sends 16 or 32 bits of it to the other stages; an evaluation's is float64.
         return found.loss.astype("float32") * self._scale

@@ -19,6 +19,7 @@ from ppfleetx.distributed.random import DropoutStreams
 from ppfleetx.distributed.together import gather
 from ppfleetx.distributed.transfer import note_micro_batch, read, upload_all
 from ppfleetx.models.evaluator import EvalOutput, Metric
+from ppfleetx.nn.aux_loss import StepScope
 from ppfleetx.nn.pieces import PieceHead
 from ppfleetx.parallel.activation_scales import ActivationScales
 from ppfleetx.parallel.grad_sync import GradientSync
@@ -28,6 +29,7 @@ from ppfleetx.parallel.step_sums import StepSums
 
 if TYPE_CHECKING:
     from ppfleetx.models.module import BasicModule
+    from ppfleetx.nn.stage import LayerFactory
     from ppfleetx.optims.adamw import Optimizer
 
 
@@ -59,7 +61,7 @@ class StepRunner(ABC):
         sync: sums and clips gradients.
         options: seed, clipping and precision.
         module: the task.
-        sums: takes the losses and metrics of the passes.
+        factory: made the layers.
 
     Attributes:
         checks: ``Engine.checks``. Unless ``off``, a loss or gradient norm that is not finite is an error;
@@ -77,9 +79,12 @@ class StepRunner(ABC):
         sync: GradientSync,
         options: StepOptions,
         module: BasicModule,
-        sums: StepSums,
+        factory: LayerFactory,
     ) -> None:
-        self._module, self._sums = module, sums
+        self._module, self._factory = module, factory
+        self._sums = StepSums((*module.metrics, *options.metrics), ctx)
+        self._scope = StepScope(factory, ctx, self._sums.add_metric)
+        self._scope.watch(layer for _, layer in stages)
         self._precision = options.precision
         self._model, self._optimizer, self._ctx, self._sync = model, optimizer, ctx, sync
         self._clip_norm, self._streams = options.clip_norm, DropoutStreams(options.seed, ctx)
@@ -196,7 +201,12 @@ class StepRunner(ABC):
         self.model.eval()
         self._scales.begin()
         self._sums.begin()
-        with paddle.no_grad(), self._precision.autocast(), self._loss_follows():
+        with (
+            self._scope.step(micro_batches),
+            paddle.no_grad(),
+            self._precision.autocast(),
+            self._loss_follows(),
+        ):
             self._forward(micro_batches)
         count = self._count_valid(micro_batches)
         loss, metrics = self._sums.read(read(self._sums.over_job()).tolist())
@@ -228,8 +238,14 @@ class StepRunner(ABC):
         """Forward and backward in the types of the precision, of the loss times its scale."""
         self._sync.begin(len(micro_batches))
         self._sums.begin()
-        with self._precision.autocast(), self._loss_follows():
-            self._forward_backward(micro_batches, num_valid / self._precision.loss_scale)
+        scale = self._precision.loss_scale
+        divisors = self._scope.divisors(micro_batches) if self._sums.names else None
+        with (
+            self._scope.step(micro_batches, divisors, scale),
+            self._precision.autocast(),
+            self._loss_follows(),
+        ):
+            self._forward_backward(micro_batches, num_valid / scale)
 
     def _loss_follows(self) -> AbstractContextManager[None]:
         """Within, the head may leave the logits to the loss (``Model.loss_chunks``)."""

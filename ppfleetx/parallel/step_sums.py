@@ -90,12 +90,8 @@ def _refused(names: Iterable[str]) -> ConfigError:
 
 def sum_of(numbers: Sequence[paddle.Tensor | float]) -> paddle.Tensor:
     """Sum of scalars in float64, on the device; nobody waits for it."""
-    if not numbers:
-        return paddle.zeros([], "float64")
-    return paddle.stack([_float64(number) for number in numbers]).sum()
-
-
-def _float64(number: paddle.Tensor | float) -> paddle.Tensor:
-    if isinstance(number, paddle.Tensor):
-        return number.detach().astype("float64")
-    return paddle.full([], number, "float64")
+    tensors = [number.astype("float64") for number in numbers if isinstance(number, paddle.Tensor)]
+    known = sum(number for number in numbers if not isinstance(number, paddle.Tensor))
+    if known or not tensors:
+        tensors.append(paddle.full([], known, "float64"))
+    return paddle.stack(tensors).sum()
