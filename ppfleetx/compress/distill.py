@@ -9,6 +9,7 @@ Evaluation measures the cross entropy alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import paddle
@@ -24,16 +25,17 @@ from ppfleetx.config.sections.compress import DistillConfig, WeightsConfig, is_o
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.models.gpt.stages import model_stages
-from ppfleetx.models.module import BasicModule, Tensors
+from ppfleetx.models.module import BasicModule, Tensors, WrappedTask
 from ppfleetx.models.staged import StagedModel
+from ppfleetx.nn.loss_output import LossOutput
 from ppfleetx.nn.quantized import with_small_weights
-from ppfleetx.nn.stage import LayerFactory, Stage, canonical_parameters
+from ppfleetx.nn.stage import LayerFactory, canonical_parameters
 from ppfleetx.utils.log import get_logger
 
 _HIDDEN = -1e9  # logit of what takes no probability
 
 
-class Distillation(BasicModule):
+class Distillation(WrappedTask):
     """A language-modelling task whose training loss has a teacher.
 
     Args:
@@ -42,39 +44,27 @@ class Distillation(BasicModule):
     """
 
     def __init__(self, task: BasicModule, cfg: DistillConfig) -> None:
-        super().__init__(task.cfg)
-        self._task, self._distill = task, cfg
-        self._factory: LayerFactory | None = None
+        super().__init__(task)
+        self.loss_in_pieces = False
+        self._distill = cfg
         self._teacher: StagedModel | None = None
 
-    def stages(self, factory: LayerFactory) -> list[Stage]:
-        self._factory = factory
-        return self._task.stages(factory)
-
-    def forward(self, model: Any, batch: Tensors) -> Any:
-        """What the task gives; in training with the teacher's logits beside it."""
+    def loss(self, outputs: Any, batch: Tensors, factory: LayerFactory) -> LossOutput:
+        """The task's; in training weighted, and with the divergence from the teacher's outputs."""
+        found = super().loss(outputs, batch, factory)
         if not paddle.is_grad_enabled():
-            return self._task.forward(model, batch)
+            return found
         with paddle.no_grad():
-            teacher = self._task.forward(self._loaded(), batch)
-        return self._task.forward(model, batch), teacher
-
-    def loss(
-        self, outputs: Any, batch: Tensors, factory: LayerFactory
-    ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        if not isinstance(outputs, tuple):
-            return self._task.loss(outputs, batch, factory)
-        student, teacher = outputs
-        hard, count = self._task.loss(student, batch, factory)
+            teacher = self.task.forward(self._loaded(factory), batch)
         cfg = self._distill
-        each = divergence(student, teacher, self.cfg.Model.vocab_size, cfg.temperature, factory.group)
+        each = divergence(outputs, teacher, self.cfg.Model.vocab_size, cfg.temperature, factory.group)
         mask = factory.local_positions(batch["loss_mask"]).transpose([1, 0])
-        soft = (each * mask.astype(each.dtype)).sum().astype(hard.dtype)
-        return cfg.hard_weight * hard + cfg.soft_weight * cfg.temperature**2 * soft, count
+        soft = (each * mask.astype(each.dtype)).sum().astype(found.loss.dtype)
+        return replace(found, loss=cfg.hard_weight * found.loss + cfg.soft_weight * cfg.temperature**2 * soft)
 
-    def _loaded(self) -> StagedModel:
+    def _loaded(self, factory: LayerFactory) -> StagedModel:
         if self._teacher is None:
-            self._teacher = load_teacher(self._distill.teacher, self.cfg.Model, self._factory)
+            self._teacher = load_teacher(self._distill.teacher, self.cfg.Model, factory)
         return self._teacher
 
 

@@ -351,7 +351,7 @@ class _Walk:
 
     def _loss(self, states: list, number: int) -> float:
         labels = paddle.to_tensor(self._labels[number])
-        return token_loss(states[number], labels, paddle.ones(labels.shape), self._vocab_size)[0].item()
+        return token_loss(states[number], labels, paddle.ones(labels.shape), self._vocab_size).loss.item()
 
     def perplexities(self) -> tuple[float, float]:
         """Before and after, once the last stage has been passed."""

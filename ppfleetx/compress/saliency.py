@@ -70,5 +70,5 @@ _READING: dict[str, Callable[[ModelConfig], int]] = {
 
 def _backward(network: StagedModel, windows: np.ndarray, vocab_size: int) -> None:
     tokens, labels = (paddle.to_tensor(part) for part in (windows[:, :-1], windows[:, 1:]))
-    total, count = token_loss(network(tokens), labels, paddle.ones(labels.shape), vocab_size)
-    (total / count).backward()
+    mask = paddle.ones(labels.shape)
+    (token_loss(network(tokens), labels, mask, vocab_size).loss / mask.sum()).backward()

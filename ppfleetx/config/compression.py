@@ -50,11 +50,6 @@ def _pruning(cfg: RunConfig, pruning: PruneConfig) -> Iterator[RuleError]:
 
 def _distillation(cfg: RunConfig) -> Iterator[RuleError]:
     key = "Compress.Distill"
-    if cfg.Distributed.pp_degree > 1:
-        yield RuleError(
-            (key, "Distributed.pp_degree"),
-            "the teacher is not divided into pipeline stages; use dp, sharding, mp or sep",
-        )
     if cfg.Model.task.classifies:
         yield RuleError((key, "Model.module"), "language models are distilled, not classifiers")
     if cfg.Model.loss_chunks > 1:

@@ -58,8 +58,9 @@ class ModuleTraits:
         offline_evaluation: tools/eval.py measures section ``Offline_Eval`` with it.
         for_generation: the configuration is one for generating: ``Generation.max_dec_len`` must fit.
         refused_axes: axes of a plan that it does not run under, e.g. ``("pp", "sep")``.
-        measure: makes what an evaluation adds up, as ``package.module:attribute`` or the function itself;
-            called with ``(module, ctx, has_labels=...)``. None: the loss per token.
+        measure: the form of before of ``BasicModule.evaluator``, for one version: makes what an evaluation
+            adds up, as ``package.module:attribute`` or the function itself; called with
+            ``(module, ctx, has_labels=...)``.
     """
 
     trains: bool = True
@@ -79,9 +80,11 @@ class ArchitectureTraits:
     Attributes:
         layer_shapes: gives the parameters of one layer, ``{name: global shape}``, from the ``Model`` section;
             a function, or ``package.module:attribute``. None: they are those of GPT's block.
+        metrics: names of the metrics that its layers give (``ppfleetx/nn/aux_loss.py``).
     """
 
     layer_shapes: str | Callable[[Any], dict[str, tuple[int, ...]]] | None = None
+    metrics: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -190,7 +193,7 @@ CALLBACKS.register("memory", f"{_CALLBACKS}.memory:MemoryLog.of")
 CALLBACKS.register("forecast", f"{_CALLBACKS}.forecast:Forecast.of")
 CALLBACKS.register("visual_dl", f"{_CALLBACKS}.log_writers:LogWriters.visual_dl")
 CALLBACKS.register("profiler", f"{_CALLBACKS}.profiler:ProfilerCallback.of")
-CALLBACKS.register("predictions", f"{_CALLBACKS}.predictions:Predictions.of")
+CALLBACKS.register("predictions", "ppfleetx.core.module.predictions:Predictions.of")
 # Log lines of other toolkits, for programs that read them.
 CALLBACKS.register(
     "megatron_log", f"{_CALLBACKS}.other_logs:MegatronLog.of", traits=CallbackTraits(ranks="loss")
@@ -245,7 +248,6 @@ MODULES.register(
         classifies=True,
         has_metrics=True,
         refused_axes=("pp", "sep"),
-        measure="ppfleetx.core.engine.measure:Classification",
     ),
 )
 

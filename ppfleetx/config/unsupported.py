@@ -16,7 +16,6 @@ from ppfleetx.config.reading.tree import is_argument
 from ppfleetx.config.registries import OPTIMIZERS, SCHEDULES
 from ppfleetx.config.sections.generation import READ_BY
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.utils.devices import NPU
 
 _SHIPPED = Path(__file__).resolve().parents[1] / "configs"
 _MANIFEST = "manifest.json"  # what lies beside it is part of a checkpoint
@@ -52,7 +51,7 @@ def missing(cfg: RunConfig) -> list[str]:
 def on_the_host(cfg: RunConfig, device: str) -> list[str]:
     """Sentences, each naming its key, for what a run on Ascend computes on the host, with copies, because the
     plugin has no kernel for it; ``docs/devices/ascend.md`` has the list."""
-    if device != NPU:
+    if device != "npu":
         return []
     reasons = [(key, what) for applies, key, what in _NPU_ON_HOST if applies(cfg)]
     return [

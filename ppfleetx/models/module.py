@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import paddle
 
 from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.data.loader import MicroBatch
+from ppfleetx.models.evaluator import Evaluator, TokenLoss
+from ppfleetx.nn.loss_output import LossOutput, as_loss_output
 from ppfleetx.nn.stage import LayerFactory, Stage
+
+if TYPE_CHECKING:
+    from ppfleetx.distributed.context import ParallelContext
 
 Tensors = dict[str, paddle.Tensor]
 """A micro batch on the device, by name."""
@@ -28,8 +35,19 @@ class BasicModule(ABC):
     """Whether :meth:`loss` only hands ``outputs`` on to the factory's ``token_loss`` or ``token_scores``, as
     ``Model.loss_chunks`` needs: they may then be a :class:`~ppfleetx.nn.chunked_loss.LogitsInPieces`."""
 
+    metrics: tuple[str, ...] = ()
+    """Names of all metrics that :meth:`loss` and the layers of the model give, the same on all ranks."""
+
     def __init__(self, cfg: RunConfig) -> None:
         self.cfg = cfg
+
+    def count(self, batch: MicroBatch) -> float:
+        """By how much the loss of a step is divided, as far as this micro batch adds to it.
+
+        Asked for on the host, before the first forward pass: by default the tokens (of a classifier: the
+        examples) that count.
+        """
+        return float(batch["loss_mask"].sum(dtype=np.float64))
 
     @abstractmethod
     def stages(self, factory: LayerFactory) -> list[Stage]:
@@ -49,13 +67,47 @@ class BasicModule(ABC):
         )
 
     @abstractmethod
-    def loss(
-        self, outputs: paddle.Tensor, batch: Tensors, factory: LayerFactory
-    ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """(sum of the loss over what counts, how much counts) of one micro batch, both scalars.
+    def loss(self, outputs: paddle.Tensor, batch: Tensors, factory: LayerFactory) -> LossOutput:
+        """The loss of one micro batch, a sum, and its metrics.
 
         Args:
             outputs: what :meth:`forward` gave: as the plan leaves it, its columns perhaps sliced.
             batch: tensors of the micro batch.
             factory: the plan's; its ``token_loss`` and ``token_scores`` know how logits are sliced.
         """
+
+    def evaluator(self, ctx: ParallelContext, *, has_labels: bool = True) -> Evaluator:
+        """What an evaluation adds up; asked for anew by each of them.
+
+        Args:
+            ctx: this process's place.
+            has_labels: False where only outputs are wanted, of data without labels.
+        """
+        return TokenLoss()
+
+
+class WrappedTask(BasicModule):
+    """A task made of another one: everything is the other's but what a subclass overrides.
+
+    Args:
+        task: the other.
+    """
+
+    def __init__(self, task: BasicModule) -> None:
+        super().__init__(task.cfg)
+        self.task, self.metrics, self.loss_in_pieces = task, task.metrics, task.loss_in_pieces
+
+    def count(self, batch: MicroBatch) -> float:
+        return self.task.count(batch)
+
+    def stages(self, factory: LayerFactory) -> list[Stage]:
+        return self.task.stages(factory)
+
+    def forward(self, model: Any, batch: Tensors) -> Any:
+        return self.task.forward(model, batch)
+
+    def loss(self, outputs: Any, batch: Tensors, factory: LayerFactory) -> LossOutput:
+        return as_loss_output(self.task.loss(outputs, batch, factory), self.task)
+
+    def evaluator(self, ctx: ParallelContext, *, has_labels: bool = True) -> Evaluator:
+        return self.task.evaluator(ctx, has_labels=has_labels)

@@ -32,7 +32,7 @@ class PieceTarget:
 
     Attributes:
         labels, mask: ``[b, s]`` of this rank's positions.
-        function: what is wanted of each piece; to train, (loss sum, count) as of ``token_loss``.
+        function: what is wanted of each piece; to train, its loss.
     """
 
     labels: paddle.Tensor
@@ -51,15 +51,11 @@ class LogitsInPieces:
     def __init__(self, head: PieceHead, hidden: paddle.Tensor) -> None:
         self._head, self._hidden = head, hidden
 
-    def loss(
-        self, labels: paddle.Tensor, mask: paddle.Tensor, function: OfPiece
-    ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """``function``'s (loss sum, count), summed over the pieces."""
+    def loss(self, labels: paddle.Tensor, mask: paddle.Tensor, function: OfPiece) -> paddle.Tensor:
+        """``function``'s loss, summed over the pieces."""
         if paddle.is_grad_enabled():
-            loss = self._head((self._hidden,), None, PieceTarget(labels, mask, function))
-        else:
-            loss = paddle.stack([part for part, _ in self.each(labels, mask, function)]).sum()
-        return loss, mask.astype("float32").sum()
+            return self._head((self._hidden,), None, PieceTarget(labels, mask, function))
+        return paddle.stack(self.each(labels, mask, function)).sum()
 
     def each(self, labels: paddle.Tensor, mask: paddle.Tensor, function: OfPiece) -> list[Any]:
         """``function`` of every piece in order, without gradients."""
@@ -186,7 +182,7 @@ def _gradients(
     leaves have none afterwards."""
     hidden, weight, bias = (*leaves, None)[:3]
     with paddle.enable_grad():
-        part, _ = function(_logits(hidden, weight, bias, is_transposed), labels, mask)
+        part = function(_logits(hidden, weight, bias, is_transposed), labels, mask)
         part.backward()  # not paddle.grad, which leaves what PyLayers have saved to the garbage collector
     return part.detach(), [leaf.grad for leaf in leaves]
 

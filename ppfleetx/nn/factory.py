@@ -24,7 +24,8 @@ from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 from ppfleetx.nn.init import Constant, Init, Normal
 from ppfleetx.nn.linear import Linear
 from ppfleetx.nn.lora import LoraBranch
-from ppfleetx.nn.loss import TellRows, parallel_token_loss, token_loss
+from ppfleetx.nn.loss import parallel_token_loss, token_loss
+from ppfleetx.nn.loss_output import SAME_ON_MP, LossOutput
 from ppfleetx.nn.matmul import Matmul
 from ppfleetx.nn.norm import RMSNorm
 from ppfleetx.nn.panels import InferenceLinear
@@ -96,18 +97,18 @@ class LocalFactory:
         sequence_split: how positions are shared between ranks; None: each rank holds whole sequences.
 
     Attributes:
-        tell_rows: is told the loss of each row that ``token_loss`` computes; None: nobody is.
         keeps_weights: whether weights stay what and where they are once they have been used.
         group: tensor-parallel ranks, which share the columns of logits; None: this rank has all of them.
         matmul: multiplies by the weights of the layers that are made here.
         fused: the fused operators that its layers take.
+        trunk_same_on: axes whose ranks hold the same part of the trunk.
     """
 
     keeps_weights = False
     fused: FusedOps = NO_FUSED_OPS
     group: Any = None
     linear_cls: type[Linear] = Linear
-    tell_rows: TellRows | None = None
+    trunk_same_on: tuple[str, ...] = SAME_ON_MP
 
     def __init__(self, sequence_split: SequenceSplit | None = None) -> None:
         self.sequence_split, self.matmul = sequence_split, Matmul()
@@ -218,9 +219,9 @@ class LocalFactory:
 
     def token_loss(
         self, logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int
-    ) -> tuple[paddle.Tensor, paddle.Tensor]:
+    ) -> LossOutput:
         labels, loss_mask = self.local_positions(labels), self.local_positions(loss_mask)
-        return token_loss(logits, labels, loss_mask, true_vocab, self.tell_rows)
+        return token_loss(logits, labels, loss_mask, true_vocab)
 
     def token_scores(
         self, logits: paddle.Tensor, labels: paddle.Tensor, mask: paddle.Tensor, true_vocab: int
@@ -262,6 +263,7 @@ class TensorParallelFactory(LocalFactory):
     ) -> None:
         super().__init__(sequence_split)
         self.group, self.sequence_parallel = group, sequence_parallel
+        self.trunk_same_on = () if sequence_parallel else SAME_ON_MP
 
     def local_count(self, count: int, what: str) -> int:
         """How many of ``count`` things this rank has.
@@ -434,9 +436,9 @@ class TensorParallelFactory(LocalFactory):
 
     def token_loss(
         self, logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int
-    ) -> tuple[paddle.Tensor, paddle.Tensor]:
+    ) -> LossOutput:
         labels, loss_mask = self.local_positions(labels), self.local_positions(loss_mask)
-        return parallel_token_loss(logits, labels, loss_mask, true_vocab, self.group, self.tell_rows)
+        return parallel_token_loss(logits, labels, loss_mask, true_vocab, self.group)
 
     def token_scores(
         self, logits: paddle.Tensor, labels: paddle.Tensor, mask: paddle.Tensor, true_vocab: int

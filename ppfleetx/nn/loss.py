@@ -19,9 +19,7 @@ from paddle import _C_ops
 from paddle.autograd import PyLayer
 
 from ppfleetx.nn.chunked_loss import LogitsInPieces
-
-TellRows = Callable[[paddle.Tensor], None]
-"""Is told the loss sum of each row of a micro batch, ``[b]``, without a gradient."""
+from ppfleetx.nn.loss_output import LossOutput, Sum
 
 
 def token_loss(
@@ -29,9 +27,8 @@ def token_loss(
     labels: paddle.Tensor,
     loss_mask: paddle.Tensor,
     true_vocab: int,
-    tell_rows: TellRows | None = None,
-) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Sum of the cross entropy over the tokens that count, and how many count.
+) -> LossOutput:
+    """Sum of the cross entropy over the tokens that count.
 
     The caller divides by the global count, so that neither micro batches nor data ranks change the loss.
 
@@ -41,19 +38,17 @@ def token_loss(
         labels: ``[b, s]`` int64, below ``true_vocab`` wherever the mask is not 0.
         loss_mask: ``[b, s]`` float32 weights, usually 0 or 1.
         true_vocab: size of the vocabulary without padding.
-        tell_rows: is told the loss of each row.
 
     Returns:
-        (loss sum, token count), float32 scalars, the sum of an evaluation float64; the count carries no
-        gradient.
+        The loss, a float32 scalar, of an evaluation float64; and, if they are asked for, the losses of rows.
     """
     if isinstance(logits, LogitsInPieces):
-        return _in_pieces(logits, labels, loss_mask, partial(token_loss, true_vocab=true_vocab), tell_rows)
+        return _in_pieces(logits, labels, loss_mask, partial(token_loss, true_vocab=true_vocab))
     vocab = logits.shape[-1]
     logits = logits.astype("float32")
     if true_vocab < vocab:
         logits = _HidePadding.apply(logits, true_vocab)
-    return _weighted_sum(cross_entropy(logits, labels.transpose([1, 0])), loss_mask, tell_rows)
+    return _weighted_sum(cross_entropy(logits, labels.transpose([1, 0])), loss_mask)
 
 
 def cross_entropy(logits: paddle.Tensor, labels: paddle.Tensor) -> paddle.Tensor:
@@ -77,19 +72,18 @@ def parallel_token_loss(
     loss_mask: paddle.Tensor,
     true_vocab: int,
     group: Any,
-    tell_rows: TellRows | None = None,
-) -> tuple[paddle.Tensor, paddle.Tensor]:
+) -> LossOutput:
     """:func:`token_loss` of logits whose columns are shared out over the ranks of ``group``.
 
-    ``logits`` is ``[s, b, V / n]``, rank r holding the columns from ``r V / n`` on. Both results are the
-    same on all ranks.
+    ``logits`` is ``[s, b, V / n]``, rank r holding the columns from ``r V / n`` on. The result is the same on
+    all ranks.
     """
     from paddle import distributed
     from paddle.distributed.fleet.layers.mpu.mp_ops import _c_softmax_with_cross_entropy
 
     if isinstance(logits, LogitsInPieces):
         of_piece = partial(parallel_token_loss, true_vocab=true_vocab, group=group)
-        return _in_pieces(logits, labels, loss_mask, of_piece, tell_rows)
+        return _in_pieces(logits, labels, loss_mask, of_piece)
     width = logits.shape[-1]
     logits = logits.astype("float32")
     true_here = min(max(true_vocab - group.rank * width, 0), width)
@@ -105,34 +99,36 @@ def parallel_token_loss(
         parts = paddle.stack([nothing.astype("float64"), _row_sums(softmax)]) if on_cpu else nothing
         distributed.all_reduce(parts, group=group)  # what is not finite may be another rank's column
         per_token = per_token.astype("float64") + (parts[0] + parts[1].log() if on_cpu else parts)
-    return _weighted_sum(per_token, loss_mask, tell_rows)
+    return _weighted_sum(per_token, loss_mask)
 
 
 def _in_pieces(
     logits: LogitsInPieces,
     labels: paddle.Tensor,
     loss_mask: paddle.Tensor,
-    of_piece: Callable[..., tuple[paddle.Tensor, paddle.Tensor]],
-    tell_rows: TellRows | None,
-) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """(loss sum, token count) of all pieces; each row's loss is told once."""
-    if tell_rows is None:
-        return logits.loss(labels, loss_mask, of_piece)
-    rows: list[paddle.Tensor] = []
-    result = logits.loss(labels, loss_mask, partial(of_piece, tell_rows=rows.append))
-    tell_rows(paddle.add_n(rows))
-    return result
+    of_piece: Callable[..., LossOutput],
+) -> LossOutput:
+    """Loss of all pieces, and that of each row."""
+    rows: list[Callable[[], Sum]] = []
+
+    def loss_of_piece(*piece: paddle.Tensor) -> paddle.Tensor:
+        found = of_piece(*piece)
+        rows.append(found.rows)
+        return found.loss
+
+    def joined() -> Sum:
+        parts = [of_rows() for of_rows in rows]
+        return Sum(paddle.add_n([part.value for part in parts]), paddle.add_n([part.count for part in parts]))
+
+    return LossOutput(logits.loss(labels, loss_mask, loss_of_piece), rows=joined)
 
 
-def _weighted_sum(
-    per_token: paddle.Tensor, loss_mask: paddle.Tensor, tell_rows: TellRows | None
-) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """(loss sum, token count) of ``per_token [s, b]``."""
+def _weighted_sum(per_token: paddle.Tensor, loss_mask: paddle.Tensor) -> LossOutput:
+    """Of ``per_token [s, b]``."""
     weights = loss_mask.astype("float32").transpose([1, 0])
     weighted = per_token * weights.astype(per_token.dtype)
-    if tell_rows is not None:
-        tell_rows(weighted.detach().sum(axis=0))
-    return weighted.sum(), weights.sum().detach()
+    kept = weighted.detach()
+    return LossOutput(weighted.sum(), rows=lambda: Sum(kept.sum(axis=0), weights.sum(axis=0)))
 
 
 def _row_sums(softmax: paddle.Tensor) -> paddle.Tensor:

@@ -6,14 +6,16 @@ attention sub-block (projections included), ``core_attn`` forgets scores, softma
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar, copy_context
+from itertools import count
 from typing import Any
 
 import paddle
 
 
 def recompute(function: Callable[..., Any], *args: Any) -> Any:
-    """Run now, forget, and run again in the backward pass with the same random numbers.
+    """Run now, forget, and run again in the backward pass with the same random numbers and context variables.
 
     Args:
         function: pure but for its parameters and random numbers; any callable that takes ``args``.
@@ -21,9 +23,27 @@ def recompute(function: Callable[..., Any], *args: Any) -> Any:
     """
     from paddle.distributed.fleet.utils import recompute as fleet_recompute
 
+    context, runs = copy_context(), count()
+
     # fleet reads the signature of what it is given, and refuses keyword-only parameters, which every partial
     # with a keyword has.
-    return fleet_recompute(lambda *given: function(*given), *args)
+    def run(*given: Any) -> Any:
+        return context.run(_again, function, given) if next(runs) else function(*given)
+
+    return fleet_recompute(run, *args)
+
+
+def is_recomputing() -> bool:
+    """Whether what runs has run before, in the forward pass."""
+    return _RECOMPUTING.get()
+
+
+def _again(function: Callable[..., Any], given: Sequence[Any]) -> Any:
+    _RECOMPUTING.set(True)  # in the copied context alone
+    return function(*given)
+
+
+_RECOMPUTING: ContextVar[bool] = ContextVar("recomputing", default=False)
 
 
 def may_recompute(layer: paddle.nn.Layer) -> bool:

@@ -17,6 +17,7 @@ from paddle import nn
 
 from ppfleetx.nn.fused import FusedOps
 from ppfleetx.nn.init import Init, draw
+from ppfleetx.nn.loss_output import LossOutput
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.compress import Form, QuantizationConfig
@@ -101,15 +102,15 @@ class LayerFactory(Protocol):
     for a degree: they ask :meth:`local_count` how many of a number of equal parts live here.
 
     Attributes:
-        tell_rows: is told the loss of each row that :meth:`token_loss` computes; None: nobody is.
         group: ranks that share the columns of logits; None: this rank has all of them.
         fused: the fused operators that its layers take.
         matmul: multiplies by the weights of its layers.
+        trunk_same_on: axes whose ranks hold the same part of the trunk, of those that share a micro batch.
     """
 
     fused: FusedOps
     matmul: Matmul
-    tell_rows: Callable[[paddle.Tensor], None] | None
+    trunk_same_on: tuple[str, ...]
     group: Any
 
     def local_count(self, count: int, what: str) -> int:
@@ -177,7 +178,7 @@ class LayerFactory(Protocol):
 
     def token_loss(
         self, logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int
-    ) -> tuple[paddle.Tensor, paddle.Tensor]:
+    ) -> LossOutput:
         """:func:`ppfleetx.nn.loss.token_loss` of logits as the head leaves them: of this rank's positions,
         with sliced columns. The sum is the same on all ranks that share the columns."""
 

@@ -9,6 +9,7 @@ import paddle
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fused_products import without_place
+from ppfleetx.config.registries import ARCHITECTURES
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.device import groups_messages
@@ -103,11 +104,8 @@ def _pipeline_runner(
     from ppfleetx.parallel.pipeline import PipelineLoss, PipelineRunner, StagePipeline, tied_group
     from ppfleetx.parallel.two_stages import interleave_two_stages
 
-    options, stages, loss = (
-        _step_options(cfg, factory),
-        _stages(module, factory, cfg),
-        PipelineLoss(module, factory),
-    )
+    options, stages = _step_options(cfg, factory), _stages(module, factory, cfg)
+    loss = PipelineLoss(module, factory)
     model = StagePipeline(stages, ctx.plan, loss)
     tied = tied_group(stages, ctx)
     if cfg.Distributed.overlap_p2p_comm:
@@ -140,7 +138,8 @@ def _step_options(cfg: RunConfig, factory: LayerFactory) -> StepOptions:
     clip = cfg.Optimizer.grad_clip
     precision = Precision(cfg.Engine.mix_precision)
     precision.keeps_casts = factory.matmul.kept
-    return StepOptions(cfg.Global.seed, clip.clip_norm if clip else 0.0, precision)
+    metrics = ARCHITECTURES.traits(cfg.Model.name).metrics
+    return StepOptions(cfg.Global.seed, clip.clip_norm if clip else 0.0, precision, metrics)
 
 
 def _optimizer_and_sync(

@@ -11,9 +11,9 @@ import paddle
 from ppfleetx.data.loader import MicroBatch
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.transfer import read
+from ppfleetx.nn.loss_output import as_loss_output
 from ppfleetx.parallel.grad_sync import GradientSync
-from ppfleetx.parallel.sources import SourceLosses
-from ppfleetx.parallel.step import StepOptions, StepRunner, sum_of, to_tensors
+from ppfleetx.parallel.step import StepOptions, StepRunner, to_tensors
 
 if TYPE_CHECKING:
     from ppfleetx.models.module import BasicModule
@@ -46,26 +46,22 @@ class LocalRunner(StepRunner):
     ) -> None:
         sync = sync or GradientSync(model.parameters(), ctx)
         stages = list(enumerate(model.stages))
-        sources = SourceLosses(factory)
-        super().__init__(model, stages, optimizer, ctx, sync, options or StepOptions(), sources)
-        self._module, self._factory = module, factory
+        super().__init__(model, stages, optimizer, ctx, sync, options or StepOptions(), module, factory)
 
-    def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> paddle.Tensor:
-        losses = []
+    def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> None:
         for batch in micro_batches:
-            micro_loss = self._loss_sum(batch)
-            (micro_loss / num_valid).backward()
-            losses.append(micro_loss.detach())
-        return sum_of(losses)
+            (self._micro_loss(batch) / num_valid).backward()
 
-    def _forward(self, micro_batches: Sequence[MicroBatch]) -> paddle.Tensor:
-        return sum_of([self._loss_sum(batch) for batch in micro_batches])
+    def _forward(self, micro_batches: Sequence[MicroBatch]) -> None:
+        for batch in micro_batches:
+            self._micro_loss(batch)
 
-    def _loss_sum(self, micro_batch: MicroBatch) -> paddle.Tensor:
+    def _micro_loss(self, micro_batch: MicroBatch) -> paddle.Tensor:
         batch = to_tensors(micro_batch)
         outputs = self._module.forward(self._model, batch)
-        with self._sources.listening(batch):
-            return self._module.loss(outputs, batch, self._factory)[0]
+        found = as_loss_output(self._module.loss(outputs, batch, self._factory), self._module)
+        self._sums.add(found)
+        return found.loss
 
     @paddle.no_grad()
     def compute(

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import paddle
 from paddle import distributed
 from paddle.distributed import fleet
@@ -19,10 +18,11 @@ from paddle.distributed.fleet.meta_parallel.pp_utils.p2p_communication import Se
 
 from ppfleetx.data.loader import MicroBatch
 from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.nn.loss_output import as_loss_output
 from ppfleetx.nn.stage import Stage, build_stage
 from ppfleetx.parallel.grad_sync import GradientSync
-from ppfleetx.parallel.sources import SourceLosses
-from ppfleetx.parallel.step import StepOptions, StepRunner, sum_of, to_tensors
+from ppfleetx.parallel.step import StepOptions, StepRunner, to_tensors
+from ppfleetx.parallel.step_sums import StepSums
 
 if TYPE_CHECKING:
     from ppfleetx.config.plan import ParallelPlan
@@ -137,26 +137,24 @@ class PipelineRunner(StepRunner):
         options: StepOptions,
     ) -> None:
         stages = pipeline._layers.held_stages()
-        super().__init__(pipeline._layers, stages, optimizer, ctx, sync, options, loss.sources)
+        super().__init__(pipeline._layers, stages, optimizer, ctx, sync, options, loss.module, loss.factory)
         self._pipeline, self._loss = pipeline, loss
         self._metas: dict[Any, SendRecvMeta] = {}
         # Its own sum of the losses for all stages, which nobody asks for: two messages and a blocking copy.
         pipeline._broadcast_final_loss = lambda *_, **__: None
 
-    def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> paddle.Tensor:
+    def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> None:
         # Paddle divides each micro batch's loss by their number.
-        self._loss.begin(scale=len(micro_batches) / num_valid)
+        self._loss.begin(self._sums, len(micro_batches), scale=len(micro_batches) / num_valid)
         self._prepare(micro_batches)
         self._pipeline.set_virtual_pipeline_rank(0)
         self._pipeline.forward_backward_pipeline(_feed(micro_batches), None)
-        return self._loss.total()
 
-    def _forward(self, micro_batches: Sequence[MicroBatch]) -> paddle.Tensor:
-        self._loss.begin(scale=1.0)
+    def _forward(self, micro_batches: Sequence[MicroBatch]) -> None:
+        self._loss.begin(self._sums, len(micro_batches), scale=1.0)
         filled = self._filled(micro_batches)
         self._prepare(filled)
         self._pipeline.eval_batch(_feed(filled), compute_loss=True)
-        return self._loss.total()
 
     def _prepare(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Set what may differ from the last call: number of micro batches, their shapes, training or not.
@@ -170,42 +168,38 @@ class PipelineRunner(StepRunner):
         self._pipeline._p2p_helper._send_recv_meta = self._metas.setdefault(kind, SendRecvMeta())
 
     def _filled(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """With virtual stages the schedule wants a multiple of the stages: add copies that do not count."""
+        """With virtual stages the schedule wants a multiple of the stages: add copies, which do not count."""
         filled, plan = list(micro_batches), self._ctx.plan
         while plan.virtual_pp_degree > 1 and len(filled) % plan.pp:
-            filled.append({**filled[-1], "loss_mask": np.zeros_like(filled[-1]["loss_mask"])})
+            filled.append(filled[-1])
         return filled
 
 
 class PipelineLoss:
-    """The loss at the end of the pipeline, remembering the sum of what it computed.
+    """The loss at the end of the pipeline.
 
     Args:
         module: the task.
         factory: made the layers; knows how the logits are sliced.
-
-    Attributes:
-        sources: hears the losses of rows.
     """
 
     def __init__(self, module: BasicModule, factory: LayerFactory) -> None:
-        self._module, self._factory, self.sources = module, factory, SourceLosses(factory)
-        self._scale, self._sums = 1.0, []
+        self.module, self.factory = module, factory
+        self._sums: StepSums | None = None
+        self._scale, self._left = 1.0, 0
 
-    def begin(self, scale: float) -> None:
-        """Forget; from now on give the loss sum of a micro batch times ``scale``."""
-        self._scale, self._sums = scale, []
-
-    def total(self) -> paddle.Tensor:
-        """Sum over the micro batches since :meth:`begin`; 0 where the pipeline does not end."""
-        return sum_of(self._sums)
+    def begin(self, sums: StepSums, count: int, scale: float) -> None:
+        """From now on give the loss sum of a micro batch times ``scale``, and add what the next ``count``
+        micro batches give to ``sums``."""
+        self._sums, self._scale, self._left = sums, scale, count
 
     def __call__(self, logits: paddle.Tensor, batch: dict[str, paddle.Tensor]) -> paddle.Tensor:
-        with self.sources.listening(batch):
-            loss, _ = self._module.loss(logits, batch, self._factory)
-        self._sums.append(loss.detach())
+        found = as_loss_output(self.module.loss(logits, batch, self.factory), self.module)
+        if self._left > 0:
+            self._sums.add(found)
+        self._left -= 1
         # Paddle sends 16 or 32 bits of it to the other stages; an evaluation's is float64.
-        return loss.astype("float32") * self._scale
+        return found.loss.astype("float32") * self._scale
 
 
 def _feed(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[tuple[paddle.Tensor, ...], dict]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from ppfleetx.data.loader import MicroBatch
+from ppfleetx.models.evaluator import EvalOutput, Metric
 
 if TYPE_CHECKING:
     from ppfleetx.distributed.checks import NonFinitePlace
@@ -26,7 +27,8 @@ class StepOutput:
         loss_scale: what the loss was multiplied by (float16); None without loss scaling.
         skipped: the gradients overflowed, or the step was refused; neither parameters nor optimizer states
             changed.
-        sources: {source: (loss sum, valid tokens)}; None where sources are not told apart.
+        metrics: the task's, by name, of the first pass where the step was repeated; without those of which
+            nothing counted.
     """
 
     loss: float
@@ -34,12 +36,7 @@ class StepOutput:
     grad_norm: float
     loss_scale: float | None = None
     skipped: bool = False
-    sources: Mapping[int, tuple[float, float]] | None = None
-
-
-def valid_tokens(micro_batches: Sequence[MicroBatch]) -> float:
-    """How many tokens of these micro batches count in the loss: the sum of their masks."""
-    return sum(float(batch["loss_mask"].sum(dtype=np.float64)) for batch in micro_batches)
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
 
 
 class NonFiniteError(RuntimeError):
@@ -64,13 +61,15 @@ class Runner(Protocol):
             gives both anew; gives the two that count, and whether the step is taken, the same on all ranks.
             None: each is taken. With a judge, numbers that are not finite are for it to refuse, unless the
             loss is scaled.
-        num_sources: sources whose losses a step tells apart, by the ``source_ids`` of its batch; 0: none.
     """
 
     checks: str
     before_update: Callable[[], None]
     judge: Judge | None
-    num_sources: int
+
+    def count(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """How much counts in the loss of these micro batches of this rank (``BasicModule.count``)."""
+        ...
 
     def train_step(
         self,
@@ -107,8 +106,8 @@ class Runner(Protocol):
         """
         ...
 
-    def eval_step(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, float]:
-        """(sum of the loss over valid tokens, their number), over the whole job."""
+    def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalOutput:
+        """Loss and metrics of a batch, over the whole job."""
         ...
 
     def compute(

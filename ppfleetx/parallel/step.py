@@ -18,14 +18,18 @@ from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.random import DropoutStreams
 from ppfleetx.distributed.together import gather
 from ppfleetx.distributed.transfer import note_micro_batch, read, upload_all
+from ppfleetx.models.evaluator import EvalOutput, Metric
+from ppfleetx.nn.aux_loss import StepScope
 from ppfleetx.nn.chunked_loss import PieceHead
 from ppfleetx.parallel.activation_scales import ActivationScales
 from ppfleetx.parallel.grad_sync import GradientSync
 from ppfleetx.parallel.precision import Precision
-from ppfleetx.parallel.runner import Judge, NonFiniteError, StepOutput, valid_tokens
-from ppfleetx.parallel.sources import LOSS_AXES, SourceLosses
+from ppfleetx.parallel.runner import Judge, NonFiniteError, StepOutput
+from ppfleetx.parallel.step_sums import StepSums
 
 if TYPE_CHECKING:
+    from ppfleetx.models.module import BasicModule
+    from ppfleetx.nn.stage import LayerFactory
     from ppfleetx.optims.adamw import Optimizer
 
 
@@ -37,11 +41,13 @@ class StepOptions:
         seed: ``Global.seed``, for the dropout streams.
         clip_norm: global gradient norm to clip to; 0 measures it only.
         precision: what is computed in which type.
+        metrics: names of metrics that the model's layers give, beside those of the task.
     """
 
     seed: int = 0
     clip_norm: float = 0.0
     precision: Precision = field(default_factory=Precision)
+    metrics: tuple[str, ...] = ()
 
 
 class StepRunner(ABC):
@@ -54,14 +60,14 @@ class StepRunner(ABC):
         ctx: this process's place.
         sync: sums and clips gradients.
         options: seed, clipping and precision.
-        sources: hears the losses of rows.
+        module: the task.
+        factory: made the layers.
 
     Attributes:
         checks: ``Engine.checks``. Unless ``off``, a loss or gradient norm that is not finite is an error;
             ``full`` looks at every output and gradient.
         before_update: called in each step before parameters and optimizer states change.
         judge: see :class:`Runner`.
-        num_sources: sources whose losses are told apart; 0: they are not.
     """
 
     def __init__(
@@ -72,9 +78,13 @@ class StepRunner(ABC):
         ctx: ParallelContext,
         sync: GradientSync,
         options: StepOptions,
-        sources: SourceLosses,
+        module: BasicModule,
+        factory: LayerFactory,
     ) -> None:
-        self._sources = sources
+        self._module, self._factory = module, factory
+        self._sums = StepSums((*module.metrics, *options.metrics), ctx)
+        self._scope = StepScope(factory, ctx, self._sums.add_metric)
+        self._scope.watch(layer for _, layer in stages)
         self._precision = options.precision
         self._model, self._optimizer, self._ctx, self._sync = model, optimizer, ctx, sync
         self._clip_norm, self._streams = options.clip_norm, DropoutStreams(options.seed, ctx)
@@ -98,13 +108,9 @@ class StepRunner(ABC):
         """See :meth:`Runner.finish_update`."""
         self._sync.finish_values()
 
-    @property
-    def num_sources(self) -> int:
-        return self._sources.count
-
-    @num_sources.setter
-    def num_sources(self, count: int) -> None:
-        self._sources.count = count
+    def count(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """See :meth:`Runner.count`."""
+        return sum(self._module.count(batch) for batch in micro_batches)
 
     def train_step(
         self,
@@ -122,12 +128,10 @@ class StepRunner(ABC):
         # The divisor is known before the first backward, so every token weighs the same in any plan.
         num_valid = self._count_valid(micro_batches) if num_valid is None else num_valid
         num_valid = max(num_valid, 1.0)
-        self._sources.begin()
-        loss, grad_norm, overflow = self._gradients(micro_batches, num_valid)
-        sources, scale = self._sources.totals(self._ctx, micro_batches), self._precision.loss_scale
-        told: dict[str, Any] = {} if sources is None else {"sources": sources}
+        loss, grad_norm, overflow, metrics = self._gradients(micro_batches, num_valid)
+        told: dict[str, Any] = {"metrics": metrics}
         if self._precision.scaler is not None:
-            told["loss_scale"] = scale
+            told["loss_scale"] = self._precision.loss_scale
         accepted = self._accepts(loss, grad_norm, overflow, micro_batches)
         if accepted and self.judge is not None:
             loss, grad_norm, accepted = self.judge(
@@ -142,25 +146,29 @@ class StepRunner(ABC):
         self._optimizer.clear_grad()
         return StepOutput(loss, num_valid, grad_norm, **told)
 
-    def _gradients(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> tuple[float, float, bool]:
+    def _gradients(
+        self, micro_batches: Sequence[MicroBatch], num_valid: float
+    ) -> tuple[float, float, bool, Mapping[str, Metric]]:
         """The step's gradients, summed over the ranks and clipped; the loss, and their norm before that; with
-        loss scaling, whether either is not finite on any rank.
+        loss scaling, whether either is not finite on any rank; the metrics.
 
         All are read together, after all of a step's passes and sums have been queued: here alone does the
         host wait for the device. They are needed before the update, which a number that is not finite, or a
         spike, prevents.
         """
         with self._search if self.checks == "full" else nullcontext():
-            loss_sum = self._passes(micro_batches, num_valid)
-        loss_sum = self._ctx.sum_tensor_over(LOSS_AXES, loss_sum)
+            self._passes(micro_batches, num_valid)
+        sums = self._sums.over_job()
         self._sync.reduce()
         self._precision.unscale(self._sync.parameters, self._sync.ops)
-        numbers = [loss_sum, self._sync.norm()]
+        numbers = [sums[0], self._sync.norm()]
         if self._precision.scaler is not None:
             numbers.append(self._overflows(numbers))
-        loss, grad_norm, *overflow = read(paddle.stack(numbers)).tolist()
+        told = read(paddle.stack([*sums.unbind(), *numbers[1:]])).tolist()
+        found, (grad_norm, *overflow) = told[: len(sums)], told[len(sums) :]
         self._sync.clip(grad_norm, self._clip_norm)
-        return loss / num_valid, grad_norm, any(overflow)
+        loss, metrics = self._sums.read(found)
+        return loss / num_valid, grad_norm, any(overflow), metrics
 
     def _overflows(self, numbers: Sequence[paddle.Tensor]) -> paddle.Tensor:
         """On how many ranks one of the numbers is not finite. All must know: a step that was skipped on some
@@ -189,13 +197,20 @@ class StepRunner(ABC):
         self._optimizer.clear_grad()
         return self._search.place
 
-    def eval_step(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, float]:
+    def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalOutput:
         self.model.eval()
         self._scales.begin()
-        with paddle.no_grad(), self._precision.autocast(), self._loss_follows():
-            loss_sum = self._forward(micro_batches)
-        counted = self._count_valid(micro_batches)
-        return float(read(self._ctx.sum_tensor_over(LOSS_AXES, loss_sum))), counted
+        self._sums.begin()
+        with (
+            self._scope.step(micro_batches),
+            paddle.no_grad(),
+            self._precision.autocast(),
+            self._loss_follows(),
+        ):
+            self._forward(micro_batches)
+        count = self._count_valid(micro_batches)
+        loss, metrics = self._sums.read(read(self._sums.over_job()).tolist())
+        return EvalOutput(loss, count, metrics)
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
         for parameter in self.model.parameters():
@@ -219,11 +234,18 @@ class StepRunner(ABC):
         if self._precision.scaler is not None and state is not None:
             self._precision.scaler.load_state(state)
 
-    def _passes(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> paddle.Tensor:
-        """Forward and backward in the types of the precision, of the loss times its scale; the loss sum."""
+    def _passes(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> None:
+        """Forward and backward in the types of the precision, of the loss times its scale."""
         self._sync.begin(len(micro_batches))
-        with self._precision.autocast(), self._loss_follows():
-            return self._forward_backward(micro_batches, num_valid / self._precision.loss_scale)
+        self._sums.begin()
+        scale = self._precision.loss_scale
+        divisors = self._scope.divisors(micro_batches) if self._sums.names else None
+        with (
+            self._scope.step(micro_batches, divisors, scale),
+            self._precision.autocast(),
+            self._loss_follows(),
+        ):
+            self._forward_backward(micro_batches, num_valid / scale)
 
     def _loss_follows(self) -> AbstractContextManager[None]:
         """Within, the head may leave the logits to the loss (``Model.loss_chunks``)."""
@@ -248,16 +270,16 @@ class StepRunner(ABC):
         return not overflow
 
     @abstractmethod
-    def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> paddle.Tensor:
-        """Add the gradient of (loss sum / ``num_valid``) to all parameters here; give the loss sum, a
-        float64 tensor that has not been waited for."""
+    def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> None:
+        """Add the gradient of (loss sum / ``num_valid``) to all parameters here, and what the loss gives to
+        the sums; nothing has been waited for."""
 
     @abstractmethod
-    def _forward(self, micro_batches: Sequence[MicroBatch]) -> paddle.Tensor:
-        """Loss sum of the tokens whose loss this rank computes, as of :meth:`_forward_backward`."""
+    def _forward(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Add what the loss gives to the sums."""
 
     def _count_valid(self, micro_batches: Sequence[MicroBatch]) -> float:
-        return self._ctx.sum_over_data(valid_tokens(micro_batches))
+        return self._ctx.sum_over_data(self.count(micro_batches))
 
     def _refuse_non_finite(
         self, loss: float, grad_norm: float, micro_batches: Sequence[MicroBatch], where: str = ""
@@ -271,10 +293,3 @@ class StepRunner(ABC):
 def to_tensors(batch: MicroBatch) -> dict[str, paddle.Tensor]:
     """Arrays of a micro batch as tensors on the current device; ``sample_ids`` stay on the host."""
     return upload_all({name: array for name, array in batch.items() if name != "sample_ids"})
-
-
-def sum_of(losses: Sequence[paddle.Tensor]) -> paddle.Tensor:
-    """Sum of scalars in float64, on the device; nobody waits for it."""
-    if not losses:
-        return paddle.zeros([], "float64")
-    return paddle.stack([loss.astype("float64") for loss in losses]).sum()

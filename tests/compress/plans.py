@@ -33,7 +33,7 @@ def use(config: str, plan: Sequence[str], world: int, generate: bool) -> dict[st
         start = find_weights(cfg, ctx)
         runner = build_runner(cfg, ctx, train=False)
         start.restore_weights(runner, cfg.Model)
-        total, count = runner.eval_step([batch])
+        total, count, _ = runner.eval_step([batch])
         ids = []
         if generate:
             generator = load_generator(cfg, ctx)

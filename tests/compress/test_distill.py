@@ -50,7 +50,14 @@ def teacher(comparison, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "plan",
-    [Plan(dp=2), Plan(mp=2, sequence_parallel=True), Plan(mp=2, sep=2), Plan(sharding=2, sharding_stage=3)],
+    [
+        Plan(dp=2),
+        Plan(mp=2, sequence_parallel=True),
+        Plan(mp=2, sep=2),
+        Plan(sharding=2, sharding_stage=3),
+        Plan(pp=2, virtual_pp_degree=2),
+        Plan(pp=2, pp_schedule="zb_h1"),
+    ],
     ids=str,
 )
 def test_every_plan_learns_from_the_teacher_as_one_card(comparison, teacher, plan):
@@ -66,7 +73,6 @@ def test_every_plan_learns_from_the_teacher_as_one_card(comparison, teacher, pla
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ("Distributed.pp_degree=2", "not divided into pipeline stages; use dp, sharding, mp or sep"),
         ("Model.loss_chunks=2", "set loss_chunks to 1"),
         ("Compress.Distill.soft_weight=0", "of 0 learns nothing of the teacher"),
     ],

@@ -157,8 +157,12 @@ def test_evaluation_is_announced_only_with_data_for_it(small):
         (["Model.module=GPTEvalModule"], "Model.module"),
         (["Model.module=GPTGenerationModule"], "Model.module"),
         (
-            ["Engine.mix_precision.enable=True", "Engine.mix_precision.dtype=bfloat16"]
-            + ["Compress.Quantization.enable=True", "Compress.Quantization.weight_preprocess_type=PACT"],
+            [
+                "Engine.mix_precision.enable=True",
+                "Engine.mix_precision.dtype=bfloat16",
+                "Compress.Quantization.enable=True",
+                "Compress.Quantization.weight_preprocess_type=PACT",
+            ],
             "Compress.Quantization",
         ),
     ],

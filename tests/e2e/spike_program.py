@@ -25,13 +25,13 @@ def train_with_spikes(
     gradients, repeat, wanted = StepRunner._gradients, StepRunner._repeat, set(bad)
     state = {"repeats": False}
 
-    def spoilt(runner: StepRunner, micro_batches: Any, num_valid: float) -> tuple[float, float, bool]:
-        loss, norm, overflow = gradients(runner, micro_batches, num_valid)
+    def spoilt(runner: StepRunner, micro_batches: Any, num_valid: float) -> tuple[Any, ...]:
+        loss, norm, *rest = gradients(runner, micro_batches, num_valid)
         here = {int(i) for batch in micro_batches for i in batch["sample_ids"]} & wanted
         if not here or (once and state["repeats"]):
-            return loss, norm, overflow
+            return loss, norm, *rest
         by = float("nan") if factor is None else factor
-        return loss * by, norm * by, overflow
+        return loss * by, norm * by, *rest
 
     def repeated(runner: StepRunner, *arguments: Any) -> tuple[float, float]:
         state["repeats"] = True

@@ -17,6 +17,7 @@ from ppfleetx.core.engine.run import EvalRecord
 from ppfleetx.core.engine.saving import Saver
 from ppfleetx.core.engine.state import TrainState
 from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.models.evaluator import EvalOutput
 from tests.e2e.conftest import NANO
 
 
@@ -60,8 +61,8 @@ class Recorder:
     def __init__(self) -> None:
         self.steps: list[int] = []
 
-    def eval_step(self, micro_batches: object) -> tuple[float, float]:
-        return 2.0, 1.0
+    def eval_step(self, micro_batches: object) -> EvalOutput:
+        return EvalOutput(2.0, 1.0, {})
 
     def on_eval_end(self, engine: Engine, record: EvalRecord) -> None:
         self.steps.append(record.step)

@@ -110,9 +110,9 @@ def kernels_of_training(
 
     log = KernelLog()
     change = with_sources if sources else _unchanged
-    run = _training(plan, world_size, model, micro_batch_size, extra, documents, change)
+    names = ("a", "b") if sources else ()
+    run = _training(plan, world_size, model, micro_batch_size, extra, documents, change, sources=names)
     with run as (named, step), log.recording():
-        step.runner.num_sources = 2 if sources else 0
         step(0)
         step(1)
         step.runner.eval_step(step.batch(2))
@@ -187,7 +187,10 @@ class _Step:
 
         self.module, self.runner = module, parallelize(module, cfg, ctx, train=trains)
         self._cfg, self._ctx, self._documents, self._change = cfg, ctx, documents, change
-        self._watch, self._stop = Watch(cfg, ctx, 1e9), SimpleNamespace(signal_name=None, agree=bool)
+        self._watch, self._stop = (
+            Watch(cfg, ctx, 1e9, self.runner.count),
+            SimpleNamespace(signal_name=None, agree=bool),
+        )
 
     def batch(self, number: int) -> list[dict[str, Any]]:
         return [self._change(batch) for batch in micro_batches(number, self._cfg, self._ctx, self._documents)]
@@ -209,6 +212,7 @@ def _training(
     documents: bool = False,
     change: Change = _unchanged,
     trains: bool = True,
+    sources: tuple[str, ...] = (),
 ) -> Iterator[tuple[Named, _Step]]:
     """A run that takes the branches of a GPU."""
     import paddle
@@ -231,7 +235,7 @@ def _training(
         stack.enter_context(paddle.utils.unique_name.guard())
         ctx = init_distributed(cfg)
         stack.enter_context(gpu_branches(named, low=low))
-        yield named, _Step(cfg, ctx, build_module(cfg), documents, change, trains=trains)
+        yield named, _Step(cfg, ctx, build_module(cfg, sources), documents, change, trains=trains)
 
 
 def _found(log: KernelLog, named: Named) -> list[list[str]]:

@@ -50,9 +50,10 @@ def of_a_run(plan: dict[str, Any], world_size: int, extra: dict[str, Any]) -> tu
     refused: set[str] = set()
     kernels = emulated() if extra.get("Engine.mix_precision.enable") else contextlib.nullcontext()
     with paddle.utils.unique_name.guard(), kernels, _reductions(found, refused):
-        cfg, ctx, runner = build(plan, world_size, "gpt", "adamw", 4, {"Model.num_layers": 2, **extra})
+        cfg, ctx, runner = build(
+            plan, world_size, "gpt", "adamw", 4, {"Model.num_layers": 2, **extra}, ["a", "b"]
+        )
         pruning = None if cfg.Compress.pruning is None else PruningInTraining(cfg, ctx, runner)
-        runner.num_sources = 2
         for step in range(2):
             if pruning is not None:
                 pruning.before_step(step)
@@ -60,7 +61,6 @@ def of_a_run(plan: dict[str, Any], world_size: int, extra: dict[str, Any]) -> tu
             for batch in batches:
                 batch["source_ids"] = np.arange(len(batch["tokens"])) % 2
             runner.train_step(batches, step=step + 1, lr=1e-3, weight_decay=0.1)
-        runner.num_sources = 0
         take_step(runner, 2, cfg, ctx)
         runner.eval_step(micro_batches(3, cfg, ctx))
     return sorted(found), sorted(refused)

@@ -105,11 +105,14 @@ def _train(
         cfg, ctx, runner = build(plan, world_size, model, "sgd", micro_batch_size, extra)
         most = _watch(runner._pipeline) if plan.get("pp_schedule") == "zb_h1" else []
         outputs = [take_step(runner, step, cfg, ctx) for step in range(STEPS)]
-        loss, tokens = runner.eval_step(micro_batches(STEPS, cfg, ctx))
+        evaluated = runner.eval_step(micro_batches(STEPS, cfg, ctx))
         weights = hashlib.sha256()
         for _, parameter in sorted(runner.named_parameters(), key=lambda one: one[0]):
             weights.update(parameter.astype("float32").numpy().tobytes())
-    numbers = [loss / tokens, *(number for o in outputs for number in (o.loss, o.grad_norm))]
+    numbers = [
+        evaluated.loss / evaluated.count,
+        *(number for o in outputs for number in (o.loss, o.grad_norm)),
+    ]
     return [numbers, weights.hexdigest()], most
 
 

@@ -63,10 +63,10 @@ def train(
                 undo()
             digests.append(state_digest(runner))
             check_copies(ctx, _held(runner))
-        loss_sum, num_valid = runner.eval_step(micro_batches(steps, cfg, ctx))
+        evaluated = runner.eval_step(micro_batches(steps, cfg, ctx))
         misrounded = _misrounded(runner)
     return {
-        "loss": [*(output.loss for output in outputs), loss_sum / num_valid],
+        "loss": [*(output.loss for output in outputs), evaluated.loss / evaluated.count],
         "grad_norm": [output.grad_norm for output in outputs if not output.skipped],
         "scale": [output.loss_scale for output in outputs],
         "skipped": [output.skipped for output in outputs],

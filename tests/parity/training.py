@@ -8,7 +8,7 @@ gather anything.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -191,6 +191,7 @@ def build(
     optimizer: str,
     micro_batch_size: int,
     extra: dict[str, Any],
+    sources: Sequence[str] = (),
 ) -> tuple[Any, Any, Any]:
     """Configuration, context and runner, as the program makes them."""
     from ppfleetx.config.loader import load_config
@@ -205,7 +206,7 @@ def build(
     given = overrides(plan, model, optimizer, micro_batch_size, extra)
     cfg = load_config(CONFIG, given, world_size=world_size)
     ctx = init_distributed(cfg)
-    return cfg, ctx, parallelize(build_module(cfg), cfg, ctx, train=True)
+    return cfg, ctx, parallelize(build_module(cfg, sources), cfg, ctx, train=True)
 
 
 def take_step(runner: Any, step: int, cfg: Any, ctx: Any, documents: bool = False) -> Any:

@@ -405,14 +405,14 @@ def test_each_micro_batch_is_progress(monkeypatch):
     runner = parallelize(build_module(cfg), cfg, ParallelContext.single(), train=True)
     ids = np.arange(9).reshape(1, 9)
     batch = {"tokens": ids[:, :-1], "labels": ids[:, 1:], "loss_mask": np.ones([1, 8], np.float32)}
-    seen, loss = [], type(runner)._loss_sum
+    seen, loss = [], type(runner)._micro_loss
 
     def spy(runner, micro_batch):
         before, result = PROGRESS.since, loss(runner, micro_batch)
         seen.append(PROGRESS.since > before)
         return result
 
-    monkeypatch.setattr(type(runner), "_loss_sum", spy)
+    monkeypatch.setattr(type(runner), "_micro_loss", spy)
     runner.train_step([batch] * 3, step=1, lr=0.0, weight_decay=0.0)
     runner.eval_step([batch] * 2)
     assert seen == [True] * 5

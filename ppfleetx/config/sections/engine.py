@@ -238,8 +238,8 @@ class EngineConfig(Section):
     logging_freq: PositiveInt = 1
     """Optimizer steps between log lines."""
     log_source_loss: Bool = False
-    """Of a blend, tell apart the loss of each corpus in log and metrics. It costs one sum over the ranks in
-    each step, and changes nothing of what is trained."""
+    """Of a blend, tell apart the loss of each corpus in log and metrics. It changes nothing of what is
+    trained."""
     eval_freq: IntervalOrZero = 500
     """Optimizer steps (epochs in run mode `epoch`) between evaluations; 0: none."""
     eval_iters: PositiveInt = 10

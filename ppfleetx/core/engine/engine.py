@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,20 +12,19 @@ from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import UserError
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.callbacks.build import CallbackList
-from ppfleetx.core.engine.measure import Measure, TokenLoss
 from ppfleetx.core.engine.pace import Pace
-from ppfleetx.core.engine.run import EvalRecord, SourceLoss, StepRecord
+from ppfleetx.core.engine.run import EvalRecord, StepRecord
 from ppfleetx.core.engine.saving import Saver
 from ppfleetx.core.engine.signals import StopRequest
 from ppfleetx.core.engine.spikes import Spike, SpikeGuard
 from ppfleetx.core.engine.state import TrainState
 from ppfleetx.core.engine.watch import Watch
 from ppfleetx.data.loader import MicroBatch
-from ppfleetx.data.tasks.glue_metrics import main_metric
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import settle
+from ppfleetx.models.evaluator import Evaluator, TokenLoss
 from ppfleetx.optims.schedules import Schedule
-from ppfleetx.parallel.runner import NonFiniteError, Runner, StepOutput
+from ppfleetx.parallel.runner import NonFiniteError, Runner
 from ppfleetx.utils.hangs.progress import EVALUATING, PROGRESS, READING, RESTING, SAVING, STEPPING
 from ppfleetx.utils.hangs.record import RECORD
 from ppfleetx.utils.log import get_logger
@@ -59,11 +58,10 @@ class Engine:
         callbacks: told in this order; None: nobody is.
         samples_per_epoch: samples in one pass over the training split.
         pace: length of the run, and when it evaluates and saves.
-        new_measure: makes what an evaluation computes.
+        new_evaluator: makes what an evaluation computes.
         go_back: called with the engine and a number of samples; loads the last checkpoint of this run, sets
             ``state`` to it but for the samples consumed, and gives the batches that follow these; None when
             there is no checkpoint.
-        sources: names of what the training data is made of, where its losses are told apart.
         pruning: what is taken out of the model while it trains; None: nothing is.
     """
 
@@ -78,22 +76,21 @@ class Engine:
         callbacks: CallbackList | None = None,
         samples_per_epoch: float = math.inf,
         pace: Pace = NO_TRAINING,
-        new_measure: Callable[[], Measure] = TokenLoss,
-        sources: Sequence[str] = (),
+        new_evaluator: Callable[[], Evaluator] = TokenLoss,
         go_back: GoBack | None = None,
         pruning: PruningInTraining | None = None,
     ) -> None:
         self.cfg, self.ctx, self.runner = cfg, ctx, runner
         self.schedule = schedule
         self.state = TrainState()
-        self.pace, self._new_measure, self._sources = pace, new_measure, sources
+        self.pace, self._new_evaluator = pace, new_evaluator
         self._saver, self._go_back, self._pruning = saver, go_back, pruning
         options = cfg.Engine.spike
         self._guard = None if options.action == "off" or schedule is None else SpikeGuard(options, ctx)
         self._callbacks = callbacks or CallbackList()
         self._callback_error: UserError | None = None
         self._is_fitting = False
-        self._watch = Watch(cfg, ctx, samples_per_epoch)
+        self._watch = Watch(cfg, ctx, samples_per_epoch, runner.count)
         self._saved_step = -1
 
     @property
@@ -166,14 +163,14 @@ class Engine:
         return records
 
     def _evaluate_one(self, name: str | None, loader: Loader, stop: StopRequest | None) -> EvalRecord | None:
-        started, measure = time.perf_counter(), self._new_measure()
+        started, evaluator = time.perf_counter(), self._new_evaluator()
         PROGRESS.beat(EVALUATING)
         for micro_batches in loader:
             PROGRESS.beat(EVALUATING)
             if self._watch.stops_evaluation(stop):
                 return None
-            measure.add(self.runner, micro_batches)
-        found = measure.result()
+            evaluator.add(self.runner, micro_batches)
+        found = evaluator.result()
         if found is None:
             key = "Data.Eval" if name is None else f"Data.Eval.sets.{name}"
             raise UserError(f"{key}: no token counts in the loss; is the evaluation split empty?")
@@ -202,7 +199,7 @@ class Engine:
         if records is None or judged_by is None or self.state.step == 0:
             return
         record = records[0]
-        value = -record.loss if judged_by == "loss" else main_metric(record.metrics)
+        value = -record.loss if judged_by == "loss" else _mean(record.metrics.values())
         if self.state.best is None or value > self.state.best:
             self.state.best, self.state.best_step = value, self.state.step
             self._save_once()
@@ -306,7 +303,7 @@ class Engine:
             batch_cost=done - started,
             loss_scale=output.loss_scale,
             skipped=output.skipped,
-            sources=self._losses_of_sources(output),
+            metrics=output.metrics,
             pruned=None if self._pruning is None else self._pruning.zero_share,
         )
         PROGRESS.beat(RESTING)
@@ -337,10 +334,6 @@ class Engine:
             raise TrainingStoppedError(f"{spike}{gives_up}")
         get_logger().warning(str(spike))
         return moved
-
-    def _losses_of_sources(self, output: StepOutput) -> dict[str, SourceLoss]:
-        told = output.sources or {}
-        return {self._sources[i]: SourceLoss(loss / tokens, tokens) for i, (loss, tokens) in told.items()}
 
     def _position(self) -> tuple[int, int]:
         """(pass over the split, step within that pass) of the next step."""
@@ -380,6 +373,10 @@ class Engine:
             self._callback_error = self._callback_error or found
         elif found is not None:
             raise found
+
+
+def _mean(values: Collection[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -11,8 +11,12 @@ import numpy as np
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.state import TrainState
 from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.models.evaluator import Metric
 from ppfleetx.optims.schedules import Schedule
 from ppfleetx.parallel.runner import Runner
+
+SOURCE = "source/"
+"""Begins the names of metrics that are the loss of one corpus of a blend."""
 
 
 class Run(Protocol):
@@ -45,19 +49,6 @@ class Run(Protocol):
 
 
 @dataclass(frozen=True)
-class SourceLoss:
-    """What a source of the data had of a step.
-
-    Attributes:
-        loss: token mean.
-        num_valid_tokens: tokens that counted.
-    """
-
-    loss: float
-    num_valid_tokens: float
-
-
-@dataclass(frozen=True)
 class StepRecord:
     """What is known after an optimizer step.
 
@@ -76,8 +67,8 @@ class StepRecord:
         batch_cost: seconds of the whole step, waiting included.
         loss_scale: what the loss was multiplied by (float16); None without loss scaling.
         skipped: the gradients overflowed, and nothing was updated.
-        sources: where the data is a blend and ``Engine.log_source_loss`` is set, each source's part of the
-            step.
+        metrics: the task's and those of the model's layers, by name; ``source/NAME`` is the loss of a corpus
+            of a blend (``Engine.log_source_loss``).
         pruned: share of the layers' matrices that has been taken out; None without ``Compress.Prune``.
     """
 
@@ -95,8 +86,22 @@ class StepRecord:
     batch_cost: float
     loss_scale: float | None = None
     skipped: bool = False
-    sources: Mapping[str, SourceLoss] = field(default_factory=dict)
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
     pruned: float | None = None
+
+    @property
+    def sources(self) -> dict[str, Metric]:
+        """The loss of each corpus, by its name."""
+        return {
+            name.removeprefix(SOURCE): found
+            for name, found in self.metrics.items()
+            if name.startswith(SOURCE)
+        }
+
+    @property
+    def own_metrics(self) -> dict[str, float]:
+        """All metrics but the losses of corpora."""
+        return {name: found.mean for name, found in self.metrics.items() if not name.startswith(SOURCE)}
 
 
 @dataclass(frozen=True)

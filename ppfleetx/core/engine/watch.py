@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from ppfleetx.distributed.checks import (
 )
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import any_rank, gather, gather_numbers, settle
-from ppfleetx.parallel.runner import NonFiniteError, Runner, valid_tokens
+from ppfleetx.parallel.runner import NonFiniteError, Runner
 
 if TYPE_CHECKING:
     from ppfleetx.core.engine.signals import StopRequest
@@ -42,7 +42,14 @@ class Watch:
         num_valid: tokens of the whole job's batch that count, as of the last :meth:`before_step`.
     """
 
-    def __init__(self, cfg: RunConfig, ctx: ParallelContext, samples_per_epoch: float) -> None:
+    def __init__(
+        self,
+        cfg: RunConfig,
+        ctx: ParallelContext,
+        samples_per_epoch: float,
+        count: Callable[[Sequence[MicroBatch]], float],
+    ) -> None:
+        self._count = count
         self._ctx, self._level = ctx, cfg.Engine.checks if ctx.world_size > 1 else "off"
         self.pace_of_ranks = StragglerTable(ctx, cfg.Engine.straggler_freq)
         self.num_valid: float | None = None
@@ -68,7 +75,7 @@ class Watch:
             UserError: on all ranks, when one brings an error or the batches are not what they should be.
         """
         digest = batch_digest(micro_batches or ()) if self._level != "off" else 0
-        valid = np.float64(valid_tokens(micro_batches or ())).view(np.int64)  # its bits
+        valid = np.float64(self._count(micro_batches or ())).view(np.int64)  # its bits
         numbers = [stop.signal_name is not None, error is not None, digest, valid, *self.pace_of_ranks.own]
         told = gather_numbers(self._ctx, numbers)
         if told[:, 1].any():

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import paddle
 import paddle.nn.functional as F
 
 from ppfleetx.config.finetuning import glue_task, num_outputs
 from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.data.loader import MicroBatch
+from ppfleetx.data.tasks.glue_metrics import glue_metrics
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.together import gather
+from ppfleetx.models.evaluator import Measured
 from ppfleetx.models.gpt.stages import gpt_classification_stages
 from ppfleetx.models.module import BasicModule, Tensors
+from ppfleetx.nn.loss_output import LossOutput, Sum
 from ppfleetx.nn.stage import LayerFactory, Stage
+from ppfleetx.parallel.runner import Runner
 
 
 class GPTFinetuneModule(BasicModule):
@@ -33,12 +43,60 @@ class GPTFinetuneModule(BasicModule):
         rows = paddle.arange(batch["lengths"].shape[0])
         return paddle.gather_nd(scores_sbc, paddle.stack([batch["lengths"] - 1, rows], axis=1))
 
-    def loss(
-        self, outputs: paddle.Tensor, batch: Tensors, factory: LayerFactory
-    ) -> tuple[paddle.Tensor, paddle.Tensor]:
+    def loss(self, outputs: paddle.Tensor, batch: Tensors, factory: LayerFactory) -> LossOutput:
         labels, weights = batch["labels"], batch["loss_mask"]
         if self.num_outputs == 1:
             each = (outputs.squeeze(-1) - labels).square()
         else:
             each = F.cross_entropy(outputs, labels.unsqueeze(-1), reduction="none").squeeze(-1)
-        return (each * weights).sum(), weights.sum()
+        weighted = each * weights
+        rows = weighted.detach()
+        return LossOutput(weighted.sum(), rows=lambda: Sum(rows, weights))
+
+    def evaluator(self, ctx: ParallelContext, *, has_labels: bool = True) -> Classification:
+        return Classification(self, ctx, has_labels=has_labels)
+
+
+class Classification:
+    """Outputs for every example, gathered from the data ranks; loss and the task's metrics of all of them.
+
+    Args:
+        module: the task.
+        ctx: this process's place.
+        has_labels: without them there are outputs alone.
+    """
+
+    def __init__(self, module: GPTFinetuneModule, ctx: ParallelContext, *, has_labels: bool = True) -> None:
+        self._module, self._ctx, self._has_labels = module, ctx, has_labels
+        self._rows: list[list[float]] = []
+
+    def add(self, runner: Runner, micro_batches: Sequence[MicroBatch]) -> None:
+        """Compute a global batch and keep the outputs of its examples."""
+        found = runner.compute(self._module.forward, micro_batches)
+        if self._ctx.rank_on("mp"):
+            return  # the first tensor-parallel rank has the same
+        for batch, outputs in zip(micro_batches, found, strict=True):
+            rows = np.column_stack([batch["sample_ids"], batch["labels"], outputs.astype(np.float64)])
+            self._rows += rows[batch["loss_mask"] > 0].tolist()
+
+    def result(self) -> Measured | None:
+        """Loss and metrics over all data ranks; None if there were no examples."""
+        rows = np.array([row for rank in gather(self._ctx, self._rows) for row in rank])
+        if rows.size == 0:
+            return None
+        rows = rows[rows[:, 0].argsort()]
+        assert (rows[:, 0] == np.arange(len(rows))).all(), "each example counts once"
+        labels, outputs = rows[:, 1], rows[:, 2:]
+        if not self._has_labels:
+            return Measured(math.nan, len(rows), outputs=outputs)
+        metrics = glue_metrics(self._module.task, outputs, labels)
+        return Measured(mean_loss(outputs, labels), len(rows), metrics=metrics, outputs=outputs)
+
+
+def mean_loss(outputs: np.ndarray, labels: np.ndarray) -> float:
+    """Mean cross entropy of ``outputs [n, classes]``, or mean squared error of ``[n, 1]``."""
+    if outputs.shape[1] == 1:
+        return float(np.square(outputs[:, 0] - labels).mean())
+    shifted = outputs - outputs.max(axis=1, keepdims=True)
+    chosen = shifted[np.arange(len(labels)), labels.astype(np.int64)]
+    return float((np.log(np.exp(shifted).sum(axis=1)) - chosen).mean())

@@ -6,6 +6,7 @@ import paddle
 
 from ppfleetx.models.gpt.stages import model_stages
 from ppfleetx.models.module import BasicModule, Tensors
+from ppfleetx.nn.loss_output import LossOutput
 from ppfleetx.nn.stage import LayerFactory, Stage
 
 
@@ -21,7 +22,5 @@ class GPTModule(BasicModule):
         """The stages of the language model."""
         return model_stages(self.cfg.Model, factory)
 
-    def loss(
-        self, outputs: paddle.Tensor, batch: Tensors, factory: LayerFactory
-    ) -> tuple[paddle.Tensor, paddle.Tensor]:
+    def loss(self, outputs: paddle.Tensor, batch: Tensors, factory: LayerFactory) -> LossOutput:
         return factory.token_loss(outputs, batch["labels"], batch["loss_mask"], self.cfg.Model.vocab_size)

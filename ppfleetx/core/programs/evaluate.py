@@ -21,7 +21,6 @@ from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.programs.device_errors import OF_EVALUATION, explained_device_errors
 from ppfleetx.core.programs.generate import check_checkpoint, find_tokenizer
 from ppfleetx.core.programs.launch import start_with, world_size
-from ppfleetx.core.programs.perplexity import perplexity
 from ppfleetx.core.programs.watching import EVALUATION_DIR, watched
 from ppfleetx.data.tasks.evaluation import (
     LastWords,
@@ -32,6 +31,7 @@ from ppfleetx.data.tasks.evaluation import (
     window_batches,
 )
 from ppfleetx.data.vocabulary import check_tokenizer
+from ppfleetx.models.evaluator import perplexity
 from ppfleetx.utils.files import atomic_write
 from ppfleetx.utils.hangs.progress import EVALUATING, PROGRESS
 from ppfleetx.utils.log import get_logger
@@ -227,8 +227,9 @@ def sum_over_windows(
     shown = track(batches, "evaluating", total=num_steps, unit="batch", show="auto" if ctx.is_main else False)
     for step, batch in enumerate(shown, 1):
         PROGRESS.beat(EVALUATING)
-        batch_total, batch_scored = runner.eval_step([batch])
-        total, scored = total + batch_total, scored + batch_scored
+        found = runner.eval_step([batch])
+        is_broken = found.metrics["non_finite"].total > 0
+        total, scored = total + (math.nan if is_broken else found.loss), scored + found.count
         if step % section.logging_freq == 0 or step == num_steps:
             now = time.perf_counter()
             speed = ((step - 1) % section.logging_freq + 1) / (now - since)

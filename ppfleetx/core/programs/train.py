@@ -18,9 +18,7 @@ from ppfleetx.core.engine.agreement import Fingerprints
 from ppfleetx.core.engine.beginning import begin, find_sources
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.callbacks.build import CallbackList, build_callbacks
-from ppfleetx.core.engine.callbacks.predictions import predictions_directory, write_predictions
 from ppfleetx.core.engine.engine import Engine, EvalSets, Loader
-from ppfleetx.core.engine.measure import Measure, TokenLoss
 from ppfleetx.core.engine.pace import Pace
 from ppfleetx.core.engine.ranks import offload_notes, rank_table
 from ppfleetx.core.engine.run import EvalRecord
@@ -28,6 +26,7 @@ from ppfleetx.core.engine.run_directory import hold, output_dir_of
 from ppfleetx.core.engine.saving import Saver
 from ppfleetx.core.engine.start import Start, find_start
 from ppfleetx.core.module.build import build_module
+from ppfleetx.core.module.predictions import predictions_directory, write_predictions
 from ppfleetx.core.programs.check import check_report
 from ppfleetx.core.programs.device_errors import OF_EVALUATION, explained_device_errors
 from ppfleetx.core.programs.sources import named_checkpoint
@@ -40,6 +39,7 @@ from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.data.verify import verify_corpora
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import first_on_each_node, joint_errors, local_rank
+from ppfleetx.models.evaluator import Evaluator
 from ppfleetx.optims.schedules import build_schedule
 from ppfleetx.parallel.apply import parallelize
 from ppfleetx.parallel.runner import Runner
@@ -87,9 +87,7 @@ def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext, given: Seq
     callbacks = build_callbacks(CallbackSetup(cfg, ctx, output_dir))
     callbacks.named += [(f"given {number}", one) for number, one in enumerate(given)]
     tokenizer, train_loader, eval_sets = first_on_each_node(ctx, lambda: _data(cfg, ctx, start))
-    runner = build_runner(cfg, ctx, train=True)
-    sources = _sources(cfg, train_loader)
-    runner.num_sources = len(sources)
+    runner = build_runner(cfg, ctx, train=True, sources=_sources(cfg, train_loader))
     for line in (*rank_table(ctx, runner), *offload_notes(ctx)):
         log.info(line)
     pace = Pace.of(cfg, train_loader.samples_per_epoch)
@@ -112,8 +110,7 @@ def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext, given: Seq
         callbacks=callbacks,
         samples_per_epoch=train_loader.samples_per_epoch,
         pace=pace,
-        new_measure=measure_of(cfg, ctx),
-        sources=sources,
+        new_evaluator=evaluator_of(cfg, ctx),
         go_back=partial(_go_back, cfg, ctx, fingerprints, callbacks),
         pruning=_pruning(cfg, ctx, runner, pace),
     )
@@ -207,7 +204,7 @@ def _evaluate(cfg: RunConfig, ctx: ParallelContext) -> list[EvalRecord]:
     runner = build_runner(cfg, ctx, train=False)
     start.restore_weights(runner, cfg.Model)
     callbacks = build_callbacks(CallbackSetup(cfg, ctx, output_dir_of(cfg), trains=False))
-    engine = Engine(cfg, ctx, runner, callbacks=callbacks, new_measure=measure_of(cfg, ctx))
+    engine = Engine(cfg, ctx, runner, callbacks=callbacks, new_evaluator=evaluator_of(cfg, ctx))
     engine.state = start.state
     PROGRESS.is_under_way = True
     records = engine.evaluate(sets)
@@ -222,21 +219,22 @@ def _without_data(what: str, key: str) -> ConfigError:
     )
 
 
-def measure_of(cfg: RunConfig, ctx: ParallelContext, *, has_labels: bool = True) -> Callable[[], Measure]:
-    """What makes the measure of each evaluation: the task's own, or the token-weighted loss."""
-    measure = cfg.Model.task.measure
+def evaluator_of(cfg: RunConfig, ctx: ParallelContext, *, has_labels: bool = True) -> Callable[[], Evaluator]:
+    """What makes the evaluator of each evaluation: the task."""
+    task, measure = build_module(cfg), cfg.Model.task.measure
     if measure is None:
-        return TokenLoss
+        return partial(task.evaluator, ctx, has_labels=has_labels)
+    get_logger().warning("ModuleTraits.measure: override `evaluator` of the task in its place")
     make = load_target(measure) if isinstance(measure, str) else measure
-    return partial(make, build_module(cfg), ctx, has_labels=has_labels)
+    return partial(make, task, ctx, has_labels=has_labels)
 
 
 def _predict_test(cfg: RunConfig, ctx: ParallelContext, runner: Runner) -> None:
     """Write the answers on ``Data.Test``, which has no labels."""
-    measure = measure_of(cfg, ctx, has_labels=False)()
+    evaluator = evaluator_of(cfg, ctx, has_labels=False)()
     for micro_batches in first_on_each_node(ctx, lambda: _loader(cfg, ctx, "Test")):
-        measure.add(runner, micro_batches)
-    outputs = measure.result().outputs
+        evaluator.add(runner, micro_batches)
+    outputs = evaluator.result().outputs
     dataset = cfg.Data.Test.dataset
     with joint_errors(ctx, name_ranks=False):
         if ctx.is_main:
@@ -255,9 +253,10 @@ def find_weights(cfg: RunConfig, ctx: ParallelContext) -> Start:
     return find_start(cfg.Engine.save_load, None, ctx)
 
 
-def build_runner(cfg: RunConfig, ctx: ParallelContext, *, train: bool) -> Runner:
-    """Model of the configured module under the plan of ``ctx``, with fresh weights."""
-    runner = parallelize(build_module(cfg), cfg, ctx, train=train)
+def build_runner(cfg: RunConfig, ctx: ParallelContext, *, train: bool, sources: Sequence[str] = ()) -> Runner:
+    """Model of the configured module under the plan of ``ctx``, with fresh weights; ``sources``: corpora of
+    which the loss of each is wanted."""
+    runner = parallelize(build_module(cfg, sources), cfg, ctx, train=train)
     runner.checks = cfg.Engine.checks
     return runner
 

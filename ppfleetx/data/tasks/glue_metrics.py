@@ -45,11 +45,6 @@ def glue_metrics(task: str, outputs: np.ndarray, labels: Sequence[float]) -> dic
     return accuracy
 
 
-def main_metric(metrics: dict[str, float]) -> float:
-    """The number a run is judged by: as on GLUE's leaderboard, the mean where a task has two."""
-    return sum(metrics.values()) / len(metrics)
-
-
 def _correlations(predicted: np.ndarray, truth: np.ndarray) -> dict[str, float]:
     import warnings
 

@@ -6,8 +6,7 @@ import pytest
 
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.core.engine.measure import mean_loss
-from ppfleetx.core.module.finetune import GPTFinetuneModule
+from ppfleetx.core.module.finetune import GPTFinetuneModule, mean_loss
 from ppfleetx.models.gpt.hf_keys import model_keys
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import LocalFactory
@@ -53,8 +52,7 @@ def test_scores_and_loss_equal_hugging_face(golden):
     outputs = module.forward(model, batch).numpy()
     assert outputs.shape == expected["logits"].shape == (4, 3)
     np.testing.assert_allclose(outputs, expected["logits"], rtol=0, atol=1e-4)
-    loss, count = loss_of(module, model, batch)
-    assert (loss / count).item() == pytest.approx(float(expected["loss"]), rel=1e-5)
+    assert loss_of(module, model, batch).loss.item() / 4 == pytest.approx(float(expected["loss"]), rel=1e-5)
     assert mean_loss(outputs.astype(np.float64), expected["labels"]) == pytest.approx(
         float(expected["loss"]), rel=1e-5
     )
@@ -64,14 +62,15 @@ def test_padding_and_what_does_not_count_change_nothing(golden):
     module, model, expected = golden
     wider = np.concatenate([expected["tokens"], np.full((4, 8), 7)], axis=1)
     mask = np.array([1, 1, 0, 1], np.float32)
-    (first, count), (second, _) = (
+    first, second = (
         loss_of(module, model, batch_of(expected, loss_mask=mask, **changes))
         for changes in ({}, {"tokens": wider})
     )
-    assert count.item() == 3
-    assert second.item() == pytest.approx(first.item(), rel=1e-5)
+    assert first.rows().count.sum().item() == 3
+    assert first.rows().value.sum().item() == pytest.approx(first.loss.item(), rel=1e-6)
+    assert second.loss.item() == pytest.approx(first.loss.item(), rel=1e-5)
     others = batch_of(expected, labels=np.array([2, 0, 2, 1]), loss_mask=mask)
-    assert loss_of(module, model, others)[0].item() == first.item()
+    assert loss_of(module, model, others).loss.item() == first.loss.item()
 
 
 def test_a_number_is_learnt_by_its_squared_error():
@@ -80,7 +79,7 @@ def test_a_number_is_learnt_by_its_squared_error():
     arrays |= {"labels": np.array([3.5, 1.0], np.float32), "loss_mask": np.ones(2, np.float32)}
     batch = {name: paddle.to_tensor(array) for name, array in arrays.items()}
     outputs = module.forward(model, batch).numpy()
-    loss, _ = loss_of(module, model, batch)
+    loss = loss_of(module, model, batch).loss
     assert loss.item() == pytest.approx(float(((outputs[:, 0] - arrays["labels"]) ** 2).sum()), rel=1e-6)
     assert mean_loss(outputs, arrays["labels"]) == pytest.approx(loss.item() / 2, rel=1e-6)
 

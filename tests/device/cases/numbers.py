@@ -48,7 +48,7 @@ def _attention(query: Any, key: Any, value: Any) -> paddle.Tensor:
 
 def _loss(logits: Any, labels: Any) -> paddle.Tensor:
     mask = (labels % 3 > 0).astype("float32")
-    return token_loss(logits, labels, mask, V - 6)[0]
+    return token_loss(logits, labels, mask, V - 6).loss
 
 
 HEADS = {"query": (B, 4, 2, S, 16), "key": (B, 4, S, 16), "value": (B, 4, S, 16)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 from ppfleetx.core.engine.callbacks.base import Callback
@@ -64,6 +65,7 @@ def train_record(run: Run, record: StepRecord, window: Window) -> dict[str, Any]
         **({} if utilization is None else utilization.rates(window.batch_cost)),
         **_scaling(record, run.state.skipped_steps),
         **_sources(record),
+        **_metrics(record.own_metrics),
         **({} if record.pruned is None else {"pruned": record.pruned}),
     }
 
@@ -76,7 +78,8 @@ def eval_record(record: EvalRecord) -> dict[str, Any]:
         "step": record.step,
         **({} if record.name is None else {"set": record.name}),
         "loss": _number(record.loss),
-        **({"metrics": dict(record.metrics)} if is_classifier else {"ppl": _number(record.ppl)}),
+        **({} if is_classifier else {"ppl": _number(record.ppl)}),
+        **_metrics(record.metrics),
         "examples" if is_classifier else "tokens": record.num_valid_tokens,
         "seconds": record.seconds,
     }
@@ -117,4 +120,8 @@ def _sources(record: StepRecord) -> dict[str, Any]:
     if not record.sources:
         return {}
     told = record.sources.items()
-    return {"sources": {k: {"loss": _number(s.loss), "tokens": s.num_valid_tokens} for k, s in told}}
+    return {"sources": {name: {"loss": _number(s.mean), "tokens": s.count} for name, s in told}}
+
+
+def _metrics(metrics: Mapping[str, float]) -> dict[str, Any]:
+    return {"metrics": {name: _number(value) for name, value in metrics.items()}} if metrics else {}

@@ -36,6 +36,8 @@ class TrainLog(Callback):
             get_logger().info(train_line(record, self._window, rates))
             if record.sources:
                 get_logger().info(sources_line(record))
+            if record.own_metrics:
+                get_logger().info(metrics_line(record))
             self._window = Window()
 
     def on_eval_end(self, run: Run, record: EvalRecord) -> None:
@@ -56,8 +58,14 @@ def eval_line(record: EvalRecord) -> str:
 
 def sources_line(record: StepRecord) -> str:
     """The losses of a blend's sources."""
-    listed = ", ".join(f"{name}: {source.loss:.9f}" for name, source in record.sources.items())
+    listed = ", ".join(f"{name}: {source.mean:.9f}" for name, source in record.sources.items())
     return f"loss per source at global step {record.step}, {listed}"
+
+
+def metrics_line(record: StepRecord) -> str:
+    """The task's metrics, and those of the model's layers."""
+    listed = ", ".join(f"{name}: {value:.9g}" for name, value in record.own_metrics.items())
+    return f"metrics at global step {record.step}, {listed}"
 
 
 def train_line(record: StepRecord, window: Window, rates: Mapping[str, float] | None = None) -> str:

@@ -1,0 +1,99 @@
+"""What an evaluation computes and adds up over its batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from ppfleetx.data.loader import MicroBatch
+
+
+class Metric(NamedTuple):
+    """A metric of a step or an evaluation, over all its micro batches and ranks: a sum, and over how much."""
+
+    total: float
+    count: float
+
+    @property
+    def mean(self) -> float:
+        """The metric itself."""
+        return self.total / self.count
+
+
+class EvalOutput(NamedTuple):
+    """One batch of an evaluation, over the whole job.
+
+    Attributes:
+        loss: sum over what counts.
+        count: how much counts.
+        metrics: the task's, by name.
+    """
+
+    loss: float
+    count: float
+    metrics: Mapping[str, Metric]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Result of an evaluation, the same on all ranks.
+
+    Attributes:
+        loss: mean over what counts.
+        count: tokens or examples that count.
+        ppl: perplexity of a language model; None of a classifier.
+        metrics: the task's own numbers, by name.
+        outputs: of a classifier, ``[examples, outputs]`` in the order of the file.
+    """
+
+    loss: float
+    count: float
+    ppl: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    outputs: np.ndarray | None = None
+
+
+class Evaluator(Protocol):
+    """Made anew for each evaluation; all ranks of a job call its methods together."""
+
+    def add(self, runner: Any, micro_batches: Sequence[MicroBatch]) -> None:
+        """Take one batch into account; ``runner`` is a :class:`~ppfleetx.parallel.runner.Runner`."""
+
+    def result(self) -> Measured | None:
+        """Of all batches; None when nothing counted."""
+
+
+class TokenLoss:
+    """Mean of the loss over what counts, and of each metric."""
+
+    def __init__(self) -> None:
+        self._loss_sum = self._count = 0.0
+        self._metrics: dict[str, Metric] = {}
+
+    def add(self, runner: Any, micro_batches: Sequence[MicroBatch]) -> None:
+        """Evaluate a global batch and add its loss."""
+        found = runner.eval_step(micro_batches)
+        self._loss_sum, self._count = self._loss_sum + found.loss, self._count + found.count
+        for name, (total, count) in found.metrics.items():
+            before = self._metrics.get(name, Metric(0.0, 0.0))
+            self._metrics[name] = Metric(before.total + total, before.count + count)
+
+    def result(self) -> Measured | None:
+        """The mean over all that was added; None if no token counted."""
+        if self._count == 0:
+            return None
+        loss = self._loss_sum / self._count
+        metrics = {name: metric.mean for name, metric in self._metrics.items()}
+        return Measured(loss, self._count, ppl=perplexity(loss), metrics=metrics)
+
+
+def perplexity(loss: float) -> float:
+    """``exp(loss)``; infinity where a float cannot hold it, NaN for NaN."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

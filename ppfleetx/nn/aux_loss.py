@@ -1,0 +1,202 @@
+"""Losses that are born inside the model, beside the task's own: of a router, of activations.
+
+    hidden = with_aux_loss(hidden, AuxLoss("z_loss", logits.logsumexp(-1).square(), weight=1e-3))
+
+gives ``hidden`` back. In the backward pass the loss gets its gradient there, so that nothing has to travel
+to the end of the model: it works in any layer of any pipeline stage. Layers may attach several, of one name
+too: they add up. What is added to the loss of a step is, over all layers that attach ``name``,
+
+    weight x (sum of the values over the step) / divisor
+
+with a divisor of the whole step, known before its first forward pass. So the loss does not depend on the
+plan, nor on micro batches, recomputation or loss scaling. The metric ``name`` is the mean of the values over
+what counts and over the layers, without the weight. The logged ``loss`` is the task's alone.
+
+Shape letters: s positions of the trunk that this rank has, b rows of the micro batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import paddle
+from paddle import nn
+from paddle.autograd import PyLayer
+
+from ppfleetx.distributed.context import DATA_AXES, ParallelContext
+from ppfleetx.distributed.transfer import upload
+from ppfleetx.nn.loss_output import Sum
+from ppfleetx.nn.chunked_loss import PieceHead
+from ppfleetx.nn.recompute import is_recomputing
+
+if TYPE_CHECKING:
+    from ppfleetx.nn.stage import LayerFactory
+
+Divisor = Literal["tokens", "sequences", "step"]
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class AuxLoss:
+    """A loss of one micro batch that is born in a layer.
+
+    Attributes:
+        name: of its metric; the architecture or the task declares it.
+        value: ``[s, b]`` for ``tokens``, a number for each position of the trunk here; ``[b]`` for
+            ``sequences``; a scalar for ``step``.
+        weight: of the loss.
+        divisor: ``tokens`` and ``sequences``: those that count in the loss of the step, and values of others
+            count nothing; ``step``: 1, values of all micro batches and ranks add up.
+        same_on: axes whose ranks hold the same value, not a share of it. None: those that hold the same part
+            of the trunk. A value of whole sequences, summed over ranks by the layer itself, is the same on
+            ``("mp", "sep")``.
+    """
+
+    name: str
+    value: paddle.Tensor
+    weight: float
+    divisor: Divisor = "tokens"
+    same_on: tuple[str, ...] | None = None
+
+
+def with_aux_loss(hidden: paddle.Tensor, aux: AuxLoss) -> paddle.Tensor:
+    """``hidden``, whose backward pass gives ``aux`` its gradient.
+
+    Outside of a step, in generation or in a teacher, it is ``hidden`` and nothing else.
+    """
+    place = _PLACE.get()
+    return hidden if place is None else place.scope.attach(hidden, aux, place.micro_batch)
+
+
+class StepScope:
+    """Knows for each layer that runs which micro batch of which step it runs for.
+
+    Args:
+        factory: made the layers.
+        ctx: this process's place.
+        record: takes the metric of each loss, once, however often its layer runs.
+    """
+
+    def __init__(
+        self, factory: LayerFactory, ctx: ParallelContext, record: Callable[[str, Sum], None]
+    ) -> None:
+        self._factory, self._ctx, self._record = factory, ctx, record
+        self._micro_batches: Sequence[Arrays] = ()
+        self._divisors: Mapping[str, float] | None = None
+        self._loss_scale = 1.0
+        self._passes: dict[nn.Layer, int] = {}
+        self._weights: dict[tuple[int, Divisor], paddle.Tensor] = {}
+
+    def watch(self, stages: Iterable[nn.Layer]) -> None:
+        """Follow these layers: each runs once for each micro batch, in their order."""
+        for layer in stages:
+            layer.register_forward_pre_hook(self._enter)
+            layer.register_forward_post_hook(lambda *_: _PLACE.set(None) and None)
+
+    def divisors(self, micro_batches: Sequence[Arrays]) -> Mapping[str, float]:
+        """Of a training step; all ranks of a job call this together."""
+        counts = [sum(float(_weights(batch, of).sum()) for batch in micro_batches) for of in _COUNTED]
+        over_job = self._ctx.sum_over(DATA_AXES, *counts)
+        return {"step": 1.0, **{of: max(n, 1.0) for of, n in zip(_COUNTED, over_job, strict=True)}}
+
+    @contextmanager
+    def step(
+        self,
+        micro_batches: Sequence[Arrays],
+        divisors: Mapping[str, float] | None = None,
+        loss_scale: float = 1.0,
+    ) -> Iterator[None]:
+        """Within, layers run for these micro batches; layers that run for more of them attach nothing.
+
+        Args:
+            divisors: None: losses get no gradient.
+            loss_scale: by which all gradients are multiplied.
+        """
+        self._micro_batches, self._divisors, self._loss_scale = micro_batches, divisors, loss_scale
+        self._passes = {}
+        try:
+            yield
+        finally:
+            self._micro_batches, self._weights = (), {}
+
+    def attach(self, hidden: paddle.Tensor, aux: AuxLoss, micro_batch: int) -> paddle.Tensor:
+        """See :func:`with_aux_loss`."""
+        value = aux.value.astype("float32")
+        if aux.divisor != "step":
+            value = value * self._weights_of(aux.divisor, micro_batch)
+        value = value.sum()
+        if not is_recomputing():
+            same_on = self._factory.trunk_same_on if aux.same_on is None else aux.same_on
+            count = self._count(aux.divisor, micro_batch) / self._num_shares(same_on)
+            self._record(aux.name, Sum(value.detach(), count, same_on))
+        if self._divisors is None or value.stop_gradient or not paddle.is_grad_enabled():
+            return hidden
+        return _Attached.apply(hidden, value, aux.weight * self._loss_scale / self._divisors[aux.divisor])
+
+    def _enter(self, layer: nn.Layer, inputs: tuple[Any, ...]) -> None:
+        if not self._micro_batches or (isinstance(layer, PieceHead) and layer.defers(inputs)):
+            return
+        micro_batch = self._passes.get(layer, 0)
+        self._passes[layer] = micro_batch + 1
+        if micro_batch < len(self._micro_batches):
+            _PLACE.set(_Place(self, micro_batch))
+
+    def _weights_of(self, of: Divisor, micro_batch: int) -> paddle.Tensor:
+        """1 or 0 for each position of the trunk ``[s, b]``, or for each row ``[b]``: whether it counts."""
+        if (micro_batch, of) not in self._weights:
+            weights = upload(_weights(self._micro_batches[micro_batch], of).astype(np.float32))
+            if of == "tokens":
+                weights = self._factory.local_positions(weights).transpose([1, 0])
+                weights = self._factory.enter_trunk(weights)
+            self._weights[micro_batch, of] = weights
+        return self._weights[micro_batch, of]
+
+    def _count(self, of: Divisor, micro_batch: int) -> float:
+        """Over how much the metric is: of a step, so that all its micro batches and replicas are one."""
+        if of == "step":
+            return 1.0 / (len(self._micro_batches) * self._ctx.data_size)
+        return float(_weights(self._micro_batches[micro_batch], of).sum())
+
+    def _num_shares(self, same_on: Sequence[str]) -> int:
+        """Ranks that share a micro batch, and whose values add up."""
+        return math.prod(self._ctx.size_of(axis) for axis in ("sep", "mp") if axis not in same_on)
+
+
+_COUNTED: tuple[Divisor, ...] = ("tokens", "sequences")
+
+
+@dataclass(frozen=True)
+class _Place:
+    scope: StepScope
+    micro_batch: int
+
+
+# A context variable, because recomputation takes a layer back to where it ran first (nn/recompute.py).
+_PLACE: ContextVar[_Place | None] = ContextVar("place", default=None)
+
+
+def _weights(batch: Arrays, of: Divisor) -> np.ndarray:
+    """What counts of ``[b, s]`` tokens or ``[b]`` rows. A classifier's mask is one of rows."""
+    mask = batch["loss_mask"]
+    if of == "tokens":
+        return mask if mask.ndim == 2 else np.broadcast_to(mask[:, None], batch["tokens"].shape)
+    return (mask != 0).any(axis=1) if mask.ndim == 2 else mask != 0
+
+
+class _Attached(PyLayer):
+    """The first tensor; the second gets a constant gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: paddle.Tensor, value: paddle.Tensor, gradient: float) -> paddle.Tensor:
+        ctx.gradient, ctx.gives_hidden = gradient, not hidden.stop_gradient
+        return hidden.view(hidden.shape)  # the tensor itself would be one that is changed in place
+
+    @staticmethod
+    def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, paddle.Tensor]:
+        return upstream if ctx.gives_hidden else None, paddle.full([], ctx.gradient, "float32")

@@ -1,0 +1,97 @@
+"""The loss and the metrics of a step: added up over its micro batches, and in one vector over the job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import paddle
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.together import gather
+from ppfleetx.models.evaluator import Metric
+from ppfleetx.nn.loss_output import LossOutput, Sum
+
+_AXES = ("dp", "sharding", "sep", "pp")  # summed over in this order
+
+
+class StepSums:
+    """Sums of what the loss and the layers of this rank give, from one :meth:`begin` to the next.
+
+    Args:
+        names: all metrics that any rank may give, the same on all of them.
+        ctx: this process's place.
+    """
+
+    def __init__(self, names: Sequence[str], ctx: ParallelContext) -> None:
+        self.names, self._ctx = tuple(dict.fromkeys(names)), ctx
+        # The loss is the same on all tensor-parallel ranks; a metric need not be.
+        self._axes = (*_AXES, "mp") if names else _AXES
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was added."""
+        self._losses: list[paddle.Tensor] = []
+        self._metrics: dict[str, list[Sum]] = {name: [] for name in self.names}
+        self._undeclared: set[str] = set()
+
+    def add(self, found: LossOutput) -> None:
+        """Add the loss and the metrics of a micro batch."""
+        if self._counts_here(found.same_on):
+            self._losses.append(found.loss.detach())
+        for name, metric in found.metrics.items():
+            self.add_metric(name, metric)
+
+    def add_metric(self, name: str, metric: Sum) -> None:
+        """Add a metric of a micro batch."""
+        if name not in self._metrics:
+            self._undeclared.add(name)
+        elif self._counts_here(metric.same_on):
+            self._metrics[name].append(metric)
+
+    def over_job(self) -> paddle.Tensor:
+        """All sums over the job, for :meth:`read`: a float64 vector that nobody has waited for.
+
+        Raises:
+            ConfigError: a metric is not declared, nor is any other.
+        """
+        numbers = [sum_of(self._losses)]
+        if self.names:
+            numbers.append(paddle.full([], len(self._undeclared), "float64"))
+        elif self._undeclared:
+            raise _refused(self._undeclared)
+        for metrics in self._metrics.values():
+            numbers += [sum_of([m.value for m in metrics]), sum_of([m.count for m in metrics])]
+        return self._ctx.sum_tensor_over(self._axes, paddle.stack(numbers))
+
+    def read(self, numbers: Sequence[float]) -> tuple[float, Mapping[str, Metric]]:
+        """(loss sum, metrics of which something counted), from the numbers of :meth:`over_job`.
+
+        Raises:
+            ConfigError: on all ranks, when one has got a metric that is not declared.
+        """
+        loss, *numbers = numbers
+        if self.names and numbers.pop(0):
+            raise _refused({name for found in gather(self._ctx, sorted(self._undeclared)) for name in found})
+        found = zip(self.names, numbers[::2], numbers[1::2], strict=True)
+        return loss, {name: Metric(total, count) for name, total, count in found if count}
+
+    def _counts_here(self, same_on: Sequence[str]) -> bool:
+        return all(self._ctx.rank_on(axis) == 0 for axis in same_on if axis in self._axes)
+
+
+def _refused(names: Iterable[str]) -> ConfigError:
+    return ConfigError(
+        f"gives metrics that are not declared: {', '.join(sorted(names))}. Name them in `metrics` of the "
+        "task (`BasicModule.metrics`), or of the architecture (`ArchitectureTraits`)",
+        key="Model.module",
+    )
+
+
+def sum_of(numbers: Sequence[paddle.Tensor | float]) -> paddle.Tensor:
+    """Sum of scalars in float64, on the device; nobody waits for it."""
+    tensors = [number.astype("float64") for number in numbers if isinstance(number, paddle.Tensor)]
+    known = sum(number for number in numbers if not isinstance(number, paddle.Tensor))
+    if known or not tensors:
+        tensors.append(paddle.full([], known, "float64"))
+    return paddle.stack(tensors).sum()

@@ -1,0 +1,150 @@
+"""Losses that are born inside the model: `examples/penalized_gpt.py`, the same under every plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ppfleetx.config.plan import ParallelPlan as Plan
+from tests.helpers.ranks import Pools, RanksFailedError
+from tests.parity.comparison import TOLERANCE, Comparison, fields_of, micro_batch_size_of
+from tests.parity.training import build, global_batch, take_step
+
+SMALL = {"Model.num_layers": 4}
+RECOMPUTE = {"Model.use_recompute": True, "Model.recompute_granularity": "full"}
+CASES: list[tuple[Plan, dict[str, Any]]] = [
+    (Plan(), RECOMPUTE),
+    (Plan(), {"Model.loss_chunks": 3}),
+    (Plan(dp=2), {}),
+    (Plan(sharding=2, sharding_stage=3), RECOMPUTE),
+    (Plan(mp=2), {}),
+    (Plan(mp=2, sequence_parallel=True), RECOMPUTE),
+    (Plan(sep=2), RECOMPUTE),
+    (Plan(pp=2), RECOMPUTE),
+    (Plan(pp=2, virtual_pp_degree=2), RECOMPUTE),
+    (Plan(pp=2, pp_schedule="zb_h1"), {}),
+    (Plan(pp=2), {"Distributed.overlap_p2p_comm": True}),
+    (Plan(dp=2, mp=2), {}),
+    (Plan(mp=2, sep=2, sequence_parallel=True), {}),
+]
+
+
+def train(
+    plan: dict[str, Any], world_size: int, micro_batch_size: int, extra: dict[str, Any], by: str = "block"
+) -> list[list[float]]:
+    """[loss, gradient norm, metric] of three steps, and [loss, metric] of an evaluation; runs in each rank.
+
+    Args:
+        by: ``block``: the example; ``task``: the same loss, added up by the task (one card only).
+    """
+    import paddle
+
+    import examples.penalized_gpt  # noqa: F401 registers the architecture
+
+    values = {**SMALL, "Model.name": "PenalizedGPT", **extra}
+    with paddle.utils.unique_name.guard():
+        if by == "task":
+            values |= {"Model.name": "ListedGPT", "Model.module": "AddedLoss"}
+            _register_reference()
+        cfg, ctx, runner = build(plan, world_size, "gpt", "sgd", micro_batch_size, values)
+        steps = [take_step(runner, step, cfg, ctx) for step in range(3)]
+        found = runner.eval_step(evaluated(ctx.data_rank, ctx.data_size))
+    sizes = [step.metrics["trunk_size"].mean for step in steps] if by == "block" else [0.0] * 3
+    told = found.metrics["trunk_size"].mean if by == "block" else 0.0
+    numbers = [[one.loss, one.grad_norm, size] for one, size in zip(steps, sizes, strict=True)]
+    return [*numbers, [found.loss / found.count, told]]
+
+
+def evaluated(data_rank: int, data_size: int) -> list[dict[str, Any]]:
+    """12 rows, on one data rank in three micro batches: schedules with virtual stages fill them up."""
+    rows = np.split(np.split(np.arange(12), data_size)[data_rank], 3 if data_size == 1 else 2)
+    return [{name: array[part] for name, array in global_batch(3).items()} for part in rows]
+
+
+def _register_reference() -> None:
+    """The example's loss without its means: blocks leave their values in a list, and the task adds them."""
+    from ppfleetx.config.registries import ARCHITECTURES, MODULES
+    from ppfleetx.core.module.gpt import GPTModule
+    from ppfleetx.models.gpt.layers import Block
+    from ppfleetx.models.gpt.stages import gpt_stages
+
+    sizes: list[Any] = []
+
+    class Listed(Block):
+        def transform(self, hidden: Any, *arguments: Any) -> Any:
+            hidden = super().transform(hidden, *arguments)
+            sizes.append(hidden.square().mean(-1))
+            return hidden
+
+    class AddedLoss(GPTModule):
+        def loss(self, outputs: Any, batch: Any, factory: Any) -> Any:
+            found, mask = super().loss(outputs, batch, factory), batch["loss_mask"].transpose([1, 0])
+            penalty = sum((size * mask).sum() for size in sizes)
+            sizes.clear()
+            return replace(found, loss=found.loss + 0.01 * penalty)
+
+    ARCHITECTURES.register("ListedGPT", lambda cfg, factory: gpt_stages(cfg, factory, block=Listed))
+    MODULES.register("AddedLoss", AddedLoss)
+
+
+def run(pools: Pools, plan: Plan, extra: dict[str, Any], **more: Any) -> list[list[list[float]]]:
+    return pools(plan.world_size).run(
+        "tests.parity.test_aux_loss:train",
+        timeout=120.0,
+        plan=fields_of(plan),
+        world_size=plan.world_size,
+        micro_batch_size=micro_batch_size_of(plan),
+        extra=extra,
+        **more,
+    )
+
+
+@pytest.fixture(scope="module")
+def one_card(comparison: Comparison) -> list[list[float]]:
+    return run(comparison.pools, Plan(), {})[0]
+
+
+def test_the_gradient_is_that_of_a_loss_that_the_task_adds_up(
+    comparison: Comparison, one_card: list[list[float]]
+) -> None:
+    (added,) = run(comparison.pools, Plan(), {}, by="task")
+    plain, _ = comparison.reference("gpt", "sgd", 8, steps=3, extra=SMALL)
+    for (loss, norm, size), (whole, norm_of_whole, _) in zip(one_card[:3], added[:3], strict=True):
+        assert norm == pytest.approx(norm_of_whole, rel=1e-5)
+        # The logged loss is the tokens' alone; four layers, and the metric is their mean.
+        assert loss + 0.01 * 4 * size == pytest.approx(whole, rel=1e-6)
+    assert abs(one_card[0][1] / plain["grad_norm"][0] - 1) > 1e-3, "the penalty has a gradient"
+
+
+@pytest.mark.parametrize(("plan", "extra"), CASES, ids=str)
+def test_plans_find_the_same(
+    comparison: Comparison, one_card: list[list[float]], plan: Plan, extra: dict[str, Any]
+) -> None:
+    ranks = run(comparison.pools, plan, extra)
+    assert all(rank == ranks[0] for rank in ranks)
+    for found, expected in zip(ranks[0], one_card, strict=True):
+        assert found == pytest.approx(expected, rel=TOLERANCE)
+
+
+def test_an_undeclared_metric_is_refused_on_every_rank(comparison: Comparison) -> None:
+    with pytest.raises(RanksFailedError) as told:
+        comparison.pools(2).run("tests.parity.test_aux_loss:train_undeclared")
+    for rank in range(2):
+        assert f"rank {rank}: ConfigError: Model.module" in str(told.value)
+    assert "not declared: trunk_size" in str(told.value)
+
+
+def train_undeclared() -> None:
+    """Only the second of two pipeline ranks attaches a loss, and its name is not the one that is declared."""
+    from examples.penalized_gpt import PenalizedBlock
+    from ppfleetx.config.registries import ARCHITECTURES, ArchitectureTraits
+    from ppfleetx.models.gpt.stages import gpt_stages
+
+    def stages(cfg: Any, factory: Any) -> list[Any]:
+        return [*gpt_stages(cfg, factory)[:-3], *gpt_stages(cfg, factory, block=PenalizedBlock)[-3:]]
+
+    ARCHITECTURES.register("Undeclared", stages, traits=ArchitectureTraits(metrics=("other",)))
+    train(fields_of(Plan(pp=2)), 2, 4, {"Model.name": "Undeclared"})
