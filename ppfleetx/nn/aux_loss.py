@@ -31,8 +31,8 @@ from paddle.autograd import PyLayer
 
 from ppfleetx.distributed.context import DATA_AXES, ParallelContext
 from ppfleetx.distributed.transfer import upload
-from ppfleetx.nn.loss_output import Sum
 from ppfleetx.nn.chunked_loss import PieceHead
+from ppfleetx.nn.loss_output import Sum
 from ppfleetx.nn.recompute import is_recomputing
 
 if TYPE_CHECKING:
