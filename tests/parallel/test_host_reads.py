@@ -2,7 +2,7 @@
 
 import paddle
 
-from ppfleetx.parallel.step import sum_of
+from ppfleetx.parallel.step_sums import sum_of
 from tests.parity.training import build, take_step
 
 
