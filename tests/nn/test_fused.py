@@ -233,7 +233,7 @@ def two_steps(cfg, batches):
     runner = apply.parallelize(build_module(cfg), cfg, ParallelContext.single(), train=True)
     steps = [runner.train_step(batches, step=n, lr=1e-3, weight_decay=0.1) for n in (1, 2)]
     assert not any(step.skipped for step in steps)
-    return [(step.loss, step.grad_norm) for step in steps] + [runner.eval_step(batches)]
+    return [(step.loss, step.grad_norm) for step in steps] + [runner.eval_step(batches)[:2]]
 
 
 def test_weights_at_o2_get_their_gradients_in_float32(calls, monkeypatch):

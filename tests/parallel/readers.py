@@ -105,7 +105,7 @@ def under_way_between_steps(plan: dict[str, Any]) -> tuple[list[int], list[int]]
             values.finish()
         return to_numpy(tensor)
 
-    watch, counts = Watch(cfg, ctx, samples_per_epoch=1e6), ([], [])
+    watch, counts = Watch(cfg, ctx, 1e6, runner.count), ([], [])
     with (
         mock.patch.object(transfer, "on_gpu", lambda: True),
         mock.patch.object(core.Place, "is_cpu_place", lambda _: False),
