@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.record import dump_config
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.suggest import all_keys
-from ppfleetx.config.unsupported import not_supported_reasons, on_the_host, without_effect
+from ppfleetx.config.unsupported import not_supported_reasons, on_the_host
 from ppfleetx.config.words import field_types, section_in
 from ppfleetx.core.programs.check import bubble_share, check_report
 from ppfleetx.models.gpt.shape import parameter_count
@@ -172,73 +171,6 @@ def test_what_ascend_leaves_to_the_host_is_named(small, overrides, key):
     assert on_the_host(cfg, "gpu") == []
     assert [note.startswith(key) for note in on_the_host(cfg, "npu")] == [True] * bool(key)
     assert all(note in check_report(cfg, "npu") for note in on_the_host(cfg, "npu"))
-
-
-def test_options_without_effect_are_said(small):
-    assert without_effect(load_config(small)) == []
-    cfg = load_config(small, ["Model.fused_linear=True"])
-    (said,) = without_effect(cfg)
-    assert said.startswith("Model.fused_linear = True changes nothing: on a GPU Paddle always")
-    assert without_effect(cfg)[0] in check_report(cfg)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "named"),
-    [
-        (["Optimizer.name=SGD", "Optimizer.beta1=0.5", "Optimizer.weight_decay=0.01"], "beta1 weight_decay"),
-        (["Optimizer.name=SGD"], ""),
-        (
-            ["Optimizer.weight_decay=0.2", "Optimizer.weight_decay_schedule={start: 0, end: 0.1}"],
-            "Optimizer.weight_decay",
-        ),
-        (["Generation.decode_strategy=greedy_search", "Generation.top_k=3"], "Generation.top_k"),
-        (["Generation.decode_strategy=greedy_search", "Generation.temperature=0.5"], "temperature"),
-        (["Generation.top_k=3", "Generation.top_p=0.5"], ""),
-        (["Generation.num_beams=3"], "Generation.num_beams"),
-        (["Generation.decode_strategy=beam_search", "Generation.num_beams=3"], ""),
-        (["Model.attn_post_norm_scale=0.5"], "Model.attn_post_norm_scale"),
-        (["Model.attn_post_norm_scale=0.5", "Model.sandwich_norm=True"], ""),
-        (["Model.recompute_granularity=full", "Model.recompute_interval=2"], "granularity interval"),
-        (["Model.recompute_granularity=full", "Model.use_recompute=True"], ""),
-        (["Model.num_classes=2"], "Model.num_classes"),
-        (["Inference.mp_degree=1"], ""),
-        (["Offline_Eval.batch_size=4"], "Offline_Eval"),
-        (
-            ["Model.module=GPTEvalModule", "Offline_Eval.max_seq_len=64", "Offline_Eval.cloze_strict=False"],
-            "cloze_strict",
-        ),
-        (
-            [
-                "Model.module=GPTEvalModule",
-                "Offline_Eval.max_seq_len=64",
-                "Offline_Eval.cloze_eval=True",
-                "Offline_Eval.detokenizer=ptb",
-            ],
-            "detokenizer",
-        ),
-        (["Data.Test.dataset.max_seq_len=128"], "Data.Test"),
-        (["Data.Test=null"], ""),
-        (["Optimizer.lr.decay_style=constant", "Optimizer.lr.min_lr=1e-6"], "Optimizer.lr.min_lr"),
-        (["Engine.num_train_epochs=2"], "Engine.num_train_epochs"),
-        (["Engine.run_mode=epoch", "Engine.save_load.save_steps=10"], "save_load.save_steps"),
-    ],
-)
-def test_keys_that_another_key_switches_off_are_said(small, overrides, named):
-    """One sentence with the words of ``named``, or none at all."""
-    notes = without_effect(load_config(small, overrides))
-    assert len(notes) == bool(named)
-    assert all(word in notes[0] for word in named.split())
-
-
-def test_keys_without_effect_are_the_users_own(small, write):
-    written = "_base_: small.yaml\nGeneration: {top_k: 5, top_p: 1.0, decode_strategy: greedy_search}\n"
-    [note] = without_effect(load_config(write("child.yaml", written)))
-    assert note.startswith("Generation.top_k has no effect: ")
-    for name in ("generation_gpt_345M_single_card", "inference_gpt_345M_single_card", "pretrain_gpt_tiny"):
-        shipped = load_config(GPT / f"{name}.yaml", ["Generation.decode_strategy=greedy_search"])
-        assert without_effect(shipped) == []
-    again = load_config(write("config.yaml", dump_config(load_config(small))))
-    assert without_effect(again) == []
 
 
 def test_every_field_is_documented():

@@ -11,7 +11,8 @@ from ppfleetx.config.registries import OPTIMIZERS, SCHEDULES
 from ppfleetx.config.sections.engine import EngineConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.config.unsupported import missing, not_supported_reasons, on_the_host, without_effect
+from ppfleetx.config.unsupported import missing, not_supported_reasons, on_the_host
+from ppfleetx.config.without_effect import without_effect
 from ppfleetx.core.programs.sources import refuse_foreign
 from ppfleetx.models.gpt.shape import flops_per_step, parameter_count, trained_count
 from ppfleetx.optims.schedules import build_schedule

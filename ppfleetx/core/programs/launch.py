@@ -12,7 +12,8 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import ConfigSource, load_config
 from ppfleetx.config.loggers import refuse_absent
 from ppfleetx.config.reading.tree import is_index
-from ppfleetx.config.unsupported import not_supported_reasons, without_effect
+from ppfleetx.config.unsupported import not_supported_reasons
+from ppfleetx.config.without_effect import without_effect
 from ppfleetx.core.engine.run_directory import CKPT_DIR, check_beginning, output_dir_of
 from ppfleetx.core.programs.sources import refuse_foreign, sources
 from ppfleetx.core.programs.watching import watch_start
