@@ -28,7 +28,7 @@ def ready(cfg: RunConfig) -> ParallelContext:
     import paddle
 
     from ppfleetx.distributed.context import ParallelContext
-    from ppfleetx.distributed.init import choose_device
+    from ppfleetx.distributed.device import choose_device
 
     chosen = choose_device(cfg.Global.device)
     paddle.set_device(chosen)

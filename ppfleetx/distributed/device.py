@@ -15,8 +15,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from ppfleetx.config.errors import ConfigError
 from ppfleetx.utils.devices import CPU, GPU, XPU
 from ppfleetx.utils.gpu_operators import GPU_BACKENDS, PLUGIN_BACKENDS, registered_types
+from ppfleetx.utils.installed import FOR_GPUS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -73,11 +75,52 @@ def count(kind: str) -> int:
     return core.get_custom_device_count(kind) if kind in core.get_all_custom_device_type() else 0
 
 
+def visible_cards(device: str) -> str:
+    """The environment variable by which Paddle's launcher is told which cards it may use."""
+    kind = kind_of(device)
+    return "CUDA_VISIBLE_DEVICES" if kind == GPU else f"{kind.upper()}_VISIBLE_DEVICES"
+
+
 def cards_here() -> list[str]:
     """Kinds of cards that the installed Paddle sees, the first of which ``auto`` takes."""
     from paddle.base import core
 
     return [kind for kind in (GPU, XPU, *core.get_all_custom_device_type()) if count(kind)]
+
+
+def choose_device(wanted: str) -> str:
+    """``Global.device`` as a kind of device that is there.
+
+    Raises:
+        ConfigError: cards are wanted and there are none.
+    """
+    import paddle
+
+    cards = cards_here()
+    if wanted == "auto":
+        return cards[0] if cards else CPU
+    if wanted == CPU or wanted in cards:
+        return wanted
+    builds = {GPU: paddle.is_compiled_with_cuda(), XPU: paddle.is_compiled_with_xpu()}
+    if builds.get(wanted, wanted in paddle.device.get_all_custom_device_type()):
+        why = f"Paddle sees no {wanted}: none is there, or none is visible to this process"
+    elif wanted == GPU:
+        why = f"this is Paddle's CPU build: install {FOR_GPUS}"
+    else:
+        why = f"no plugin that Paddle has loaded is for {wanted}"
+    raise ConfigError(
+        f"{why}; there is {', '.join([*cards, CPU])}; on a CPU give -o Global.device=cpu "
+        "-o Engine.mix_precision.enable=False",
+        key="Global.device",
+        value=wanted,
+    )
+
+
+def is_built_for_gpus() -> bool:
+    """Whether the installed Paddle is the build for CUDA, with cards or without."""
+    import paddle
+
+    return paddle.is_compiled_with_cuda()
 
 
 def place() -> Any:
@@ -109,7 +152,10 @@ def total_memory() -> tuple[float, str] | None:
     """Bytes of this process's card, and what it is called; None where Paddle does not say."""
     import paddle
 
-    if not is_gpu(paddle.get_device()):
+    kind = kind_of(paddle.get_device())
+    if kind == XPU:
+        return float(paddle.device.xpu.memory_total()), kind
+    if kind != GPU:
         return None
     found = paddle.device.cuda.get_device_properties(paddle.get_device())
     return float(found.total_memory), found.name

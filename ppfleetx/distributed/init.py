@@ -12,11 +12,9 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.plan import AXES, ParallelPlan
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.device import cards_here, complete_identity, is_card, join, name_errors, place
+from ppfleetx.distributed.device import choose_device, complete_identity, is_card, join, name_errors, place
 from ppfleetx.distributed.random import register_sliced_stream, seed_everything
-from ppfleetx.utils.devices import CPU, GPU, XPU
 from ppfleetx.utils.hangs.record import OPERATIONS, RECORD
-from ppfleetx.utils.installed import FOR_GPUS
 
 
 def init_distributed(cfg: RunConfig) -> ParallelContext:
@@ -141,29 +139,3 @@ def _check_layout(ctx: ParallelContext) -> None:
     for axis, group in ctx.groups.items():
         mine = next(ranks for ranks in ctx.plan.groups(axis) if ctx.rank in ranks)
         assert list(group.ranks) == mine, f"fleet's {axis} group is {group.ranks}, the plan's {mine}"
-
-
-def choose_device(wanted: str) -> str:
-    """``Global.device`` as a kind of device that is there.
-
-    Raises:
-        ConfigError: cards are wanted and there are none.
-    """
-    cards = cards_here()
-    if wanted == "auto":
-        return cards[0] if cards else CPU
-    if wanted == CPU or wanted in cards:
-        return wanted
-    builds = {GPU: paddle.is_compiled_with_cuda(), XPU: paddle.is_compiled_with_xpu()}
-    if builds.get(wanted, wanted in paddle.device.get_all_custom_device_type()):
-        why = f"Paddle sees no {wanted}: none is there, or none is visible to this process"
-    elif wanted == GPU:
-        why = f"this is Paddle's CPU build: install {FOR_GPUS}"
-    else:
-        why = f"no plugin that Paddle has loaded is for {wanted}"
-    raise ConfigError(
-        f"{why}; there is {', '.join([*cards, CPU])}; on a CPU give -o Global.device=cpu "
-        "-o Engine.mix_precision.enable=False",
-        key="Global.device",
-        value=wanted,
-    )

@@ -29,20 +29,15 @@ _begun: deque[Any] = deque()
 """An event at the beginning of each micro batch that the card may not have come to, oldest first."""
 
 
-def on_gpu() -> bool:
-    """Whether tensors are made on a card, of whatever kind."""
-    return on_card()
-
-
 def upload(array: np.ndarray) -> paddle.Tensor:
     """A copy of ``array`` on the device."""
-    return _queue(array) if on_gpu() else paddle.to_tensor(array)
+    return _queue(array) if on_card() else paddle.to_tensor(array)
 
 
 def upload_all(arrays: Mapping[str, np.ndarray]) -> dict[str, paddle.Tensor]:
     """Copies of the arrays on the device, on a card in one transfer: the tensors are then parts of one."""
     has_views = paddle.get_flags("FLAGS_use_stride_kernel")["FLAGS_use_stride_kernel"]
-    if not (on_gpu() and has_views and arrays):
+    if not (on_card() and has_views and arrays):
         return {name: upload(array) for name, array in arrays.items()}
     flat, begins = _packed(arrays)
     return _unpacked(_queue(flat), arrays, begins)
@@ -83,7 +78,7 @@ def download(tensor: paddle.Tensor) -> Callable[[], np.ndarray]:
         What waits for the copy and gives it, in any thread. Meanwhile the tensor may change: the device does
         that behind the copy. A bfloat16 array is of its bits, uint16.
     """
-    if not on_gpu() or tensor.place.is_cpu_place():
+    if not on_card() or tensor.place.is_cpu_place():
         array = tensor.numpy()
         return lambda: array
     copy = queue_copy_to_host(tensor.detach().contiguous())

@@ -12,7 +12,7 @@ import paddle
 from paddle import distributed
 
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.device import is_card
+from ppfleetx.distributed.device import groups_messages, is_card, on_card
 from ppfleetx.doctor.rows import Row, fail, ok
 from ppfleetx.doctor.storage import words
 
@@ -128,13 +128,13 @@ def _send_receive(member: Member, count: int, dtype: str) -> tuple[Callable[[], 
 
     def run() -> paddle.Tensor:
         result = paddle.empty_like(mine)
-        tasks = distributed.batch_isend_irecv(
-            [
-                distributed.P2POp(distributed.isend, mine, member.ranks[following], member.group),
-                distributed.P2POp(distributed.irecv, result, member.ranks[before], member.group),
-            ]
-        )
-        for task in tasks:
+        messages = [
+            distributed.P2POp(distributed.isend, mine, member.ranks[following], member.group),
+            distributed.P2POp(distributed.irecv, result, member.ranks[before], member.group),
+        ]
+        if member.place % 2 and not groups_messages(paddle.get_device()):
+            messages.reverse()  # one by one, every second rank has to receive first
+        for task in distributed.batch_isend_irecv(messages):
             task.wait()
         return result
 
@@ -210,5 +210,5 @@ def _seconds(run: Callable[[], paddle.Tensor]) -> float:
 
 def _wait() -> None:
     """Until the device has done what it was given; the CPU has."""
-    if paddle.get_device() != "cpu":
+    if on_card():
         paddle.device.synchronize()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ppfleetx.config.errors import UserError
-from ppfleetx.config.unsupported import missing, not_supported_reasons, on_the_host
+from ppfleetx.config.unsupported import missing, not_supported_reasons
 from ppfleetx.config.without_effect import without_effect
 from ppfleetx.core.engine.run_directory import check_beginning
 from ppfleetx.distributed.device import is_card, kind_of, total_memory
@@ -13,6 +13,7 @@ from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.rows import Row, fail, ok, skipped, warn
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.summary import run_prediction, verdict
+from ppfleetx.utils.gpu_operators import on_the_host
 from ppfleetx.utils.memory import available_bytes
 
 

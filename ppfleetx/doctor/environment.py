@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 
 from ppfleetx import __version__
-from ppfleetx.distributed.device import count, is_card, is_gpu
+from ppfleetx.distributed.device import count, is_built_for_gpus, is_card, kind_of, visible_cards
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.rows import Row, fail, ok, skipped, warn
 from ppfleetx.utils.cpu import read_cpuinfo
@@ -126,14 +126,14 @@ def paddle_loads(case: Case) -> Iterator[Row]:
             "was built for",
         )
         return
-    build = "for GPUs" if paddle.is_compiled_with_cuda() else "for CPUs"
+    build = "for GPUs" if is_built_for_gpus() else "for CPUs"
     yield ok("import paddle", f"{paddle.version.full_version} {build}, commit {paddle.version.commit[:12]}")
-    if is_gpu(case.device) and not count(case.device):
+    if is_card(case.device) and not count(kind_of(case.device)):
         yield fail(
             "visible cards",
-            "Paddle's build is for GPUs and sees none",
-            "load the driver (nvidia-smi), give the container its cards (--gpus all), and look at "
-            "CUDA_VISIBLE_DEVICES; on a CPU: -o Global.device=cpu",
+            f"Paddle sees no {kind_of(case.device)}",
+            f"load the driver, give the container its cards, and look at {visible_cards(case.device)}; on a "
+            "CPU: -o Global.device=cpu",
         )
         return
     paddle.set_device(case.device)

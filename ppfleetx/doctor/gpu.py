@@ -1,4 +1,4 @@
-"""What only a GPU can show: driver, card, TF32."""
+"""What a card can show: the card, and of a GPU its driver and TF32."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import paddle
 
+from ppfleetx.distributed.device import capability, count, is_gpu, kind_of, total_memory
 from ppfleetx.distributed.tf32 import allow_tf32
 from ppfleetx.doctor.case import Case, lacks
 from ppfleetx.doctor.rows import Row, fail, ok, skipped, warn
@@ -65,23 +66,28 @@ def _links(matrix: str) -> str:
 def card(case: Case) -> Iterator[Row]:
     """The card of this process, as Paddle sees it."""
     device = paddle.get_device()
-    capability = paddle.device.cuda.get_device_capability(device)
-    found = paddle.device.cuda.get_device_properties(device)
-    libraries = f"CUDA {paddle.version.cuda()}, cuDNN {paddle.version.cudnn()}, NCCL {paddle.version.nccl()}"
-    yield ok(
-        "visible cards",
-        f"{paddle.device.cuda.device_count()}; this process has {device}: {found.name}, compute capability "
-        f"{capability[0]}.{capability[1]}, {found.total_memory / 2**30:.1f} GiB; {libraries}",
-        memory_gib=found.total_memory / 2**30,
-    )
+    told, numbers = [f"{count(kind_of(device))}; this process has {device}"], {}
+    found = total_memory()
+    if found is not None:
+        told.append(f"{found[1]}, {found[0] / 2**30:.1f} GiB")
+        numbers["memory_gib"] = found[0] / 2**30
+    if is_gpu(device):
+        told.append("compute capability " + ".".join(map(str, capability(device))))
+        libraries = {
+            "CUDA": paddle.version.cuda(),
+            "cuDNN": paddle.version.cudnn(),
+            "NCCL": paddle.version.nccl(),
+        }
+        told += [f"{name} {version}" for name, version in libraries.items()]
+    yield ok("visible cards", ", ".join(told), **numbers)
     for dtype in case.float_types:
         if lacks(dtype):
-            yield _lacking(dtype, capability, case)
+            yield _lacking(dtype, device, case)
 
 
-def _lacking(dtype: str, capability: tuple[int, int], case: Case) -> Row:
+def _lacking(dtype: str, device: str, case: Case) -> Row:
     """A type the card does not compute in: a failure where the configuration asks for it."""
-    text = f"a card of compute capability {capability[0]}.{capability[1]} does not compute in {dtype}"
+    text = f"{device} does not compute in {dtype}"
     if case.cfg is None:
         return skipped(dtype, f"{text}; nothing of it is tried")
     return fail(

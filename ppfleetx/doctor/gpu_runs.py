@@ -1,6 +1,6 @@
 """Small runs on the device against the CPU: operators, attention, the same twice, and speeds.
 
-Every function takes the device, so that what it does can be tried on a CPU too; the checks run on GPUs alone.
+Every function takes the device, so that what it does can be tried on a CPU too; checks run on cards alone.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 
+from ppfleetx.distributed.device import on_card, on_gpu, queue_copy
 from ppfleetx.distributed.tf32 import allow_tf32
 from ppfleetx.doctor.case import Case, lacks
 from ppfleetx.doctor.gpu import allows_tf32
 from ppfleetx.doctor.rows import Row, fail, ok, skipped, warn
 from ppfleetx.doctor.storage import words
-from ppfleetx.nn.flash import flash_attention, flash_obstacle, on_gpu
+from ppfleetx.nn.flash import flash_attention, flash_obstacle
 from ppfleetx.nn.fused import TABLE, obstacles
 from ppfleetx.nn.kernels import KernelOptions, reference_attention
 
@@ -172,7 +173,7 @@ def _attention_inputs(size: int, dtype: str, *, packed: bool) -> tuple:
 def determinism(case: Case) -> Iterator[Row]:
     """Whether what adds in an order of its own gives the same bits twice."""
     yield repeated_row("embedding gradient", _embedding_gradient, "FLAGS_embedding_deterministic=1")
-    if on_gpu():
+    if on_gpu():  # the plugins' is tried with the other fused operators
         yield repeated_row("flash gradient", _flash_gradient, "FLAGS_cudnn_deterministic=True")
     yield repeated_row("matrix product", _product, "CUBLAS_WORKSPACE_CONFIG=:4096:8")
 
@@ -216,15 +217,13 @@ def _product() -> np.ndarray:
 
 def speeds(case: Case) -> Iterator[Row]:
     """Copies between host and card, and matrix products in each type."""
-    host = paddle.to_tensor(np.zeros(16 << 20, np.float32), place=paddle.CPUPlace())
-    size = 64 << 20
-    pinned = host.pin_memory()
+    array = np.zeros(16 << 20, np.float32)
     told = {
-        "to the card": size / seconds_of(lambda: host.cuda()),
-        "to the card from pinned memory": size / seconds_of(lambda: pinned.cuda(blocking=False)),
+        "to the card": array.nbytes / seconds_of(lambda: paddle.to_tensor(array)),
+        "to the card, queued": array.nbytes / seconds_of(lambda: queue_copy(array)),
     }
-    there = host.cuda()
-    told["to the host"] = size / seconds_of(lambda: there.cpu())
+    there = paddle.to_tensor(array)
+    told["to the host"] = array.nbytes / seconds_of(lambda: there.cpu())
     text = ", ".join(f"{words(speed)}/s {way}" for way, speed in told.items())
     yield ok("copies", text, **{f"bytes_per_second {way}": speed for way, speed in told.items()})
     allow_tf32(allows_tf32(case))  # as fast as the run will be
@@ -245,7 +244,7 @@ def seconds_of(run: Callable[[], object], times: int = 5) -> float:
     """Of one call, with the device's work done; a first one warms up."""
 
     def wait() -> None:
-        if on_gpu():
+        if on_card():
             paddle.device.synchronize()
 
     run()

@@ -117,7 +117,7 @@ def _shared_memory(case: Case) -> Row:
     text = f"{free / 2**20:.0f} of {total / 2**20:.0f} MiB free in {_SHARED_MEMORY}"
     if is_needed and free < _SHARED_BYTES:
         cards = counted(case.local_size, "card")
-        text += f", which NCCL needs between the {cards} of this machine"
+        text += f", which the {cards} of this machine exchange data through"
         return (fail if free < _LEAST_SHARED_BYTES * case.local_size else warn)("shared memory", text, cure)
     if free < _LEAST_SHARED_BYTES:
         return warn("shared memory", text, cure)

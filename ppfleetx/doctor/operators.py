@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from ppfleetx.distributed.device import backends, is_card, kind_of
+from ppfleetx.distributed.device import backends, is_built_for_gpus, is_card, kind_of
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.rows import Row, fail, ok, warn
 from ppfleetx.utils.gpu_operators import (
@@ -31,12 +31,11 @@ def registered(case: Case) -> Iterator[Row]:
     For GPUs where the build is for GPUs, with a card or without one; for other cards where they are; for the
     CPU in the types in which it computes.
     """
-    import paddle
     from paddle.base import core
 
     registry = core._get_registered_phi_kernels("function")
     yield kernels_row("CPU", registry, used_on_cpu(used_kernels()), _CPU_BACKENDS)
-    if paddle.is_compiled_with_cuda():
+    if is_built_for_gpus():
         yield kernels_row("GPU", registry, used_by(case, used_kernels()), GPU_BACKENDS)
     elif is_card(case.device):
         yield card_row(case, registry)

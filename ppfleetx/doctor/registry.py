@@ -13,7 +13,7 @@ from enum import Enum
 from importlib.util import find_spec
 
 from ppfleetx.config.errors import UserError
-from ppfleetx.distributed.device import count, is_card, is_gpu
+from ppfleetx.distributed.device import count, is_card, is_gpu, kind_of
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.rows import Row, fail, skipped
 from ppfleetx.doctor.within import within
@@ -27,6 +27,7 @@ class Need(Enum):
     NOTHING = "nothing"
     CONFIG = "a configuration"
     PADDLE = "Paddle"
+    CARD = "a card"
     GPU = "a GPU"
 
 
@@ -69,7 +70,7 @@ class Check:
     @property
     def imports_paddle(self) -> bool:
         """Whether it cannot run where Paddle cannot be imported."""
-        return self.need in (Need.PADDLE, Need.GPU) or self.module == "libraries"
+        return self.need in (Need.PADDLE, Need.CARD, Need.GPU) or self.module == "libraries"
 
     def load(self) -> Callable[[Case], Iterable[Row]]:
         """The function."""
@@ -97,13 +98,13 @@ CHECKS: tuple[Check, ...] = (
     Check("network", "interfaces", "network", "interfaces"),
     Check("operators", "operators", "registered", "registered kernels", Need.PADDLE),
     Check("losses", "steps", "losses", "losses", Need.PADDLE, Each.CARD),
-    Check("gpu", "gpu", "driver", "driver", Need.GPU, seconds=30.0),
-    Check("gpu", "gpu", "card", "card", Need.GPU, Each.RANK),
-    Check("gpu", "gpu", "tf32", "TF32", Need.GPU, Each.RANK),
-    Check("gpu", "gpu_runs", "small_operators", "operators", Need.GPU, Each.RANK),
-    Check("gpu", "gpu_runs", "flash", "flash attention", Need.GPU, Each.RANK),
-    Check("gpu", "gpu_runs", "determinism", "determinism", Need.GPU, Each.RANK),
-    Check("gpu", "gpu_runs", "speeds", "speeds", Need.GPU, Each.RANK),
+    Check("card", "gpu", "driver", "driver", Need.GPU, seconds=30.0),
+    Check("card", "gpu", "card", "card", Need.CARD, Each.RANK),
+    Check("card", "gpu", "tf32", "TF32", Need.GPU, Each.RANK),
+    Check("card", "gpu_runs", "small_operators", "operators", Need.CARD, Each.RANK),
+    Check("card", "gpu_runs", "flash", "flash attention", Need.CARD, Each.RANK),
+    Check("card", "gpu_runs", "determinism", "determinism", Need.CARD, Each.RANK),
+    Check("card", "gpu_runs", "speeds", "speeds", Need.CARD, Each.RANK),
 )
 """Every check that a process makes by itself."""
 
@@ -119,11 +120,14 @@ def obstacle(check: Check, case: Case) -> str:
     """Why a check cannot be made here; empty where it can."""
     if check.need is Need.CONFIG and case.cfg is None:
         return "no configuration was given (-c FILE)"
-    if check.need in (Need.PADDLE, Need.GPU) and find_spec("paddle") is None:
+    if check.need in (Need.PADDLE, Need.CARD, Need.GPU) and find_spec("paddle") is None:
         return "Paddle is not installed"
+    device = case.device if is_card(case.device) else "the CPU"
+    if check.need is Need.CARD and not is_card(case.device):
+        return f"there is no card here: the device is {device}"
     if check.need is Need.GPU and not is_gpu(case.device):
-        return f"there is no GPU here: the device is {case.device if is_card(case.device) else 'the CPU'}"
-    if check.need is Need.GPU and not count(case.device):
+        return f"there is no GPU here: the device is {device}"
+    if check.need in (Need.CARD, Need.GPU) and not count(kind_of(case.device)):
         return "Paddle sees no card"
     return ""
 

@@ -24,7 +24,7 @@ GROUPS = (
     "agreement",
     "operators",
     "losses",
-    "gpu",
+    "card",
     "collectives",
 )
 """Headings, in the order of the report."""

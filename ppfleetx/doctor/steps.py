@@ -34,14 +34,14 @@ TOLERANCE = {"cpu": 1e-5, "card": 1e-4, "half": 2e-2}
 
 
 def losses(case: Case) -> Iterator[Row]:
-    """GPT and Llama in float32, and on a GPU with recompute and in 16 bits, O1 and O2."""
+    """GPT and Llama in float32, and on a card with recompute and in 16 bits, O1 and O2."""
     golden = json.loads(GOLDEN.read_text("utf-8"))["losses"]
     allow_tf32(False)
     device, tolerance = case.device, TOLERANCE["card" if is_card(case.device) else "cpu"]
     for model in MODELS:
         yield losses_row(f"{model} float32", train(model, device), golden[model], tolerance)
         if not is_card(device):
-            yield skipped(f"{model} 16 bits", "there is no GPU here, and the CPU computes in float32")
+            yield skipped(f"{model} 16 bits", "the CPU computes in float32")
             continue
         recomputed = train(model, device, ["Model.use_recompute=True", "Model.recompute_granularity=full"])
         yield losses_row(f"{model} recompute", recomputed, golden[model], tolerance)

@@ -7,9 +7,12 @@ those that Paddle registers for GPUs and for Ascend. Read from files alone; Padd
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.utils.devices import NPU
 
 TABLE = Path(__file__).with_suffix(".json")
 GPU_BACKENDS = ("GPU", "KPS", "GPUDNN")
@@ -91,3 +94,41 @@ def missing_kernels(
         for dtype in kernel.used
         if dtype not in registered_types(registry.get(name, ()))
     ]
+
+
+def on_the_host(cfg: RunConfig, device: str) -> list[str]:
+    """Sentences, each naming its key, for what a run on Ascend computes on the host, with copies, because the
+    plugin has no kernel for it; ``docs/devices/ascend.md`` has the list."""
+    if device != NPU:
+        return []
+    reasons = [(key, what) for applies, key, what in _NPU_ON_HOST if applies(cfg)]
+    return [
+        f"{key}: Ascend's plugin (of October 2024) has no {what}; the host does it" for key, what in reasons
+    ]
+
+
+_NPU_ON_HOST: tuple[tuple[Callable[[RunConfig], bool], str, str], ...] = (
+    (
+        lambda cfg: cfg.Engine.mix_precision.dtype == "bfloat16" and _learns_bounds(cfg),
+        "Compress.Quantization",
+        "subtraction in bfloat16, which PACT needs",
+    ),
+    (
+        lambda cfg: cfg.Model.module == "GPTEvalModule",
+        "Model.module = GPTEvalModule",
+        "scatter in float64, nor index_select in bfloat16",
+    ),
+    (
+        lambda cfg: cfg.Model.module == "GPTGenerationModule",
+        "Model.module = GPTGenerationModule",
+        "put_along_axis, nor cumulative sums in float64, for choosing tokens",
+    ),
+)
+
+
+def _learns_bounds(cfg: RunConfig) -> bool:
+    quantization = cfg.Compress.quantization
+    return quantization is not None and "PACT" in (
+        quantization.weight_preprocess_type,
+        quantization.activation_preprocess_type,
+    )

@@ -87,7 +87,7 @@ def test_what_lies_on_a_device_is_fetched_behind_its_work(tmp_path, monkeypatch)
         return read(tensor)
 
     monkeypatch.setattr(core.Place, "is_cpu_place", lambda _: False)
-    monkeypatch.setattr(transfer, "on_gpu", lambda: True)
+    monkeypatch.setattr(transfer, "on_card", lambda: True)
     monkeypatch.setattr(transfer, "recorded_event", lambda: SimpleNamespace(query=is_done.is_set))
     monkeypatch.setattr(paddle.Tensor, "numpy", noted)
     named = [("a", paddle.arange(6, dtype="float32")), ("b", paddle.ones([2, 3], "bfloat16"))]

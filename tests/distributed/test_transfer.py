@@ -26,7 +26,7 @@ def queued(monkeypatch):
         arrays.append(array)
         return paddle.to_tensor(array)
 
-    monkeypatch.setattr(transfer, "on_gpu", lambda: True)
+    monkeypatch.setattr(transfer, "on_card", lambda: True)
     monkeypatch.setattr(transfer, "_queue", queue)
     return arrays
 

@@ -105,6 +105,6 @@ def test_a_type_that_the_card_lacks_is_not_tried(monkeypatch):
     rows = by_name(steps.losses(case))
     statuses = {row.status for name, row in rows.items() if "bfloat16" in name}
     assert statuses == {Status.SKIPPED} and rows["GPT float16 O2"].status is Status.OK
-    assert gpu._lacking("bfloat16", (7, 0), case).status is Status.SKIPPED
-    row = gpu._lacking("bfloat16", (7, 0), Case(cfg=load_config(CONFIG), device="gpu"))
-    assert row.status is Status.FAIL and "7.0 does not compute in bfloat16" in row.found
+    assert gpu._lacking("bfloat16", "gpu:0", case).status is Status.SKIPPED
+    row = gpu._lacking("bfloat16", "gpu:0", Case(cfg=load_config(CONFIG), device="gpu"))
+    assert row.status is Status.FAIL and "gpu:0 does not compute in bfloat16" in row.found

@@ -79,7 +79,7 @@ def gpu_branches(named: Named, *, low: bool = False) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         patch = lambda *of: stack.enter_context(mock.patch.object(*of))  # noqa: E731
         patch(core.Place, "is_cpu_place", lambda _: False)
-        patch(transfer, "on_gpu", lambda: True)
+        patch(transfer, "on_card", lambda: True)
         patch(transfer, "_queue", queue)
         patch(transfer, "queue_copy_to_host", lambda tensor: tensor)
         patch(transfer, "recorded_event", lambda: SimpleNamespace(query=lambda: True))

@@ -107,7 +107,7 @@ def under_way_between_steps(plan: dict[str, Any]) -> tuple[list[int], list[int]]
 
     watch, counts = Watch(cfg, ctx, 1e6, runner.count), ([], [])
     with (
-        mock.patch.object(transfer, "on_gpu", lambda: True),
+        mock.patch.object(transfer, "on_card", lambda: True),
         mock.patch.object(core.Place, "is_cpu_place", lambda _: False),
         mock.patch.object(transfer, "_queue", paddle.to_tensor),
         mock.patch.object(transfer, "queue_copy_to_host", copy_to_host),

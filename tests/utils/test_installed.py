@@ -39,7 +39,7 @@ def test_a_missing_library_is_one_sentence(capsys, module, words):
 def test_whoever_needs_the_build_for_gpus_is_sent_where_it_is(monkeypatch):
     """The general index ends with a version that does not work here."""
     from ppfleetx.config.errors import ConfigError
-    from ppfleetx.distributed.init import choose_device
+    from ppfleetx.distributed.device import choose_device
     from ppfleetx.utils import devices
 
     monkeypatch.setattr(devices, "_is_installed", lambda name: name == "paddlepaddle")

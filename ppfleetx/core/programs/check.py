@@ -11,13 +11,14 @@ from ppfleetx.config.registries import OPTIMIZERS, SCHEDULES
 from ppfleetx.config.sections.engine import EngineConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.config.unsupported import missing, not_supported_reasons, on_the_host
+from ppfleetx.config.unsupported import missing, not_supported_reasons
 from ppfleetx.config.without_effect import without_effect
 from ppfleetx.core.programs.sources import refuse_foreign
 from ppfleetx.models.gpt.shape import flops_per_step, parameter_count, trained_count
 from ppfleetx.optims.schedules import build_schedule
 from ppfleetx.planner.summary import memory_lines
 from ppfleetx.utils.devices import GPU
+from ppfleetx.utils.gpu_operators import on_the_host
 
 _MAX_GROUPS_SHOWN = 2
 _MAX_RANKS_SHOWN = 8

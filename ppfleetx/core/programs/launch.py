@@ -18,7 +18,7 @@ from ppfleetx.core.engine.run_directory import CKPT_DIR, check_beginning, output
 from ppfleetx.core.programs.sources import refuse_foreign, sources
 from ppfleetx.core.programs.watching import watch_start
 from ppfleetx.data.build import build_dataset, open_corpora
-from ppfleetx.utils.devices import GPU, expected_device
+from ppfleetx.utils.devices import expected_device
 from ppfleetx.utils.hangs.progress import MEETING, PROGRESS
 from ppfleetx.utils.log import configure_logging
 from ppfleetx.utils.process_env import import_paddle, prepare_process
@@ -68,13 +68,14 @@ def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig,
     import_paddle()
     logger.info(said)
     from ppfleetx.core.engine.watch import check_configuration
+    from ppfleetx.distributed.device import is_gpu
     from ppfleetx.distributed.init import init_distributed
     from ppfleetx.distributed.tf32 import allow_tf32
 
     tf32 = allow_tf32(cfg.Global.allow_tf32)  # before Global.flags, which may say otherwise
     with PROGRESS.at(MEETING):
         ctx = init_distributed(cfg)
-    if ctx.device == GPU:
+    if is_gpu(ctx.device):
         logger.info(tf32)
     check_configuration(cfg, ctx)
     return cfg, ctx

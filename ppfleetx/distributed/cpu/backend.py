@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import os
 
-import paddle
-
 from ppfleetx.distributed.cpu.job import close, reset_traffic, traffic
 from ppfleetx.distributed.cpu.patches import apply_patches
+from ppfleetx.distributed.device import is_built_for_gpus
 
 __all__ = ["close", "install", "reset_traffic", "traffic"]
 
@@ -24,7 +23,7 @@ def install() -> bool:
     Returns:
         Whether it is in force: False on a build with CUDA, where nothing is touched.
     """
-    if paddle.is_compiled_with_cuda():
+    if is_built_for_gpus():
         return False
     os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")  # as the launcher does where there are no cards
     apply_patches()
