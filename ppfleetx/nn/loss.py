@@ -62,7 +62,7 @@ def cross_entropy(logits: paddle.Tensor, labels: paddle.Tensor) -> paddle.Tensor
     if paddle.is_grad_enabled():
         return F.cross_entropy(logits, columns, reduction="none").squeeze(-1)
     softmax, losses = _C_ops.cross_entropy_with_softmax(logits, columns, False, True, True, -100, -1)
-    exact = losses.squeeze(-1).astype("float64") + _nothing_if_finite(logits)
+    exact = losses.squeeze(-1).astype("float64") + _nothing_if_finite(logits).astype("float64")
     return exact + _row_sums(softmax).log() if softmax.place.is_cpu_place() else exact
 
 
@@ -98,7 +98,8 @@ def parallel_token_loss(
         on_cpu = softmax.place.is_cpu_place()
         parts = paddle.stack([nothing.astype("float64"), _row_sums(softmax)]) if on_cpu else nothing
         distributed.all_reduce(parts, group=group)  # what is not finite may be another rank's column
-        per_token = per_token.astype("float64") + (parts[0] + parts[1].log() if on_cpu else parts)
+        exact = parts[0] + parts[1].log() if on_cpu else parts.astype("float64")
+        per_token = per_token.astype("float64") + exact
     return _weighted_sum(per_token, loss_mask)
 
 
