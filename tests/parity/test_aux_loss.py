@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.models.evaluator import Metric
 from tests.helpers.ranks import Pools, RanksFailedError
 from tests.parity.comparison import TOLERANCE, Comparison, fields_of, micro_batch_size_of
 from tests.parity.training import build, global_batch, take_step
@@ -35,7 +37,8 @@ CASES: list[tuple[Plan, dict[str, Any]]] = [
 def train(
     plan: dict[str, Any], world_size: int, micro_batch_size: int, extra: dict[str, Any], by: str = "block"
 ) -> list[list[float]]:
-    """[loss, gradient norm, metric] of three steps, and [loss, metric] of an evaluation; runs in each rank.
+    """[loss, gradient norm, metric, its count] of three steps, and [loss, count, metric, its count] of an
+    evaluation; runs in each rank.
 
     Args:
         by: ``block``: the example; ``task``: the same loss, added up by the task (one card only).
@@ -43,19 +46,21 @@ def train(
     import paddle
 
     import examples.penalized_gpt  # noqa: F401 registers the architecture
+    from tests.helpers.low_precision import emulated
 
     values = {**SMALL, "Model.name": "PenalizedGPT", **extra}
-    with paddle.utils.unique_name.guard():
+    low = emulated() if extra.get("Engine.mix_precision.enable") else contextlib.nullcontext()
+    with paddle.utils.unique_name.guard(), low:
         if by == "task":
             values |= {"Model.name": "ListedGPT", "Model.module": "AddedLoss"}
             _register_reference()
         cfg, ctx, runner = build(plan, world_size, "gpt", "sgd", micro_batch_size, values)
         steps = [take_step(runner, step, cfg, ctx) for step in range(3)]
         found = runner.eval_step(evaluated(ctx.data_rank, ctx.data_size))
-    sizes = [step.metrics["trunk_size"].mean for step in steps] if by == "block" else [0.0] * 3
-    told = found.metrics["trunk_size"].mean if by == "block" else 0.0
-    numbers = [[one.loss, one.grad_norm, size] for one, size in zip(steps, sizes, strict=True)]
-    return [*numbers, [found.loss / found.count, told]]
+    nothing = Metric(0.0, 1.0)
+    sizes = [one.metrics.get("trunk_size", nothing) for one in (*steps, found)]
+    losses = [[one.loss, one.grad_norm] for one in steps] + [[found.loss, found.count]]
+    return [[*numbers, size.mean, size.count] for numbers, size in zip(losses, sizes, strict=True)]
 
 
 def evaluated(data_rank: int, data_size: int) -> list[dict[str, Any]]:
@@ -112,7 +117,7 @@ def test_the_gradient_is_that_of_a_loss_that_the_task_adds_up(
 ) -> None:
     (added,) = run(comparison.pools, Plan(), {}, by="task")
     plain, _ = comparison.reference("gpt", "sgd", 8, steps=3, extra=SMALL)
-    for (loss, norm, size), (whole, norm_of_whole, _) in zip(one_card[:3], added[:3], strict=True):
+    for (loss, norm, size, _), (whole, norm_of_whole, *_) in zip(one_card[:3], added[:3], strict=True):
         assert norm == pytest.approx(norm_of_whole, rel=1e-5)
         # The logged loss is the tokens' alone; four layers, and the metric is their mean.
         assert loss + 0.01 * 4 * size == pytest.approx(whole, rel=1e-6)
@@ -127,6 +132,15 @@ def test_plans_find_the_same(
     assert all(rank == ranks[0] for rank in ranks)
     for found, expected in zip(ranks[0], one_card, strict=True):
         assert found == pytest.approx(expected, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(pp=2)], ids=str)
+def test_loss_scaling(comparison: Comparison, one_card: list[list[float]], plan: Plan) -> None:
+    """The scale multiplies this gradient too: without it the norm would be that of the tokens' loss."""
+    mixed = {"enable": True, "dtype": "float16", "level": "O2", "scale_loss": 1024.0}
+    extra = {f"Engine.mix_precision.{key}": value for key, value in mixed.items()}
+    for rank in run(comparison.pools, plan, extra):
+        assert rank[0] == pytest.approx(one_card[0], rel=2e-4)
 
 
 def test_an_undeclared_metric_is_refused_on_every_rank(comparison: Comparison) -> None:
