@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from ppfleetx.config.plan import ParallelPlan as Plan
-from ppfleetx.models.evaluator import Metric
 from tests.helpers.ranks import Pools, RanksFailedError
 from tests.parity.comparison import TOLERANCE, Comparison, fields_of, micro_batch_size_of
 from tests.parity.training import build, global_batch, take_step
@@ -37,11 +37,12 @@ CASES: list[tuple[Plan, dict[str, Any]]] = [
 def train(
     plan: dict[str, Any], world_size: int, micro_batch_size: int, extra: dict[str, Any], by: str = "block"
 ) -> list[list[float]]:
-    """[loss, gradient norm, metric, its count] of three steps, and [loss, count, metric, its count] of an
-    evaluation; runs in each rank.
+    """[loss, gradient norm, ...] of three steps and [loss, count, ...] of an evaluation, with the mean and
+    the count of each metric; runs in each rank.
 
     Args:
-        by: ``block``: the example; ``task``: the same loss, added up by the task (one card only).
+        by: ``block``: the example; ``task``: the same loss, added up by the task (one card only); ``three``:
+            losses of each divisor.
     """
     import paddle
 
@@ -54,13 +55,15 @@ def train(
         if by == "task":
             values |= {"Model.name": "ListedGPT", "Model.module": "AddedLoss"}
             _register_reference()
+        if by == "three":
+            values["Model.name"] = "ThreeLosses"
+            _register_three()
         cfg, ctx, runner = build(plan, world_size, "gpt", "sgd", micro_batch_size, values)
         steps = [take_step(runner, step, cfg, ctx) for step in range(3)]
         found = runner.eval_step(evaluated(ctx.data_rank, ctx.data_size))
-    nothing = Metric(0.0, 1.0)
-    sizes = [one.metrics.get("trunk_size", nothing) for one in (*steps, found)]
     losses = [[one.loss, one.grad_norm] for one in steps] + [[found.loss, found.count]]
-    return [[*numbers, size.mean, size.count] for numbers, size in zip(losses, sizes, strict=True)]
+    metrics = [[n for m in one.metrics.values() for n in (m.mean, m.count)] for one in (*steps, found)]
+    return [[*loss, *own] for loss, own in zip(losses, metrics, strict=True)]
 
 
 def evaluated(data_rank: int, data_size: int) -> list[dict[str, Any]]:
@@ -93,6 +96,30 @@ def _register_reference() -> None:
 
     ARCHITECTURES.register("ListedGPT", lambda cfg, factory: gpt_stages(cfg, factory, block=Listed))
     MODULES.register("AddedLoss", AddedLoss)
+
+
+def _register_three() -> None:
+    from ppfleetx.config.registries import ARCHITECTURES, ArchitectureTraits
+    from ppfleetx.models.gpt.layers import Block
+    from ppfleetx.models.gpt.stages import gpt_stages
+    from ppfleetx.nn.aux_loss import AuxLoss, with_aux_loss
+
+    class Three(Block):
+        def __init__(self, factory: Any, **arguments: Any) -> None:
+            super().__init__(factory, **arguments)
+            self.factory = factory
+
+        def transform(self, hidden: Any, *arguments: Any) -> Any:
+            hidden = super().transform(hidden, *arguments)
+            rows = hidden.astype("float32").square().mean(-1).sum(0)  # of the positions here
+            whole = self.factory.sum_over_positions(rows).sqrt()
+            hidden = with_aux_loss(hidden, AuxLoss("sum", rows, 1e-3, "sequences"))
+            hidden = with_aux_loss(hidden, AuxLoss("root", whole, 1e-2, "sequences", ("mp", "sep")))
+            return with_aux_loss(hidden, AuxLoss("step", rows.sum(), 1e-4, "step"))
+
+    if "ThreeLosses" not in ARCHITECTURES.names():
+        traits = ArchitectureTraits(metrics=("sum", "root", "step"))
+        ARCHITECTURES.register("ThreeLosses", partial(gpt_stages, block=Three), traits=traits)
 
 
 def run(pools: Pools, plan: Plan, extra: dict[str, Any], **more: Any) -> list[list[list[float]]]:
@@ -132,6 +159,21 @@ def test_plans_find_the_same(
     assert all(rank == ranks[0] for rank in ranks)
     for found, expected in zip(ranks[0], one_card, strict=True):
         assert found == pytest.approx(expected, rel=TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def three_on_one_card(comparison: Comparison) -> list[list[float]]:
+    return run(comparison.pools, Plan(), {}, by="three")[0]
+
+
+@pytest.mark.parametrize(("plan", "extra"), [CASES[i] for i in (0, 2, 4, 5, 6, 8, 12)], ids=str)
+def test_each_divisor(
+    comparison: Comparison, three_on_one_card: list[list[float]], plan: Plan, extra: dict[str, Any]
+) -> None:
+    """Of sums over positions, of a root of sums over sequences, and of values that only add up."""
+    for rank in run(comparison.pools, plan, extra, by="three"):
+        for found, expected in zip(rank, three_on_one_card, strict=True):
+            assert found == pytest.approx(expected, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("plan", [Plan(), Plan(pp=2)], ids=str)
