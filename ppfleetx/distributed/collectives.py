@@ -168,11 +168,29 @@ def exchange(tensor: paddle.Tensor, group: Any, *, split_dim: int, concat_dim: i
     return _Exchange.apply(tensor, group, split_dim, concat_dim)
 
 
+def sum_of_ranks(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
+    """The sum of ``tensor`` over ``group``. What is computed from it is the same on all its ranks and counts
+    once, so each rank's own part gets the gradient of the sum."""
+    return _SumOfRanks.apply(tensor, group)
+
+
 def all_gather_columns(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
     """``[..., n]`` of each member of ``group``, side by side in their order; carries no gradient."""
     parts: list[paddle.Tensor] = []
     distributed.all_gather(parts, tensor, group=group)
     return paddle.concat(parts, axis=-1)
+
+
+class _SumOfRanks(PyLayer):
+    @staticmethod
+    def forward(ctx: Any, tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
+        total = tensor.clone()
+        distributed.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, upstream: paddle.Tensor) -> paddle.Tensor:
+        return upstream
 
 
 class _Exchange(PyLayer):

@@ -16,7 +16,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registries import NORMS
 from ppfleetx.config.sections.compress import Form, QuantizationConfig
 from ppfleetx.config.sections.lora import LoraConfig
-from ppfleetx.distributed.collectives import exchange
+from ppfleetx.distributed.collectives import exchange, sum_of_ranks
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.dropout import Dropout, NoDropout, SlicedDropout
 from ppfleetx.nn.fake_quant import FakeQuantizer, unreduced
@@ -206,6 +206,15 @@ class LocalFactory:
 
     def local_positions(self, ids: paddle.Tensor) -> paddle.Tensor:
         return ids if self.sequence_split is None else self.sequence_split.take(ids)
+
+    def sum_over_positions(self, values: paddle.Tensor) -> paddle.Tensor:
+        for group in self._position_groups():
+            values = sum_of_ranks(values, group)
+        return values
+
+    def _position_groups(self) -> list[Any]:
+        """Groups whose ranks hold different positions of the trunk."""
+        return [] if self.sequence_split is None else [self.sequence_split.group]
 
     def enter_attention(self, qkv: paddle.Tensor) -> paddle.Tensor:
         if self.sequence_split is None:
@@ -430,6 +439,9 @@ class TensorParallelFactory(LocalFactory):
 
         # Every rank computes the same with the whole: each needs its own part of that one gradient.
         return GatherOp.apply(hidden) if self.sequence_parallel else hidden
+
+    def _position_groups(self) -> list[Any]:
+        return [*super()._position_groups(), *([self.group] if self.sequence_parallel else [])]
 
     def enter_head(self, hidden: paddle.Tensor) -> paddle.Tensor:
         return self._for_sliced_output(hidden)

@@ -170,6 +170,10 @@ class LayerFactory(Protocol):
     def local_positions(self, ids: paddle.Tensor) -> paddle.Tensor:
         """The positions of ``[b, s]`` that this rank's trunk begins with (its part of ``s`` under sep)."""
 
+    def sum_over_positions(self, values: paddle.Tensor) -> paddle.Tensor:
+        """Sums over this rank's positions of the trunk to sums over whole sequences, float32. A loss made
+        of them is the same on the axes ``mp`` and ``sep``."""
+
     def enter_attention(self, qkv: paddle.Tensor) -> paddle.Tensor:
         """``[s, b, groups, heads, d]`` of this rank's positions to all positions (of fewer groups)."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,27 +37,33 @@ CASES: list[tuple[Plan, dict[str, Any]]] = [
 def train(
     plan: dict[str, Any], world_size: int, micro_batch_size: int, extra: dict[str, Any], by: str = "block"
 ) -> list[list[float]]:
-    """[loss, gradient norm, metric] of three steps, and [loss, metric] of an evaluation; runs in each rank.
+    """[loss, gradient norm, ...] of three steps and [loss, count, ...] of an evaluation, with the mean and
+    the count of each metric; runs in each rank.
 
     Args:
-        by: ``block``: the example; ``task``: the same loss, added up by the task (one card only).
+        by: ``block``: the example; ``task``: the same loss, added up by the task (one card only); ``three``:
+            losses of each divisor.
     """
     import paddle
 
     import examples.penalized_gpt  # noqa: F401 registers the architecture
+    from tests.helpers.low_precision import emulated
 
     values = {**SMALL, "Model.name": "PenalizedGPT", **extra}
-    with paddle.utils.unique_name.guard():
+    low = emulated() if extra.get("Engine.mix_precision.enable") else contextlib.nullcontext()
+    with paddle.utils.unique_name.guard(), low:
         if by == "task":
             values |= {"Model.name": "ListedGPT", "Model.module": "AddedLoss"}
             _register_reference()
+        if by == "three":
+            values["Model.name"] = "ThreeLosses"
+            _register_three()
         cfg, ctx, runner = build(plan, world_size, "gpt", "sgd", micro_batch_size, values)
         steps = [take_step(runner, step, cfg, ctx) for step in range(3)]
         found = runner.eval_step(evaluated(ctx.data_rank, ctx.data_size))
-    sizes = [step.metrics["trunk_size"].mean for step in steps] if by == "block" else [0.0] * 3
-    told = found.metrics["trunk_size"].mean if by == "block" else 0.0
-    numbers = [[one.loss, one.grad_norm, size] for one, size in zip(steps, sizes, strict=True)]
-    return [*numbers, [found.loss / found.count, told]]
+    losses = [[one.loss, one.grad_norm] for one in steps] + [[found.loss, found.count]]
+    metrics = [[n for m in one.metrics.values() for n in (m.mean, m.count)] for one in (*steps, found)]
+    return [[*loss, *own] for loss, own in zip(losses, metrics, strict=True)]
 
 
 def evaluated(data_rank: int, data_size: int) -> list[dict[str, Any]]:
@@ -90,6 +98,30 @@ def _register_reference() -> None:
     MODULES.register("AddedLoss", AddedLoss)
 
 
+def _register_three() -> None:
+    from ppfleetx.config.registries import ARCHITECTURES, ArchitectureTraits
+    from ppfleetx.models.gpt.layers import Block
+    from ppfleetx.models.gpt.stages import gpt_stages
+    from ppfleetx.nn.aux_loss import AuxLoss, with_aux_loss
+
+    class Three(Block):
+        def __init__(self, factory: Any, **arguments: Any) -> None:
+            super().__init__(factory, **arguments)
+            self.factory = factory
+
+        def transform(self, hidden: Any, *arguments: Any) -> Any:
+            hidden = super().transform(hidden, *arguments)
+            rows = hidden.astype("float32").square().mean(-1).sum(0)  # of the positions here
+            whole = self.factory.sum_over_positions(rows).sqrt()
+            hidden = with_aux_loss(hidden, AuxLoss("sum", rows, 1e-3, "sequences"))
+            hidden = with_aux_loss(hidden, AuxLoss("root", whole, 1e-2, "sequences", ("mp", "sep")))
+            return with_aux_loss(hidden, AuxLoss("step", rows.sum(), 1e-4, "step"))
+
+    if "ThreeLosses" not in ARCHITECTURES.names():
+        traits = ArchitectureTraits(metrics=("sum", "root", "step"))
+        ARCHITECTURES.register("ThreeLosses", partial(gpt_stages, block=Three), traits=traits)
+
+
 def run(pools: Pools, plan: Plan, extra: dict[str, Any], **more: Any) -> list[list[list[float]]]:
     return pools(plan.world_size).run(
         "tests.parity.test_aux_loss:train",
@@ -112,7 +144,7 @@ def test_the_gradient_is_that_of_a_loss_that_the_task_adds_up(
 ) -> None:
     (added,) = run(comparison.pools, Plan(), {}, by="task")
     plain, _ = comparison.reference("gpt", "sgd", 8, steps=3, extra=SMALL)
-    for (loss, norm, size), (whole, norm_of_whole, _) in zip(one_card[:3], added[:3], strict=True):
+    for (loss, norm, size, _), (whole, norm_of_whole, *_) in zip(one_card[:3], added[:3], strict=True):
         assert norm == pytest.approx(norm_of_whole, rel=1e-5)
         # The logged loss is the tokens' alone; four layers, and the metric is their mean.
         assert loss + 0.01 * 4 * size == pytest.approx(whole, rel=1e-6)
@@ -127,6 +159,30 @@ def test_plans_find_the_same(
     assert all(rank == ranks[0] for rank in ranks)
     for found, expected in zip(ranks[0], one_card, strict=True):
         assert found == pytest.approx(expected, rel=TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def three_on_one_card(comparison: Comparison) -> list[list[float]]:
+    return run(comparison.pools, Plan(), {}, by="three")[0]
+
+
+@pytest.mark.parametrize(("plan", "extra"), [CASES[i] for i in (0, 2, 4, 5, 6, 8, 12)], ids=str)
+def test_each_divisor(
+    comparison: Comparison, three_on_one_card: list[list[float]], plan: Plan, extra: dict[str, Any]
+) -> None:
+    """Of sums over positions, of a root of sums over sequences, and of values that only add up."""
+    for rank in run(comparison.pools, plan, extra, by="three"):
+        for found, expected in zip(rank, three_on_one_card, strict=True):
+            assert found == pytest.approx(expected, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(pp=2)], ids=str)
+def test_loss_scaling(comparison: Comparison, one_card: list[list[float]], plan: Plan) -> None:
+    """The scale multiplies this gradient too: without it the norm would be that of the tokens' loss."""
+    mixed = {"enable": True, "dtype": "float16", "level": "O2", "scale_loss": 1024.0}
+    extra = {f"Engine.mix_precision.{key}": value for key, value in mixed.items()}
+    for rank in run(comparison.pools, plan, extra):
+        assert rank[0] == pytest.approx(one_card[0], rel=2e-4)
 
 
 def test_an_undeclared_metric_is_refused_on_every_rank(comparison: Comparison) -> None:
