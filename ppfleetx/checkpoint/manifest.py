@@ -31,7 +31,7 @@ FORMAT, VERSION = "ppfleetx-checkpoint", 1
 MANIFEST_FILE, MARKER_FILE, LATEST_FILE = "manifest.json", "COMPLETE", "latest"
 BEST_FILE = "best"
 _MAX_SEALED_BYTES = 4096
-_RANK_DIR = re.compile(r"mp_\d{2,}_sharding_\d{2,}_pp_\d{2,}")
+_RANK_DIR = re.compile(r"mp_\d{2,}_sharding_\d{2,}_pp_\d{2,}(_dp_\d{2,})?(_sep_\d{2,})?")
 _STEP_DIR = re.compile(r"epoch_(\d+)_step_(\d+)")
 
 
@@ -112,13 +112,15 @@ class Manifest:
             raise CheckpointError(f"{where}: {error}") from error
 
 
-def rank_directory(mp: int = 0, sharding: int = 0, pp: int = 0) -> str:
-    """Directory of a rank's files within a checkpoint."""
-    return f"mp_{mp:02d}_sharding_{sharding:02d}_pp_{pp:02d}"
+def rank_directory(mp: int = 0, sharding: int = 0, pp: int = 0, dp: int = 0, sep: int = 0) -> str:
+    """Directory of a rank's files within a checkpoint. Of replicas along dp and sep all but the first write
+    what lies in the experts' view alone."""
+    replica = "".join(f"_{axis}_{at:02d}" for axis, at in (("dp", dp), ("sep", sep)) if at)
+    return f"mp_{mp:02d}_sharding_{sharding:02d}_pp_{pp:02d}{replica}"
 
 
 def is_rank_directory(name: str) -> bool:
-    """Whether ``name`` is that of a rank's directory, ``mp_XX_sharding_XX_pp_XX``."""
+    """Whether ``name`` is that of a rank's directory (:func:`rank_directory`)."""
     return _RANK_DIR.fullmatch(name) is not None
 
 

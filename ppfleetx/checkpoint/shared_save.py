@@ -79,7 +79,7 @@ class SharedSave:
     def write(self, pieces: Iterable[TensorSlice]) -> RankIndex | None:
         """Write this rank's slices; None when it has none."""
         pieces = list(pieces)
-        place = rank_directory(**{axis: self._ctx.rank_on(axis) for axis in ("mp", "sharding", "pp")})
+        place = rank_directory(**self._ctx.plan.coordinates(self._ctx.rank))
         return write_rank(self._staged, place, pieces) if pieces else None
 
     def publish(self, written: Sequence[RankIndex | None]) -> str | None:

@@ -22,7 +22,7 @@ from ppfleetx.checkpoint.foreign.lazy import LazyTensor, cast
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.compress import parts_out
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.models.gpt.shape import layer_parameter_shapes
+from ppfleetx.models.gpt.shape import layer_parameter_specs
 
 Criterion = Literal["l1_norm", "l2_norm", "saliency"]
 Part = Literal["heads", "mlp", "both"]
@@ -168,8 +168,8 @@ def _left(total: int, ratio: float, multiple: int, what: str) -> int:
 
 def check_network(model: ModelConfig) -> None:
     """Raise ConfigError when the layers are of another kind than pruning knows."""
-    shapes = layer_parameter_shapes(model)
-    matrices = {name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) > 1}
+    specs = layer_parameter_specs(model)
+    matrices = {name.removesuffix(".weight") for name, spec in specs.items() if len(spec.shape) > 1}
     if matrices != set(_LINEARS):
         raise ConfigError(
             f"its layers have other matrices than {', '.join(_LINEARS)}, and cannot be pruned",

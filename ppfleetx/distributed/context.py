@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from ppfleetx.config.mesh import Mesh
 from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.utils.hangs.record import RECORD
 
 DATA_AXES = ("dp", "sharding")
 """Axes whose ranks read different samples."""
@@ -27,6 +30,7 @@ class ParallelContext:
         data_rank: number of the replica, ``dp rank x sharding + sharding rank``.
         device: ``cpu`` or ``gpu``.
         groups: Paddle's process group of each axis with more than one rank.
+        ep, emp: see :class:`~ppfleetx.config.mesh.Mesh`.
     """
 
     plan: ParallelPlan = field(default_factory=ParallelPlan)
@@ -34,6 +38,13 @@ class ParallelContext:
     data_rank: int = 0
     device: str = "cpu"
     groups: Mapping[str, Any] = field(default_factory=dict)
+    ep: int = 1
+    emp: int = 1
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The ranks of the job, seen by dense parameters and by experts."""
+        return Mesh(self.plan, self.ep, self.emp)
 
     @classmethod
     def single(cls, device: str = "cpu") -> ParallelContext:
@@ -66,16 +77,47 @@ class ParallelContext:
         return self.plan.knows_loss(self.rank)
 
     def rank_on(self, axis: str) -> int:
-        """This process's rank along ``axis`` (dp, pp, sharding, sep or mp)."""
-        return self.plan.coordinates(self.rank)[axis]
+        """This process's rank along ``axis`` of either view."""
+        return self.mesh.coordinates(self.rank)[axis]
 
     def size_of(self, axis: str) -> int:
         """Degree of ``axis``."""
-        return getattr(self.plan, axis)
+        return self.mesh.size_of(axis)
 
     def group_of(self, axis: str) -> Any:
         """Process group of ``axis``, which must have more than one rank."""
         return self.groups[axis]
+
+    def group_over(self, axes: tuple[str, ...]) -> Any:
+        """Process group of the ranks that differ along ``axes``; None when this rank is alone there.
+
+        Of several axes, and of those of experts, :meth:`with_groups` has made it; but for dp and sep
+        together, for which fleet has one.
+        """
+        axes = tuple(axis for axis in axes if self.size_of(axis) > 1)
+        if not axes:
+            return None
+        if axes == ("dp", "sep"):
+            from paddle.distributed import fleet
+
+            return fleet.get_hybrid_communicate_group().get_dp_sep_parallel_group()
+        return self.groups["+".join(axes)]
+
+    def with_groups(self, needed: Iterable[tuple[str, ...]]) -> ParallelContext:
+        """This context, with a group for each of ``needed``, which are the same on every rank of the job: to
+        make a group is a collective of all ranks."""
+        from paddle import distributed
+
+        groups = dict(self.groups)
+        for axes in needed:
+            axes = tuple(axis for axis in axes if self.size_of(axis) > 1)
+            name = "+".join(axes)
+            if not axes or axes == ("dp", "sep") or name in groups:
+                continue
+            made = {ranks: distributed.new_group(list(ranks)) for ranks in self.mesh.groups_over(axes)}
+            groups[name] = made[self.mesh.ranks_over(self.rank, axes)]
+            RECORD.names = {**RECORD.names, groups[name].id: name}
+        return self if groups == self.groups else replace(self, groups=groups)
 
     def sum_over(self, axes: Iterable[str], *values: float) -> list[float]:
         """Sums of ``values`` over the ranks of ``axes``, in float64 and the same on each of them."""

@@ -16,6 +16,7 @@ from paddle import nn
 from ppfleetx.nn.flash import packed_flash_attention
 from ppfleetx.nn.init import Init
 from ppfleetx.nn.kernels import KernelOptions, attend, packed_attention_serves
+from ppfleetx.nn.layer_params import qkv_parts
 from ppfleetx.nn.masks import window_start
 from ppfleetx.nn.positions import Rotary
 from ppfleetx.nn.recompute import may_recompute, recompute
@@ -93,7 +94,8 @@ class Attention(nn.Layer):
         self.queries_per_group = num_heads // num_kv_heads
         self.num_groups = factory.local_count(num_kv_heads, "key/value heads")
         width = num_kv_heads * (self.queries_per_group + 2) * head_dim
-        self.qkv = factory.column_linear(hidden_size, width, init=init, bias=qkv_bias)
+        parts = qkv_parts(self.queries_per_group, head_dim)
+        self.qkv = factory.column_linear(hidden_size, width, init=init, bias=qkv_bias, parts=parts)
         self.q_norm, self.k_norm = (None, None) if head_norm is None else (head_norm(), head_norm())
         self.out_proj = factory.row_linear(
             num_heads * head_dim, hidden_size, init=output_init, bias=output_bias

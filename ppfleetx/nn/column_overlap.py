@@ -17,7 +17,6 @@ from paddle import distributed, nn
 
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.factory import SequenceSplit, TensorParallelFactory
-from ppfleetx.nn.init import Init
 from ppfleetx.nn.matmul import Exchange, Finish
 
 
@@ -86,10 +85,8 @@ class OverlappingFactory(TensorParallelFactory):
             ScatteredInput(group, gathers_again=gathers_again) if sequence_parallel else WholeInput(group)
         )
 
-    def column_linear(
-        self, in_features: int, out_features: int, *, init: Init, bias: bool, kind: str = "matrix"
-    ) -> nn.Layer:
-        layer = super().column_linear(in_features, out_features, init=init, bias=bias, kind=kind)
+    def column_linear(self, in_features: int, out_features: int, **options: Any) -> nn.Layer:
+        layer = super().column_linear(in_features, out_features, **options)
         layer.forward = self._forward_of(layer)
         return layer
 
@@ -107,4 +104,7 @@ def overlapping_factory(ctx: ParallelContext, *, gathers_again: bool) -> Overlap
     """The factory of a plan with tensor parallelism, for training."""
     split = SequenceSplit(ctx.group_of("sep")) if ctx.size_of("sep") > 1 else None
     plan = ctx.plan
-    return OverlappingFactory(ctx.group_of("mp"), plan.sequence_parallel, split, gathers_again=gathers_again)
+    group = ctx.group_of("mp")
+    factory = OverlappingFactory(group, plan.sequence_parallel, split, gathers_again=gathers_again)
+    factory.mesh, factory.rank = ctx.mesh, ctx.rank
+    return factory

@@ -5,7 +5,7 @@ Blocks ask a factory and never see a degree; what a plan changes about a layer i
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,15 +13,19 @@ import paddle
 from paddle import nn
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.mesh import Mesh
+from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.registries import NORMS
 from ppfleetx.config.sections.compress import Form, QuantizationConfig
 from ppfleetx.config.sections.lora import LoraConfig
 from ppfleetx.distributed.collectives import exchange, sum_of_ranks
 from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.nn import layer_params
 from ppfleetx.nn.dropout import Dropout, NoDropout, SlicedDropout
 from ppfleetx.nn.fake_quant import FakeQuantizer, unreduced
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
-from ppfleetx.nn.init import Constant, Init, Normal
+from ppfleetx.nn.init import Init
+from ppfleetx.nn.layer_params import Specs
 from ppfleetx.nn.linear import Linear
 from ppfleetx.nn.lora import LoraBranch
 from ppfleetx.nn.loss import parallel_token_loss, token_loss
@@ -29,33 +33,18 @@ from ppfleetx.nn.loss_output import SAME_ON_MP, LossOutput
 from ppfleetx.nn.matmul import Matmul
 from ppfleetx.nn.norm import RMSNorm
 from ppfleetx.nn.panels import InferenceLinear
+from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Part, Shard, placed
 from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedLinear
 from ppfleetx.nn.scores import parallel_token_scores, token_scores
-from ppfleetx.nn.stage import ParamInfo
+from ppfleetx.nn.stage import declare
 
 # Paddle would draw random values that build_stage replaces; zeros cost less.
 _ZEROS = nn.initializer.Constant(0.0)
 
 
-def describe(parameter: paddle.Tensor, init: Init, kind: str) -> None:
-    """Attach the info of a parameter that is held whole."""
-    shape = tuple(parameter.shape)
-    parameter.info = ParamInfo("", shape, (0,) * len(shape), shape, init, kind)
-
-
-def lora_init(linear: nn.Layer) -> Init:
-    """Initial values of an adapter's A: N(0, 1 / in), so that x A is of the size of x."""
-    return Normal(1.0 / math.sqrt(matrix_info(linear).global_shape[0]))
-
-
-def matrix_info(linear: nn.Layer) -> ParamInfo:
-    """Of the matrix ``[in, out]`` of a linear, however it is stored."""
-    return linear.info if isinstance(linear, QuantizedLinear) else linear.weight.info
-
-
-def _describe_quantizer(quantizer: FakeQuantizer) -> None:
-    for parameter in quantizer.parameters():
-        describe(parameter, Constant(0.0 if parameter is quantizer.input_scale else 1.0), "quant")
+def _matrix_of(linear: nn.Layer) -> ParamSpec:
+    """The matrix ``[in, out]`` of a linear, however it is stored."""
+    return linear.spec if isinstance(linear, QuantizedLinear) else linear.weight.spec
 
 
 def _of_kind(kind: str, linear: nn.Layer) -> nn.Layer:
@@ -71,6 +60,7 @@ def layer_factory(ctx: ParallelContext, *, train: bool = True) -> LocalFactory:
         factory = TensorParallelFactory(ctx.group_of("mp"), ctx.plan.sequence_parallel, split)
     else:
         factory = LocalFactory(split) if train else InferenceFactory(split)
+    factory.mesh, factory.rank = ctx.mesh, ctx.rank
     factory.keeps_weights = not train and ctx.plan.sharding_stage < 3
     return factory
 
@@ -102,9 +92,12 @@ class LocalFactory:
         matmul: multiplies by the weights of the layers that are made here.
         fused: the fused operators that its layers take.
         trunk_same_on: axes whose ranks hold the same part of the trunk.
+        mesh, rank: say which slices of parameters are made here.
+        sequence_parallel: whether each tensor-parallel rank has its part of the positions.
     """
 
-    keeps_weights = False
+    keeps_weights = sequence_parallel = False
+    mesh, rank = Mesh(), 0
     fused: FusedOps = NO_FUSED_OPS
     group: Any = None
     linear_cls: type[Linear] = Linear
@@ -116,54 +109,89 @@ class LocalFactory:
     def local_count(self, count: int, what: str) -> int:
         return count
 
+    def declare(self, parameter: paddle.Tensor, spec: ParamSpec) -> None:
+        declare(parameter, spec, self.mesh, self.rank)
+
+    def _declared(self, layer: nn.Layer, specs: Specs) -> nn.Layer:
+        for name, spec in specs.items():
+            self.declare(getattr(layer, name), spec)
+        return layer
+
     def column_linear(
-        self, in_features: int, out_features: int, *, init: Init, bias: bool, kind: str = "matrix"
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        init: Init,
+        bias: bool,
+        kind: str = "matrix",
+        parts: tuple[Part, ...] = (),
     ) -> nn.Layer:
-        return _of_kind("ColumnParallelLinear", self._linear(in_features, out_features, init, bias, kind))
+        specs = layer_params.column_linear(
+            in_features, out_features, bias=bias, init=init, kind=kind, parts=parts
+        )
+        return _of_kind("ColumnParallelLinear", self._linear(specs))
 
     def row_linear(self, in_features: int, out_features: int, *, init: Init, bias: bool) -> nn.Layer:
-        return _of_kind("RowParallelLinear", self._linear(in_features, out_features, init, bias, "matrix"))
+        specs = layer_params.row_linear(
+            in_features, out_features, bias=bias, init=init, sequence_parallel=self.sequence_parallel
+        )
+        return _of_kind("RowParallelLinear", self._linear(specs))
 
     def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> FakeQuantizer:
         keeps = self.keeps_weights or linear.weight.stop_gradient
-        quantizer = FakeQuantizer(cfg, follows=follows, keeps=keeps)
-        _describe_quantizer(quantizer)
-        return quantizer
+        return self._declared_quantizer(FakeQuantizer(cfg, follows=follows, keeps=keeps), linear)
+
+    def _declared_quantizer(self, quantizer: FakeQuantizer, linear: nn.Layer) -> FakeQuantizer:
+        names = [name for name, _ in quantizer.named_parameters()]
+        matrix, split = linear.weight.spec, self.sequence_parallel
+        return self._declared(quantizer, layer_params.quantizer(matrix, names, sequence_parallel=split))
 
     def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
-        sizes, drop = matrix_info(linear).local_shape, self.dropout(cfg.dropout)
-        branch = LoraBranch(*sizes, rank=cfg.rank, scale=cfg.scale, dropout=drop, matmul=self.matmul)
-        describe(branch.a, lora_init(linear), "lora")
-        describe(branch.b, Constant(0.0), "lora")
-        return branch
+        return self._adapter(linear, cfg, self.dropout(cfg.dropout))
+
+    def _adapter(
+        self,
+        linear: nn.Layer,
+        cfg: LoraConfig,
+        dropout: nn.Layer,
+        join: Callable[[paddle.Tensor], paddle.Tensor] | None = None,
+    ) -> LoraBranch:
+        matrix = _matrix_of(linear)
+        branch = LoraBranch(
+            *placed(matrix, self.mesh, self.rank).local_shape,
+            rank=cfg.rank,
+            scale=cfg.scale,
+            dropout=dropout,
+            join=join,
+            matmul=self.matmul,
+        )
+        split = self.sequence_parallel
+        return self._declared(branch, layer_params.adapter(matrix, cfg.rank, sequence_parallel=split))
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
-        return QuantizedLinear(linear, form)
+        return QuantizedLinear(linear, form, declare=self.declare)
 
     def quantized_embedding(self, embedding: nn.Layer) -> nn.Layer:
-        return QuantizedEmbedding(embedding)
+        return QuantizedEmbedding(embedding, declare=self.declare)
 
     def whole_linear(self, in_features: int, out_features: int, *, init: Init, bias: bool) -> nn.Layer:
-        return self._linear(in_features, out_features, init, bias, "matrix")
+        return self._linear(layer_params.whole_linear(in_features, out_features, bias=bias, init=init))
 
-    def _linear(self, in_features: int, out_features: int, init: Init, bias: bool, kind: str) -> nn.Layer:
-        layer = self.linear_cls(in_features, out_features, bias=bias)
+    def _linear(self, specs: Specs) -> nn.Layer:
+        layer = self.linear_cls(*specs["weight"].shape, bias="bias" in specs)
         layer.linear = self.matmul.linear
-        describe(layer.weight, init, kind)
-        if bias:
-            describe(layer.bias, Constant(0.0), "bias")
-        return layer
+        return self._declared(layer, specs)
 
     def vocab_embedding(self, padded_vocab_size: int, hidden_size: int, *, init: Init) -> nn.Layer:
-        return self._embedding(padded_vocab_size, hidden_size, init, "word_embedding")
+        return self._embedding(layer_params.word_table(padded_vocab_size, hidden_size, init=init))
 
     def embedding(self, num_embeddings: int, hidden_size: int, *, init: Init) -> nn.Layer:
-        return self._embedding(num_embeddings, hidden_size, init, "position_embedding")
+        return self._embedding(layer_params.position_table(num_embeddings, hidden_size, init=init))
 
-    def _embedding(self, rows: int, hidden_size: int, init: Init, kind: str) -> nn.Layer:
-        layer = nn.Embedding(rows, hidden_size, weight_attr=paddle.ParamAttr(initializer=_ZEROS))
-        describe(layer.weight, init, kind)
-        return layer
+    def _embedding(self, specs: Specs) -> nn.Layer:
+        layer = nn.Embedding(*specs["weight"].shape, weight_attr=paddle.ParamAttr(initializer=_ZEROS))
+        return self._declared(layer, specs)
 
     def norm(
         self, kind: str, size: int, *, epsilon: float, gain: float = 1.0, inside_heads: bool = False
@@ -185,9 +213,8 @@ class LocalFactory:
                 key="Model.normalization",
                 value=kind,
             )
-        for name, parameter in parameters.items():
-            describe(parameter, *((Constant(gain), "norm") if name == "weight" else (Constant(0.0), "bias")))
-        return layer
+        partial = self.sequence_parallel or inside_heads
+        return self._declared(layer, layer_params.norm(parameters, size, gain=gain, partial=partial))
 
     def dropout(self, probability: float, *, inside_heads: bool = False) -> nn.Layer:
         return Dropout(probability)
@@ -239,14 +266,6 @@ class LocalFactory:
         return token_scores(logits, labels, mask, true_vocab)
 
 
-def describe_slice(parameter: paddle.Tensor, dim: int, group: Any, init: Init, kind: str) -> None:
-    """Attach the info of a parameter of which each rank of ``group`` holds an equal part of ``dim``."""
-    local = tuple(parameter.shape)
-    whole = tuple(size * group.nranks if d == dim else size for d, size in enumerate(local))
-    offset = tuple(size * group.rank if d == dim else 0 for d, size in enumerate(local))
-    parameter.info = ParamInfo("", whole, offset, local, init, kind)
-
-
 class InferenceFactory(LocalFactory):
     """Layers of a model that is evaluated or generated with, and never trained."""
 
@@ -261,9 +280,7 @@ class TensorParallelFactory(LocalFactory):
 
     Args:
         group: the tensor-parallel ranks.
-        sequence_parallel: outside attention and feed-forward each rank holds its part of the positions;
-            parameters used there get partial gradients and are marked ``partial_gradient``, and so are those
-            that are held whole and used on this rank's heads alone.
+        sequence_parallel: outside attention and feed-forward each rank holds its part of the positions.
         sequence_split: see :class:`LocalFactory`.
     """
 
@@ -273,6 +290,7 @@ class TensorParallelFactory(LocalFactory):
         super().__init__(sequence_split)
         self.group, self.sequence_parallel = group, sequence_parallel
         self.trunk_same_on = () if sequence_parallel else SAME_ON_MP
+        self.mesh, self.rank = Mesh(ParallelPlan(mp=group.nranks)), group.rank
 
     def local_count(self, count: int, what: str) -> int:
         """How many of ``count`` things this rank has.
@@ -289,7 +307,14 @@ class TensorParallelFactory(LocalFactory):
         return count // self.group.nranks
 
     def column_linear(
-        self, in_features: int, out_features: int, *, init: Init, bias: bool, kind: str = "matrix"
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        init: Init,
+        bias: bool,
+        kind: str = "matrix",
+        parts: tuple[Part, ...] = (),
     ) -> nn.Layer:
         from paddle.distributed.fleet.meta_parallel import ColumnParallelLinear
         from paddle.distributed.fleet.utils.sequence_parallel_utils import ColumnSequenceParallelLinear
@@ -304,10 +329,10 @@ class TensorParallelFactory(LocalFactory):
             mp_group=self.group,
         )
         layer.linear = self.matmul.linear
-        describe_slice(layer.weight, 1, self.group, init, kind)
-        if bias:
-            describe_slice(layer.bias, 0, self.group, Constant(0.0), "bias")
-        return _of_kind("ColumnParallelLinear", layer)
+        specs = layer_params.column_linear(
+            in_features, out_features, bias=bias, init=init, kind=kind, parts=parts
+        )
+        return _of_kind("ColumnParallelLinear", self._declared(layer, specs))
 
     def row_linear(self, in_features: int, out_features: int, *, init: Init, bias: bool) -> nn.Layer:
         from paddle.distributed.fleet.meta_parallel import RowParallelLinear
@@ -323,15 +348,14 @@ class TensorParallelFactory(LocalFactory):
             mp_group=self.group,
         )
         layer.linear = self.matmul.linear
-        describe_slice(layer.weight, 0, self.group, init, "matrix")
-        if bias:
-            describe(layer.bias, Constant(0.0), "bias")
-            self._mark(layer.bias)
-        return _of_kind("RowParallelLinear", layer)
+        specs = layer_params.row_linear(
+            in_features, out_features, bias=bias, init=init, sequence_parallel=self.sequence_parallel
+        )
+        return _of_kind("RowParallelLinear", self._declared(layer, specs))
 
     def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> FakeQuantizer:
         """Maxima over what is sliced are those of all ranks; so are the gradients of learned bounds."""
-        has_sliced_input = linear.weight.info.local_shape[0] != linear.weight.info.global_shape[0]
+        has_sliced_input = linear.weight.spec.lies("mp") == Shard(0)
         per_channel = cfg.weight_quantize_type == "channel_wise_abs_max"
         own_channels = per_channel and not has_sliced_input
         quantizer = FakeQuantizer(
@@ -341,12 +365,7 @@ class TensorParallelFactory(LocalFactory):
             follows=follows,
             keeps=self.keeps_weights or linear.weight.stop_gradient,
         )
-        _describe_quantizer(quantizer)
-        if quantizer.weight_clip is not None:
-            quantizer.weight_clip.partial_gradient = True
-        if quantizer.input_clip is not None:
-            quantizer.input_clip.partial_gradient = has_sliced_input or self.sequence_parallel
-        return quantizer
+        return self._declared_quantizer(quantizer, linear)
 
     def _largest(self, maxima: paddle.Tensor) -> paddle.Tensor:
         from paddle import distributed
@@ -356,39 +375,27 @@ class TensorParallelFactory(LocalFactory):
 
     def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
         """Input features sliced: A is too, and what it gives are parts of a sum. Output features: B is."""
-        info = matrix_info(linear)
-        has_sliced_input = info.local_shape[0] != info.global_shape[0]
-        branch = LoraBranch(
-            *info.local_shape,
-            rank=cfg.rank,
-            scale=cfg.scale,
-            dropout=self.dropout(cfg.dropout, inside_heads=has_sliced_input),
-            join=self._sum_parts if has_sliced_input else self._for_sliced_output,
-            matmul=self.matmul,
-        )
-        sliced, whole, dim = (branch.a, branch.b, 0) if has_sliced_input else (branch.b, branch.a, 1)
-        init = {id(branch.a): lora_init(linear), id(branch.b): Constant(0.0)}
-        describe_slice(sliced, dim, self.group, init[id(sliced)], "lora")
-        sliced.is_distributed = True  # fleet makes all others equal along mp
-        describe(whole, init[id(whole)], "lora")
-        self._mark(whole)
-        return branch
+        has_sliced_input = _matrix_of(linear).lies("mp") == Shard(0)
+        dropout = self.dropout(cfg.dropout, inside_heads=has_sliced_input)
+        join = self._sum_parts if has_sliced_input else self._for_sliced_output
+        return self._adapter(linear, cfg, dropout, join)
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
         """Input features sliced: products are parts of a sum. Output features: its input must be whole, and
         the input's gradient is a sum."""
-        info = linear.weight.info
-        if info.local_shape[0] != info.global_shape[0]:
-            return QuantizedLinear(linear, form, leave=self._sum_parts)
-        if info.is_whole:
-            return QuantizedLinear(linear, form)
-        return QuantizedLinear(linear, form, enter=self._for_sliced_output)
+        made, cut = (
+            partial(QuantizedLinear, linear, form, declare=self.declare),
+            linear.weight.spec.lies("mp"),
+        )
+        if cut == Shard(0):
+            return made(leave=self._sum_parts)
+        return made() if cut == REPLICATE else made(enter=self._for_sliced_output)
 
     def quantized_embedding(self, embedding: nn.Layer) -> nn.Layer:
         from paddle.distributed.fleet.layers.mpu.mp_ops import _mp_allreduce
 
         join = partial(_mp_allreduce, group=self.group, use_calc_stream=True, use_model_parallel=True)
-        return QuantizedEmbedding(embedding, join=join)
+        return QuantizedEmbedding(embedding, declare=self.declare, join=join)
 
     def _sum_parts(self, low: paddle.Tensor) -> paddle.Tensor:
         from paddle.distributed.fleet.layers.mpu.mp_ops import _mp_allreduce
@@ -414,16 +421,7 @@ class TensorParallelFactory(LocalFactory):
             weight_attr=paddle.ParamAttr(initializer=_ZEROS),
             mp_group=self.group,
         )
-        describe_slice(layer.weight, 0, self.group, init, "word_embedding")
-        return layer
-
-    def norm(
-        self, kind: str, size: int, *, epsilon: float, gain: float = 1.0, inside_heads: bool = False
-    ) -> nn.Layer:
-        layer = super().norm(kind, size, epsilon=epsilon, gain=gain)
-        for parameter in layer.parameters():
-            self._mark(parameter, always=inside_heads)
-        return layer
+        return self._declared(layer, layer_params.word_table(padded_vocab_size, hidden_size, init=init))
 
     def dropout(self, probability: float, *, inside_heads: bool = False) -> nn.Layer:
         sliced = inside_heads or self.sequence_parallel
@@ -457,7 +455,3 @@ class TensorParallelFactory(LocalFactory):
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
         labels, mask = self.local_positions(labels), self.local_positions(mask)
         return parallel_token_scores(logits, labels, mask, true_vocab, self.group)
-
-    def _mark(self, parameter: paddle.Tensor, *, always: bool = False) -> None:
-        if self.sequence_parallel or always:
-            parameter.partial_gradient = True

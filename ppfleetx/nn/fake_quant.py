@@ -150,6 +150,8 @@ class FakeQuantizer(nn.Layer):
         self.input_clip = self._number(1.0) if cfg.activation_preprocess_type else None
         if moving:
             self.input_scale.stop_gradient = True
+            if self.input_clip is not None:
+                self.input_clip.is_idle = True
         self._has_scale = False
         self._largest: paddle.Tensor | None = None
         self._bound: paddle.Tensor | None = None
@@ -206,6 +208,8 @@ class FakeQuantizer(nn.Layer):
             self._has_scale = self.input_scale.item() > 0
             if not self._has_scale:
                 return None
+            if self.input_clip is not None:
+                self.input_clip.is_idle = False
         return self.input_scale.detach()
 
     # -- from step to step

@@ -12,6 +12,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registries import ACTIVATIONS
 from ppfleetx.distributed.device import lacks_kernel
 from ppfleetx.nn.init import Init
+from ppfleetx.nn.layer_params import GATE_AND_UP
 from ppfleetx.nn.stage import LayerFactory
 
 _PROBE_WIDTH = 8  # of the tensor that an activation is tried on
@@ -84,10 +85,11 @@ class MLP(nn.Layer):
     ) -> None:
         super().__init__()
         factory.local_count(ffn_hidden_size, "feed-forward units")
-        width = ffn_hidden_size * (2 if ACTIVATIONS.traits(activation).gated else 1)
+        parts = GATE_AND_UP if ACTIVATIONS.traits(activation).gated else ()
+        width = ffn_hidden_size * (len(parts) or 1)
         self.activation = _checked_activation(activation)
         self.fused = factory.fused
-        self.fc1 = factory.column_linear(hidden_size, width, init=init, bias=bias)
+        self.fc1 = factory.column_linear(hidden_size, width, init=init, bias=bias, parts=parts)
         self.fc2 = factory.row_linear(ffn_hidden_size, hidden_size, init=output_init, bias=bias)
 
     def forward(self, hidden: paddle.Tensor) -> paddle.Tensor:

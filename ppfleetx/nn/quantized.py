@@ -27,9 +27,11 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.compress import Form, WeightsConfig
 from ppfleetx.distributed.device import capability, on_gpu
 from ppfleetx.nn.cpu_ops import quantized as cpu_ops
+from ppfleetx.nn.layer_params import codes, scales
 from ppfleetx.nn.linear import add_smaller
 from ppfleetx.nn.panels import PanelMatrix, use_huge_pages
-from ppfleetx.nn.stage import Finish, LayerFactory, NameOf, ParamInfo, Stage
+from ppfleetx.nn.param_spec import ParamSpec
+from ppfleetx.nn.stage import Finish, LayerFactory, NameOf, Stage, declare
 
 _LEVELS, _SMALLEST_SCALE = 127.0, 1.17549435e-38
 _GPU_ARCHS = (70, 75, 80, 86, 89, 90, 92, 100)
@@ -200,17 +202,22 @@ def _same(x: paddle.Tensor) -> paddle.Tensor:
     return x
 
 
+Declare = Callable[[paddle.Tensor, ParamSpec], None]
+"""Says what a new parameter is."""
+
+
 class QuantizedLinear(nn.Layer):
     """A linear with a :class:`QuantizedMatrix`; has its parameters ``weight``, ``scale`` and ``bias``.
 
     Args:
-        linear: whose place it takes; its weight's ``info`` says which slice lives here.
+        linear: whose place it takes.
         form: of the matrix.
+        declare: declares a parameter; by default one that this rank has whole.
         enter: what its input goes through, under a plan that splits it.
         leave: what the product goes through, before the bias is added; None: nothing.
 
     Attributes:
-        info: of the matrix ``[k, n]``; that of ``weight`` describes what is stored.
+        spec: of the matrix ``[k, n]``; that of ``weight`` is of what is stored.
 
     Raises:
         ConfigError: a group would be shared between tensor-parallel ranks.
@@ -221,16 +228,20 @@ class QuantizedLinear(nn.Layer):
         linear: nn.Layer,
         form: Form,
         *,
+        declare: Declare = declare,
         enter: Callable[[paddle.Tensor], paddle.Tensor] = _same,
         leave: Callable[[paddle.Tensor], paddle.Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.bias, self.enter, self.leave = linear.bias, enter, leave
-        self.info: ParamInfo = linear.weight.info
-        info = self.info
-        stored = replace(info, **_boxes(info, 2)) if form.bits == 4 else info
-        self.weight = _parameter(self, stored, "uint8" if form.bits == 4 else "int8")
-        self.scale = _parameter(self, _scale_info(info, form.group_size), "float32")
+        self.spec: ParamSpec = linear.weight.spec
+        rows, columns = linear.weight.shape
+        _check_groups(rows, self.spec.shape[0], form.group_size)
+        per_row, num_groups = 2 if form.bits == 4 else 1, rows // form.group_size if form.group_size else 1
+        self.weight = _parameter(self, [rows // per_row, columns], "uint8" if form.bits == 4 else "int8")
+        self.scale = _parameter(self, [num_groups, columns], "float32")
+        declare(self.weight, codes(self.spec, per_row))
+        declare(self.scale, scales(self.spec, form.group_size))
         self.matrix = QuantizedMatrix(self.weight, self.scale, form)
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
@@ -246,22 +257,24 @@ class QuantizedEmbedding(nn.Layer):
 
     Args:
         embedding: whose place it takes.
+        declare: see :class:`QuantizedLinear`.
         join: sums the ranks' parts; None: this rank holds all rows.
     """
 
     def __init__(
-        self, embedding: nn.Layer, *, join: Callable[[paddle.Tensor], paddle.Tensor] | None = None
+        self,
+        embedding: nn.Layer,
+        *,
+        declare: Declare = declare,
+        join: Callable[[paddle.Tensor], paddle.Tensor] | None = None,
     ) -> None:
         super().__init__()
-        info: ParamInfo = embedding.weight.info
+        spec, info = embedding.weight.spec, embedding.weight.info
         self.join, self.first_row, self.num_rows = join, info.offset[0], info.local_shape[0]
-        self.weight = _parameter(self, info, "int8")
-        rows = {
-            "global_shape": (info.global_shape[0], 1),
-            "offset": (info.offset[0], 0),
-            "local_shape": (info.local_shape[0], 1),
-        }
-        self.scale = _parameter(self, replace(info, **rows), "float32")
+        self.weight = _parameter(self, info.local_shape, "int8")
+        self.scale = _parameter(self, [self.num_rows, 1], "float32")
+        declare(self.weight, spec)
+        declare(self.scale, replace(spec, shape=(spec.shape[0], 1)))
 
     def forward(self, tokens: paddle.Tensor) -> paddle.Tensor:
         """Token ids ``[...]`` to ``[..., h]``."""
@@ -325,32 +338,17 @@ def _replace_matrices(layer: nn.Layer, name_of: NameOf, cfg: WeightsConfig, fact
         setattr(parent, own, made)
 
 
-def _parameter(layer: nn.Layer, info: ParamInfo, dtype: str) -> paddle.Tensor:
-    parameter = layer.create_parameter(list(info.local_shape), dtype=dtype, default_initializer=_ZEROS)
+def _parameter(layer: nn.Layer, shape: Sequence[int], dtype: str) -> paddle.Tensor:
+    parameter = layer.create_parameter(list(shape), dtype=dtype, default_initializer=_ZEROS)
     parameter.stop_gradient = parameter.is_quantized = True
-    parameter.is_distributed = True  # fleet sends all others to the ranks of mp, which read theirs anyway
-    parameter.info = info
     return parameter
 
 
-def _boxes(info: ParamInfo, per_row: int) -> dict[str, tuple[int, ...]]:
-    """Shapes and offset where ``per_row`` input features share a row."""
-    return {
-        name: (getattr(info, name)[0] // per_row, getattr(info, name)[1])
-        for name in ("global_shape", "offset", "local_shape")
-    }
-
-
-def _scale_info(info: ParamInfo, group_size: int | None) -> ParamInfo:
-    if group_size is None:
-        whole, first, here = info.global_shape[1], info.offset[1], info.local_shape[1]
-        return replace(info, global_shape=(1, whole), offset=(0, first), local_shape=(1, here))
-    whole, here = info.global_shape[0], info.local_shape[0]
-    if here % group_size:
+def _check_groups(here: int, whole: int, group_size: int | None) -> None:
+    if group_size is not None and here % group_size:
         parts = f"; Distributed.mp_degree leaves {here} of {whole} to a rank" if here < whole else ""
         raise ConfigError(
             f"groups of {group_size} do not divide {here} input features{parts}",
             key="Compress.Weights.group_size",
             value=group_size,
         )
-    return replace(info, **_boxes(info, group_size))

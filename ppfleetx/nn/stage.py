@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import paddle
 from paddle import nn
 
+from ppfleetx.config.mesh import Mesh
 from ppfleetx.nn.fused import FusedOps
 from ppfleetx.nn.init import Init, draw
 from ppfleetx.nn.loss_output import LossOutput
+from ppfleetx.nn.param_spec import PARTIAL, REPLICATE, ParamInfo, ParamSpec, Part, placed
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.compress import Form, QuantizationConfig
@@ -27,36 +29,10 @@ if TYPE_CHECKING:
 NameOf = Callable[[str], str]
 """Canonical name of what lies at a path within a layer."""
 
+_ALONE = Mesh()
+
 Finish = Callable[[nn.Layer, NameOf], None]
 """Adds to a new layer before its parameters get names and values."""
-
-
-@dataclass(frozen=True)
-class ParamInfo:
-    """What a parameter is, independent of the parallel plan.
-
-    Attributes:
-        name: canonical name, e.g. ``decoder.layers.3.attention.qkv.weight``; inside a factory it is
-            still empty, :func:`build_stage` fills it in.
-        global_shape: shape of the whole parameter.
-        offset: first global index held here, in each dimension.
-        local_shape: shape held here.
-        init: how its initial values are drawn.
-        kind: ``matrix``, ``bias``, ``norm``, ``word_embedding``, ``position_embedding``, ``head``, ``lora``,
-            ``quant``.
-    """
-
-    name: str
-    global_shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    init: Init
-    kind: str
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether this rank holds the parameter whole."""
-        return self.local_shape == self.global_shape
 
 
 @dataclass(frozen=True)
@@ -98,8 +74,8 @@ class Stage:
 class LayerFactory(Protocol):
     """Makes the layers whose parameters a parallel plan may slice. Sizes given are global ones.
 
-    Every parameter made here carries ``info`` (a :class:`ParamInfo` without its name). Blocks never ask
-    for a degree: they ask :meth:`local_count` how many of a number of equal parts live here.
+    Every parameter made here is declared, without its name (:func:`declare`). Blocks never ask for a degree:
+    they ask :meth:`local_count` how many of a number of equal parts live here.
 
     Attributes:
         group: ranks that share the columns of logits; None: this rank has all of them.
@@ -116,10 +92,21 @@ class LayerFactory(Protocol):
     def local_count(self, count: int, what: str) -> int:
         """How many of ``count`` equal parts (``what``: "key/value heads") one rank holds."""
 
+    def declare(self, parameter: paddle.Tensor, spec: ParamSpec) -> None:
+        """Say what a parameter is that a layer has made by itself, with the shape that this rank holds."""
+
     def column_linear(
-        self, in_features: int, out_features: int, *, init: Init, bias: bool, kind: str = "matrix"
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        init: Init,
+        bias: bool,
+        kind: str = "matrix",
+        parts: tuple[Part, ...] = (),
     ) -> nn.Layer:
-        """Linear ``[in, out]`` whose output features may be sliced; the output stays sliced."""
+        """Linear ``[in, out]`` whose output features may be sliced; the output stays sliced. ``parts``: the
+        matrices that it is made of."""
 
     def row_linear(self, in_features: int, out_features: int, *, init: Init, bias: bool) -> nn.Layer:
         """Linear ``[in, out]`` whose input features may be sliced (and arrive sliced); output is whole."""
@@ -223,12 +210,29 @@ def build_stage(
     for path, parameter in layer.named_parameters():
         if parameter.info.name:  # made, named and filled by the stage it is shared with
             continue
-        parameter.info = replace(parameter.info, name=_canonical_name(stage, path))
+        _name(parameter, stage, path)
         if empty:
             parameter._clear_data()
         elif seed is not None:
             parameter.set_value(first_value(parameter, seed).astype(parameter.dtype))
     return layer
+
+
+def declare(parameter: paddle.Tensor, spec: ParamSpec, mesh: Mesh = _ALONE, rank: int = 0) -> None:
+    """Attach ``spec`` to a parameter that ``rank`` has made, and what the rank holds of it: ``info``."""
+    info = placed(spec, mesh, rank)
+    assert tuple(parameter.shape) == info.local_shape, f"{parameter.shape} is made, {info} is declared"
+    parameter.spec, parameter.info = spec, info
+    parameter.is_distributed = "mp" not in spec.view.axes or spec.lies("mp") != REPLICATE  # fleet's mark
+
+
+def _name(parameter: paddle.Tensor, stage: Stage, path: str) -> None:
+    name, tie = _canonical_name(stage, path), stage.tie
+    is_tied = tie is not None and path.startswith(f"{tie.attribute}.")
+    spec = replace(parameter.spec, name=name, trains=not parameter.stop_gradient)
+    if is_tied:
+        spec = replace(spec, tie=tie.key, grad={**spec.grad, "pp": PARTIAL})
+    parameter.spec, parameter.info = spec, replace(parameter.info, name=name)
 
 
 def first_value(parameter: paddle.Tensor, seed: int) -> paddle.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ppfleetx.optims.gradients import drop_gradient, gradient_of
 
@@ -52,7 +52,6 @@ class UpdatePlace:
 class Optimizer:
     """One of Paddle's optimizers behind canonical names.
 
-    `stepper` is what `step` calls: the optimizer itself, or what fleet made of it (`wrap`).
     Gradients are those of `optims/gradients.py`. Learning rate and weight decay come with each step; no
     scheduler lives inside.
     """
@@ -61,27 +60,25 @@ class Optimizer:
         self, inner: PaddleOptimizer, named_params: NamedParams, accumulators: Mapping[str, str]
     ) -> None:
         self.inner = inner
-        self.stepper: Any = inner
         self.named_params = list(named_params)
         self._parameters = [param for _, param in self.named_params]
         self._accumulators = dict(accumulators)
+        self._updated: Callable[[], None] = lambda: None
 
-    def wrap(self, make_stepper: Callable[[PaddleOptimizer], Any]) -> None:
-        """Let `make_stepper` (fleet.distributed_optimizer, ...) wrap the optimizer that does the steps."""
-        self.stepper = make_stepper(self.inner)
+    def keep_only(self, owned: Callable[[Tensor], bool], updated: Callable[[], None]) -> None:
+        """Update, and keep states of, the `owned` parameters only; call `updated` after each update."""
+        self.named_params = [(name, param) for name, param in self.named_params if owned(param)]
+        self._updated = updated
 
     def step(self, lr: float, weight_decay: float | None = None) -> None:
         """Update all parameters that have a gradient; `weight_decay` None keeps the last one."""
-        if self._is_idle:
-            return
-        self.inner.set_lr(lr)
-        if weight_decay is not None and hasattr(self.inner, "_apply_decay_param_fun"):
-            # AdamW reads _weight_decay at each parameter's update and has no setter for it.
-            self.inner._weight_decay = float(weight_decay)
-        if self.stepper is self.inner:
+        if self.named_params:  # a pipeline rank may have none, which Paddle's optimizers do not expect
+            self.inner.set_lr(lr)
+            if weight_decay is not None and hasattr(self.inner, "_apply_decay_param_fun"):
+                # AdamW reads _weight_decay at each parameter's update and has no setter for it.
+                self.inner._weight_decay = float(weight_decay)
             self._step()
-        else:
-            self.stepper.step()
+        self._updated()
 
     def clear_grad(self) -> None:
         """Drop all gradients, of parameters that another rank updates too."""
@@ -110,11 +107,6 @@ class Optimizer:
                 startup_program=None,
                 params_grads=[(param, grad) for param, grad in pairs if grad is not None],
             )
-
-    @property
-    def _is_idle(self) -> bool:
-        """A pipeline rank without layers has nothing to update, which Paddle's optimizers do not expect."""
-        return self.stepper is self.inner and not self.named_params
 
     def state(self) -> dict[StateKey, Tensor]:
         """State tensors, (canonical name, state name) -> tensor; created first if no step was taken."""

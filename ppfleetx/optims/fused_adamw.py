@@ -130,7 +130,5 @@ def fused_adamw(
     )
 
 
-def _fits(parameter: paddle.Tensor, gradient: paddle.Tensor | None) -> bool:
-    if gradient is None:  # sharding gives all of its parameters, those without a gradient too
-        return False
+def _fits(parameter: paddle.Tensor, gradient: paddle.Tensor) -> bool:
     return parameter.dtype == gradient.dtype == paddle.float32 and parameter.size <= _LARGEST

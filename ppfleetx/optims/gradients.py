@@ -24,6 +24,27 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     return None if gradient is None else gradient.contiguous()
 
 
+def complete_gradient(parameter: Tensor) -> Tensor:
+    """The gradient; where no pass has given one, zeros become it (but for a parameter whose value is
+    elsewhere: it cannot keep them)."""
+    import paddle
+
+    gradient = gradient_of(parameter)
+    if gradient is not None:
+        return gradient
+    zeros = paddle.zeros(parameter.shape, getattr(parameter, "gradient_dtype", parameter.dtype))
+    if parameter._is_initialized():
+        add_gradient(parameter, zeros)
+        return gradient_of(parameter)
+    return zeros
+
+
+def expects_gradient(parameter: Tensor) -> bool:
+    """Whether a step computes with the parameter: all ranks know, whatever their data. (A learned bound does
+    nothing before there is something to bound.)"""
+    return not getattr(parameter, "is_idle", False)
+
+
 def drop_gradient(parameter: Tensor) -> None:
     """Free the gradient (dropped, not zeroed: the next backward pass writes without adding)."""
     if getattr(parameter, "main_grad", None) is not None:
@@ -46,11 +67,10 @@ def add_to_main_gradient(parameter: Tensor) -> None:
 
 
 def take_gradient(parameter: Tensor) -> Tensor:
-    """The gradient, which there must be; the parameter has none afterwards, and the next backward pass makes
-    a new one."""
+    """:func:`complete_gradient`; the parameter has none then, and the next backward pass makes a new one."""
     import paddle
 
-    gradient = gradient_of(parameter)
+    gradient = complete_gradient(parameter)
     if getattr(parameter, "main_grad", None) is None:
         # Dropping empties the tensor that `grad` gives: the memory needs another.
         taken = paddle.empty(gradient.shape, gradient.dtype)

@@ -54,13 +54,11 @@ class OnHost:
         self,
         loss: Any,
         startup_program: Any,
-        params_grads: Sequence[tuple[paddle.Tensor, paddle.Tensor | None]],
+        params_grads: Sequence[tuple[paddle.Tensor, paddle.Tensor]],
         param_group_idx: int = 0,
     ) -> None:
         with _made_on_host():
             for parameter, gradient in params_grads:
-                if gradient is None:
-                    continue
                 value = self._value_of(parameter)
                 pair = (value, copy_to_host(gradient))
                 super()._apply_optimize(loss, startup_program, [pair], param_group_idx)

@@ -25,7 +25,7 @@ from ppfleetx.nn.stage import LayerFactory, Stage
 from ppfleetx.optims.adamw import Optimizer
 from ppfleetx.optims.build import build_optimizer
 from ppfleetx.parallel.first_values import give_values
-from ppfleetx.parallel.grad_sync import GradientSync
+from ppfleetx.parallel.grad_sync import GradientSync, whole_model
 from ppfleetx.parallel.local import LocalRunner
 from ppfleetx.parallel.precision import Precision
 from ppfleetx.parallel.runner import Runner
@@ -120,7 +120,7 @@ def _pipeline_runner(
         take_turns()
     held = model.held_stages()
     optimizer, sync = _optimizer_and_sync(
-        model, held, cfg, ctx, options.precision, train, factory.fused, *tied
+        model, held, cfg, ctx, options.precision, train, factory.fused, tied
     )
     return PipelineRunner(pipeline, loss, optimizer, ctx, sync, options)
 
@@ -151,12 +151,12 @@ def _optimizer_and_sync(
     train: bool,
     ops: FusedOps,
     tied_group: Any = None,
-    tied_names: Sequence[str] = (),
 ) -> tuple[Optimizer | None, GradientSync]:
     """Give the parameters their types and values; return the optimizer of those that this rank updates, and
     what sums gradients over the job."""
     parameters = model.parameters()
-    trainable = [parameter for parameter in parameters if not parameter.stop_gradient]
+    ctx, has_experts = whole_model((parameter.spec for parameter in parameters), ctx)
+    trainable = [parameter for parameter in parameters if parameter.spec.trains]
     named = [(parameter.info.name, parameter) for parameter in parameters]
     low, on_host = precision.lowers_parameters, ctx.plan.sharding_offload
     with_masters = precision.lower(parameters, train=train)
@@ -164,9 +164,8 @@ def _optimizer_and_sync(
     if ctx.size_of("sharding") > 1:
         from ppfleetx.parallel.sharding import Sharding
 
-        frozen = [parameter for parameter in parameters if parameter.stop_gradient]
-        group, stage = ctx.group_of("sharding"), ctx.plan.sharding_stage
-        sharding = Sharding(trainable, group, stage, tied_names, frozen)
+        frozen = [parameter for parameter in parameters if not parameter.spec.trains]
+        sharding = Sharding(trainable, ctx, ctx.plan.sharding_stage, frozen)
     seed = cfg.Global.seed if train else None
     masters = give_values(parameters, seed, with_masters, sharding, masters_on_host=on_host)
     if train:
@@ -176,14 +175,14 @@ def _optimizer_and_sync(
     if sharding is not None:
         values = _values(sharding, trainable, stages, cfg, ctx)
         if optimizer is not None:
-            sharding.wrap(optimizer, values)
+            optimizer.keep_only(sharding.owns, values.updated)
     if optimizer is not None:
         optimizer.keep_masters(masters)
     sync = GradientSync(
         trainable,
         ctx,
         tied_group=tied_group,
-        tied_names=tied_names,
+        has_experts=has_experts,
         sharding=sharding,
         values=values,
         bucket_bytes=cfg.Distributed.bucket_bytes if train else None,
@@ -200,12 +199,12 @@ def _values(
     ctx: ParallelContext,
 ) -> Values:
     """How values come from their owners."""
-    group, overlaps = ctx.group_of("sharding"), cfg.Distributed.sharding.broadcast_overlap
+    overlaps = cfg.Distributed.sharding.broadcast_overlap
     if ctx.plan.sharding_stage == 3:
         from ppfleetx.parallel.sharded_values import ParameterSharding
 
-        return ParameterSharding(sharding, group, stages, ahead=overlaps)
+        return ParameterSharding(sharding, stages, ahead=overlaps)
     from ppfleetx.parallel.new_values import NewValues
 
     layers = [layer for _, layer in stages] if overlaps else None
-    return NewValues(trainable, sharding.owner_of, group, layers, cfg.Distributed.packed_bytes)
+    return NewValues(trainable, sharding, layers, cfg.Distributed.packed_bytes)

@@ -6,24 +6,41 @@ the job's number of valid tokens, so everything here is a plain sum.
 Copies of a parameter must get the same update to the last bit, and nothing but their gradients' bits can
 make them. On a GPU two ranks that compute the same may differ in the last bit (kernels that add by
 atomics), and so may two groups that add the same numbers (NCCL's order depends on where the ranks are).
-Hence the order here: sums over one group at a time, what is held whole by tensor-parallel ranks made
-equal at the end.
+Hence the order of the sums (``nn/param_spec.py``), one group at a time; what tensor-parallel ranks hold whole
+is made equal at the end.
+
+Which gradients there are follows from the parameters alone, so that all ranks of a group send the same: one
+that the data of a step have left out is zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import paddle
 from paddle import distributed
 
+from ppfleetx.config.mesh import DENSE, EXPERTS
 from ppfleetx.distributed.collectives import all_reduce_packed, equalize_packed
 from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.together import gather
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
-from ppfleetx.optims.grad_clip import global_norm, scale_to_norm
-from ppfleetx.optims.gradients import gradient_of
+from ppfleetx.nn.param_spec import (
+    Axes,
+    ParamSpec,
+    counts,
+    gradient_sums,
+    groups_needed,
+    in_order,
+    kept_equal_over,
+    may_miss,
+    norm_axes,
+    writes,
+)
+from ppfleetx.optims.grad_clip import scale_to_norm, squared_norm
+from ppfleetx.optims.gradients import complete_gradient, expects_gradient
 from ppfleetx.parallel.overlap import BUCKETS_IN_SIZE, Bucket, BucketSums, cut
 
 if TYPE_CHECKING:
@@ -35,9 +52,9 @@ class GradientSync:
 
     Args:
         parameters: trainable parameters of this rank, each once, in model order.
-        ctx: this process's place.
+        ctx: this process's place, with the groups that the whole model needs.
         tied_group: pipeline ranks that hold copies of the tied parameters, when this rank is one of them.
-        tied_names: canonical names of the tied parameters.
+        has_experts: whether the model has parameters in the experts' view, on whatever rank.
         sharding: gives each parameter an owner, who alone needs its gradient; None: every rank does.
         values: brings the owners' values, with sharding.
         bucket_bytes: send sums of about this size while the backward pass runs; None: all at its end.
@@ -50,7 +67,7 @@ class GradientSync:
         ctx: ParallelContext,
         *,
         tied_group: Any = None,
-        tied_names: Sequence[str] = (),
+        has_experts: bool = False,
         sharding: Sharding | None = None,
         values: Values | None = None,
         bucket_bytes: int | None = None,
@@ -58,24 +75,50 @@ class GradientSync:
     ) -> None:
         self.ops = ops
         self.parameters, self._ctx, self._sharding = list(parameters), ctx, sharding
-        self._tied_group, self._tied_names = tied_group, frozenset(tied_names)
-        self._values = values
+        self._tied_group, self._values = tied_group, values
+        self._mine = [p for p in self.parameters if sharding is None or sharding.owns(p)]
+        self._counted = {
+            view: [p for p in self._mine if p.spec.view == view and self._is(counts, p)]
+            for view in ((DENSE, EXPERTS) if has_experts else (DENSE,))
+        }
         self._early: set[int] = set()  # parameters that are summed over the replicas during the backward pass
         self._sums = None if bucket_bytes is None else self._bucket_sums(bucket_bytes)
+        mesh = ctx.mesh
+        self._rounds = self._grouped(lambda p: self._sums_of(p)[int(id(p) in self._early) :])
+        self._equal = self._grouped(lambda p: [axes for axes in [kept_equal_over(p.spec, mesh)] if axes])
+
+    def _sums_of(self, parameter: paddle.Tensor) -> tuple[Axes, ...]:
+        sums = gradient_sums(parameter.spec, self._ctx.mesh)
+        return sums if self._tied_group is not None else tuple(axes for axes in sums if axes != ("pp",))
+
+    def _grouped(
+        self, axes_of: Callable[[paddle.Tensor], Sequence[Axes]]
+    ) -> list[tuple[Any, list[paddle.Tensor]]]:
+        """Groups, and the parameters of this rank that exchange something over each; in the order of sums."""
+        found = {id(p): axes_of(p) for p in self._mine}
+        return [
+            (
+                self._tied_group if axes == ("pp",) else self._ctx.group_over(axes),
+                [p for p in self._mine if axes in found[id(p)]],
+            )
+            for axes in in_order(axes for several in found.values() for axes in several)
+        ]
 
     def _bucket_sums(self, nbytes: int) -> BucketSums | None:
         """The sums that need not wait for the end: into the owners, or over the replicas.
 
-        What is to be summed over the tensor-parallel ranks before that is small, and waits.
+        What is to be summed over the tensor-parallel ranks before that is small, and waits; so does what may
+        have no gradient.
         """
         if self._sharding is not None:
             return self._sharding.bucket_sums(nbytes)
-        group = replica_group(self._ctx)
-        if group is None:
+        replicas = tuple(axis for axis in DENSE.replicas if self._ctx.size_of(axis) > 1)
+        if not replicas:
             return None
-        early = [p for p in reversed(self.parameters) if not getattr(p, "partial_gradient", False)]
+        early = [p for p in reversed(self.parameters) if self._sums_of(p)[:1] == (replicas,)]
+        early = [p for p in early if not may_miss(p.spec)]
         self._early = {id(parameter) for parameter in early}
-        start = partial(distributed.all_reduce, group=group, sync_op=False)
+        start = partial(distributed.all_reduce, group=self._ctx.group_over(replicas), sync_op=False)
         return BucketSums([Bucket(bucket, start) for _, bucket in cut(early, nbytes // BUCKETS_IN_SIZE)])
 
     def begin(self, num_micro_batches: int) -> None:
@@ -85,29 +128,27 @@ class GradientSync:
 
     def reduce(self) -> None:
         """Complete the gradients: into the owners, over parts of the sequence, replicas, tied copies."""
-        ctx, mine = self._ctx, self.parameters
         if self._sums is not None:
             self._sums.finish()
         if self._sharding is not None:
-            mine = self._sharding.finish_gradients()
-        partial = [p for p in mine if getattr(p, "partial_gradient", False)]
-        if partial:
-            all_reduce_packed(_gradients(partial), ctx.group_of("mp"))
-        replicas = replica_group(ctx)
-        if replicas is not None:
-            all_reduce_packed(_gradients([p for p in mine if id(p) not in self._early]), replicas)
-        # After the replicas: a sum of two numbers has one order, so the copies stay equal along them too.
-        tied = [p for p in mine if self._is_tied(p)]
-        if tied:
-            all_reduce_packed(_gradients(tied), self._tied_group)
-        if ctx.size_of("mp") > 1:
-            equalize_packed(_gradients([p for p in mine if p.info.is_whole]), ctx.group_of("mp"))
+            self._sharding.finish_gradients()
+        _gradients(self._mine)
+        for group, members in self._rounds:
+            all_reduce_packed(_gradients(members), group)
+        for group, members in self._equal:
+            equalize_packed(_gradients(members), group)
 
     def norm(self) -> paddle.Tensor:
-        """Norm of the whole model's gradient, each parameter counted once: float64, still on the device."""
-        counted = [p for p in self.parameters if self.counts(p)]
-        reduce = partial(self._ctx.sum_tensor_over, ("mp", "pp", "sharding"))
-        return global_norm(counted, reduce, self.ops)
+        """Norm of the whole model's gradient, each parameter counted once: float64, still on the device.
+
+        The squares of each view are summed over its own axes.
+        """
+        mesh = self._ctx.mesh
+        squares = [
+            self._ctx.sum_tensor_over(norm_axes(view, mesh), squared_norm(counted, self.ops))
+            for view, counted in self._counted.items()
+        ]
+        return (squares[0] if len(squares) == 1 else paddle.add_n(squares)).sqrt()
 
     def clip(self, norm: float, max_norm: float) -> None:
         """Clip by the norm, which is :meth:`norm`, read."""
@@ -118,37 +159,29 @@ class GradientSync:
         if self._values is not None:
             self._values.finish()
 
-    def _is_tied(self, parameter: paddle.Tensor) -> bool:
-        return self._tied_group is not None and parameter.info.name in self._tied_names
+    def writes(self, parameter: paddle.Tensor) -> bool:
+        """Whether this rank writes its slice of the parameter into a checkpoint."""
+        return self._is(writes, parameter)
 
-    def counts(self, parameter: paddle.Tensor) -> bool:
-        """Whether this rank is the one, of those along mp, pp and sharding, that counts the parameter.
-
-        Of replicas along dp and sep each counts it: nothing is summed over those axes.
-        """
-        info, ctx = parameter.info, self._ctx
-        if info.is_whole and ctx.rank_on("mp") != 0:
-            return False
-        if self._is_tied(parameter) and self._tied_group.rank != 0:
-            return False
-        return self._sharding is None or self._sharding.owns(parameter)
+    def _is(self, chosen: Callable[..., bool], parameter: paddle.Tensor) -> bool:
+        """Whether this rank is the one that is ``chosen`` of those that hold the parameter."""
+        is_copy = parameter.spec.tie is not None and self._tied_group is not None
+        owns = self._sharding is None or self._sharding.owns(parameter)
+        is_first = not is_copy or self._tied_group.rank == 0
+        return chosen(parameter.spec, self._ctx.mesh, self._ctx.rank, owns=owns, first_holder=is_first)
 
 
-def replica_group(ctx: ParallelContext) -> Any:
-    """The ranks over which the gradient of every parameter is summed; None when this rank is alone.
+def _gradients(parameters: Iterable[paddle.Tensor]) -> list[paddle.Tensor]:
+    """Those of all ranks of a group, whatever their data."""
+    return [complete_gradient(parameter) for parameter in parameters if expects_gradient(parameter)]
 
-    Replicas and parts of the sequence together, in the one group that fleet has for both: after two sums,
-    one behind the other, their ranks would hold what was added in two orders.
+
+def whole_model(specs: Iterable[ParamSpec], ctx: ParallelContext) -> tuple[ParallelContext, bool]:
+    """The context with all groups that the whole model needs, and whether it has parameters of experts.
+
+    A collective of the job: pipeline ranks hold different parameters, and make the groups of all of them.
     """
-    if ctx.size_of("sep") == 1:
-        return ctx.group_of("dp") if ctx.size_of("dp") > 1 else None
-    if ctx.size_of("dp") == 1:
-        return ctx.group_of("sep")
-    from paddle.distributed import fleet
-
-    return fleet.get_hybrid_communicate_group().get_dp_sep_parallel_group()
-
-
-def _gradients(parameters: Sequence[paddle.Tensor]) -> list[paddle.Tensor]:
-    found = [gradient_of(parameter) for parameter in parameters]
-    return [gradient for gradient in found if gradient is not None]
+    needed = groups_needed(specs, ctx.mesh)
+    if ctx.size_of("pp") > 1:
+        needed = sorted({tuple(axes) for of_rank in gather(ctx, needed) for axes in of_rank})
+    return ctx.with_groups(needed), any(axes[0] in ("edp", "ep", "emp") for axes in needed)

@@ -16,6 +16,7 @@ import paddle
 from paddle import distributed
 
 from ppfleetx.distributed.collectives import Packed, broadcast_packed, start_packed
+from ppfleetx.parallel.sharded_values import Owning
 
 SMALL_BYTES = 256 << 10
 """Parameters below this travel packed: a message of that size costs more than its bytes."""
@@ -26,8 +27,7 @@ class NewValues:
 
     Args:
         parameters: of this rank, each once, in the order of the forward pass.
-        owner_of: the rank in ``group`` that has a parameter's new value.
-        group: the sharding ranks.
+        owning: says who has a parameter's new value.
         layers: whose forward passes wait for their own parameters; None: the update waits for all of them.
         packed_bytes: how much may be packed at a time.
     """
@@ -35,23 +35,23 @@ class NewValues:
     def __init__(
         self,
         parameters: Sequence[paddle.Tensor],
-        owner_of: Callable[[paddle.Tensor], int],
-        group: Any,
+        owning: Owning,
         layers: Sequence[paddle.nn.Layer] | None,
         packed_bytes: int,
     ) -> None:
-        self._parameters, self._owner_of, self._group = list(parameters), owner_of, group
+        self._owning = owning
+        self._parameters = [p for p in parameters if owning.group_of(p) is not None]
         self._overlaps = layers is not None
         self._packed: list[Packed] = []
         self._tasks: dict[int, Any] = {}  # by the parameter's id, in the order in which they left
-        packed, size = dict.fromkeys(range(group.nranks), ()), 0
-        for parameter in parameters:
+        small, size = [], 0
+        for parameter in self._parameters:
             more = parameter.size * parameter.element_size()
             if more < SMALL_BYTES and size + more <= packed_bytes:
-                packed[owner_of(parameter)] += (parameter,)
+                small.append(parameter)
                 size += more
-        self._small = {owner: members for owner, members in packed.items() if members}
-        small = {id(p) for members in self._small.values() for p in members}
+        self._small = self._by_owner(small)
+        small = {id(p) for p in small}
         self._large = [p for p in self._parameters if id(p) not in small]
         for layer in layers or ():
             layer.register_forward_pre_hook(self._before_forward)
@@ -60,16 +60,17 @@ class NewValues:
     def updated(self) -> None:
         """The owners' values have changed: let them leave, and, without overlap, wait for them."""
         if not self._overlaps:
-            for owner in range(self._group.nranks):
-                broadcast_packed(self._of(owner), self._group, owner)
+            for members in self._by_owner(self._parameters):
+                first = members[0]
+                broadcast_packed(members, self._owning.group_of(first), self._owning.owner_of(first))
             return
         self.finish()
-        for owner, members in self._small.items():
+        for members in self._small:
             for dtype in dict.fromkeys(p.dtype for p in members):
                 same = [p for p in members if p.dtype == dtype]
-                self._packed.append(start_packed(same, self._start(owner)))
+                self._packed.append(start_packed(same, self._start(same[0])))
         for parameter in self._large:
-            self._tasks[id(parameter)] = self._start(self._owner_of(parameter))(parameter.detach())
+            self._tasks[id(parameter)] = self._start(parameter)(parameter.detach())
 
     def finish(self) -> None:
         """Wait for all that is under way: every parameter has its new value then."""
@@ -77,12 +78,18 @@ class NewValues:
         while self._tasks:
             self._tasks.pop(next(iter(self._tasks))).wait()
 
-    def _of(self, owner: int) -> list[paddle.Tensor]:
-        return [p for p in self._parameters if self._owner_of(p) == owner]
+    def _by_owner(self, parameters: Sequence[paddle.Tensor]) -> list[list[paddle.Tensor]]:
+        """``parameters`` of each owner; owners in the order of groups and ranks."""
+        found: dict[tuple[int, int], list[paddle.Tensor]] = {}
+        for parameter in parameters:
+            place = self._owning.group_of(parameter).id, self._owning.owner_of(parameter)
+            found.setdefault(place, []).append(parameter)
+        return [found[place] for place in sorted(found)]
 
-    def _start(self, owner: int) -> Callable[[paddle.Tensor], Any]:
-        source = self._group.ranks[owner]
-        return lambda flat: distributed.broadcast(flat, source, group=self._group, sync_op=False)
+    def _start(self, parameter: paddle.Tensor) -> Callable[[paddle.Tensor], Any]:
+        group = self._owning.group_of(parameter)
+        source = group.ranks[self._owning.owner_of(parameter)]
+        return lambda flat: distributed.broadcast(flat, source, group=group, sync_op=False)
 
     def _finish_small(self) -> None:
         while self._packed:

@@ -20,7 +20,7 @@ from typing import Any
 import paddle
 
 from ppfleetx.distributed.collectives import move_together
-from ppfleetx.optims.gradients import gradient_of
+from ppfleetx.optims.gradients import complete_gradient, expects_gradient
 
 Start = Callable[[paddle.Tensor], Any]
 """Starts the sum of a flat tensor, in place, and returns the task to wait for."""
@@ -109,8 +109,7 @@ class BucketSums:
 
     def _send(self) -> None:
         bucket = self._buckets[self._next]
-        found = [gradient_of(parameter) for parameter in bucket.parameters]
-        gradients = [gradient for gradient in found if gradient is not None]
+        gradients = [complete_gradient(p) for p in bucket.parameters if expects_gradient(p)]
         self._next += 1
         # Asked for the sake of memory alone, which `done` may free: what is sent when does not depend on it.
         while self._under_way and self._under_way[0][0].is_completed():

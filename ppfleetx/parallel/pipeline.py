@@ -209,25 +209,25 @@ def _feed(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[tuple[paddle.Te
         yield tuple(batch[name] for name in _INPUTS if name in batch), batch
 
 
-def tied_group(stages: Sequence[Stage], ctx: ParallelContext) -> tuple[Any, list[str]]:
-    """Group of the pipeline ranks that hold the tied weights, and the weights' canonical names.
+def tied_group(stages: Sequence[Stage], ctx: ParallelContext) -> Any:
+    """Group of the pipeline ranks that hold the tied weights.
 
     Every rank makes every group, in the same order, as Paddle demands; the group is None on ranks that
     hold no tied weight or when one rank holds all copies.
     """
-    keys = dict.fromkeys(stage.tie.key for stage in stages if stage.tie is not None)
+    keys = {stage.tie.key for stage in stages if stage.tie is not None}
     assert len(keys) <= 1, "one tied layer at most"
     bounds = chunk_bounds(ctx.plan, len(stages))
     holders = sorted({_rank_of(i, bounds, ctx) for i, stage in enumerate(stages) if stage.tie is not None})
     if len(holders) < 2:
-        return None, []
+        return None
     mine = None
     for column in ctx.plan.groups("pp"):
         members = [column[rank] for rank in holders]
         group = distributed.new_group(members)
         if ctx.rank in members:
             mine = group
-    return mine, [f"{key}.weight" for key in keys]
+    return mine
 
 
 def _rank_of(index: int, bounds: Sequence[int], ctx: ParallelContext) -> int:

@@ -185,6 +185,7 @@ class Precision:
                 continue
             with_masters.append(parameter)
             if self._cfg.main_grad_fp32:
+                parameter.gradient_dtype = paddle.float32
                 parameter._register_backward_hook(lambda *_, p=parameter: add_to_main_gradient(p))
         return with_masters
 

@@ -21,7 +21,9 @@ from ppfleetx.nn.chunked_loss import LogitsInPieces, PieceHead
 
 
 class Owning(Protocol):
-    """Says which rank of a group owns a parameter."""
+    """Says which rank owns a parameter, and among which ranks."""
+
+    def group_of(self, parameter: paddle.Tensor) -> Any: ...
 
     def owner_of(self, parameter: paddle.Tensor) -> int: ...
 
@@ -33,16 +35,15 @@ class ParameterSharding:
 
     Args:
         owning: says who owns what.
-        group: the sharding ranks.
         stages: (index in the model, layer) of the layers between whose uses values are dropped. Layers whose
             indices follow each other run one after the other.
         ahead: fetch the next layer's values while a layer computes; False: each waits for its own.
     """
 
     def __init__(
-        self, owning: Owning, group: Any, stages: Sequence[tuple[int, paddle.nn.Layer]], *, ahead: bool = True
+        self, owning: Owning, stages: Sequence[tuple[int, paddle.nn.Layer]], *, ahead: bool = True
     ) -> None:
-        self._owning, self._group = owning, group
+        self._owning = owning
         by_index = dict(stages)
         self._after = {id(by_index[i - 1]): by_index[i] for i in by_index if i - 1 in by_index and ahead}
         self._before = {id(by_index[i + 1]): by_index[i] for i in by_index if i + 1 in by_index and ahead}
@@ -95,11 +96,11 @@ class ParameterSharding:
         """Get the values of ``layer``, on their way already or not, and send for those of ``following``."""
         if self._next is not None and self._next[0] is not layer:
             self.finish()
-        fetch = _Fetch(layer, self._owning, self._group) if self._next is None else self._next[1]
+        fetch = _Fetch(layer, self._owning) if self._next is None else self._next[1]
         self._next = None
         fetch.complete()
         if following is not None:
-            self._next = following, _Fetch(following, self._owning, self._group)
+            self._next = following, _Fetch(following, self._owning)
 
     def _drop(self, layer: paddle.nn.Layer) -> None:
         for parameter in layer.parameters():
@@ -121,14 +122,18 @@ class _Message:
 class _Fetch:
     """The values of a layer on their way: one message for each owner and type."""
 
-    def __init__(self, layer: paddle.nn.Layer, owning: Owning, group: Any) -> None:
-        kinds: dict[tuple[int, Any], list[paddle.Tensor]] = {}
+    def __init__(self, layer: paddle.nn.Layer, owning: Owning) -> None:
+        kinds: dict[tuple[int, int, Any], list[paddle.Tensor]] = {}
         for parameter in layer.parameters():
-            kinds.setdefault((owning.owner_of(parameter), parameter.dtype), []).append(parameter)
-        self._messages = [self._start(members, owner, group) for (owner, _), members in kinds.items()]
+            group = owning.group_of(parameter)
+            if group is not None:
+                kind = group.id, owning.owner_of(parameter), parameter.dtype
+                kinds.setdefault(kind, []).append(parameter)
+        self._messages = [self._start(members, owning) for members in kinds.values()]
 
     @paddle.no_grad()
-    def _start(self, parameters: list[paddle.Tensor], owner: int, group: Any) -> _Message:
+    def _start(self, parameters: list[paddle.Tensor], owning: Owning) -> _Message:
+        group, owner = owning.group_of(parameters[0]), owning.owner_of(parameters[0])
         mine = owner == group.rank
         offsets, end = begins_of([p.size for p in parameters], parameters[0].element_size())
         if mine and len(parameters) == 1:

@@ -222,7 +222,7 @@ class StepRunner(ABC):
         return list(dict.fromkeys(name for held in gather(self._ctx, names) for name in held))
 
     def writes(self, parameter: Any) -> bool:
-        return self._sync.counts(parameter) and self._ctx.rank_on("dp") == self._ctx.rank_on("sep") == 0
+        return self._sync.writes(parameter)
 
     def optimizer_state(self) -> dict[tuple[str, str], Any]:
         return {} if self._optimizer is None else self._optimizer.state()

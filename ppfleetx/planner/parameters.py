@@ -6,15 +6,15 @@ import heapq
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.models.gpt.shape import parameter_shapes
+from ppfleetx.models.gpt.shape import parameter_specs
+from ppfleetx.nn.param_spec import REPLICATE, ParamSpec
 from ppfleetx.planner.case import Case, SameModel
 
 _WORD_EMBEDDING = "embedding.word_embeddings.weight"
 _LAYER = "decoder.layers."
-# What tensor parallelism leaves whole beside norms: biases that are added after a row-parallel sum.
-_WHOLE_ENDINGS = ("out_proj.bias", "fc2.bias")
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def _held(
     same: SameModel, mp: int, num_layers: int, first: bool, last: bool, sharding: int, fetches: bool
 ) -> Held:
     model = same.model
-    edges, layer = _local_sizes(model, mp)
+    edges, layer = _local(model, mp)
     groups = [layer] * num_layers
     if first:
         groups.insert(0, edges["embedding"])
@@ -71,65 +71,49 @@ def _held(
         if not first and model.tie_word_embeddings and not model.task.classifies:
             end[_WORD_EMBEDDING] = edges["embedding"][_WORD_EMBEDDING]
         groups.append(end)
-    sizes = [size for group in groups for size in group.values()]
-    whole = {
-        f"{number}.{name}": size
-        for number, group in enumerate(groups)
-        for name, size in group.items()
-        if _is_whole(name) and _trains(name, model)
-    }
-    trained = [size for group in groups for name, size in group.items() if _trains(name, model)]
+    held = [one for group in groups for one in group.values()]
+    sizes, trained = [one.size for one in held], [one for one in held if one.spec.trains]
+    whole = [one for one in trained if one.spec.lies("mp") == REPLICATE]
     return Held(
         values=sum(sizes),
         resident=_largest_share(sizes, sharding) if fetches else sum(sizes),
-        trained=sum(trained),
-        owned=_largest_share(trained, sharding),
-        largest_layer=max((sum(group.values()) for group in groups), default=0),
+        trained=sum(one.size for one in trained),
+        owned=_largest_share([one.size for one in trained], sharding),
+        largest_layer=max((sum(one.size for one in group.values()) for group in groups), default=0),
         largest=max(sizes, default=0),
         num_tensors=len(sizes),
-        whole=sum(whole.values()),
-        partial=sum(size for name, size in whole.items() if _is_partial(name)),
+        whole=sum(one.size for one in whole),
+        partial=sum(one.size for one in whole if one.spec.sums("mp")),
     )
 
 
 @lru_cache(maxsize=256)
 def layer_parameters(model: ModelConfig, mp: int) -> tuple[int, int]:
     """(elements, tensors) of one layer on one tensor-parallel rank."""
-    _, layer = _local_sizes(model, mp)
-    return sum(layer.values()), len(layer)
+    _, layer = _local(model, mp)
+    return sum(one.size for one in layer.values()), len(layer)
+
+
+class _Local(NamedTuple):
+    """A parameter, and how many of its elements are on one tensor-parallel rank."""
+
+    spec: ParamSpec
+    size: int
 
 
 @lru_cache(maxsize=256)
-def _local_sizes(model: ModelConfig, mp: int) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
-    """Elements on one rank: of the embedding and of the end, and of one layer, by name."""
+def _local(model: ModelConfig, mp: int) -> tuple[dict[str, dict[str, _Local]], dict[str, _Local]]:
+    """What one rank has of the embedding and of the end, and of one layer, by name."""
     one = model.model_copy(update={"num_layers": 1})
-    edges: dict[str, dict[str, int]] = {"embedding": {}, "head": {}}
-    layer: dict[str, int] = {}
-    for name, shape in parameter_shapes(one).items():
-        size = math.prod(shape) // (1 if _is_whole(name) else mp)
+    edges: dict[str, dict[str, _Local]] = {"embedding": {}, "head": {}}
+    layer: dict[str, _Local] = {}
+    for name, spec in parameter_specs(one).items():
+        local = _Local(spec, math.prod(spec.shape) // (1 if spec.lies("mp") == REPLICATE else mp))
         if name.startswith(_LAYER):
-            layer[name.split(".", 3)[3]] = size
+            layer[name.split(".", 3)[3]] = local
         else:
-            edges["embedding" if name.startswith("embedding.") else "head"][name] = size
+            edges["embedding" if name.startswith("embedding.") else "head"][name] = local
     return edges, layer
-
-
-def _trains(name: str, model: ModelConfig) -> bool:
-    return model.lora is None or ".lora." in name or name.startswith("score.")
-
-
-def _is_whole(name: str) -> bool:
-    if "norm" in name or "position_embeddings" in name or name.startswith("score."):
-        return True
-    if ".lora." in name:
-        is_column = ".qkv." in name or ".fc1." in name
-        return name.endswith(".a") == is_column  # the factor at the side that is not divided
-    return name.endswith(_WHOLE_ENDINGS)
-
-
-def _is_partial(name: str) -> bool:
-    """Of those held whole: used where each rank has its part of the positions."""
-    return "position_embeddings" not in name and "score." not in name
 
 
 def _largest_share(sizes: list[int], ranks: int) -> int:

@@ -20,7 +20,7 @@ from ppfleetx.checkpoint.tensors import model_slices
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.distributed import transfer
 from ppfleetx.nn.init import Constant
-from ppfleetx.nn.stage import ParamInfo
+from ppfleetx.nn.param_spec import ParamInfo
 from tests.checkpoint.checkpoints import slices
 
 

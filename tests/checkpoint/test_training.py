@@ -17,7 +17,7 @@ from ppfleetx.checkpoint.tensors import (
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.optimizer import OptimizerConfig
 from ppfleetx.nn.init import Constant
-from ppfleetx.nn.stage import ParamInfo
+from ppfleetx.nn.param_spec import ParamInfo
 from ppfleetx.optims.build import build_optimizer
 from tests.checkpoint.checkpoints import save
 

@@ -43,8 +43,8 @@ def step(overrides: dict[str, Any], micro_batch_size: int, world: int) -> dict[s
     from ppfleetx.core.module.build import build_module
     from ppfleetx.distributed.cpu import backend as cpu_backend
     from ppfleetx.distributed.init import init_distributed
+    from ppfleetx.nn.param_spec import REPLICATE
     from ppfleetx.parallel.apply import parallelize
-    from ppfleetx.parallel.grad_sync import replica_group
 
     cfg = load_config(CONFIG, settings(overrides, micro_batch_size), world_size=world)
     with paddle.utils.unique_name.guard():
@@ -58,18 +58,18 @@ def step(overrides: dict[str, Any], micro_batch_size: int, world: int) -> dict[s
             traffic = cpu_backend.traffic()
     axis_of = {group.id: axis for axis, group in ctx.groups.items()}
     if {"dp", "sep"} <= ctx.groups.keys():
-        axis_of[replica_group(ctx).id] = "dp x sep"
+        axis_of[ctx.group_over(("dp", "sep")).id] = "dp x sep"
     sent = dict.fromkeys([*axis_of.values(), "tied", "job"], 0.0)
     for number, group in traffic.items():
         axis = axis_of.get(number, "job" if len(group["ranks"]) == world and number == 0 else "tied")
         sent[axis] += sum(operation["sent"] for operation in group["operations"].values())
-    partial = [p for _, p in held if getattr(p, "sequence_parallel", False)]
+    partial = [p for _, p in held if p.spec.sums("mp")]
     return {
         "sent": sent,
         "calls": {axis_of.get(n, "job"): _calls(group) for n, group in traffic.items()},
         "parameters": sum(p.size for _, p in held),
         "partial": sum(p.size for p in partial),
-        "whole": sum(p.size for _, p in held if p.info.is_whole),
+        "whole": sum(p.size for _, p in held if p.spec.lies("mp") == REPLICATE),
         "micro_batches": cfg.batch.accumulate_steps,
         "stage": ctx.rank_on("pp"),
     }

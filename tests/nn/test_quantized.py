@@ -1,21 +1,26 @@
 """Layers with weights of 8 and 4 bits: products against float64, without the operators, of slices."""
 
+from functools import partial
+
 import numpy as np
 import paddle
 import pytest
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.mesh import Mesh
+from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.sections.compress import Form, WeightsConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn import quantized
 from ppfleetx.nn.cpu_ops import quantized as cpu_ops
-from ppfleetx.nn.factory import InferenceFactory, LocalFactory, describe, describe_slice
+from ppfleetx.nn.factory import InferenceFactory, LocalFactory
 from ppfleetx.nn.init import Constant
 from ppfleetx.nn.linear import Linear
+from ppfleetx.nn.param_spec import Shard, dense
 from ppfleetx.nn.quantized import QuantizedLinear, QuantizedMatrix, with_small_weights
-from ppfleetx.nn.stage import canonical_parameters
+from ppfleetx.nn.stage import canonical_parameters, declare
 from tests.nn.quantized_products import check_case, pack
 
 needs_operators = pytest.mark.skipif(
@@ -134,30 +139,31 @@ def test_panels_of_another_matrix_are_refused() -> None:
         matrix.multiply_panels(paddle.randn([2, 64]).astype("float64"), matrix.make_panels(), None)
 
 
-class _Group:
-    nranks, rank = 4, 1
+_declare_here = partial(declare, mesh=Mesh(ParallelPlan(mp=4)), rank=1)
 
 
-def _sliced(dim: int) -> Linear:
+def _sliced(dim: int, form: Form) -> QuantizedLinear:
+    """One of four equal parts of a linear."""
     linear = Linear(64, 50, bias=False)
-    describe_slice(linear.weight, dim, _Group, Constant(0.0), "matrix")
-    return linear
+    shape = (256, 50) if dim == 0 else (64, 200)
+    _declare_here(linear.weight, dense(shape, Constant(0.0), "matrix", mp=Shard(dim)))
+    return QuantizedLinear(linear, form, declare=_declare_here)
 
 
 def test_slices_of_ranks() -> None:
-    rows = QuantizedLinear(_sliced(0), Form(4, 32))
+    rows = _sliced(0, Form(4, 32))
     assert (rows.weight.info.global_shape, rows.weight.info.offset) == ((128, 50), (32, 0))
     assert (rows.scale.info.global_shape, rows.scale.info.offset) == ((8, 50), (2, 0))
-    columns = QuantizedLinear(_sliced(1), Form(8))
+    columns = _sliced(1, Form(8))
     assert (columns.weight.info.global_shape, columns.weight.info.offset) == ((64, 200), (0, 50))
     assert (columns.scale.info.global_shape, columns.scale.info.offset) == ((1, 200), (0, 50))
 
 
 def test_groups_that_ranks_would_share_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"groups of 128 .* leaves 64 of 256 to a rank"):
-        QuantizedLinear(_sliced(0), Form(4, 128))
+        _sliced(0, Form(4, 128))
     whole = Linear(64, 50, bias=False)
-    describe(whole.weight, Constant(0.0), "matrix")
+    declare(whole.weight, dense((64, 50), Constant(0.0), "matrix"))
     with pytest.raises(ConfigError, match="groups of 48 do not divide 64 input features"):
         QuantizedLinear(whole, Form(4, 48))
 

@@ -122,33 +122,21 @@ def test_sgd_and_unknown_names():
         build_optimizer(section().model_copy(update={"name": "Lion"}), params)
 
 
-def test_a_wrapper_does_the_steps_and_sees_rate_and_decay():
-    """What fleet's hybrid optimizers need: the inner optimizer, set before they step it."""
-    seen = []
-
-    class Recorder:
-        def __init__(self, inner):
-            self.inner = inner
-
-        def step(self):
-            seen.append((self.inner.get_lr(), self.inner._weight_decay))
-            self.inner.step()
-
-    updated = {}
-    for make_stepper in (None, Recorder):
-        params = make_params()
-        optimizer = build_optimizer(section(), params)
-        if make_stepper is not None:
-            optimizer.wrap(make_stepper)
-        for rate, decay in ((0.5, 0.25), (0.125, 0.0)):
-            set_grads(params, np.random.default_rng(0))
-            optimizer.step(rate, decay)
-            optimizer.clear_grad()
-            assert all(param.grad is None for _, param in params)
-        updated[make_stepper] = [param.numpy() for _, param in params]
-    assert seen == [(0.5, 0.25), (0.125, 0.0)], "each step once, by the wrapper"
-    for plain, wrapped in zip(updated[None], updated[Recorder], strict=True):
-        assert np.array_equal(plain, wrapped)
+@pytest.mark.parametrize("num_owned", [0, 1])
+def test_an_owner_updates_what_it_owns_and_tells_of_each_update(num_owned):
+    params, told = make_params(), []
+    before = [param.numpy() for _, param in params]
+    optimizer = build_optimizer(section(), params)
+    owned = {id(param) for _, param in params[:num_owned]}
+    optimizer.keep_only(lambda param: id(param) in owned, lambda: told.append(params[0][1].numpy()))
+    set_grads(params, np.random.default_rng(0))
+    optimizer.step(0.5, 0.25)
+    optimizer.clear_grad()
+    changed = [not np.array_equal(old, param.numpy()) for old, (_, param) in zip(before, params, strict=True)]
+    assert changed == [number < num_owned for number in range(len(params))]
+    assert len(told) == 1 and np.array_equal(told[0], params[0][1].numpy()), "once, after the update"
+    assert all(param.grad is None for _, param in params)
+    assert {name for name, _ in optimizer.state()} == {name for name, _ in params[:num_owned]}
 
 
 def test_global_norm_counts_a_tied_parameter_once_and_keeps_digits():

@@ -10,7 +10,11 @@ from ppfleetx.parallel import new_values
 from ppfleetx.parallel.new_values import NewValues
 from tests.parity.comparison import fields_of
 
-GROUP = SimpleNamespace(rank=1, nranks=2, ranks=[0, 1])
+GROUP = SimpleNamespace(id=1, rank=1, nranks=2, ranks=[0, 1])
+
+
+def owned_by(owner_of):
+    return SimpleNamespace(owner_of=owner_of, group_of=lambda _: GROUP)
 
 
 def test_each_layer_waits_for_its_own(monkeypatch):
@@ -26,7 +30,7 @@ def test_each_layer_waits_for_its_own(monkeypatch):
     monkeypatch.setattr(new_values.distributed, "broadcast", broadcast)
     monkeypatch.setattr(new_values, "SMALL_BYTES", 1000)
     parameters = [p for layer in layers for p in layer.parameters()]
-    values = NewValues(parameters, lambda p: int(p is layers[1].weight), GROUP, layers, 1 << 20)
+    values = NewValues(parameters, owned_by(lambda p: int(p is layers[1].weight)), layers, 1 << 20)
     values.updated()
     sent = ["send 48 small from 0", "send weight 0 from 0", "send weight 1 from 1", "send weight 2 from 0"]
     assert events == sent
@@ -40,7 +44,7 @@ def test_each_layer_waits_for_its_own(monkeypatch):
     events.clear()
     values.finish()
     assert events == ["have 48 small", "have weight 0", "have weight 1", "have weight 2"]
-    few = NewValues(parameters, lambda _: 0, GROUP, layers, packed_bytes=2 * 16 * 4)
+    few = NewValues(parameters, owned_by(lambda _: 0), layers, packed_bytes=2 * 16 * 4)
     events.clear()
     few.updated()
     assert events[0] == "send 32 small from 0", "no more is packed than a bucket"

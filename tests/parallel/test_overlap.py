@@ -7,6 +7,10 @@ import pytest
 from paddle.base import core
 
 from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.nn.init import Constant
+from ppfleetx.nn.param_spec import dense
+from ppfleetx.nn.stage import declare
 from ppfleetx.parallel.grad_sync import GradientSync
 from ppfleetx.parallel.overlap import Bucket, BucketSums, cut
 from tests.parity.comparison import TRAIN, fields_of
@@ -206,7 +210,8 @@ def test_pipelines_send_by_stage(comparison, model):
 def test_partial_gradients_wait_for_the_sum_over_tensor_ranks():
     """Summed over replicas first, then over tensor ranks, copies could differ in the last bit."""
     whole, part = (paddle.nn.Linear(4, 4, bias_attr=False).weight for _ in range(2))
-    part.partial_gradient = True
-    ctx = SimpleNamespace(size_of=lambda axis: 2 if axis in ("dp", "mp") else 1, group_of=lambda axis: axis)
+    for parameter in (whole, part):
+        declare(parameter, dense((4, 4), Constant(), "norm", partial=parameter is part))
+    ctx = ParallelContext(Plan(dp=2, mp=2), groups={"dp": None, "mp": None})
     sync = GradientSync([whole, part], ctx, bucket_bytes=1 << 20)
     assert sync._early == {id(whole)}

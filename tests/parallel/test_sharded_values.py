@@ -11,8 +11,8 @@ from ppfleetx.parallel import sharded_values
 from ppfleetx.parallel.sharded_values import ParameterSharding
 
 LAYERS, WIDTH = 5, 64
-GROUP = SimpleNamespace(rank=1, nranks=2, ranks=[0, 1])
-OWNED_ELSEWHERE = SimpleNamespace(owner_of=lambda _: 0, owns=lambda _: False)
+GROUP = SimpleNamespace(id=1, rank=1, nranks=2, ranks=[0, 1])
+OWNED_ELSEWHERE = SimpleNamespace(owner_of=lambda _: 0, owns=lambda _: False, group_of=lambda _: GROUP)
 
 
 class Block(paddle.nn.Layer):
@@ -61,7 +61,7 @@ def _run(blocks):
 
 def test_the_next_layer_is_fetched_while_one_computes(events):
     blocks = [Block(number, events.append) for number in range(3)]
-    values = ParameterSharding(OWNED_ELSEWHERE, GROUP, list(enumerate(blocks)))
+    values = ParameterSharding(OWNED_ELSEWHERE, list(enumerate(blocks)))
     assert not any(p._is_initialized() for block in blocks for p in block.parameters())
     _run(blocks)
     assert events == [
@@ -84,7 +84,7 @@ def test_the_next_layer_is_fetched_while_one_computes(events):
 def test_layers_of_different_chunks_are_not_fetched_ahead(events):
     """On a pipeline rank another micro batch or the backward pass may come between them."""
     blocks = [Block(number, events.append) for number in range(2)]
-    ParameterSharding(OWNED_ELSEWHERE, GROUP, [(1, blocks[0]), (5, blocks[1])])
+    ParameterSharding(OWNED_ELSEWHERE, [(1, blocks[0]), (5, blocks[1])])
     _run(blocks)
     assert events[:4] == ["send 0", "have 0", "compute 0", "send 1"]
 
@@ -94,7 +94,7 @@ def test_one_layer_more_exists(events):
 
     def peak(ahead):
         blocks = [Block(number, lambda _: None) for number in range(LAYERS)]
-        ParameterSharding(OWNED_ELSEWHERE, GROUP, list(enumerate(blocks)), ahead=ahead)
+        ParameterSharding(OWNED_ELSEWHERE, list(enumerate(blocks)), ahead=ahead)
         gc.collect()  # nothing of other tests is freed while this one counts
         core.host_memory_stat_reset_peak_value("Allocated", 0)
         before = core.host_memory_stat_current_value("Allocated", 0)

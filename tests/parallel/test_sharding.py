@@ -1,5 +1,6 @@
 """Who owns what among the sharding ranks, and gradients as backward passes give them."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,20 +8,26 @@ import paddle
 import pytest
 from paddle import distributed
 
+from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.fused import FusedOps
+from ppfleetx.nn.init import Constant
+from ppfleetx.nn.param_spec import dense
+from ppfleetx.nn.stage import declare
 from ppfleetx.optims.grad_clip import clip_by_global_norm
 from ppfleetx.optims.gradients import add_gradient, gradient_of, take_gradient
 from ppfleetx.parallel.sharding import Sharding
 from tests.models.gpt_builders import build, tiny_config
 
 GROUP = SimpleNamespace(nranks=2, rank=0, ranks=[0, 1])
+CTX = ParallelContext(ParallelPlan(sharding=2), groups={"sharding": GROUP})
 
 
 @pytest.mark.parametrize("trains", [False, True], ids=["frozen", "trained"])
 def test_frozen_and_trained_values_are_both_shared_evenly(trains):
     parameters = build(tiny_config(lora={"rank": 4})).parameters()
     kinds = [[p for p in parameters if p.stop_gradient is not wanted] for wanted in (True, False)]
-    sharding = Sharding(kinds[0], GROUP, stage=1, frozen=kinds[1])
+    sharding = Sharding(kinds[0], CTX, stage=1, frozen=kinds[1])
     chosen = kinds[0] if trains else kinds[1]
     assert all(p.stop_gradient is not trains for p in chosen)
     total, held = sum(p.size for p in chosen), sum(p.size for p in chosen if sharding.owns(p))
@@ -35,7 +42,7 @@ def parameters_with_gradients(strides, in_main):
     paddle.add_n([(p.t() * paddle.arange(4, dtype="float32")).sum() for p in parameters]).backward()
     for number, parameter in enumerate(parameters):
         assert not parameter.grad.is_contiguous()
-        parameter.info = SimpleNamespace(name=f"weight {number}")
+        declare(parameter, replace(dense((4, 6), Constant(), "matrix"), name=f"weight {number}"))
         gradient = paddle.to_tensor(parameter.grad.numpy())
         if strides:
             gradient = paddle.transpose(paddle.to_tensor(gradient.numpy().T), [1, 0])
@@ -71,7 +78,7 @@ def sent(parameters):
         received.append(flat.numpy().flatten())
         return SimpleNamespace(wait=lambda: None)
 
-    sharding = Sharding(parameters, GROUP, stage=2)
+    sharding = Sharding(parameters, CTX, stage=2)
     sharding.bucket_sums(1 << 20)
     sharding.owners = dict.fromkeys(sharding.owners, 0)
     with pytest.MonkeyPatch.context() as patch:

@@ -7,94 +7,132 @@ q width of all query heads, kv width of all key (or value) heads.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from dataclasses import replace
 
 from ppfleetx.config.registries import ARCHITECTURES, NORMS
 from ppfleetx.config.registry import load_target
 from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.nn import layer_params
+from ppfleetx.nn.init import Constant
+from ppfleetx.nn.layer_params import Specs
+from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Part, Shard, dense
 
 Shape = tuple[int, ...]
 
+_INIT = Constant(0.0)  # the stages say how values are drawn (models/gpt/stages.py)
+
+
+def parameter_specs(model: ModelConfig) -> dict[str, ParamSpec]:
+    """Canonical name -> declaration of every parameter, in model order. Linear weights are [in, out].
+
+    A classification head has `num_classes` outputs, which a loaded configuration knows. Gradients are those
+    of a plan with sequence parallelism; initial values are left out.
+    """
+    h, vocab, trains = model.hidden_size, model.padded_vocab_size, model.lora is None
+    specs = _within("embedding.word_embeddings", layer_params.word_table(vocab, h, init=_INIT))
+    if model.positions.has_table:
+        table = layer_params.position_table(model.max_position_embeddings, h, init=_INIT)
+        specs |= _within("embedding.position_embeddings", table)
+    layer = layer_parameter_specs(model)
+    for index in range(model.num_layers):
+        for name, spec in layer.items():
+            specs[f"decoder.layers.{index}.{name}"] = spec
+            specs |= _adapter(f"decoder.layers.{index}.{name}", spec, model)
+    specs |= _norm("decoder.final_norm", model)
+    if not model.task.classifies and not model.tie_word_embeddings:
+        head = layer_params.column_linear(h, vocab, bias=model.has_head_bias, init=_INIT, kind="head")
+        specs |= _within("head", head)
+    specs = {name: replace(spec, trains=trains or ".lora." in name) for name, spec in specs.items()}
+    if model.task.classifies:
+        score = layer_params.whole_linear(h, model.num_classes or 0, bias=False, init=_INIT)
+        specs |= _within("score", score)
+    return {name: replace(spec, name=name) for name, spec in specs.items()}
+
 
 def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """Canonical name -> global shape of every parameter, in model order. Linear weights are [in, out].
+    """Canonical name -> global shape of every parameter, in model order."""
+    return {name: spec.shape for name, spec in parameter_specs(model).items()}
 
-    A classification head has `num_classes` outputs, which a loaded configuration knows.
+
+def layer_parameter_specs(model: ModelConfig) -> dict[str, ParamSpec]:
+    """Parameters of one layer but for adapters; names without ``decoder.layers.{i}.``.
+
+    An architecture declares its own with ``layer_shapes``. Where it gives no more than a shape, a parameter
+    with a name of GPT's block lies where that one does; of the others, matrices are sliced by columns.
     """
-    h, vocab = model.hidden_size, model.padded_vocab_size
-    shapes: dict[str, Shape] = {"embedding.word_embeddings.weight": (vocab, h)}
-    if model.positions.has_table:
-        shapes["embedding.position_embeddings.weight"] = (model.max_position_embeddings, h)
-    layer = layer_parameter_shapes(model)
-    for index in range(model.num_layers):
-        for name, shape in layer.items():
-            shapes[f"decoder.layers.{index}.{name}"] = shape
-            shapes |= dict(_adapter(f"decoder.layers.{index}.{name}", shape, model))
-    shapes |= dict(_norm("decoder.final_norm", model))
-    if model.task.classifies:
-        shapes["score.weight"] = (h, model.num_classes or 0)
-    elif not model.tie_word_embeddings:
-        shapes["head.weight"] = (h, vocab)
-        if model.has_head_bias:
-            shapes["head.bias"] = (vocab,)
-    return shapes
-
-
-def layer_parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """Parameters of one layer but for adapters; names without ``decoder.layers.{i}.``."""
     own = ARCHITECTURES.traits(model.name).layer_shapes
-    if own is not None:
-        return dict((load_target(own) if isinstance(own, str) else own)(model))
-    return gpt_layer_shapes(model)
+    known = gpt_layer_specs(model)
+    if own is None:
+        return known
+    given = (load_target(own) if isinstance(own, str) else own)(model)
+    return {
+        name: shape if isinstance(shape, ParamSpec) else _of_shape(tuple(shape), known.get(name))
+        for name, shape in given.items()
+    }
 
 
-def gpt_layer_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """:func:`layer_parameter_shapes` of GPT's block."""
+def _of_shape(shape: Shape, like: ParamSpec | None) -> ParamSpec:
+    if like is not None and len(like.shape) == len(shape):
+        return replace(like, shape=shape)
+    is_matrix = len(shape) > 1
+    mp = Shard(len(shape) - 1) if is_matrix else REPLICATE
+    return dense(shape, _INIT, "matrix" if is_matrix else "norm", mp=mp, partial=not is_matrix)
+
+
+def gpt_layer_specs(model: ModelConfig) -> dict[str, ParamSpec]:
+    """:func:`layer_parameter_specs` of GPT's block."""
     h = model.hidden_size
     q_width = model.num_attention_heads * model.head_size
+    qkv = layer_params.qkv_parts(model.num_attention_heads // model.kv_heads, model.head_size)
+    gate = layer_params.GATE_AND_UP if model.is_gated else ()
+    fc1_width = model.ffn_size * (len(gate) or 1)
+    specs = _norm("input_norm", model)
     qkv_width = q_width + 2 * model.kv_heads * model.head_size
-    fc1_width = model.ffn_size * (2 if model.is_gated else 1)
-    shapes = dict(_norm("input_norm", model))
-    shapes |= dict(_linear("attention.qkv", h, qkv_width, model.has_qkv_bias))
+    specs |= _column("attention.qkv", h, qkv_width, model.has_qkv_bias, qkv)
     if model.qk_layernorm:
-        shapes |= dict(_norm("attention.q_norm", model, model.head_size))
-        shapes |= dict(_norm("attention.k_norm", model, model.head_size))
-    shapes |= dict(_linear("attention.out_proj", q_width, h, model.has_out_proj_bias))
+        specs |= _norm("attention.q_norm", model, model.head_size)
+        specs |= _norm("attention.k_norm", model, model.head_size)
+    specs |= _row("attention.out_proj", q_width, h, model.has_out_proj_bias)
     if model.sandwich_norm:
-        shapes |= dict(_norm("attention_post_norm", model))
-    shapes |= dict(_norm("mlp_norm", model))
-    shapes |= dict(_linear("mlp.fc1", h, fc1_width, model.has_mlp_bias))
-    shapes |= dict(_linear("mlp.fc2", model.ffn_size, h, model.has_mlp_bias))
+        specs |= _norm("attention_post_norm", model)
+    specs |= _norm("mlp_norm", model)
+    specs |= _column("mlp.fc1", h, fc1_width, model.has_mlp_bias, gate)
+    specs |= _row("mlp.fc2", model.ffn_size, h, model.has_mlp_bias)
     if model.sandwich_norm:
-        shapes |= dict(_norm("mlp_post_norm", model))
-    return shapes
+        specs |= _norm("mlp_post_norm", model)
+    return specs
 
 
-def _adapter(weight: str, shape: Shape, model: ModelConfig) -> Iterator[tuple[str, Shape]]:
+def _within(layer: str, specs: Specs) -> Specs:
+    return {f"{layer}.{name}": spec for name, spec in specs.items()}
+
+
+def _column(name: str, width_in: int, width_out: int, bias: bool, parts: tuple[Part, ...]) -> Specs:
+    return _within(name, layer_params.column_linear(width_in, width_out, bias=bias, init=_INIT, parts=parts))
+
+
+def _row(name: str, width_in: int, width_out: int, bias: bool) -> Specs:
+    specs = layer_params.row_linear(width_in, width_out, bias=bias, init=_INIT, sequence_parallel=True)
+    return _within(name, specs)
+
+
+def _norm(name: str, model: ModelConfig, size: int | None = None) -> Specs:
+    names = NORMS.traits(model.normalization).parameters
+    return _within(name, layer_params.norm(names, size or model.hidden_size, partial=True))
+
+
+def _adapter(weight: str, matrix: ParamSpec, model: ModelConfig) -> Specs:
     """Parameters of the adapter beside a linear's weight, if it has one."""
     linear = weight.removesuffix(".weight")
-    if model.lora is not None and linear != weight and model.lora.adapts(linear):
-        yield f"{linear}.lora.a", (shape[0], model.lora.rank)
-        yield f"{linear}.lora.b", (model.lora.rank, shape[1])
+    if model.lora is None or linear == weight or not model.lora.adapts(linear):
+        return {}
+    adapter = layer_params.adapter(matrix, model.lora.rank, sequence_parallel=True)
+    return _within(f"{linear}.lora", adapter)
 
 
 def trained_count(model: ModelConfig) -> int:
     """Number of parameters that train: all, or adapters and a classification head."""
-    shapes = parameter_shapes(model)
-    if model.lora is not None:
-        shapes = {name: s for name, s in shapes.items() if ".lora." in name or name.startswith("score.")}
-    return _count(shapes)
-
-
-def _norm(name: str, model: ModelConfig, size: int | None = None) -> Iterator[tuple[str, Shape]]:
-    for parameter in NORMS.traits(model.normalization).parameters:
-        yield f"{name}.{parameter}", (size or model.hidden_size,)
-
-
-def _linear(name: str, width_in: int, width_out: int, has_bias: bool) -> Iterator[tuple[str, Shape]]:
-    yield f"{name}.weight", (width_in, width_out)
-    if has_bias:
-        yield f"{name}.bias", (width_out,)
+    return sum(math.prod(spec.shape) for spec in parameter_specs(model).values() if spec.trains)
 
 
 def parameter_count(model: ModelConfig) -> int:
@@ -103,11 +141,7 @@ def parameter_count(model: ModelConfig) -> int:
     With biases, LayerNorm, learned positions (P of them), MHA, f = 4h and a tied head this is
     12Lh^2 + 13Lh + (V + P)h + 2h (Narayanan et al. 2021, which leaves out the final norm's 2h).
     """
-    return _count(parameter_shapes(model))
-
-
-def _count(shapes: dict[str, Shape]) -> int:
-    return sum(math.prod(shape) for shape in shapes.values())
+    return sum(math.prod(shape) for shape in parameter_shapes(model).values())
 
 
 def flops_per_step(model: ModelConfig, batch_size: int, seq_len: int) -> int:

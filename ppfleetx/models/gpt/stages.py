@@ -102,7 +102,8 @@ def gpt_classification_stages(cfg: ModelConfig, factory: LayerFactory, num_outpu
         "num_outputs": num_outputs,
         "init": Normal(cfg.initializer_range),
     }
-    return [*model_stages(cfg, factory)[:-1], Stage("score", ClassificationHead, kwargs, wraps=True)]
+    body = [replace(stage, tie=None) for stage in model_stages(cfg, factory)[:-1]]  # nothing to tie it to
+    return [*body, Stage("score", ClassificationHead, kwargs, wraps=True)]
 
 
 def _embedding(cfg: ModelConfig, factory: LayerFactory, positions: Positions) -> Stage:

@@ -1,0 +1,105 @@
+"""The ranks of a job as a grid with named axes, by arithmetic: one for dense parameters, one for experts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import cache
+
+from ppfleetx.config.plan import AXES, ParallelPlan
+
+
+@dataclass(frozen=True)
+class View:
+    """One way to see the ranks as a grid. A parameter lies on the axes of one view.
+
+    Attributes:
+        axes: from the slowest to the fastest changing in a global rank.
+        tensor: the axis that cuts matrices; what is whole along it is kept equal.
+        replicas: axes whose ranks add up their gradients, all in one sum.
+        owners: the axis among whose ranks sharding deals out parameters.
+    """
+
+    axes: tuple[str, ...]
+    tensor: str
+    replicas: tuple[str, ...]
+    owners: str
+
+
+DENSE = View(AXES, tensor="mp", replicas=("dp", "sep"), owners="sharding")
+EXPERTS = View(("edp", "pp", "ep", "emp"), tensor="emp", replicas=("edp", "ep"), owners="edp")
+"""Experts add no axis: the ranks of a pipeline stage, in their order, are divided anew."""
+
+SUM_ORDER = ("mp", "emp", "dp", "sep", "edp", "ep", "pp")
+"""Gradients are summed over axes in this order."""
+
+
+def view_of(axes: Collection[str]) -> View:
+    """The view that has all of ``axes``; the dense one if both have."""
+    for view in (DENSE, EXPERTS):
+        if set(axes) <= set(view.axes):
+            return view
+    raise ValueError(f"no view of the ranks has the axes {', '.join(sorted(axes))}")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Both views of the ranks of a plan.
+
+    Attributes:
+        plan: the degrees of the dense view.
+        ep: ranks among which experts are divided.
+        emp: ranks among which the matrices of each expert are cut.
+
+    Raises:
+        ValueError: the ranks of a pipeline stage do not divide by ``ep`` x ``emp``.
+    """
+
+    plan: ParallelPlan = field(default_factory=ParallelPlan)
+    ep: int = 1
+    emp: int = 1
+
+    def __post_init__(self) -> None:
+        if self._stage_size % (self.ep * self.emp):
+            raise ValueError(
+                f"the {self._stage_size} ranks of a pipeline stage do not divide by "
+                f"ep {self.ep} x emp {self.emp}"
+            )
+
+    @property
+    def _stage_size(self) -> int:
+        return self.plan.world_size // self.plan.pp
+
+    def size_of(self, axis: str) -> int:
+        """Number of ranks along ``axis``."""
+        if axis == "edp":
+            return self._stage_size // (self.ep * self.emp)
+        return getattr(self if axis in ("ep", "emp") else self.plan, axis)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Rank along each axis of both views."""
+        at = self.plan.coordinates(rank)
+        within = 0
+        for axis in (axis for axis in AXES if axis != "pp"):
+            within = within * self.size_of(axis) + at[axis]
+        for axis in ("emp", "ep", "edp"):
+            within, at[axis] = divmod(within, self.size_of(axis))
+        return at
+
+    def groups_over(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Global ranks that differ along ``axes``, of one view, and along no other: one tuple a group."""
+        return _groups_over(self, axes)
+
+    def ranks_over(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """The group of ``rank`` among :meth:`groups_over`."""
+        return next(group for group in self.groups_over(axes) if rank in group)
+
+
+@cache
+def _groups_over(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    others = [axis for axis in view_of(axes).axes if axis not in axes]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(mesh.plan.world_size):
+        at = mesh.coordinates(rank)
+        groups.setdefault(tuple(at[axis] for axis in others), []).append(rank)
+    return tuple(map(tuple, groups.values()))

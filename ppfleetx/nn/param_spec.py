@@ -1,0 +1,241 @@
+"""What a parameter is and where it lies: a declaration, and all that follows from it under a plan.
+
+A :class:`ParamSpec` says, for each axis of a view of the ranks (``config/mesh.py``), where the value lies and
+what one backward pass leaves of the gradient. Slices, sums of gradients, owners, the norm and who writes a
+checkpoint are derived from that here, and nowhere else. No Paddle: the planner and ``--check`` read it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ppfleetx.config.mesh import SUM_ORDER, Mesh, View, view_of
+from ppfleetx.nn.init import Constant, Init
+
+Axes = tuple[str, ...]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Each rank along the axis has an equal part of dimension ``dim``."""
+
+    dim: int
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Each rank along the axis has the whole."""
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Each rank along the axis has a term of a sum."""
+
+
+Placement = Shard | Replicate | Partial
+REPLICATE, PARTIAL = Replicate(), Partial()
+
+
+@dataclass(frozen=True)
+class Part:
+    """A matrix inside a fused parameter: queries, keys, values, gate, up.
+
+    Of every ``period`` consecutive indices of dimension ``dim`` it has ``width``, from ``offset`` on.
+    """
+
+    name: str
+    dim: int
+    period: int
+    offset: int
+    width: int
+
+    def indices(self, size: int) -> list[int]:
+        """Its indices in a dimension of ``size``."""
+        return [at for at in range(size) if self.offset <= at % self.period < self.offset + self.width]
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """A parameter of the whole model.
+
+    Attributes:
+        shape: of the whole parameter.
+        init: how its initial values are drawn.
+        kind: ``matrix``, ``bias``, ``norm``, ``word_embedding``, ``position_embedding``, ``head``, ``lora``,
+            ``quant``.
+        value: where the value lies along each axis; on axes that are not named every rank has the whole.
+        grad: what a backward pass leaves along each axis; on axes that are not named, the gradient lies where
+            the value does.
+        parts: the matrices that it is made of.
+        tie: the key of the tie by which several stages of the model hold it.
+        trains: whether it has a gradient.
+        name: canonical name, e.g. ``decoder.layers.3.attention.qkv.weight``; empty until the layer is part of
+            a stage.
+    """
+
+    shape: Shape
+    init: Init = field(default_factory=Constant)
+    kind: str = "matrix"
+    value: Mapping[str, Placement] = field(default_factory=dict)
+    grad: Mapping[str, Placement] = field(default_factory=dict)
+    parts: tuple[Part, ...] = ()
+    tie: str | None = None
+    trains: bool = True
+    name: str = ""
+
+    @property
+    def view(self) -> View:
+        """The view of the ranks that it lies in."""
+        return view_of({*self.value, *self.grad})
+
+    def lies(self, axis: str) -> Placement:
+        """Where the value lies along ``axis``."""
+        return self.value.get(axis, REPLICATE)
+
+    def sums(self, axis: str) -> bool:
+        """Whether the gradient is a sum over the ranks along ``axis``."""
+        return self.grad.get(axis) == PARTIAL
+
+
+def dense(
+    shape: Shape,
+    init: Init,
+    kind: str,
+    *,
+    mp: Placement = REPLICATE,
+    partial: bool = False,
+    parts: tuple[Part, ...] = (),
+) -> ParamSpec:
+    """A parameter of the dense view: every rank along dp, sharding and sep has other tokens.
+
+    Args:
+        shape, init, kind, parts: see :class:`ParamSpec`.
+        mp: where the value lies along mp.
+        partial: whether ranks along mp, which have the whole, see other positions or other heads.
+    """
+    grad: dict[str, Placement] = dict.fromkeys(("dp", "sharding", "sep"), PARTIAL)
+    if partial:
+        grad["mp"] = PARTIAL
+    return ParamSpec(shape, init, kind, {"mp": mp}, grad, parts)
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """What one rank holds of a parameter: :func:`placed` of its :class:`ParamSpec`.
+
+    Attributes:
+        name: canonical name.
+        global_shape: shape of the whole parameter.
+        offset: first global index held here, in each dimension.
+        local_shape: shape held here.
+        init: how its initial values are drawn.
+        kind: see :class:`ParamSpec`.
+    """
+
+    name: str
+    global_shape: Shape
+    offset: Shape
+    local_shape: Shape
+    init: Init
+    kind: str
+
+
+def placed(spec: ParamSpec, mesh: Mesh, rank: int) -> ParamInfo:
+    """What ``rank`` holds. Axes that cut the same dimension cut it in the order of the view.
+
+    Raises:
+        ValueError: a dimension does not divide.
+    """
+    at, count, index = mesh.coordinates(rank), [1] * len(spec.shape), [0] * len(spec.shape)
+    for axis in spec.view.axes:
+        placement = spec.lies(axis)
+        if isinstance(placement, Shard):
+            size = mesh.size_of(axis)
+            count[placement.dim] *= size
+            index[placement.dim] = index[placement.dim] * size + at[axis]
+    if any(size % parts for size, parts in zip(spec.shape, count, strict=True)):
+        raise ValueError(f"{spec.name or spec.kind} of shape {list(spec.shape)} does not divide into {count}")
+    local = tuple(size // parts for size, parts in zip(spec.shape, count, strict=True))
+    offset = tuple(size * number for size, number in zip(local, index, strict=True))
+    return ParamInfo(spec.name, spec.shape, offset, local, spec.init, spec.kind)
+
+
+def owner_axes(spec: ParamSpec, mesh: Mesh) -> Axes:
+    """The axis among whose ranks the parameter has one owner; () where each rank owns what it has."""
+    axis = spec.view.owners
+    return (axis,) if mesh.plan.sharding > 1 and mesh.size_of(axis) > 1 else ()
+
+
+def gradient_sums(spec: ParamSpec, mesh: Mesh) -> tuple[Axes, ...]:
+    """The groups over which the gradient is summed, in order, after its sum into the owner.
+
+    The order decides about bits. Replicas are summed in one group: after two sums, one behind the other,
+    they would hold what was added in two orders. Tied copies come last: a sum of two numbers has one order.
+    """
+    done = owner_axes(spec, mesh)
+    rounds = ((spec.view.tensor,), spec.view.replicas, ("pp",))
+    left = [tuple(a for a in axes if _sums_over(spec, a, mesh) and a not in done) for axes in rounds]
+    return tuple(axes for axes in left if axes)
+
+
+def _sums_over(spec: ParamSpec, axis: str, mesh: Mesh) -> bool:
+    return spec.sums(axis) and mesh.size_of(axis) > 1
+
+
+def kept_equal_over(spec: ParamSpec, mesh: Mesh) -> Axes:
+    """The axis along which ranks must get the same gradient to the last bit, because they have the whole."""
+    axis = spec.view.tensor
+    return (axis,) if mesh.size_of(axis) > 1 and spec.lies(axis) == REPLICATE else ()
+
+
+def may_miss(spec: ParamSpec) -> bool:
+    """Whether a backward pass may leave no gradient: no token may have come to an expert. On which ranks, the
+    data decide; so its gradient is zero there, and is summed at the end of a step."""
+    return spec.trains and "ep" in spec.view.axes
+
+
+def norm_axes(view: View, mesh: Mesh) -> Axes:
+    """Axes over which squares of gradients are summed: all but those of replicas without owners."""
+    owners = (view.owners,) if mesh.plan.sharding > 1 else ()
+    order = (view.tensor, *(axis for axis in view.axes if axis != view.tensor))
+    return tuple(axis for axis in order if axis in owners or not _is_replica(axis, view))
+
+
+def _is_replica(axis: str, view: View) -> bool:
+    return axis in view.replicas and axis != "ep"
+
+
+def counts(spec: ParamSpec, mesh: Mesh, rank: int, *, owns: bool, first_holder: bool = True) -> bool:
+    """Whether ``rank`` counts the parameter in the norm: one of the ranks along :func:`norm_axes`.
+
+    Args:
+        owns: whether the rank is the owner.
+        first_holder: whether it is in the first stage that holds the parameter.
+    """
+    at, without = mesh.coordinates(rank), {"pp", *owner_axes(spec, mesh)}
+    summed = [axis for axis in norm_axes(spec.view, mesh) if axis not in without]
+    return owns and first_holder and all(at[a] == 0 for a in summed if spec.lies(a) == REPLICATE)
+
+
+def writes(spec: ParamSpec, mesh: Mesh, rank: int, *, owns: bool, first_holder: bool = True) -> bool:
+    """Whether ``rank`` writes its slice into a checkpoint: of those that count it, the first replica."""
+    at, without = mesh.coordinates(rank), {"pp", *owner_axes(spec, mesh)}
+    copies = [a for a in spec.view.axes if a not in without and spec.lies(a) == REPLICATE]
+    return owns and first_holder and all(at[axis] == 0 for axis in copies)
+
+
+def groups_needed(specs: Iterable[ParamSpec], mesh: Mesh) -> tuple[Axes, ...]:
+    """The axes over which ranks exchange something about ``specs``, in the order in which all ranks make
+    groups of them."""
+    needed: set[Axes] = set()
+    for spec in specs:
+        needed |= {*gradient_sums(spec, mesh), owner_axes(spec, mesh), kept_equal_over(spec, mesh)}
+        needed |= {(axis,) for axis in norm_axes(spec.view, mesh)}
+    return tuple(sorted(needed - {()}))
+
+
+def in_order(sums: Iterable[Axes]) -> list[Axes]:
+    """Groups of :func:`gradient_sums` of several parameters, each once, in the order of the sums."""
+    return sorted(set(sums), key=lambda axes: (SUM_ORDER.index(axes[0]), axes))
