@@ -25,7 +25,7 @@ _CARDS_THAT_TRAIN_LARGER = ((8, 0), (9, 0))
 
 
 def flash_obstacle(
-    query: paddle.Tensor, dropout: nn.Layer, *, packed: bool, fused: FusedOps = NO_FUSED_OPS
+    query: paddle.Tensor, dropout: nn.Layer, *, packed: bool, fused: FusedOps | None = None
 ) -> str | None:
     """Why flash attention cannot serve such queries here, or None when it can.
 
@@ -35,7 +35,7 @@ def flash_obstacle(
         fused: fused operators to take; on the device of a plugin that of attention is one of them.
     """
     if not on_gpu():
-        return _plugin_obstacle(query, dropout, fused)
+        return _plugin_obstacle(query, dropout, fused or NO_FUSED_OPS)
     if query.dtype not in _HALF:
         return f"it needs float16 or bfloat16, the activations are {str(query.dtype).split('.')[-1]}"
     head_size, drops = query.shape[-1], dropout.training and dropout.p > 0

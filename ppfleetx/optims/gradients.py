@@ -81,15 +81,17 @@ def take_gradient(parameter: Tensor) -> Tensor:
 
 
 def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Add to the gradient; where it was taken, ``gradient`` itself becomes it."""
+    """Add to the gradient; where there is none, ``gradient`` itself becomes it."""
     import paddle
 
     with paddle.no_grad():
         there = gradient_of(parameter)
         if there is not None:
             there.add_(gradient)
-        elif gradient.dtype == parameter.dtype:
+        elif gradient.dtype != parameter.dtype:
+            parameter.main_grad = gradient
+        elif parameter._grad_value() is None:  # no pass has ever given one
+            parameter.grad = gradient
+        else:
             # Not by `grad`, whose setter copies, and makes the host wait for the card.
             parameter._grad_value()._share_data_with(gradient.get_tensor())
-        else:
-            parameter.main_grad = gradient
