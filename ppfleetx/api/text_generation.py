@@ -15,6 +15,7 @@ from ppfleetx.api.trainer import Trainer as NativeTrainer
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections.generation import READ_BY
 from ppfleetx.config.shipped import shipped_configs
+from ppfleetx.core.programs.finetune import finetuning_defaults
 from ppfleetx.core.programs.model_place import ModelPlace, find_model, override
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.generation.prompts import as_texts
@@ -198,10 +199,46 @@ class Trainer:
         Raises:
             UserError: no data were given, or what ends a training run.
         """
+        self._fit(self._args, resume=resume)
+
+    def _fit(self, overrides: list[str], *, resume: bool) -> None:
         if self._data["train_data"] is None:
             raise ConfigError("training needs train_dataset", key="train_dataset")
-        more = [*self._args, *(["Engine.save_load.resume=True"] if resume else [])]
-        self._trainer = self._native(more).fit()
+        more = ["Engine.save_load.resume=True"] if resume else []
+        self._trainer = self._native([*overrides, *more]).fit()
+
+    def finetune(
+        self,
+        finetune_checkpoint: str | Path | None = None,
+        *,
+        auto_trans_ckpt: bool | None = None,
+        resume: bool = False,
+    ) -> None:
+        """Train a new run from the weights of a checkpoint: step 0, a fresh optimizer, and, for the
+        configuration of a model's directory, the defaults of ``ppfleetx finetune``.
+
+        Args:
+            finetune_checkpoint: a directory; else that of the model.
+            auto_trans_ckpt: True means what happens anyway: a checkpoint fits every plan.
+            resume: go on with the run in ``output_dir``.
+
+        Raises:
+            UserError: no data or no checkpoint were given, or what ends a training run.
+        """
+        if auto_trans_ckpt is False:
+            raise ConfigError(
+                "a checkpoint is always cut as the plan needs it; leave the option out",
+                key="auto_trans_ckpt",
+                value=False,
+            )
+        place = finetune_checkpoint or (self._place if Path(self._place).exists() else None)
+        if not isinstance(place, str | Path):
+            raise ConfigError("give the directory of a checkpoint", key="finetune_checkpoint", value=place)
+        checkpoint, key = str(self._found(place).checkpoint), "Engine.save_load.init_from"
+        more = [*self._args, override(key, checkpoint, "finetune_checkpoint")]
+        if Path(self._place).exists():
+            more += finetuning_defaults(self._found(self._place).config, more)
+        self._fit(more, resume=resume)
 
     def evaluate(self, eval_checkpoint: str | Path | None = None) -> dict[str, float]:
         """``{"loss", "ppl"}`` on ``eval_dataset``, or on the part of ``train_dataset`` that is kept for it.

@@ -157,7 +157,6 @@ def _data_overrides(raw: Any, train_data: Any, eval_data: Any, home: Path) -> li
     if train_data is None and eval_data is None:
         return []
     tokenizer = load_tokenizer(raw)
-    longest = raw.Model.max_position_embeddings
     found: list[str] = []
     for mode, data, whole in (("Train", train_data, [1, 0, 0]), ("Eval", eval_data, [0, 1, 0])):
         section = getattr(raw.Data, mode)
@@ -173,8 +172,6 @@ def _data_overrides(raw: Any, train_data: Any, eval_data: Any, home: Path) -> li
             found += [override("Data.Eval.sets", {}, place)] if mode == "Eval" else []
         if eval_data is not None or section is None:
             found.append(override(f"{key}.split", whole, place))
-        if section is None or "max_seq_len" not in section.dataset.model_fields_set:
-            found.append(override(f"{key}.max_seq_len", min(longest, 1024), place))
     if eval_data is None and raw.Data.Eval is not None:
         if raw.Data.Train is None:
             raise ConfigError(

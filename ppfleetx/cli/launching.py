@@ -52,6 +52,16 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     add("--log-dir", metavar="DIR", help="logs of the processes, workerlog.N (log)")
 
 
+def add_max_steps(parser: argparse.ArgumentParser) -> None:
+    """Add ``--max-steps`` of the verbs that train."""
+    parser.add_argument(
+        "--max-steps",
+        type=_count,
+        metavar="N",
+        help="train to step N; a run in the output directory, also one that has ended, goes on to there",
+    )
+
+
 def is_launched(args: argparse.Namespace) -> bool:
     """Whether the arguments ask for processes of their own."""
     return any(getattr(args, name, None) is not None for name in ("nproc", "devices", "nnodes"))

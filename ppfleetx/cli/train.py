@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 
 from ppfleetx.cli import check
-from ppfleetx.cli.launching import add_launch_arguments
+from ppfleetx.cli.launching import add_launch_arguments, add_max_steps
 from ppfleetx.utils.cli import add_config_arguments
 
 EXAMPLES = """\
 examples:
   ppfleetx train -c gpt/pretrain_gpt_345M_single_card -o Data.Train.dataset.input_dir=data/my_text_document
   ppfleetx train -c FILE --nproc 8
+  ppfleetx train -c FILE --max-steps 2000
   ppfleetx train -c FILE --nproc 8 --nnodes 2 --master 10.0.0.1:8765
 """
 
@@ -19,6 +20,7 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line."""
     add_config_arguments(parser)
+    add_max_steps(parser)
     add_launch_arguments(parser)
     parser.add_argument(
         "--check",
@@ -29,6 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Train, or with ``--check`` only look at the configuration."""
+    from ppfleetx.core.programs.finetune import up_to
+
+    if args.max_steps is not None:
+        args.override = [*args.override, *up_to(args.max_steps, args.config, args.override)]
     if args.check:
         check.run(args)
         return

@@ -31,7 +31,7 @@ def resolve(
     try:
         cfg = _with_data_parallel(cfg, world_size, origins)
         batch, more = _batch_of(cfg, origins)
-        cfg = _with_derived(cfg, batch)
+        cfg = _with_lengths(_with_derived(cfg, batch), origins)
         for violation in _violations(cfg, batch):
             raise violation
     except RuleError as violation:
@@ -135,6 +135,17 @@ def _with_derived(cfg: RunConfig, batch: BatchPlan) -> RunConfig:
     lr = cfg.Optimizer.lr
     decay_steps = lr.decay_steps or cfg.Engine.max_steps
     return cfg.changed("Optimizer", lr=lr.model_copy(update={"decay_steps": decay_steps}))
+
+
+def _with_lengths(cfg: RunConfig, origins: dict[str, str]) -> RunConfig:
+    """Sequences of data for which nobody has chosen a length have at most as many tokens as the model."""
+    longest = cfg.Model.max_position_embeddings
+    for mode in ("Train", "Eval", "Test"):
+        section, key = getattr(cfg.Data, mode), f"Data.{mode}.dataset.max_seq_len"
+        if section is not None and key not in origins and section.dataset.max_seq_len > longest:
+            dataset = section.dataset.model_copy(update={"max_seq_len": longest})
+            cfg = cfg.changed("Data", **{mode: section.model_copy(update={"dataset": dataset})})
+    return cfg
 
 
 def _violations(cfg: RunConfig, batch: BatchPlan) -> Iterator[RuleError]:

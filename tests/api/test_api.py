@@ -208,6 +208,11 @@ def test_what_is_refused(model: ppfleetx.GPT, here: Path) -> None:
         (lambda: pipeline("text_generation", model)([[1, 2]]), DataError, "prompts are a text"),
         (lambda: Trainer(model="gpt2"), ConfigError, "there is no directory gpt2"),
         (lambda: Trainer(model="output").train(), ConfigError, "training needs train_dataset"),
+        (lambda: Trainer(model="output").finetune(), ConfigError, "training needs train_dataset"),
+        (lambda: Trainer(model="output").finetune("nowhere"), CheckpointError, "directory nowhere"),
+        (lambda: Trainer(model="output").finetune(True), ConfigError, "finetune_checkpoint = True"),
+        (lambda: Trainer(model="debug/gpt_nano").finetune(), ConfigError, "finetune_checkpoint"),
+        (lambda: Trainer(model="output").finetune(auto_trans_ckpt=False), ConfigError, "auto_trans_ckpt"),
         (lambda: Trainer(model="output").predict(), ConfigError, "give input_data"),
         (lambda: ppfleetx.Trainer("debug/gpt_nano", {"Engine.max_step": 3}), ConfigError, "max_steps"),
         (lambda: ppfleetx.Trainer("debug/gpt_nano", train_data=["a"]), DataError, "texts need a tokenizer"),
@@ -397,3 +402,14 @@ def test_evaluation_on_data_with_names(here: Path, tmp_path: Path) -> None:
     records = trainer.evaluate()
     assert {name: record.loss for name, record in records.items()} == pytest.approx(told, rel=1e-6)
     assert list(records) == ["text", "list"] and told["text"] != told["list"]
+
+
+def test_finetuning_as_mindformers_does_it(here: Path, tmp_path: Path) -> None:
+    """From the weights that are named, at step 0, with the defaults of `ppfleetx finetune`."""
+    args = {"Engine.max_steps": 2, "Engine.eval_freq": 0}
+    trainer = Trainer(model="output", train_dataset="text.txt", args=args, output_dir=tmp_path / "run")
+    trainer.finetune("output", auto_trans_ckpt=True)
+    native = trainer._trainer
+    assert [record["step"] for record in native.history] == [1, 2]
+    assert native.cfg.Engine.save_load.init_from is not None and native.cfg.Optimizer.lr.max_lr == 5e-5
+    assert trainer.predict(input_data="The quick", max_length=12)

@@ -169,12 +169,15 @@ def test_evaluation_export_and_finetuning_need_nothing_else(place: Path, text: s
     assert "adjusted ppl" in table and json.loads((tmp_path / "result/eval_result.json").read_text())["loss"]
     verb("export", place / "run", "--output", "exported", cwd=tmp_path)
     assert verb("infer", "exported", PROMPT, cwd=tmp_path).endswith(text)
-    short = ["-o", "Engine.max_steps=1", "-o", "Engine.eval_freq=1"]
+    short = ["-o", "Engine.max_steps=1", "-o", "Engine.eval_freq=1", "-o", "Engine.accumulate_steps=1"]
     log = verb("finetune", "--from", place / "run", "--output", "new", *short, cwd=tmp_path)
     assert f"with the weights of {place / 'run/epoch_0_step_4'}" in log
     before = next(line for line in log.splitlines() if "eval at global step 0" in line)
     assert before.partition(", loss: ")[2].split(",")[0] == loss.split(",")[0]
     assert "Prompt: x" in verb("generate", "new", "x", cwd=tmp_path)
+    further = ["finetune", "--from", place / "run", "--output", "new", "--max-steps", 2, *short[2:]]
+    log = verb(*further, cwd=tmp_path)
+    assert "goes on from epoch_0_step_1 to step 2" in log and "global step 2," in log
 
 
 def test_two_processes_start_from_hugging_faces_files(place: Path, tmp_path: Path) -> None:

@@ -35,6 +35,19 @@ def test_any_part_may_be_read_for_anything(mode):
     assert load_config(GLUE, [*names, f"Data.{mode}.dataset.split=test"]).Model.num_classes == 2
 
 
+@pytest.mark.parametrize(
+    ("positions", "given", "length"), [(512, [], 512), (4096, [], 1024), (512, ["max_seq_len=64"], 64)]
+)
+@pytest.mark.parametrize("mode", ["Train", "Eval", "Test"])
+def test_a_length_that_nobody_chose_fits_the_model(tmp_path, mode, positions, given, length):
+    sizes = "{vocab_size: 64, hidden_size: 8, num_layers: 1, num_attention_heads: 1, "
+    sections = f"Global: {{local_batch_size: 1}}\nModel: {sizes}max_position_embeddings: {positions}}}\n"
+    (tmp_path / "c.yaml").write_text(sections)
+    overrides = [f"Data.{mode}.dataset.{text}" for text in ("input_dir=x", *given)]
+    cfg = load_config(tmp_path / "c.yaml", overrides)
+    assert getattr(cfg.Data, mode).dataset.max_seq_len == length
+
+
 def test_the_report_tells_what_trains():
     report = check_report(load_config(GLUE, ["Model.lora.rank=8"]))
     # 24 layers x rank 8 x (1024 + 3072 + 2 x 1024 + 2 x (1024 + 4096)), and 2 x 1024 for the head

@@ -72,7 +72,7 @@ class DatasetConfig(Section):
     """Shares of documents for Train, Eval and Test, e.g. `[969, 30, 1]`. Of GLUE tasks and
     of files with records (PromptResponseDataset, ChatDataset): name of the part's file, e.g. `train`."""
     max_seq_len: Size = 1024
-    """Tokens per sample; what is longer is cut."""
+    """Tokens per sample; what is longer is cut. Without it, a model of fewer positions gets so many."""
     prompt_field: Text = "prompt"
     """PromptResponseDataset: field of the text that is given."""
     response_field: Text = "response"

@@ -349,11 +349,10 @@ class Engine:
             self._saved_step = self.state.step
 
     def _nothing_to_train(self) -> str:
-        key = "max_steps" if self.cfg.Engine.run_mode == "step" else "num_train_epochs"
         done = f"{self.state.step} of {counted(self.max_steps, 'step')} are done"
         return (
-            f"nothing to train: {done}. To go on, give a larger -o Engine.{key}=N with "
-            "-o Engine.save_load.lr_schedule=config; for a new run, another Engine.save_load.output_dir"
+            f"nothing to train: {done}. To go on, give more with --max-steps N; for a new run, another "
+            "Engine.save_load.output_dir"
         )
 
     def _log_start(self) -> None:

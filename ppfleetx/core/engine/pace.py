@@ -42,7 +42,7 @@ class Pace:
         if steps_per_epoch == 0:
             raise DataError(
                 f"Data.Train: one epoch has {samples_per_epoch:.1f} samples, less than the global batch of "
-                f"{cfg.batch.global_batch_size}"
+                f"{cfg.batch.global_batch_size} (Global.global_batch_size)"
             )
         return cls(
             min(engine.max_steps, engine.num_train_epochs * steps_per_epoch),
