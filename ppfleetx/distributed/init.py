@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Any
 
@@ -12,11 +13,10 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.plan import AXES, ParallelPlan
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.device import cards_here, is_card, join, name_errors, place
+from ppfleetx.distributed.device import cards_here, count, is_card, join, name_errors, place
 from ppfleetx.distributed.random import register_sliced_stream, seed_everything
-from ppfleetx.utils.devices import CPU, GPU, XPU
+from ppfleetx.utils.devices import CPU, GPU, PLUGINS_ROOT, XPU, how_to_get, no_such_card
 from ppfleetx.utils.hangs.record import OPERATIONS, RECORD
-from ppfleetx.utils.installed import FOR_GPUS
 
 
 def init_distributed(cfg: RunConfig) -> ParallelContext:
@@ -26,7 +26,7 @@ def init_distributed(cfg: RunConfig) -> ParallelContext:
         ConfigError: ``Global.device`` names a device this machine or this Paddle does not have, or
             ``Global.flags`` a flag that Paddle does not take.
     """
-    device = choose_device(cfg.Global.device)
+    device = choose_device(cfg.Global.device, cfg.origins.get("Global.device"))
     name_errors(device)
     _set_flags(cfg)
     paddle.set_device(device)
@@ -142,27 +142,36 @@ def _check_layout(ctx: ParallelContext) -> None:
         assert list(group.ranks) == mine, f"fleet's {axis} group is {group.ranks}, the plan's {mine}"
 
 
-def choose_device(wanted: str) -> str:
+def choose_device(wanted: str, place: str | None = None) -> str:
     """``Global.device`` as a kind of device that is there.
 
+    Args:
+        place: where it was written, for the message.
+
     Raises:
-        ConfigError: cards are wanted and there are none.
+        ConfigError: cards are wanted and there are none, or fewer than this process was told to take.
     """
     cards = cards_here()
-    if wanted == "auto":
-        return cards[0] if cards else CPU
-    if wanted == CPU or wanted in cards:
-        return wanted
+    if wanted == "auto" or wanted in cards:
+        kind = (cards[0] if cards else CPU) if wanted == "auto" else wanted
+        variable = f"FLAGS_selected_{kind}s"  # of Paddle's launcher
+        number = os.environ.get(variable, "")
+        if kind != CPU and number.isdecimal() and int(number) >= count(kind):
+            raise no_such_card(variable, number)
+        return kind
+    if wanted == CPU:
+        return CPU
     builds = {GPU: paddle.is_compiled_with_cuda(), XPU: paddle.is_compiled_with_xpu()}
     if builds.get(wanted, wanted in paddle.device.get_all_custom_device_type()):
         why = f"Paddle sees no {wanted}: none is there, or none is visible to this process"
-    elif wanted == GPU:
-        why = f"this is Paddle's CPU build: install {FOR_GPUS}"
     else:
-        why = f"no plugin that Paddle has loaded is for {wanted}"
+        root = os.environ.get(PLUGINS_ROOT)
+        where = f" (it has looked in {PLUGINS_ROOT}={root})" if root else ""
+        why = f"Paddle has found no plugin for {wanted}{where}. {how_to_get(wanted)}"
     raise ConfigError(
-        f"{why}; there is {', '.join([*cards, CPU])}; on a CPU give -o Global.device=cpu "
+        f"{why}. There is {', '.join([*cards, CPU])}; to run on the CPU give -o Global.device=cpu "
         "-o Engine.mix_precision.enable=False",
         key="Global.device",
         value=wanted,
+        place=place,
     )
