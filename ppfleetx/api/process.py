@@ -20,7 +20,8 @@ def ready(cfg: RunConfig) -> ParallelContext:
     Raises:
         ConfigError: there is no such device, or the model cannot run there.
     """
-    device = expected_device(cfg.Global.device)
+    place = cfg.origins.get("Global.device")
+    device = expected_device(cfg.Global.device, place)
     if reasons := not_supported_reasons(cfg, device):
         raise ConfigError("this model cannot run here:\n  " + "\n  ".join(reasons))
     prepare_process(device=device)
@@ -30,6 +31,6 @@ def ready(cfg: RunConfig) -> ParallelContext:
     from ppfleetx.distributed.context import ParallelContext
     from ppfleetx.distributed.device import choose_device
 
-    chosen = choose_device(cfg.Global.device)
+    chosen = choose_device(cfg.Global.device, place)
     paddle.set_device(chosen)
     return ParallelContext.single(chosen)

@@ -119,19 +119,25 @@ def _refuse_absent_cards(args: argparse.Namespace) -> None:
     """Raise where there are fewer cards than ranks. Paddle's launcher would end with a traceback."""
     from paddle.distributed.launch.context.device import Device
 
-    there = Device.parse_device().labels
+    visible = Device.parse_device().labels  # empty without cards, [""] where none is visible
+    there = [one for one in visible if one]
     named = [one.strip() for one in args.devices.split(",")] if args.devices else there
     absent = [one for one in named if one not in there]
-    if there and absent:
+    if visible and absent:
         raise ConfigError(
-            f"there is no card {', '.join(absent)}; the cards here are {', '.join(there)}",
+            f"there is no card {', '.join(absent)}; this process may use {', '.join(there) or 'none'}",
             key="--devices",
             value=args.devices,
         )
-    if there and (args.nproc or 0) > len(named):
+    if visible and (args.nproc or 0) > len(named):
+        which = "--devices names" if args.devices else "this process may use"
+        shown = (
+            f" ({', '.join(named)}); give --nproc {len(named)}"
+            if named
+            else ": is ..._VISIBLE_DEVICES empty?"
+        )
         raise ConfigError(
-            f"each process needs a card, and {'--devices names' if args.devices else 'this machine has'} "
-            f"{counted(len(named), 'card')} ({', '.join(named)}); give --nproc {len(named)}",
+            f"each process needs a card, and {which} {counted(len(named), 'card')}{shown}",
             key="--nproc",
             value=args.nproc,
         )

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.utils.devices import CPU, GPU, XPU
+from ppfleetx.utils.devices import CPU, GPU, PLUGINS_ROOT, XPU, how_to_get, no_such_card
 from ppfleetx.utils.gpu_operators import GPU_BACKENDS, PLUGIN_BACKENDS, registered_types
-from ppfleetx.utils.installed import FOR_GPUS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -88,31 +88,40 @@ def cards_here() -> list[str]:
     return [kind for kind in (GPU, XPU, *core.get_all_custom_device_type()) if count(kind)]
 
 
-def choose_device(wanted: str) -> str:
+def choose_device(wanted: str, place: str | None = None) -> str:
     """``Global.device`` as a kind of device that is there.
 
+    Args:
+        place: where it was written, for the message.
+
     Raises:
-        ConfigError: cards are wanted and there are none.
+        ConfigError: cards are wanted and there are none, or fewer than this process was told to take.
     """
     import paddle
 
     cards = cards_here()
-    if wanted == "auto":
-        return cards[0] if cards else CPU
-    if wanted == CPU or wanted in cards:
-        return wanted
+    if wanted == "auto" or wanted in cards:
+        kind = (cards[0] if cards else CPU) if wanted == "auto" else wanted
+        variable = f"FLAGS_selected_{kind}s"  # of Paddle's launcher
+        number = os.environ.get(variable, "")
+        if kind != CPU and number.isdecimal() and int(number) >= count(kind):
+            raise no_such_card(variable, number)
+        return kind
+    if wanted == CPU:
+        return CPU
     builds = {GPU: paddle.is_compiled_with_cuda(), XPU: paddle.is_compiled_with_xpu()}
     if builds.get(wanted, wanted in paddle.device.get_all_custom_device_type()):
         why = f"Paddle sees no {wanted}: none is there, or none is visible to this process"
-    elif wanted == GPU:
-        why = f"this is Paddle's CPU build: install {FOR_GPUS}"
     else:
-        why = f"no plugin that Paddle has loaded is for {wanted}"
+        root = os.environ.get(PLUGINS_ROOT)
+        where = f" (it has looked in {PLUGINS_ROOT}={root})" if root else ""
+        why = f"Paddle has found no plugin for {wanted}{where}. {how_to_get(wanted)}"
     raise ConfigError(
-        f"{why}; there is {', '.join([*cards, CPU])}; on a CPU give -o Global.device=cpu "
+        f"{why}. There is {', '.join([*cards, CPU])}; to run on the CPU give -o Global.device=cpu "
         "-o Engine.mix_precision.enable=False",
         key="Global.device",
         value=wanted,
+        place=place,
     )
 
 

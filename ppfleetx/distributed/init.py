@@ -24,7 +24,7 @@ def init_distributed(cfg: RunConfig) -> ParallelContext:
         ConfigError: ``Global.device`` names a device this machine or this Paddle does not have, or
             ``Global.flags`` a flag that Paddle does not take.
     """
-    device = choose_device(cfg.Global.device)
+    device = choose_device(cfg.Global.device, cfg.origins.get("Global.device"))
     name_errors(device)
     _set_flags(cfg)
     paddle.set_device(device)

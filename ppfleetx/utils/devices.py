@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
 from importlib import metadata
 
 from ppfleetx.config.errors import ConfigError
@@ -15,25 +17,71 @@ NPU = "npu"
 _PLUGIN = "paddle-custom-"
 PLUGINS_ROOT = "CUSTOM_DEVICE_ROOT"
 """Environment variable with a directory of plugins that Paddle loads, under names that only they know."""
+_PLUGINS_FOLDER = "paddle_custom_device"
+# Of Paddle's errors while it is imported.
+_NOT_OPENED = re.compile(r"Fail to open library: (\S+) with error: (?:\1: )?(.*)")
+_NO_SUCH_PLACE = "use wrong place"
+_SELECTED = re.compile(r"FLAGS_selected_\w+")
 _ON_THE_CPU = "run on the CPU with -o Global.device=cpu -o Engine.mix_precision.enable=False"
 
 
-def expected_device(wanted: str) -> str:
+def expected_device(wanted: str, place: str | None = None) -> str:
     """The device that ``Global.device`` will lead to, from what is installed.
+
+    Args:
+        place: where it was written, for the message.
 
     Raises:
         ConfigError: a kind of card is wanted that no installed build or plugin of Paddle serves.
     """
+    cards = _kinds_of_cards()
     if wanted == "auto":
-        return next(iter(_kinds_of_cards()), CPU)
+        return next(iter(cards), CPU)
     if is_served(wanted):
         return wanted
-    needed = {GPU: FOR_GPUS, XPU: "paddlepaddle-xpu from Paddle's own package index"}
-    how = needed.get(wanted, f"its maker's plugin ({_PLUGIN}{wanted}; {PLUGINS_ROOT} names another place)")
     raise ConfigError(
-        f"the Paddle installed here is the CPU build and finds no {wanted}; install {how}, or {_ON_THE_CPU}",
+        f"the Paddle installed here serves {', '.join([*cards, CPU])} only. {how_to_get(wanted)}, or "
+        f"{_ON_THE_CPU}",
         key="Global.device",
         value=wanted,
+        place=place,
+    )
+
+
+def how_to_get(wanted: str) -> str:
+    """What to do where Paddle does not serve this kind of device, as the beginning of a sentence."""
+    needed = {GPU: FOR_GPUS, XPU: "paddlepaddle-xpu from Paddle's own package index"}
+    near = difflib.get_close_matches(wanted, ("auto", CPU, GPU, XPU, "npu"), n=1)
+    meant = f"Did you mean {near[0]}? Else install" if near and near[0] != wanted else "Install"
+    how = needed.get(
+        wanted, f"the plugin for {wanted} ({_PLUGIN}{wanted}), or name its directory in {PLUGINS_ROOT}"
+    )
+    return f"{meant} {how}"
+
+
+def refused_at_import(error: Exception) -> ConfigError | None:
+    """What it means that Paddle does not start because of a device; None: it is something else."""
+    if found := _NOT_OPENED.search(str(error)):
+        return ConfigError(
+            f"this plugin of Paddle does not load: {found[2].strip()}. Install it again for this version of "
+            f"Paddle, or remove it ({PLUGINS_ROOT} names it, or it is installed in {_PLUGINS_FOLDER})",
+            place=found[1],
+        )
+    chosen = {name: value for name, value in os.environ.items() if _SELECTED.fullmatch(name) and value}
+    if _NO_SUCH_PLACE in str(error) and chosen:
+        name, value = next(iter(chosen.items()))
+        return no_such_card(name, value)
+    return None
+
+
+def no_such_card(variable: str, number: str) -> ConfigError:
+    """The error of a process that was given a card that is not there."""
+    return ConfigError(
+        "this process was given a card that this machine does not have or does not show: start as many "
+        "processes as there are cards (--nproc)",
+        key=variable,
+        value=number,
+        place="environment",
     )
 
 

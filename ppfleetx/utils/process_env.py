@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.utils.cpu import AVX512, flags_in, read_cpuinfo
+from ppfleetx.utils.devices import refused_at_import
 from ppfleetx.utils.installed import not_installed
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.orphans import end_with_launcher
@@ -192,6 +193,9 @@ def loading_paddle() -> Iterator[None]:
             # Said on every machine without a compiler cache; we compile nothing.
             warnings.filterwarnings("ignore", message="No ccache found")
             yield
+    except (ValueError, RuntimeError, OSError) as error:
+        refused = None if "paddle" in sys.modules else refused_at_import(error)
+        raise refused or error from None
     finally:
         _undo_root_logging(said)
         banner = ("WARNING: OMP_NUM_THREADS set to", "PLEASE USE OMP_NUM_THREADS WISELY")

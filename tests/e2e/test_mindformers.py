@@ -146,5 +146,11 @@ def test_weights_of_hugging_face_are_converted_and_used(tmp_path: Path) -> None:
     alone = run(tmp_path, script, *given, "alone.ckpt", "--num_heads", heads)
     assert alone.returncode == 0, alone.stderr
     assert same_weights(tmp_path / "whole.ckpt", tmp_path / "alone.ckpt")
+    for more, said in (
+        ([], "give the number of attention heads, --num_heads"),
+        (["--num_heads=5"], "--num_heads = 5: "),
+    ):
+        wrong = run(tmp_path, script, *given, "wrong.ckpt", *more)
+        assert wrong.returncode == 2 and said in wrong.stderr and "ppfleetx-" not in wrong.stderr
     wrong = run(tmp_path, script, "--layers", "99", *given[2:], "wrong.ckpt", "--num_heads=4")
     assert wrong.returncode == 2 and f"--layers = 99: model.safetensors has {layers} layers" in wrong.stderr

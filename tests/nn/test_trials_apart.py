@@ -79,7 +79,7 @@ def test_no_trial_is_made_in_the_process_that_trains(monkeypatch, device):
     """An operator that touches memory it must not touch would end the run that tries it."""
     own, asked = [], []
     monkeypatch.setattr(paddle, "get_device", lambda: device)
-    monkeypatch.setattr(fused, "_registered", lambda kernel, backends: {"float32"})
+    monkeypatch.setattr(fused, "kernel_types", lambda kernel, device: {"float32"})
     monkeypatch.setattr(fused, "difference", lambda *_: own.append(1))
 
     def apart(trials, where, flags):

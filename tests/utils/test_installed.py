@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,55 @@ def test_whoever_needs_the_build_for_gpus_is_sent_where_it_is(monkeypatch):
     said.append(str(not_installed(ModuleNotFoundError(name="paddle"))))
     for text in said:
         assert "paddlepaddle-gpu 3.3.x" in text and "Paddle's own package index" in text
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"CUSTOM_DEVICE_ROOT": "PLUGINS"}, "libx.so: this plugin of Paddle does not load: file too short"),
+        ({"CUSTOM_DEVICE_ROOT": "EMPTY"}, "Global.device = 'npu': Paddle has found no plugin for npu"),
+        ({}, "Global.device = 'npu': the Paddle installed here serves cpu only."),
+    ],
+)
+def test_a_device_that_does_not_come_is_one_sentence(tmp_path, variables, said):
+    (tmp_path / "PLUGINS").mkdir()
+    (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "PLUGINS/libx.so").write_text("no library")
+    code = (
+        "from ppfleetx.utils.cli import run_tool\nfrom ppfleetx.utils.devices import expected_device\n"
+        "from ppfleetx.utils.process_env import import_paddle\n"
+        "def main():\n    expected_device('npu')\n    import_paddle()\n"
+        "    from ppfleetx.distributed.device import choose_device\n    choose_device('npu')\n"
+        "run_tool(main)"
+    )
+    more = {name: str(tmp_path / folder) for name, folder in variables.items()}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "GLOG_minloglevel": "1", **more},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == EXIT_USER_ERROR
+    assert said in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_rank_without_a_card_is_told(monkeypatch):
+    """Of a launcher other than ours, which starts more ranks than there are cards."""
+    from ppfleetx.config.errors import ConfigError
+    from ppfleetx.distributed import device
+
+    monkeypatch.setattr(device, "cards_here", lambda: ["gpu"])
+    monkeypatch.setattr(device, "count", lambda kind: 2)
+    for number in ("0", "1"):
+        monkeypatch.setenv("FLAGS_selected_gpus", number)
+        assert device.choose_device("auto") == device.choose_device("gpu") == "gpu"
+    monkeypatch.setenv("FLAGS_selected_gpus", "2")
+    for wanted in ("auto", "gpu"):
+        with pytest.raises(ConfigError, match="a card that this machine does not have") as caught:
+            device.choose_device(wanted)
+        assert (caught.value.key, caught.value.value) == ("FLAGS_selected_gpus", "2")
+    assert device.choose_device("cpu") == "cpu"
 
 
 def test_a_module_of_the_program_that_is_missing_is_a_defect():

@@ -52,7 +52,7 @@ def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig,
     logger = configure_logging(quiet=not main and not cfg.plan.knows_loss(rank(os.environ)))
     for warning in (*cfg.warnings, *without_effect(cfg)) if main else ():
         logger.warning(warning)
-    device = expected_device(cfg.Global.device)
+    device = expected_device(cfg.Global.device, cfg.origins.get("Global.device"))
     _refuse_unsupported(cfg, device)
     if "Train" in reads and not cfg.Model.task.trains:
         raise ConfigError(

@@ -21,7 +21,7 @@ from ppfleetx.checkpoint.foreign.huggingface_files import (
 from ppfleetx.checkpoint.foreign.lazy import LazyTensor
 from ppfleetx.checkpoint.foreign.safetensors_file import SINGLE
 from ppfleetx.config.counts import counted
-from ppfleetx.config.errors import CheckpointError, ConfigError
+from ppfleetx.config.errors import CheckpointError, ConfigError, UserError
 
 _HEAD_WIDTH = 64  # of every published GPT-2
 _LAYER = re.compile(r"(?:transformer\.)?h\.(\d{1,5})\.ln_1\.weight")
@@ -48,34 +48,44 @@ def convert_weight(torch_path: Path, output: Path, *, layers: int, num_heads: in
         source = Path(directory)
         for name, path in _files(torch_path):
             (source / name).symlink_to(path.resolve())
-        tensors = read_stored(source).tensors
-        if not (source / CONFIG).exists():
-            (source / CONFIG).write_text(json.dumps(_config(tensors, torch_path, num_heads)))
-        _check_layers(tensors, read_hf_config(source), torch_path, layers)
-        return convert(Conversion("hf", "ppfleetx", source, output))
+        try:
+            tensors = read_stored(source).tensors
+            if not (source / CONFIG).exists():
+                (source / CONFIG).write_text(json.dumps(_config(tensors, torch_path, num_heads)))
+            _check_layers(tensors, read_hf_config(source), torch_path, layers)
+            return convert(Conversion("hf", "ppfleetx", source, output))
+        except UserError as error:  # of the user's files, not of their names in here
+            text = str(error).replace(str(source / _weights_name(torch_path)), str(torch_path))
+            raise type(error)(text.replace(str(source), str(torch_path.parent))) from None
 
 
 def _files(torch_path: Path) -> Iterator[tuple[str, Path]]:
-    yield SINGLE if torch_path.suffix == ".safetensors" else PICKLE, torch_path
+    yield _weights_name(torch_path), torch_path
     beside = [torch_path.parent / name for name in (CONFIG, GENERATION_CONFIG)]
     for path in (*filter(Path.is_file, beside), *tokenizer_files(torch_path.parent)):
         yield path.name, path
 
 
+def _weights_name(torch_path: Path) -> str:
+    return SINGLE if torch_path.suffix == ".safetensors" else PICKLE
+
+
 def _config(tensors: dict[str, LazyTensor], path: Path, num_heads: int | None) -> dict[str, Any]:
     """What the shapes of the tensors say of the model, in Hugging Face's words."""
     words, positions = (_shape(tensors, name, path) for name in ("wte.weight", "wpe.weight"))
-    heads = num_heads or words[1] // _HEAD_WIDTH
-    if heads < 1 or words[1] % heads:
+    width = words[1]
+    if num_heads is None and width % _HEAD_WIDTH:
         raise ConfigError(
-            f"must divide the width {words[1]}; say how many heads the model has",
-            key="--num_heads",
-            value=heads,
+            f"{path.name} has a width of {width}, which is no multiple of {_HEAD_WIDTH}: give the "
+            "number of attention heads, --num_heads"
         )
+    heads = width // _HEAD_WIDTH if num_heads is None else num_heads
+    if heads < 1 or width % heads:
+        raise ConfigError(f"must divide the width {width}", key="--num_heads", value=heads)
     return {
         "model_type": "gpt2",
         "vocab_size": words[0],
-        "n_embd": words[1],
+        "n_embd": width,
         "n_positions": positions[0],
         "n_layer": _count_layers(tensors),
         "n_head": heads,
