@@ -75,7 +75,7 @@ def _held(
         groups.append(end)
     held = [one for group in groups for one in group.values()]
     sizes, trained = [one.size for one in held], [one for one in held if one.spec.trains]
-    last = dict(zip(sizes, accumulate(sizes), strict=True))
+    ends = dict(zip(sizes, accumulate(sizes), strict=True))
     whole = [one for one in trained if one.spec.lies("mp") == REPLICATE]
     return Held(
         values=sum(sizes),
@@ -83,7 +83,7 @@ def _held(
         trained=sum(one.size for one in trained),
         owned=_largest_share([one.size for one in trained], sharding),
         largest_layer=max((sum(one.size for one in group.values()) for group in groups), default=0),
-        fills=tuple((end, size) for size, end in last.items()),
+        fills=tuple((end, size) for size, end in ends.items()),
         num_tensors=len(sizes),
         whole=sum(one.size for one in whole),
         partial=sum(one.size for one in whole if one.spec.sums("mp")),
