@@ -42,7 +42,16 @@ _SMALL, _LARGE = "V100-16GB", "V100-32GB"
 
 def blocks() -> dict[str, str]:
     """Text of each generated block by name."""
-    return {"answers": answers(), "recipes": recipes()}
+    return {"answers": answers(), "recipes": recipes(), "ascend": sources(("910B-64GB", "910C-64GB"))}
+
+
+def sources(cards: Iterable[str]) -> str:
+    """Where the numbers of some cards are from, and what is a guess."""
+    lines = []
+    for name in cards:
+        card = load_card(name)
+        lines += [f"- `{name}`", *(f"  - {source}" for source in card.sources)]
+    return "\n".join(lines)
 
 
 def answers() -> str:

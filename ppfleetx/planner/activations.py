@@ -5,6 +5,7 @@ Read from ``nn/`` and ``models/gpt/layers.py``, and compared with Paddle's alloc
 
 ``cpu``    ours on a CPU, in float32.
 ``gpu``    ours on a GPU: reference attention, or flash attention where the case says so.
+``plugin`` ours on the device of a plugin (Ascend): as on a GPU, but Paddle composes the tensor-parallel loss.
 ``fused``  those of Megatron-LM and PaddleFleetX: scale, mask and softmax in one kernel that keeps the 16-bit
            result. For published runs.
 
@@ -36,6 +37,8 @@ class _Sizes:
         heads = model.num_attention_heads / (plan.mp * plan.sep)
         self.scores = case.micro_batch * heads * case.seq_len**2
         self.on_cpu, self.fused = case.kernels == "cpu", case.kernels == "fused"
+        # Copies of the logits that the tensor-parallel loss needs for a moment, beside its softmax.
+        self.loss_copies = {"cpu": 2, "plugin": 3}.get(case.kernels, 0) if plan.mp > 1 else 0
         precision = case.precision
         self.g = precision.gradient_bytes
         same = precision.gradient_bytes == precision.parameter_bytes
@@ -223,7 +226,9 @@ def _mlp(s: _Sizes) -> list[Step]:
     steps = _norm(s, "mlp normed", "x" if model.parallel_residual else "y")
     out = s.wide * (2 if gated else 1)
     steps += _column(s, "fc1", "mlp normed", out, s.matrix(h, out / s.wide * width), bias=model.has_mlp_bias)
-    if gated:
+    if gated and not s.on_cpu and not s.fused:  # one kernel, of a copy with gate and rest apart
+        steps.append(Step("active", s.wide, ("fc1",), keeps=("fc1",), scratch=out - s.wide, back=out))
+    elif gated:
         steps.append(Step("silu", s.wide, ("fc1",), keeps=("fc1",), back=s.wide))
         steps.append(Step("active", s.wide, ("silu", "fc1"), keeps=("silu", "fc1"), back=s.wide))
     elif model.hidden_act == "relu2":
@@ -313,19 +318,19 @@ def _head_tape(case: Case) -> Tape:
         steps.append(Step("hidden padding", elements * 4, (source,), reuses=True))
         source = "hidden padding"
     softmax, named = elements * 4, elements * s.e if s.e != 4 else 0.0  # the caller has the logits by name
-    if t > 1 and s.on_cpu:  # ours: shifted logits, their exponentials; one copy more on the way back
-        steps.append(Step("loss", 0.0, (source,), extra=softmax, scratch=2 * softmax, back=softmax))
-    else:  # the gradient of the logits is written over the softmax
-        steps.append(Step("loss", 0.0, (source,), extra=softmax, scratch=named, back=-softmax))
+    scratch = max(named, s.loss_copies * softmax)
+    # On a CPU, one copy on the way back; else the gradient of the logits is written over the softmax.
+    back = softmax if t > 1 and s.on_cpu else -softmax
+    steps.append(Step("loss", 0.0, (source,), extra=softmax, scratch=scratch, back=back, no_values=True))
     return Tape({"x": s.part}, tuple(steps), s.low_share)
 
 
 def _loss_in_pieces(s: _Sizes, source: str, columns: float) -> Step:
     """Head and loss of ``Model.loss_chunks``, whose gradients are made in the forward pass."""
-    model, t = s.model, s.case.plan.mp
+    model = s.model
     piece = s.tokens * columns / min(model.loss_chunks, s.case.seq_len / s.case.plan.sep)
     wide = 4.0 * piece
-    copies = 1 + (s.e != 4) + (model.padded_vocab_size != model.vocab_size) + 2 * (t > 1 and s.on_cpu)
+    copies = 1 + (s.e != 4) + (model.padded_vocab_size != model.vocab_size) + s.loss_copies
     weights, sums = s.matrix(columns, model.hidden_size), columns * model.hidden_size * 4
     return Step(
         "loss",

@@ -25,8 +25,9 @@ class Card(Section):
 
     name: Text
     """How the command line calls it."""
-    kernels: Literal["cpu", "gpu"] = "gpu"
-    """Whose operations are counted: those that this engine runs on a CPU or on a GPU."""
+    kernels: Literal["cpu", "gpu", "plugin"] = "gpu"
+    """Whose operations are counted: those that this engine runs on a CPU, on a GPU (and on cards that Paddle
+    itself has kernels for), or on the device of a plugin."""
     memory_gib: PositiveFloat
     """Memory that a program can have, in GiB."""
     peak_tflops: dict[Text, PositiveFloat]

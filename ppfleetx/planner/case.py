@@ -16,7 +16,7 @@ from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.planner.cards import Card
 
 Recompute = Literal["none", "core_attn", "full_attn", "full"]
-Kernels = Literal["cpu", "gpu", "fused"]
+Kernels = Literal["cpu", "gpu", "plugin", "fused"]
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class Case:
         moments: optimizer states per parameter (2 for AdamW, 1 for momentum, 0 for SGD).
         flash: fused attention.
         async_save: a copy of what is saved stays in host memory while it is written.
-        kernels: whose operations are counted: ours on a CPU, ours on a GPU, or the ``fused`` ones of
-            Megatron-LM and PaddleFleetX, for published runs.
+        kernels: whose operations are counted: ours on a CPU, on a GPU, on the device of a plugin, or the
+            ``fused`` ones of Megatron-LM and PaddleFleetX, for published runs.
         flat_states: sharding cuts states into equal parts wherever that is (DeepSpeed's ZeRO), instead of
             dealing out whole parameters as this engine does; for published runs.
         fragments: what the allocator loses, as a share of what it hands out; None: as on ``kernels``' device.
@@ -297,10 +297,11 @@ def recompute_of(model: ModelConfig) -> tuple[Recompute, ...]:
 
 
 def uses_flash(model: ModelConfig, precision: Precision, card: Card) -> bool:
-    """Whether attention runs fused: what ``attention_kernel`` asks for, on a card that can."""
+    """Whether attention runs fused: what ``attention_kernel`` asks for, on a card that can. This engine has
+    no fused attention for the devices of plugins yet."""
     if model.attention_kernel == "reference" or precision.compute == "float32":
         return False
-    return card.flash_efficiency > 0
+    return card.flash_efficiency > 0 and card.kernels == "gpu"
 
 
 def batch_of(case: Case) -> BatchPlan:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.planner.activations import embedding_tape, head_tape, layer_tape
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.case import Case
@@ -18,6 +19,7 @@ from ppfleetx.planner.parameters import Held, held_parameters, layer_parameters
 from ppfleetx.planner.tape import Tape
 
 _BUCKET_BYTES = 64 << 20  # parallel sums are packed into pieces of this size (distributed/collectives.py)
+_GENERATORS_BYTES, _STREAMS_BYTES = 64 << 10, 51 << 10  # a rank's random generators, and those of mp, as text
 _FRAGMENTS = 0.02
 """What the allocator loses to fragments, as a share of what it hands out."""
 
@@ -41,6 +43,7 @@ class StageMemory:
         host: in host memory: offloaded states, copies for saving in the background.
         whole_gradients: of all parameters, when the last backward pass has ended.
         start: the most at once while the model is made, context and fragments included.
+        save: the same while a checkpoint is saved between steps.
     """
 
     parameters: float
@@ -56,6 +59,7 @@ class StageMemory:
     host: float
     whole_gradients: float
     start: float
+    save: float
 
     @property
     def tensors(self) -> float:
@@ -107,18 +111,33 @@ def stage_memory(case: Case, cluster: Cluster, stage: int) -> StageMemory:
     gradients = _kept_gradients(case, held) * precision.gradient_bytes
     fragments = _fragments(case) * sum(parts.values())
     context = cluster.card.context_gib * GIB
-    start = context + (1 + _fragments(case)) * _start(case, held, parts["parameters"] + masters)
+    kept = parts["parameters"] + masters
+    start = context + (1 + _fragments(case)) * _start(case, held, kept)
+    save = context + (1 + _fragments(case)) * (kept + moments + _states_of_generators(plan))
     return StageMemory(
-        **parts, context=context, fragments=fragments, host=host, whole_gradients=gradients, start=start
+        **parts,
+        context=context,
+        fragments=fragments,
+        host=host,
+        whole_gradients=gradients,
+        start=start,
+        save=save,
     )
 
 
+def _states_of_generators(plan: ParallelPlan) -> float:
+    """A save gathers the random generators of all ranks. Tensors are copied to the host one by one, and take
+    nothing beside themselves."""
+    each = _GENERATORS_BYTES + (_STREAMS_BYTES if plan.mp > 1 else 0)
+    return (plan.world_size + 1.0) * each if plan.world_size > 1 else 0.0
+
+
 def _start(case: Case, held: Held, kept: float) -> float:
-    """The largest stage of layers as Paddle makes it, in float32; or all that is kept, and the float32 values
-    of one 16-bit parameter whose master is not (``parallel/first_values.py``)."""
+    """The largest stage of layers as Paddle makes it, in float32; or all that is kept, or what is kept so far
+    and the float32 values of a 16-bit parameter whose master is not (``parallel/first_values.py``)."""
     drops = case.precision.parameter_bytes < 4 and (case.plan.sharding_offload or held.owned < held.resident)
-    drawn = 4.0 * held.largest if drops else 0.0
-    return max(4.0 * held.largest_layer, kept + drawn)
+    drawn = (kept * end / held.values + 4.0 * size for end, size in held.fills) if drops else ()
+    return max(4.0 * held.largest_layer, kept, *drawn)
 
 
 def _fragments(case: Case) -> float:
@@ -215,7 +234,8 @@ def _worst_moment(case: Case, stage: int, held: Held) -> dict[str, float]:
     for beside, first in passes:
         there = 0.0 if first else gradients
         forward = not first or case.accumulate == 1
-        peak, grown = _pass_peak(runs, first=first, forward=forward, most_gradients=gradients)
+        fetched = _fetched(case, held)
+        peak, grown = _pass_peak(runs, first=first, forward=forward, most_gradients=gradients, values=fetched)
         logits_here = logits if last else 0.0
         kept_here = max(0.0, beside) + kept
         temporary = peak - kept - (grown if first else 0.0)
@@ -224,7 +244,7 @@ def _worst_moment(case: Case, stage: int, held: Held) -> dict[str, float]:
                 "gradients": there + (grown if first else 0.0),
                 "activations": kept_here - logits_here,
                 "logits": logits_here,
-                "temporary": temporary + _fetched(case, held),
+                "temporary": temporary,
                 "buffers": 0.0,
             }
         )
@@ -251,19 +271,21 @@ def _travelling(case: Case, stage: int) -> float:
     return ((stage > 0) + (stage < case.plan.pp - 1)) * case.message_bytes
 
 
-def _pass_peak(runs: list[_Run], *, first: bool, forward: bool, most_gradients: float) -> tuple[float, float]:
+def _pass_peak(
+    runs: list[_Run], *, first: bool, forward: bool, most_gradients: float, values: float
+) -> tuple[float, float]:
     """(most bytes at once in the passes of one micro batch, of them gradients that have grown with it)."""
     before, peak, grown_at_peak = 0.0, 0.0, 0.0
     starts = []
     for run in runs:
         end = before + run.tape.kept * (run.count - 1)
         if forward:
-            peak = max(peak, end + run.tape.forward_peak)
+            peak = max(peak, end + run.tape.forward_peak(values))
         starts.append((before, end))
         before = end + run.tape.kept
     grown = 0.0
     for run, (start, end) in zip(reversed(runs), reversed(starts), strict=True):
-        need = run.tape.backward_peak(first=first)
+        need = run.tape.backward_peak(first=first, values=values)
         # Within a run activations go as gradients come: the worst is its last layer or its first.
         for below, later in ((end, 0), (start, run.count - 1)):
             here = min(most_gradients, grown + (later * run.tape.weights if first else 0.0))

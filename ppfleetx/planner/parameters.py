@@ -6,6 +6,7 @@ import heapq
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from ppfleetx.config.sections.model import ModelConfig
@@ -27,7 +28,8 @@ class Held:
         trained: those that train.
         owned: those of the trained ones whose states it keeps and that it updates.
         largest_layer: parameters of the largest model stage, which sharding stage 3 fetches at once.
-        largest: elements of the largest parameter.
+        fills: of each size of a parameter, how many elements all up to the last such one have together, and
+            the size: the order in which parameters get their first values.
         num_tensors: number of its parameters.
         whole: trained ones that every tensor-parallel rank holds whole.
         partial: those of them whose gradients are parts of a sum with sequence parallelism.
@@ -38,7 +40,7 @@ class Held:
     trained: int
     owned: int
     largest_layer: int
-    largest: int
+    fills: tuple[tuple[int, int], ...]
     num_tensors: int
     whole: int
     partial: int
@@ -73,6 +75,7 @@ def _held(
         groups.append(end)
     held = [one for group in groups for one in group.values()]
     sizes, trained = [one.size for one in held], [one for one in held if one.spec.trains]
+    ends = dict(zip(sizes, accumulate(sizes), strict=True))
     whole = [one for one in trained if one.spec.lies("mp") == REPLICATE]
     return Held(
         values=sum(sizes),
@@ -80,7 +83,7 @@ def _held(
         trained=sum(one.size for one in trained),
         owned=_largest_share([one.size for one in trained], sharding),
         largest_layer=max((sum(one.size for one in group.values()) for group in groups), default=0),
-        largest=max(sizes, default=0),
+        fills=tuple((end, size) for size, end in ends.items()),
         num_tensors=len(sizes),
         whole=sum(one.size for one in whole),
         partial=sum(one.size for one in whole if one.spec.sums("mp")),

@@ -81,6 +81,7 @@ class Prediction:
             "memory_parts_gib": [
                 {part: round(getattr(stage, part) / GIB, 4) for part in CARD_PARTS} for stage in self.memory
             ],
+            "save_memory_gib": [round(stage.save / GIB, 4) for stage in self.memory],
             "start_memory_gib": [round(stage.start / GIB, 4) for stage in self.memory],
             "host_memory_gib": round(self.host / GIB, 4),
             "fits": self.fits,

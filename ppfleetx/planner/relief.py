@@ -64,6 +64,6 @@ def _candidates(case: Case) -> Iterator[tuple[str, Case]]:
                 options,
                 replace(case, plan=replace(plan, dp=1, sharding=plan.data_size, sharding_stage=stage)),
             )
-    if plan.sharding > 1 and not plan.sharding_offload and case.kernels == "gpu":
+    if plan.sharding > 1 and not plan.sharding_offload and case.kernels != "cpu":
         options = "-o Distributed.sharding.sharding_offload=True"
         yield options, replace(case, plan=replace(plan, sharding_offload=True))

@@ -10,6 +10,7 @@ from ppfleetx.planner.cards import GIB, Card, card_names, load_card
 from ppfleetx.planner.case import case_of
 from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.prediction import Prediction
+from ppfleetx.utils.devices import CPU, GPU, XPU
 
 ANY_GPU, ANY_CPU = "A100-80GB", "CPU"
 """Whose kernels are counted where no card is named."""
@@ -47,10 +48,18 @@ def _prediction(
     if cfg.Data.Train is None or cfg.Model.name != "GPT":
         return None
     if card is None:
-        kind = ANY_CPU if device.startswith("cpu") else ANY_GPU
-        name = cfg.Global.card or card_of_device(device_name) or kind
-        card = load_card(name, key="Global.card", asked_in=cfg.origins.get("Global.card"))
+        name = cfg.Global.card or card_of_device(device_name)
+        asked_in = cfg.origins.get("Global.card")
+        card = any_card(device) if name is None else load_card(name, key="Global.card", asked_in=asked_in)
     return Prediction(case_of(cfg, card), Cluster(card))
+
+
+def any_card(device: str) -> Card:
+    """What stands for the devices of a kind where no card is named."""
+    kind = device.partition(":")[0]
+    if kind in (CPU, GPU, XPU):
+        return load_card(ANY_CPU if kind == CPU else ANY_GPU)
+    return load_card(ANY_GPU).model_copy(update={"name": kind, "kernels": "plugin"})
 
 
 def memory_lines(cfg: RunConfig, device: str) -> list[str]:
@@ -75,7 +84,7 @@ def memory_lines(cfg: RunConfig, device: str) -> list[str]:
         lines.append(f"and {_gib(worst.start)} while the model is made, before the first step")
     if cfg.Global.card is not None:
         lines.append(verdict(worst.peak, card.memory_gib * GIB, card.name))
-    elif card.kernels == "gpu":
+    elif card.kernels != "cpu":
         attention = "flash" if prediction.case.flash else "the reference"
         lines.append(f"counted with {attention} attention; Global.card says what it has to fit into")
     return lines

@@ -26,6 +26,7 @@ class Step:
         weights: gradients of its parameters.
         view: the result is the memory of what was read (its first).
         reuses: the gradient of the result becomes the gradient of what was read, in the same memory.
+        no_values: it needs no parameters, whose values sharding stage 3 does not hold meanwhile.
         inner: what is forgotten in the forward pass and done again in the backward pass; ``reads`` are kept.
     """
 
@@ -39,6 +40,7 @@ class Step:
     weights: float = 0.0
     view: bool = False
     reuses: bool = False
+    no_values: bool = False
     inner: Tape | None = None
 
 
@@ -91,45 +93,61 @@ class Tape:
         extra = sum(step.extra for step in self.steps)
         return sum(self._sizes[name] for name in self._held) + extra
 
+    def forward_peak(self, values: float = 0.0) -> float:
+        """Most bytes at once in the forward pass, inputs not counted.
+
+        Args:
+            values: bytes of fetched parameters, beside the steps that need any.
+        """
+        with_values, without = self._forward_peaks
+        return max(with_values + values, without)
+
     @cached_property
-    def forward_peak(self) -> float:
-        """Most bytes at once in the forward pass, inputs not counted."""
+    def _forward_peaks(self) -> tuple[float, float]:
         return self._forward(keeps=True)
 
     @cached_property
     def _forward_peak_without_graph(self) -> float:
-        return self._forward(keeps=False)
+        return max(self._forward(keeps=False))
 
-    def _forward(self, *, keeps: bool) -> float:
+    def _forward(self, *, keeps: bool) -> tuple[float, float]:
+        """The peaks among the steps that need parameters, and among the others."""
         last = {}  # memory -> the last step that reads it
         for number, step in enumerate(self.steps):
             for name in (*step.reads, *step.keeps):
                 last[self._roots[name]] = number
         held = self._held if keeps else {self.output}
-        alive, peak = 0.0, 0.0
+        alive, peaks = 0.0, [0.0, 0.0]
         for number, step in enumerate(self.steps):
             alive += 0.0 if step.view else step.size
             inside = step.inner._forward_peak_without_graph if step.inner is not None else 0.0
-            peak = max(peak, alive + step.extra + max(step.scratch, inside - step.size))
+            here = alive + step.extra + max(step.scratch, inside - step.size)
+            peaks[step.no_values] = max(peaks[step.no_values], here)
             alive += step.extra if keeps else 0.0
             gone = [name for name, end in last.items() if end == number]
             alive -= sum(self._sizes[n] for n in gone if n not in held and n not in self.inputs)
-        return peak
+        return peaks[0], peaks[1]
 
-    def backward_peak(self, *, first: bool) -> float:
+    def backward_peak(self, *, first: bool, values: float = 0.0) -> float:
         """Most bytes at once in the backward pass: the rest of what was kept, gradients, what is needed for a
-        moment. ``first``: the gradients of parameters stay; later they are added to those that are there."""
-        return self._first_backward_peak if first else self._later_backward_peak
+        moment.
+
+        Args:
+            first: the gradients of parameters stay; later they are added to those that are there.
+            values: as of :meth:`forward_peak`.
+        """
+        with_values, without = self._first_backward_peaks if first else self._later_backward_peaks
+        return max(with_values + values, without)
 
     @cached_property
-    def _first_backward_peak(self) -> float:
+    def _first_backward_peaks(self) -> tuple[float, float]:
         return self._backward(first=True)
 
     @cached_property
-    def _later_backward_peak(self) -> float:
+    def _later_backward_peaks(self) -> tuple[float, float]:
         return self._backward(first=False)
 
-    def _backward(self, *, first: bool) -> float:
+    def _backward(self, *, first: bool) -> tuple[float, float]:
         keepers: dict[str, int] = {}  # memory -> the first step of the forward pass that keeps it
         for number, step in reversed(list(enumerate(self.steps))):
             for name in self._kept_by(step):
@@ -138,7 +156,8 @@ class Tape:
         alive = sum(self._sizes[name] for name in held) + sum(step.extra for step in self.steps)
         gradients = {self.steps[-1].writes: self._sizes[self.steps[-1].writes]}
         alive += self._sizes[self.steps[-1].writes]
-        peak = alive
+        peaks = [0.0, 0.0]
+        peaks[self.steps[-1].no_values] = alive
         for number, step in reversed(list(enumerate(self.steps))):
             upstream = gradients.pop(step.writes, 0.0)
             new = {} if step.reuses or step.view else {name: self._sizes[name] for name in step.reads}
@@ -147,10 +166,9 @@ class Tape:
                 inner = step.inner
                 # The result is computed again too, and nobody reads it.
                 backward = inner.backward_peak(first=first) + step.size - upstream
-                inside = max(inner.forward_peak, backward)
-            peak = max(
-                peak, alive + max(sum(new.values()) + step.back + step.weights * (1 + self.low_share), inside)
-            )
+                inside = max(inner.forward_peak(), backward)
+            moment = sum(new.values()) + step.back + step.weights * (1 + self.low_share)
+            peaks[step.no_values] = max(peaks[step.no_values], alive + max(moment, inside))
             if not new:  # the same memory under another name
                 new = {step.reads[0]: upstream} if step.reads else {}
             for name, size in new.items():
@@ -161,7 +179,7 @@ class Tape:
             alive -= step.extra
             alive += step.weights if first else 0.0
             alive -= sum(self._sizes[name] for name in held if keepers[name] == number)
-        return peak
+        return peaks[0], peaks[1]
 
     @cached_property
     def weights(self) -> float:

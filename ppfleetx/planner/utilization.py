@@ -8,7 +8,7 @@ from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.planner.cards import load_card
 from ppfleetx.planner.case import Case, case_of
 from ppfleetx.planner.flops import StepFlops, step_flops, tflops_per_device
-from ppfleetx.planner.summary import ANY_CPU, ANY_GPU, card_of_device
+from ppfleetx.planner.summary import any_card, card_of_device
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,7 @@ def run_utilization(cfg: RunConfig, device: str, device_name: str = "") -> Utili
         return None
     if cfg.Model.task.classifies:
         return None
-    kind = load_card(ANY_CPU if device.startswith("cpu") else ANY_GPU)
-    case = case_of(cfg, kind)
+    case = case_of(cfg, any_card(device))
     return Utilization(case, step_flops(case), *_peak(cfg, case, device_name))
 
 

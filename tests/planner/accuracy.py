@@ -5,15 +5,32 @@ Memory and communication are compared with CPU ranks on this machine, times with
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from ppfleetx.config.plan import AXES
+from tests.device.place import place
+from tests.e2e.resumption import write_corpus
 from tests.helpers.ranks import Pools
-from tests.planner.machine import Compared, compare_memory, compare_traffic
-from tests.planner.plans import MEMORY_PLANS, TRAFFIC_PLANS
-from tests.planner.published import MEGATRON_AXES, TIMES, bloom_sweep_errors, mpt_errors, regret, time_errors
+from tests.planner.machine import Compared, compare_device_memory, compare_memory, compare_traffic
+from tests.planner.plans import (
+    DEVICE_PLANS,
+    MEMORY_PLANS,
+    SHORT_DEVICE_PLANS,
+    TRAFFIC_PLANS,
+    device_plan_name,
+)
+from tests.planner.published import (
+    MEGATRON_AXES,
+    TIMES,
+    ascend_error,
+    bloom_sweep_errors,
+    mpt_errors,
+    regret,
+    time_errors,
+)
 from tests.planner.published_memory import PublishedMemory, bloom_memory, fleetx_memory, nanotron_memory
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "planner.md"
@@ -45,6 +62,7 @@ def _machine_rows() -> Iterable[str]:
                 traffic += found
     finally:
         pools.close()
+    yield from _device_rows()
     parts = [row.error for row in memory if not row.what.startswith("peak")]
     peaks = [row.error for row in memory if row.what.startswith("peak")]
     plans = f"this machine, {len(MEMORY_PLANS)} plans of two families"
@@ -52,6 +70,29 @@ def _machine_rows() -> Iterable[str]:
     yield _row(f"{plans}: peak of each stage", peaks)
     words = f"this machine, {len(TRAFFIC_PLANS)} plans of two families: bytes sent in a step, by axis"
     yield _row(words, [row.error for row in traffic])
+
+
+def _device_rows() -> Iterable[str]:
+    """Of the reference device."""
+    here, found = place(), []
+    if here.obstacle:
+        return
+    pools = Pools(device=here.device, most_calls=12, **here.environment)
+    plans = (*SHORT_DEVICE_PLANS, *DEVICE_PLANS)
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            corpus = Path(directory) / "toy"
+            write_corpus(corpus)
+            for number, plan in enumerate(plans):
+                output = Path(directory) / f"run{number}"
+                rows = compare_device_memory(pools, plan, here.device, corpus, output, is_reference=True)
+                print(device_plan_name(*plan), *(f"{row.what} {row.error:+.2%}" for row in rows), flush=True)
+                found += rows
+    finally:
+        pools.close()
+    for what, words in (("start", "before the first step"), ("step", "in a step"), ("save", "in a save")):
+        errors = [row.error for row in found if row.what.startswith(what)]
+        yield _row(f"the reference device, {len(plans)} plans: peak of each stage {words}", errors)
 
 
 def published_rows() -> Iterable[str]:
@@ -67,6 +108,7 @@ def published_rows() -> Iterable[str]:
         yield _row(
             f"step time: MPT with fused attention on a node of {card}, rows not fitted", mpt_errors(card)
         )
+    yield _row("step time: MindSpeed-Core-MS' 39B on 128 Ascend 910B, not fitted", [ascend_error()])
     yield _row("memory: BLOOM's trials on A100s, rows not fitted", _judged(bloom_memory()))
     yield _row("memory: nanotron's plans on H100s, rows not fitted", _judged(nanotron_memory()))
     yield _row("memory: PaddleFleetX's 345M and 1.3B on a V100", [row.error for row in fleetx_memory()])

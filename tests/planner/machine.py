@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.loader import load_config
@@ -10,6 +11,7 @@ from ppfleetx.planner.cards import load_card
 from ppfleetx.planner.case import Case, case_of
 from ppfleetx.planner.memory import stage_memory
 from ppfleetx.planner.network import Cluster
+from ppfleetx.planner.summary import any_card
 from ppfleetx.planner.traffic import sent_bytes
 from tests.distributed import volume
 from tests.helpers.ranks import Pools
@@ -63,6 +65,61 @@ def compare_memory(pools: Pools, plan: dict[str, Any], family: str) -> list[Comp
             ("start", predicted.start - predicted.context),
         ):
             rows.append(Compared(f"{what} of stage {stage}", value, max(result[what] for result in mine)))
+    return rows
+
+
+EACH_TENSOR = {"FLAGS_free_idle_chunk": "1", "FLAGS_free_when_no_cache_hit": "1"}
+"""Paddle's allocator keeps nothing: the reference device sees every tensor come and go."""
+
+
+def compare_device_memory(
+    pools: Pools,
+    case: tuple[str, dict[str, Any], dict[str, Any]],
+    device: str,
+    corpus: Path,
+    output: Path,
+    *,
+    is_reference: bool,
+) -> list[Compared]:
+    """The most memory of a card before the first step, in a step and in a save, of each stage's fullest
+    rank: a row of ``DEVICE_PLANS``."""
+    family, plan, more = case
+    world = world_size(plan)
+    values = {
+        **measured.SIZES,
+        **measured.FAMILIES[family],
+        "Model.hidden_size": 256,
+        **overrides(plan),
+        "Engine.max_steps": 2,
+        "Engine.eval_freq": 0,
+        "Engine.save_load.save_steps": 2,
+        "Engine.save_load.output_dir": str(output),
+        "Data.Train.dataset.input_dir": str(corpus),
+        "Data.Eval.dataset.input_dir": str(corpus),
+        "Global.device": device,
+        **more,
+    }
+    ranks = pools(world, **EACH_TENSOR) if is_reference else pools(world)
+    found = ranks.run(
+        "tests.device.cases.memory:peaks",
+        timeout=300.0,
+        values=values,
+        world=world,
+        is_reference=is_reference,
+    )
+    cfg = load_config(measured.CONFIG, [f"{key}={value}" for key, value in values.items()], world_size=world)
+    card = any_card(device).model_copy(update={"context_gib": 0.0})
+    predicted_case = replace(case_of(cfg, card), fragments=0.0)
+    rows = []
+    for stage in range(predicted_case.plan.pp):
+        predicted = stage_memory(predicted_case, Cluster(card), stage)
+        mine = [peaks for peaks in found if peaks["stage"] == stage]
+        for what, value in (
+            ("start", predicted.start),
+            ("step", predicted.total),
+            ("save", predicted.save),
+        ):
+            rows.append(Compared(f"{what} of stage {stage}", value, max(peaks[what] for peaks in mine)))
     return rows
 
 

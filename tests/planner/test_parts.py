@@ -14,7 +14,7 @@ from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.shape import flops_per_step, parameter_count
 from ppfleetx.planner.activations import layer_tape
 from ppfleetx.planner.cards import card_names, load_card
-from ppfleetx.planner.case import Case, Precision, case_of
+from ppfleetx.planner.case import Case, Precision, case_of, uses_flash
 from ppfleetx.planner.flops import step_flops
 from ppfleetx.planner.memory import stage_memory
 from ppfleetx.planner.network import Cluster, all_reduce_seconds, group_of
@@ -28,8 +28,8 @@ CONFIG = "ppfleetx/configs/nlp/gpt/pretrain_gpt_1.3B_dp8.yaml"
 
 
 def case(plan=ParallelPlan(), recompute="none", **model):  # noqa: B008
-    sizes = {"vocab_size": VOCAB, "hidden_size": H, "num_layers": LAYERS, "num_attention_heads": 4}
-    shape = ModelConfig(**sizes, max_position_embeddings=LENGTH, softmax_in_fp32=False, **model)
+    sizes = {"vocab_size": VOCAB, "hidden_size": H, "num_layers": LAYERS, "num_attention_heads": 4, **model}
+    shape = ModelConfig(max_position_embeddings=LENGTH, softmax_in_fp32=False, **sizes)
     precision = Precision("bfloat16", lowers_parameters=True)
     return Case(shape, plan, 2, 4, LENGTH, precision, (recompute,) * LAYERS)
 
@@ -228,6 +228,27 @@ def test_plans_are_ranked(capsys):
 def test_what_cannot_be_is_refused(capsys, arguments, words):
     with pytest.raises(ConfigError, match=words):
         planned(capsys, *arguments)
+
+
+def test_ascend_cards_say_what_is_a_guess_and_have_no_fused_attention():
+    """A node of 16 dies of the 910C has links that do not block; a 910B has one link to each neighbour."""
+    for name in ("910B-64GB", "910C-64GB"):
+        card = load_card(name)
+        assert any("Guess" in source for source in card.sources)
+        assert not uses_flash(case().model, Precision("bfloat16", lowers_parameters=True), card)
+    pair, eight = load_card("910B-64GB").link_bandwidth(2), load_card("910B-64GB").link_bandwidth(8)
+    assert eight == 7 * pair
+    assert load_card("910C-64GB").link_bandwidth(2) == load_card("910C-64GB").link_bandwidth(16) == eight
+
+
+def test_the_tensor_parallel_loss_of_a_plugins_device_takes_three_more_copies_of_the_logits():
+    """Paddle composes it there."""
+    plan = ParallelPlan(mp=2)
+    wide = case(plan, vocab_size=65_536)
+    logits = wide.micro_batch * wide.seq_len * 65_536 / plan.mp * 4
+    cluster = Cluster(load_card("A100-80GB"))
+    taken = [stage_memory(replace(wide, kernels=kind), cluster, 0).tensors for kind in ("gpu", "plugin")]
+    assert 2 * logits < taken[1] - taken[0] <= 3 * logits
 
 
 @pytest.mark.parametrize(("width", "measured"), [(1024, 99.9), (2048, 248.3), (4096, 315.4)])

@@ -15,6 +15,7 @@ from tests.planner.accuracy import PAGE, published_rows
 from tests.planner.published import (
     MEGATRON_AXES,
     TIMES,
+    ascend_error,
     bloom_sweep_errors,
     case_of_row,
     intervals,
@@ -81,6 +82,10 @@ def test_a_plan_whose_time_is_less_certain_has_to_be_better_by_as_much(axes):
 def test_the_pages_table_is_up_to_date():
     missing = [row for row in published_rows() if row not in PAGE.read_text(encoding="utf-8")]
     assert not missing, "run make planner-accuracy"
+
+
+def test_a_step_on_ascend_cards():
+    assert abs(ascend_error()) <= 0.10
 
 
 def test_bloom_batch_sweep_after_calibration():
