@@ -17,6 +17,23 @@ CASES = "tests.device.cases.reference"
 LATE_US = 30_000
 
 
+_HALF, _ALL = ("float16", "bfloat16"), ("float32", "float16", "bfloat16")
+WITHOUT_KERNEL = {
+    f"{kernel}{end} {dtype}"
+    for kernels, dtypes, ends in (
+        ("flash_attn flash_attn_qkvpacked flashmask_attention", _HALF, ("", "_grad")),
+        ("fused_rotary_position_embedding rms_norm", _ALL, ("", "_grad")),
+        ("fused_softmax_mask_upper_triangle", _ALL, ("_grad",)),
+        ("fused_linear_param_grad_add", _HALF, ("",)),
+        ("all_reduce c_identity", ("bfloat16",), ("",)),
+    )
+    for kernel in kernels.split()
+    for end in ends
+    for dtype in dtypes
+}
+"""Of what plans use on a GPU: fused operators, which a CPU lacks too, and what Ascend lacks in bfloat16."""
+
+
 @pytest.fixture(scope="module")
 def ranks():
     pools = Pools(device=NAME)
@@ -45,6 +62,10 @@ def broken():
 
 def test_numbers_are_those_of_the_cpu(ranks):
     assert max(ranks(1, "numbers")[0]) < 1e-5
+
+
+def test_all_that_plans_use_has_a_kernel_or_is_named(ranks):
+    assert set(ranks(1, "not_registered")[0]) == WITHOUT_KERNEL
 
 
 def test_kernels_run_behind_the_host(ranks):

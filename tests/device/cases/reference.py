@@ -165,17 +165,18 @@ def failing_kernel() -> list[str]:
     return [_said(compute), _said(lambda: None)]
 
 
-def registered(names: list[str], dtypes: list[str]) -> list[str]:
-    """Operators that lack a kernel of the device for a type."""
-    _begin()
-    known = paddle.base.core._get_all_register_op_kernels("all")
-    missing = []
-    for name in names:
-        keys = " ".join(known.get(name, []))
-        missing += [
-            f"{name} {dtype}" for dtype in dtypes if not any(NAME in key and dtype in key for key in [keys])
-        ]
-    return missing
+def not_registered() -> list[str]:
+    """Of the kernels that plans use (``ppfleetx/utils/gpu_operators.json``) and their types, those that the
+    device has not, neither of its own nor of Paddle's for every plugin's device."""
+    from ppfleetx.utils.gpu_operators import registered_types, used_kernels
+
+    registry = paddle.base.core._get_registered_phi_kernels("function")
+    return [
+        f"{kernel} {dtype}"
+        for kernel, known in used_kernels().items()
+        for dtype in known.used
+        if dtype not in registered_types(registry.get(kernel, ()), (NAME, "CUSTOM"))
+    ]
 
 
 def numbers() -> list[float]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from ppfleetx.distributed.tf32 import allow_tf32
@@ -23,6 +24,22 @@ def train_in_16_bits(**arguments: Any) -> dict[str, Any]:
 
     allow_tf32(False)
     return low_precision.train(**arguments)
+
+
+def engine_steps(cfg: Any, ctx: Any, runner: Any) -> Callable[[int], Any]:
+    """Takes the step of a number, counted from 0, with what the engine exchanges before it."""
+    from ppfleetx.core.engine.watch import Watch
+    from tests.parity.training import micro_batches
+
+    watch, stop = Watch(cfg, ctx, 1e9), SimpleNamespace(signal_name=None, agree=bool)
+
+    def take(number: int) -> Any:
+        batch = micro_batches(number, cfg, ctx)
+        watch.before_step(batch, None, stop, number)
+        valid = watch.num_valid
+        return runner.train_step(batch, step=number + 1, lr=1e-3, weight_decay=0.1, num_valid=valid)
+
+    return take
 
 
 def program(values: Mapping[str, Any], world: int) -> list[str]:

@@ -653,8 +653,8 @@ static std::deque<Kernel>& registered() {
   return *kernels;
 }
 
-// The device's kernels of one operator, but for those that Paddle has for every plugin's device (views, a slice of an
-// embedding). Where the CPU computes in float32 alone, two more that convert.
+// The device's kernels of one operator, but for views, which Paddle has for every plugin's device. Where the CPU
+// computes in float32 alone, two more that convert.
 static void register_operator(const std::string& name, phi::KernelNameMap::mapped_type* kernels,
                               phi::Backend backend) {
   std::vector<std::pair<phi::KernelKey, phi::Kernel>> made;
@@ -677,12 +677,12 @@ static void register_operator(const std::string& name, phi::KernelNameMap::mappe
   for (const auto& [key, cpu] : *kernels) {
     bool is_function = cpu.GetKernelRegisteredType() == phi::KernelRegisteredType::FUNCTION;
     if (key.backend() != phi::Backend::CPU || !is_function) continue;
-    if (has(phi::Backend::CUSTOM, key.layout(), key.dtype())) continue;
+    bool is_view = key.layout() == phi::DataLayout::STRIDED;
+    if (is_view && has(phi::Backend::CUSTOM, key.layout(), key.dtype())) continue;
     add(key, cpu, key.dtype(), false);
     if (key.dtype() != DataType::FLOAT32 || !has_16_bits) continue;
     for (auto type : {DataType::FLOAT16, DataType::BFLOAT16}) {
-      bool is_there = has(phi::Backend::CPU, key.layout(), type) || has(phi::Backend::CUSTOM, key.layout(), type);
-      if (!is_there) add(key, cpu, type, true);
+      if (!is_view && !has(phi::Backend::CPU, key.layout(), type)) add(key, cpu, type, true);
     }
   }
   for (auto& [key, kernel] : made)

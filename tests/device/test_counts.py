@@ -1,0 +1,45 @@
+"""What a step asks of the device, as the device itself counts it, does not grow."""
+
+import warnings
+
+import pytest
+
+from tests.device.reference import NAME, environment, obstacle
+from tests.helpers.ranks import Pools
+from tests.operators.counts import STEPS, differences
+
+pytestmark = [pytest.mark.device, pytest.mark.skipif(bool(obstacle()), reason=obstacle())]
+KINDS = ("launches", "waits", "blocking copies", "queued copies", "collectives")
+# Of a step of eight layers, after two others; of two ranks, the larger. The waits are for one copy to the
+# host, of the powers of beta, which on a GPU stay in host memory.
+COUNTS = {
+    "one": (1967, 2, 1, 5, 0),
+    "one, float16 O2": (3224, 0, 0, 5, 0),
+    "dp 2": (994, 2, 1, 5, 3),
+    "mp 2": (2352, 2, 1, 7, 152),
+    "pp 2": (1044, 2, 1, 11, 12),
+    "sharding 2, stage 2": (1098, 2, 1, 5, 7),
+    "sharding 2, stage 3": (1274, 2, 1, 5, 85),
+    "sep 2": (2420, 2, 1, 7, 131),
+    "dp 2, float16 O2": (1675, 0, 0, 5, 4),
+}
+
+
+@pytest.fixture(scope="module")
+def pools():
+    pools = Pools(device=NAME, **environment())
+    yield pools
+    pools.close()
+
+
+@pytest.mark.parametrize("row", STEPS)
+def test_a_step_asks_for_no_more_than_before(pools, record_property, row):
+    plan, extra = STEPS[row]
+    size = 2 if plan else 1
+    ranks = pools(size).run("tests.device.cases.counts:step", plan=plan, world_size=size, extra=extra)
+    found = {kind: max(rank[kind] for rank in ranks) for kind in KINDS}
+    record_property("counts", found)
+    risen, has_fallen = differences(row, found, dict(zip(KINDS, COUNTS[row], strict=True)))
+    assert not risen
+    if has_fallen:
+        warnings.warn(f"{row}: fewer than committed, {found}: commit them", stacklevel=1)

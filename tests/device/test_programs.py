@@ -1,0 +1,84 @@
+"""The other programs on a device, as short real runs: finetuning, adapters, evaluation, a server."""
+
+import numpy as np
+import pytest
+
+from ppfleetx.config.plan import ParallelPlan as Plan
+from tests.deploy.server.conftest import Server, make_served_checkpoint
+from tests.device.place import place
+from tests.e2e import finetuning
+from tests.e2e.finetuning import GLUE, SFT, losses, settings
+
+pytestmark = pytest.mark.device
+
+PLANS = [Plan(), *([Plan(mp=2)] if place().cards > 1 else [])]
+LORA = {"Model__lora__rank": 4, "Optimizer__name": "SGD", "Optimizer__lr__max_lr": 0.1}
+SHORT = {"Engine__num_train_epochs": 1, "Engine__max_steps": 6, "Engine__eval_freq": 3}
+# Relative, of losses and gradient norms: float32 sums in another order, over six steps.
+TOLERANCE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return finetuning.write_files(tmp_path_factory.mktemp("SST-2"))
+
+
+@pytest.fixture
+def both(pools, device, files, tmp_path):
+    """``both(plan, name, config, **more)``: one run on the device and one on the CPU; directories and records
+    of each."""
+
+    def run(plan, name, config=GLUE, **more):
+        found = []
+        for where, on in ((device, plan), ("cpu", Plan())):
+            output = tmp_path / f"{name}_{where}"
+            values = settings(files, output, **SHORT, **more) | {"Global.device": where}
+            found.append((output, finetuning.run(pools, on, values, config)))
+        return found
+
+    return run
+
+
+def _apart(found, expected):
+    return float(np.max(np.abs(np.array(found) / np.array(expected) - 1)))
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_finetuning_and_its_evaluation(both, pools, device, files, record_property, plan):
+    """To classes; then the evaluation program on the checkpoint."""
+    (output, found), (other, expected) = both(plan, "full")
+    record_property("losses", _apart(losses(found), losses(expected)))
+    assert _apart(losses(found), losses(expected)) <= TOLERANCE
+    measured = [
+        pools(1).run(
+            "tests.e2e.finetuning:evaluate",
+            timeout=120.0,
+            values=settings(files, output, Engine__save_load__ckpt_dir=run) | {"Global.device": where},
+            world=1,
+        )[0]
+        for where, run in ((device, output), ("cpu", other))
+    ]
+    assert measured[0]["loss"] == pytest.approx(measured[1]["loss"], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_adapters(both, record_property, plan):
+    """On a base that the device has trained."""
+    (base, _), _ = both(Plan(), "base", SFT, Model__lora="null")
+    (_, found), (_, expected) = both(plan, "adapters", SFT, **LORA, Model__lora__base=base)
+    record_property("losses", _apart(losses(found), losses(expected)))
+    assert _apart(losses(found), losses(expected)) <= TOLERANCE
+
+
+def test_a_server_answers_as_on_the_cpu(device, tmp_path):
+    checkpoint, answers = make_served_checkpoint(tmp_path), []
+    for where in (device, "cpu"):
+        server = Server(checkpoint, tmp_path / f"{where}.log", f"Global.device={where}", executed=True)
+        prompts = ["the cat", "and the other hat", "hat the hat " * 4]
+        sampled = {"temperature": 0.8, "top_p": 0.9, "seed": 3}
+        bodies = [{"temperature": 0}, sampled, {**sampled, "repetition_penalty": 1.3}]
+        got = [server.complete(prompt=prompts, max_tokens=24, **body).json() for body in bodies]
+        answers.append([[choice["text"] for choice in one["choices"]] for one in got])
+        assert server.stop() == 0, server.log
+        assert "Traceback" not in server.log
+    assert answers[0] == answers[1]
