@@ -54,6 +54,22 @@ def test_whoever_needs_the_build_for_gpus_is_sent_where_it_is(monkeypatch):
         assert "paddlepaddle-gpu 3.3.x" in text and "Paddle's own package index" in text
 
 
+@pytest.mark.parametrize(
+    ("file", "device"), [("libpaddle-custom-npu.so", "npu"), ("libother.so", "cpu"), (None, "cpu")]
+)
+def test_a_plugin_in_a_directory_of_its_own_is_found_by_its_name(monkeypatch, tmp_path, file, device):
+    from ppfleetx.utils.devices import PLUGINS_ROOT, expected_device
+
+    monkeypatch.chdir(tmp_path)
+    if file is None:
+        monkeypatch.delenv(PLUGINS_ROOT, raising=False)
+        Path("libpaddle-custom-npu.so").touch()  # it is not asked for
+    else:
+        (tmp_path / file).touch()
+        monkeypatch.setenv(PLUGINS_ROOT, str(tmp_path))
+    assert expected_device("auto") == device
+
+
 def test_a_module_of_the_program_that_is_missing_is_a_defect():
     with pytest.raises(ModuleNotFoundError):
         run_tool(lambda: fail_to_import("ppfleetx.no_such_module"))
