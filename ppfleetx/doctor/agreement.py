@@ -25,9 +25,9 @@ from ppfleetx.utils.installed import LIBRARIES
 Values = Mapping[str, Any]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_VARIABLES = ("NCCL_", "FLAGS_", "NVIDIA_", "GLOO_", "CUDA_DEVICE_MAX_CONNECTIONS")
-_OF_A_RANK = ("FLAGS_selected_gpus",)
-_OF_A_MACHINE = ("_IFNAME", "NCCL_IB_HCA")  # interfaces may have other names on another machine
+_VARIABLES = ("NCCL_", "HCCL_", "BKCL_", "FLAGS_", "NVIDIA_", "GLOO_", "CUDA_DEVICE_MAX_CONNECTIONS")
+_OF_A_RANK = ("FLAGS_selected_",)
+_OF_A_MACHINE = ("_IFNAME", "NCCL_IB_HCA", "HCCL_IF_IP")  # interfaces may have other names on another machine
 # What one machine may have otherwise without harm: the log, the cards it has, how it is wired.
 _HARMLESS = ("NCCL_DEBUG", "NVIDIA_", "NCCL_TOPO", "NCCL_IB_GID_INDEX", "NCCL_NET_GDR", "FLAGS_logtostderr")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -135,7 +135,7 @@ def _harmless_variables(case: Case) -> Values:
 
 def _all_variables(case: Case) -> Iterator[tuple[str, str]]:
     for name, value in case.environ.items():
-        if name.startswith(_VARIABLES) and name not in _OF_A_RANK and not name.endswith(_OF_A_MACHINE):
+        if name.startswith(_VARIABLES) and not (name.startswith(_OF_A_RANK) or name.endswith(_OF_A_MACHINE)):
             yield name, value
 
 

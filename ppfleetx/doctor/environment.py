@@ -22,6 +22,11 @@ PADDLE = "3.3."
 _NUMPY_BELOW = (2, 4)
 _PREFIXES = (
     "NCCL_",
+    "HCCL_",
+    "BKCL_",
+    "ASCEND_RT_",
+    "NPU_",
+    "XPU",
     "GLOO_",
     "FLAGS_",
     "CUDA_",

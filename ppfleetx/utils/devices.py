@@ -6,6 +6,7 @@ import difflib
 import os
 import re
 from importlib import metadata
+from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.utils.installed import FOR_GPUS
@@ -16,7 +17,8 @@ NPU = "npu"
 """What the plugin for Ascend cards calls them."""
 _PLUGIN = "paddle-custom-"
 PLUGINS_ROOT = "CUSTOM_DEVICE_ROOT"
-"""Environment variable with a directory of plugins that Paddle loads, under names that only they know."""
+"""Environment variable with a directory of plugins that Paddle loads. Names of their files usually, but not
+always, say which device they are for."""
 _PLUGINS_FOLDER = "paddle_custom_device"
 # Of Paddle's errors while it is imported.
 _NOT_OPENED = re.compile(r"Fail to open library: (\S+) with error: (?:\1: )?(.*)")
@@ -103,6 +105,8 @@ def _kinds_of_cards() -> list[str]:
     """Kinds of cards that an installed build or plugin serves, the first of which ``auto`` takes."""
     builds = [kind for kind in (GPU, XPU) if _is_installed(f"paddlepaddle-{kind}")]
     names = {str(one.metadata["Name"]).lower().replace("_", "-") for one in metadata.distributions()}
+    plugins = Path(os.environ.get(PLUGINS_ROOT) or os.devnull).glob(f"lib{_PLUGIN}*.so")
+    names |= {file.stem.removeprefix("lib") for file in plugins}
     return builds + sorted(name.removeprefix(_PLUGIN) for name in names if name.startswith(_PLUGIN))
 
 

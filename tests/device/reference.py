@@ -33,6 +33,8 @@ MACHINE = "x86_64"
 _FILES = ("stream.cc", "memory.cc", "collectives.cc", "device.cc", "kernels.cc", "calls_x86_64.S")
 _OPTIONS = ("-O1", "-g", "-fPIC", "-std=c++17", "-w", "-DPADDLE_WITH_CUSTOM_DEVICE")
 _MINUTES = 10
+_LIBRARY = f"libpaddle-custom-{NAME}.so"
+"""As plugins are called, so that ``auto`` finds it."""
 
 
 def obstacle() -> str:
@@ -58,7 +60,7 @@ def plugin() -> Path:
     if obstacle():
         raise UserError(obstacle())
     directory = BUILT / _digest()
-    library = directory / "libreference_device.so"
+    library = directory / _LIBRARY
     if not library.exists():
         BUILT.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=BUILT) as scratch:
@@ -70,7 +72,7 @@ def plugin() -> Path:
 
 def _digest() -> str:
     content = [path.read_bytes() for path in sorted(SOURCES.iterdir())]
-    content.append(" ".join([metadata.version("paddlepaddle"), *_OPTIONS]).encode())
+    content.append(" ".join([metadata.version("paddlepaddle"), _LIBRARY, *_OPTIONS]).encode())
     return hashlib.sha256(b"".join(content)).hexdigest()[:16]
 
 
@@ -85,7 +87,7 @@ def _compile(scratch: Path) -> Path:
         [*compiler, *_OPTIONS, *includes, "-c", str(SOURCES / name), "-o", str(made)]
         for name, made in zip(_FILES, objects, strict=True)
     )
-    library = scratch / "libreference_device.so"
+    library = scratch / _LIBRARY
     against = [f"-L{paddle / 'base'}", "-l:libpaddle.so", "-lpthread"]
     _run_all([[*compiler, "-shared", *map(str, objects), *against, "-o", str(library)]])
     return library

@@ -45,6 +45,14 @@ def test_another_seed_other_data_and_other_variables_are_named(case, prefix):
     assert rows["versions"].status is Status.OK
 
 
+def test_the_card_of_a_rank_and_the_address_of_a_machine_are_its_own(case):
+    one = case(environ={"FLAGS_selected_npus": "0", "HCCL_IF_IP": "10.0.0.1", "HCCL_BUFFSIZE": "120"})
+    environ = {"FLAGS_selected_npus": "1", "HCCL_IF_IP": "10.0.0.2", "HCCL_BUFFSIZE": "120"}
+    assert rows_of([one, case(rank=1, environ=environ)])["variables"].status is Status.OK
+    other = case(rank=1, environ={**environ, "HCCL_BUFFSIZE": "200"})
+    assert rows_of([one, other])["variables"].status is Status.FAIL
+
+
 def test_another_library_on_one_machine_is_found_and_another_tool_is_a_warning(case, monkeypatch, tmp_path):
     def installed(name: str, version: str) -> None:
         directory = tmp_path / f"{name}-{version}.dist-info"

@@ -104,6 +104,22 @@ def test_a_rank_without_a_card_is_told(monkeypatch):
     assert device.choose_device("cpu") == "cpu"
 
 
+@pytest.mark.parametrize(
+    ("file", "device"), [("libpaddle-custom-npu.so", "npu"), ("libother.so", "cpu"), (None, "cpu")]
+)
+def test_a_plugin_in_a_directory_of_its_own_is_found_by_its_name(monkeypatch, tmp_path, file, device):
+    from ppfleetx.utils.devices import PLUGINS_ROOT, expected_device
+
+    monkeypatch.chdir(tmp_path)
+    if file is None:
+        monkeypatch.delenv(PLUGINS_ROOT, raising=False)
+        Path("libpaddle-custom-npu.so").touch()  # it is not asked for
+    else:
+        (tmp_path / file).touch()
+        monkeypatch.setenv(PLUGINS_ROOT, str(tmp_path))
+    assert expected_device("auto") == device
+
+
 def test_a_module_of_the_program_that_is_missing_is_a_defect():
     with pytest.raises(ModuleNotFoundError):
         run_tool(lambda: fail_to_import("ppfleetx.no_such_module"))
