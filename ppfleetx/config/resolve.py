@@ -68,14 +68,19 @@ def _with_data_parallel(cfg: RunConfig, world_size: int | None, origins: dict[st
     given = [axis for axis in AXES if axis != "dp" or cfg.Distributed.dp_degree is not None]
     needed = f"{'a multiple of ' if cfg.Distributed.dp_degree is None else ''}{plan.world_size}"
     dp = "open" if cfg.Distributed.dp_degree is None else plan.dp
+    size = plan.world_size
+    more = f" Start {size} with ppfleetx train --nproc {size}, or with a launcher." if world_size == 1 else ""
     raise ConfigError(
         f"{counted(world_size, 'process')} {'was' if world_size == 1 else 'were'} started, but dp {dp} x "
         f"mp {plan.mp} x pp {plan.pp} x sharding {plan.sharding} x sep {plan.sep} needs {needed}.",
         key="Distributed",
         place=origins.get("Distributed"),
-        hint=f"The nearest plan for {world_size}: {near} ({_overrides(plan, near, given)})."
-        if near
-        else f"No plan fits {counted(world_size, 'process')}.",
+        hint=(
+            f"The nearest plan for {world_size}: {near} ({_overrides(plan, near, given)})."
+            if near
+            else f"No plan fits {counted(world_size, 'process')}."
+        )
+        + more,
     )
 
 

@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.dialects.given import normal_name
 from ppfleetx.dialects.keys import KeyTable
 from ppfleetx.dialects.launchers import refuse_other_models
@@ -74,6 +75,9 @@ def of_file(path: Path, keys: frozenset[str]) -> Dialect:
     scores = {one.name: len(one.keys_of_files & keys) for one in dialects().values()}
     best = max(scores, key=lambda name: scores[name], default=None)
     if best is None or scores[best] == 0:
+        if keys & RunConfig.model_fields.keys():
+            rule = "is a configuration of this program already: ppfleetx check -c FILE"
+            raise ConfigError(rule, place=str(path))
         raise ConfigError(
             f"has no key of {_titles()}; say with --dialect whose it is ({', '.join(scores)})",
             place=str(path),

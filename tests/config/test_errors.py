@@ -270,7 +270,12 @@ WORLDS = [
     (
         1,
         ["Distributed.dp_degree=8"],
-        ["1 process was started", "needs 8", "nearest plan for 1: dp 1", "(-o Distributed.dp_degree=1)."],
+        [
+            "1 process was started",
+            "needs 8",
+            "nearest plan for 1: dp 1",
+            "(-o Distributed.dp_degree=1). Start 8 with ppfleetx train --nproc 8",
+        ],
     ),
     (3072, ["Distributed.dp_degree=8"], ["3072 processes", "needs 8", "nearest plan for 3072: dp 3072"]),
 ]

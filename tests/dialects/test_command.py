@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+import ppfleetx
 from ppfleetx.cli.main import call
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config, load_tree
 from ppfleetx.dialects.command import translation_of
 from tests.dialects.every_configuration import LLAMA, MINDSPEED, STAGES
 
+SHIPPED = Path(ppfleetx.__file__).parent / "configs/nlp/gpt/pretrain_gpt_345M_single_card.yaml"
 GPT2 = Path(__file__).resolve().parents[2] / "projects/mindformers/configs/gpt2"
 
 
@@ -64,6 +66,7 @@ def test_a_launcher_says_how_many_processes(launcher: str, tmp_path: Path) -> No
         (["none.yaml"], "there is no such file"),
         (["train.py"], "is not a command line of"),
         (["--what", "1"], "is not a command line of"),
+        ([str(SHIPPED)], "is a configuration of this program already"),
     ],
 )
 def test_what_cannot_be_told(words: list[str], said: str) -> None:

@@ -578,7 +578,7 @@ def test_refusals_name_the_argument_and_the_rule(arguments, words):
 
 def test_what_is_missing_is_named():
     assert refusal("", without="--num-layers --lr") == (
-        "--num-layers (the command line): is missing, and so are lr"
+        "--num-layers (the command line): is missing, and so are --lr"
     )
 
 

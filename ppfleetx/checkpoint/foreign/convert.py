@@ -188,6 +188,8 @@ def _check(job: Conversion) -> None:
         raise CheckpointError(
             "--merge and --plan keep everything as it is: no --dtype, --config, --tokenizer"
         )
+    if not job.input.exists():
+        raise CheckpointError(f"--input {job.input}: there is no such file or directory")
     if job.input.resolve() == job.output.resolve():
         raise CheckpointError("--output must be another directory than --input")
     if is_taken(job.output):

@@ -40,9 +40,10 @@ def required(reading: Reading, result: Translation) -> None:
     if "train_iters" not in reading and "train_samples" not in reading:
         absent.append("train_iters")
     if absent:
+        first, *others = (option(name, result) for name in absent)
         raise ConfigError(
-            "is missing" if len(absent) == 1 else f"is missing, and so are {', '.join(absent[1:])}",
-            key=option(absent[0], result),
+            f"is missing, and so are {', '.join(others)}" if others else "is missing",
+            key=first,
             place=result.place,
         )
 

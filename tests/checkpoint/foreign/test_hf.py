@@ -290,6 +290,8 @@ def test_an_output_in_use_is_not_touched(tmp_path):
     for output, message in ((tmp_path / "out", "is there already"), (source, "another directory")):
         with pytest.raises(CheckpointError, match=message):
             convert(job("hf", "hf", source, output))
+    with pytest.raises(CheckpointError, match=r"--input .*nothing: there is no such file or directory"):
+        convert(job("hf", "hf", tmp_path / "nothing", tmp_path / "other"))
 
 
 PEAK = """
