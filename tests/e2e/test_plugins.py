@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import program
-from tests.e2e.conftest import NANO, ROOT, Tool, environment, losses
+from tests.e2e.conftest import NANO, Tool, environment, losses
 from tests.helpers import programs
 from tests.helpers.ranks import Pools
 
@@ -259,18 +259,3 @@ def _check_conversion(folder: Path) -> None:
         done = run(verb, output, *words, **variables)
         assert done.returncode == 0, done.stderr
         assert list((folder / output).glob("epoch_*/manifest.json"))
-
-
-def test_a_loss_with_two_parts_is_in_the_log(tool: Tool, tmp_path: Path) -> None:
-    """The example of docs/extending.md: its metric in steps and evaluations."""
-    example = (ROOT / "examples/penalized_gpt.py").read_text()
-    assert example in (ROOT / "docs/extending.md").read_text(), "the page shows the example"
-    (tmp_path / "penalized_gpt.py").write_text(example)
-    given = ("Engine.max_steps=2", "Engine.eval_freq=2", "Model.name=PenalizedGPT")
-    command = tool.command("tools/train.py", tmp_path / "out", *given)
-    done = programs.run([*command, "--plugin", "penalized_gpt"], timeout=120, cwd=tmp_path, env=environment())
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
-    sizes = {(line["kind"], line["step"]): line["metrics"]["trunk_size"] for line in lines}
-    assert sizes.keys() == {("eval", 0), ("train", 1), ("train", 2), ("eval", 2)}
-    assert f"metrics at global step 2, trunk_size: {sizes['train', 2]:.9g}\n" in done.stdout
