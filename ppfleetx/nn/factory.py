@@ -175,8 +175,13 @@ class LocalFactory:
     def quantized_embedding(self, embedding: nn.Layer) -> nn.Layer:
         return QuantizedEmbedding(embedding, declare=self.declare)
 
-    def whole_linear(self, in_features: int, out_features: int, *, init: Init, bias: bool) -> nn.Layer:
-        return self._linear(layer_params.whole_linear(in_features, out_features, bias=bias, init=init))
+    def whole_linear(
+        self, in_features: int, out_features: int, *, init: Init, bias: bool, of_trunk: bool = False
+    ) -> nn.Layer:
+        partial = of_trunk and self.sequence_parallel
+        return self._linear(
+            layer_params.whole_linear(in_features, out_features, bias=bias, init=init, partial=partial)
+        )
 
     def _linear(self, specs: Specs) -> nn.Layer:
         layer = self.linear_cls(*specs["weight"].shape, bias="bias" in specs)

@@ -54,11 +54,13 @@ def row_linear(
     return specs
 
 
-def whole_linear(in_features: int, out_features: int, *, bias: bool, init: Init) -> Specs:
-    """A linear that every rank has whole, for all positions."""
-    specs = {"weight": dense((in_features, out_features), init, "matrix")}
+def whole_linear(
+    in_features: int, out_features: int, *, bias: bool, init: Init, partial: bool = False
+) -> Specs:
+    """A linear that every rank has whole; ``partial``: ranks see other positions."""
+    specs = {"weight": dense((in_features, out_features), init, "matrix", partial=partial)}
     if bias:
-        specs["bias"] = dense((out_features,), Constant(0.0), "bias")
+        specs["bias"] = dense((out_features,), Constant(0.0), "bias", partial=partial)
     return specs
 
 

@@ -111,8 +111,11 @@ class LayerFactory(Protocol):
     def row_linear(self, in_features: int, out_features: int, *, init: Init, bias: bool) -> nn.Layer:
         """Linear ``[in, out]`` whose input features may be sliced (and arrive sliced); output is whole."""
 
-    def whole_linear(self, in_features: int, out_features: int, *, init: Init, bias: bool) -> nn.Layer:
-        """Linear ``[in, out]`` held whole by every rank, for input that is whole too."""
+    def whole_linear(
+        self, in_features: int, out_features: int, *, init: Init, bias: bool, of_trunk: bool = False
+    ) -> nn.Layer:
+        """Linear ``[in, out]`` held whole by every rank, for input that is whole too; ``of_trunk``: for the
+        positions of the trunk that are here, as a router's."""
 
     def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> nn.Layer:
         """The :class:`~ppfleetx.nn.fake_quant.FakeQuantizer` of a linear made here; ``follows``: training

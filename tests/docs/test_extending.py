@@ -27,7 +27,10 @@ from tests.helpers.ranks import Pools
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = list(blocks(ROOT / "docs/extending.md"))
 COMMANDS = [to_run(command) for block in BLOCKS if block.is_shell for command in commands(block)]
-EXAMPLES = ["scale_norm", "parallel_gpt", "csv_log", "lion", "counting", "small_parts", "geglu"]
+EXAMPLES = [
+    *("scale_norm", "parallel_gpt", "penalized_gpt", "fill", "csv_log", "lion", "counting"),
+    *("small_parts", "geglu"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +152,29 @@ def test_an_architecture_runs_under_every_plan(folder: Path, pools: Pools) -> No
     )
     plain = losses(pools, Plan(), folder, "parallel_gpt", "gpt", **{"Model.name": "GPT"})
     assert plain != pytest.approx(one, rel=1e-3), "it is another function"
+
+
+def test_a_loss_with_two_parts_is_in_the_log(folder: Path) -> None:
+    """tests/parity/test_aux_loss.py runs it under the plans."""
+    assert (folder / "penalized_gpt.py").read_text() == (ROOT / "examples/penalized_gpt.py").read_text()
+    done = run(folder, command_of("penalized_gpt"))
+    assert done.returncode == 0, done.stderr
+    lines = (folder / "output/penalized_gpt/metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    assert {record["kind"] for record in found} == {"train", "eval"}
+    for record in found:
+        size = record["metrics"]["trunk_size"]
+        if record["kind"] == "train":
+            assert f"metrics at global step {record['step']}, trunk_size: {size:.9g}\n" in done.stdout
+
+
+def test_a_metric_of_a_task(folder: Path, pools: Pools) -> None:
+    counted = {record["metrics"]["fill"] for record in train(folder, "fill")}
+    assert counted == {1.0}
+    changes = {"Model.module": "GPTWithFill"}
+    for name, plan in {"one": Plan(), "mp2": Plan(mp=2), "pp2": Plan(pp=2), "sep2": Plan(sep=2)}.items():
+        losses(pools, plan, folder, "fill", name, **changes)
+        assert {record["metrics"]["fill"] for record in records(folder / "ranks" / f"fill {name}")} == {1.0}
 
 
 def test_a_callback_writes_a_file_and_keeps_its_state(folder: Path) -> None:

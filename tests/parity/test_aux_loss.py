@@ -99,15 +99,26 @@ def _register_reference() -> None:
 
 
 def _register_three() -> None:
+    import paddle.nn.functional as F
+
     from ppfleetx.config.registries import ARCHITECTURES, ArchitectureTraits
     from ppfleetx.models.gpt.layers import Block
     from ppfleetx.models.gpt.stages import gpt_stages
     from ppfleetx.nn.aux_loss import AuxLoss, with_aux_loss
+    from ppfleetx.nn.init import Normal
 
     class Three(Block):
         def __init__(self, factory: Any, **arguments: Any) -> None:
             super().__init__(factory, **arguments)
             self.factory = factory
+            size = arguments["shape"].hidden_size
+            self.router = factory.whole_linear(size, 2, init=Normal(0.2), bias=False, of_trunk=True)
+
+        def mlp_branch(self, hidden: Any) -> Any:
+            """How much of it is taken is up to a router, whose logits are kept small."""
+            logits = self.router(hidden)
+            branch = super().mlp_branch(hidden) * F.softmax(logits)[..., :1]
+            return with_aux_loss(branch, AuxLoss("router", logits.logsumexp(-1).square(), 1e-1))
 
         def transform(self, hidden: Any, *arguments: Any) -> Any:
             hidden = super().transform(hidden, *arguments)
@@ -118,7 +129,7 @@ def _register_three() -> None:
             return with_aux_loss(hidden, AuxLoss("step", rows.sum(), 1e-4, "step"))
 
     if "ThreeLosses" not in ARCHITECTURES.names():
-        traits = ArchitectureTraits(metrics=("sum", "root", "step"))
+        traits = ArchitectureTraits(metrics=("sum", "root", "step", "router"))
         ARCHITECTURES.register("ThreeLosses", partial(gpt_stages, block=Three), traits=traits)
 
 
@@ -170,7 +181,8 @@ def three_on_one_card(comparison: Comparison) -> list[list[float]]:
 def test_each_divisor(
     comparison: Comparison, three_on_one_card: list[list[float]], plan: Plan, extra: dict[str, Any]
 ) -> None:
-    """Of sums over positions, of a root of sums over sequences, and of values that only add up."""
+    """Of sums over positions, of a root of sums over sequences, of values that only add up, and of a router
+    with a weight of its own."""
     for rank in run(comparison.pools, plan, extra, by="three"):
         for found, expected in zip(rank, three_on_one_card, strict=True):
             assert found == pytest.approx(expected, rel=TOLERANCE)
