@@ -81,7 +81,7 @@ def take_gradient(parameter: Tensor) -> Tensor:
 
 
 def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Add to the gradient; where it was taken, ``gradient`` itself becomes it."""
+    """Add to the gradient; where there is none, ``gradient`` itself becomes it."""
     import paddle
 
     with paddle.no_grad():
@@ -89,7 +89,11 @@ def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
         if there is not None:
             there.add_(gradient)
         elif gradient.dtype == parameter.dtype:
-            # Not by `grad`, whose setter copies, and makes the host wait for the card.
-            parameter._grad_value()._share_data_with(gradient.get_tensor())
+            # By `grad`, whose setter copies and makes the host wait for the card, the first time only.
+            holder = parameter._grad_value()
+            if holder is None:
+                parameter.grad = gradient
+            else:
+                holder._share_data_with(gradient.get_tensor())
         else:
             parameter.main_grad = gradient
