@@ -27,7 +27,16 @@ from tests.helpers.ranks import Pools
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = list(blocks(ROOT / "docs/extending.md"))
 COMMANDS = [to_run(command) for block in BLOCKS if block.is_shell for command in commands(block)]
-EXAMPLES = ["scale_norm", "parallel_gpt", "csv_log", "lion", "counting", "small_parts", "geglu"]
+EXAMPLES = [
+    "scale_norm",
+    "parallel_gpt",
+    "csv_log",
+    "lion",
+    "counting",
+    "small_parts",
+    "geglu",
+    "layer_scale",
+]
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +158,18 @@ def test_an_architecture_runs_under_every_plan(folder: Path, pools: Pools) -> No
     )
     plain = losses(pools, Plan(), folder, "parallel_gpt", "gpt", **{"Model.name": "GPT"})
     assert plain != pytest.approx(one, rel=1e-3), "it is another function"
+
+
+def test_a_layer_declares_a_parameter_of_its_own(folder: Path, pools: Pools) -> None:
+    found = train(folder, "layer_scale")
+    assert found[-1]["loss"] < found[0]["loss"]
+    changes = {"Model.name": "ScaledGPT"}
+    one = losses(pools, Plan(), folder, "layer_scale", "one", **changes)
+    for name, plan in {
+        "mp2": Plan(mp=2, sequence_parallel=True),
+        "stage 3": Plan(sharding=2, sharding_stage=3),
+    }.items():
+        assert losses(pools, plan, folder, "layer_scale", name, **changes) == pytest.approx(one, rel=2e-5)
 
 
 def test_a_callback_writes_a_file_and_keeps_its_state(folder: Path) -> None:
