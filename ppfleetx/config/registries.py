@@ -78,12 +78,12 @@ class ArchitectureTraits:
     """What is counted of an architecture before it is built.
 
     Attributes:
-        layer_shapes: gives the parameters of one layer, ``{name: global shape}``, from the ``Model`` section;
-            a function, or ``package.module:attribute``. None: they are those of GPT's block.
+        layer_shapes: gives the parameters of one layer from the ``Model`` section, ``{name: ParamSpec}`` or
+            ``{name: global shape}``; a function, or ``package.module:attribute``. None: those of GPT's block.
         metrics: names of the metrics that its layers give (``ppfleetx/nn/aux_loss.py``).
     """
 
-    layer_shapes: str | Callable[[Any], dict[str, tuple[int, ...]]] | None = None
+    layer_shapes: str | Callable[[Any], Mapping[str, Any]] | None = None
     metrics: tuple[str, ...] = ()
 
 

@@ -32,10 +32,11 @@ def flash_obstacle(
     Args:
         dropout: of the attention weights; where it is in training, there will be a backward pass.
         packed: several documents in a row.
-        fused: fused operators to take; on the device of a plugin that of attention is one of them.
+        fused: fused operators to take; on the device of a plugin that of attention is one of them. None: none
+            (tracing for an export finds no defaults that are names of this file).
     """
     if not on_gpu():
-        return _plugin_obstacle(query, dropout, fused or NO_FUSED_OPS)
+        return _plugin_obstacle(query, dropout, NO_FUSED_OPS if fused is None else fused)
     if query.dtype not in _HALF:
         return f"it needs float16 or bfloat16, the activations are {str(query.dtype).split('.')[-1]}"
     head_size, drops = query.shape[-1], dropout.training and dropout.p > 0

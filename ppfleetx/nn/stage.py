@@ -79,11 +79,13 @@ class LayerFactory(Protocol):
 
     Attributes:
         group: ranks that share the columns of logits; None: this rank has all of them.
+        sequence_parallel: whether tensor-parallel ranks see other positions of the trunk.
         fused: the fused operators that its layers take.
         matmul: multiplies by the weights of its layers.
         trunk_same_on: axes whose ranks hold the same part of the trunk, of those that share a micro batch.
     """
 
+    sequence_parallel: bool
     fused: FusedOps
     matmul: Matmul
     trunk_same_on: tuple[str, ...]

@@ -88,10 +88,12 @@ def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
         there = gradient_of(parameter)
         if there is not None:
             there.add_(gradient)
-        elif gradient.dtype != parameter.dtype:
-            parameter.main_grad = gradient
-        elif parameter._grad_value() is None:  # no pass has ever given one
-            parameter.grad = gradient
+        elif gradient.dtype == parameter.dtype:
+            # By `grad`, whose setter copies and makes the host wait for the card, the first time only.
+            holder = parameter._grad_value()
+            if holder is None:
+                parameter.grad = gradient
+            else:
+                holder._share_data_with(gradient.get_tensor())
         else:
-            # Not by `grad`, whose setter copies, and makes the host wait for the card.
-            parameter._grad_value()._share_data_with(gradient.get_tensor())
+            parameter.main_grad = gradient

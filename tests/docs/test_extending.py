@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = list(blocks(ROOT / "docs/extending.md"))
 COMMANDS = [to_run(command) for block in BLOCKS if block.is_shell for command in commands(block)]
 EXAMPLES = [
-    *("scale_norm", "parallel_gpt", "penalized_gpt", "fill", "csv_log", "lion", "counting"),
+    *("scale_norm", "parallel_gpt", "layer_scale", "penalized_gpt", "fill", "csv_log", "lion", "counting"),
     *("small_parts", "geglu"),
 ]
 
@@ -175,6 +175,18 @@ def test_a_metric_of_a_task(folder: Path, pools: Pools) -> None:
     for name, plan in {"one": Plan(), "mp2": Plan(mp=2), "pp2": Plan(pp=2), "sep2": Plan(sep=2)}.items():
         losses(pools, plan, folder, "fill", name, **changes)
         assert {record["metrics"]["fill"] for record in records(folder / "ranks" / f"fill {name}")} == {1.0}
+
+
+def test_a_layer_declares_a_parameter_of_its_own(folder: Path, pools: Pools) -> None:
+    found = train(folder, "layer_scale")
+    assert found[-1]["loss"] < found[0]["loss"]
+    changes = {"Model.name": "ScaledGPT"}
+    one = losses(pools, Plan(), folder, "layer_scale", "one", **changes)
+    for name, plan in {
+        "mp2": Plan(mp=2, sequence_parallel=True),
+        "stage 3": Plan(sharding=2, sharding_stage=3),
+    }.items():
+        assert losses(pools, plan, folder, "layer_scale", name, **changes) == pytest.approx(one, rel=2e-5)
 
 
 def test_a_callback_writes_a_file_and_keeps_its_state(folder: Path) -> None:

@@ -17,6 +17,7 @@ from ppfleetx.nn.fake_quant import (
     with_quantizers,
 )
 from ppfleetx.nn.stage import canonical_parameters
+from ppfleetx.optims.gradients import expects_gradient
 from tests.models.gpt_builders import random_tokens, tiny_config
 
 CHANNELS = {"weight_quantize_type": "channel_wise_abs_max", "activation_quantize_type": "abs_max"}
@@ -96,6 +97,16 @@ def test_the_scale_follows_the_largest_of_each_step():
     model(a)
     assert quantizers_of(model)[0].take_largest().item() == 0, "evaluation moves no scale"
     assert scale.item() == before
+
+
+def test_a_bound_of_inputs_has_a_gradient_once_there_is_a_scale():
+    """Until then it is left out on every rank: zeros in its place would age the optimizer's moments."""
+    model = build(activation_preprocess_type="PACT")
+    clips = [quantizer.input_clip for quantizer in quantizers_of(model)]
+    for has_scale in (False, True):
+        step(model, random_tokens()).sum().backward()
+        assert {expects_gradient(clip) for clip in clips} == {has_scale}
+        assert {clip.grad is not None for clip in clips} == {has_scale}
 
 
 def test_micro_batches_and_recomputation_change_no_scale():
