@@ -12,6 +12,7 @@ Nothing the command started is left running.
 from __future__ import annotations
 
 import argparse
+import shutil
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.utils.supervisor import supervise, with_resume
@@ -30,6 +31,12 @@ def run(args: argparse.Namespace) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise ConfigError("give the command to run after --")
+    if shutil.which(command[0]) is None:
+        raise ConfigError("there is no such program", key="COMMAND", value=command[0])
+    for name in ("max_restarts", "backoff", "grace"):
+        if not getattr(args, name) >= 0:
+            key = f"--{name.replace('_', '-')}"
+            raise ConfigError("must be at least 0", key=key, value=getattr(args, name))
     return supervise(
         with_resume(command),
         max_restarts=args.max_restarts,

@@ -79,6 +79,11 @@ def translation_of(words: Sequence[str], dialect: str | None = None) -> Translat
             else of_file(path, frozenset(read_yaml(path, Budget(), is_ours=False).value))
         )
         return known.of_file(path, rest)
+    if not rest and Path(first).suffix not in (".py", ".sh"):
+        kind = "is a directory" if Path(first).is_dir() else "there is no such file"
+        if Path(first).is_file():
+            kind = f"the name of a configuration ends in {', '.join(_FILES)}"
+        raise ConfigError(f"{kind}; a command line stands behind --", key="FILE", value=first)
     known, argv = (named(dialect), list(words)) if dialect else of_arguments(words)
     if known.of_arguments is None:
         raise ConfigError(f"{known.title} has no command line; name its file", key="FILE", value=first)

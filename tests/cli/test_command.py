@@ -69,6 +69,10 @@ def test_the_command_starts_without_what_is_slow() -> None:
         (["check", "-c", "nowhere.yaml"], 2, "error: nowhere.yaml: there is no such file"),
         (["train"], 2, "usage: ppfleetx train"),
         (["supervise"], 2, "error: give the command to run after --"),
+        (["supervise", "--", "no-such-program"], 2, "error: COMMAND = 'no-such-program': there is no such"),
+        (["supervise", "--backoff", "-1", "--", "true"], 2, "error: --backoff = -1.0: must be at least 0"),
+        (["translate", "nowhere"], 2, "error: FILE = 'nowhere': there is no such file"),
+        (["translate", "tests"], 2, "error: FILE = 'tests': is a directory"),
     ],
 )
 def test_exit_codes(words: list[str], code: int, said: str) -> None:

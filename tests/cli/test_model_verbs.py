@@ -195,6 +195,7 @@ def test_what_is_missing_is_said(place: Path, tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(place)
     for words, error, rule in (
         (["generate", "nowhere", "x"], CheckpointError, "there is no directory nowhere"),
+        (["finetune", "--from", ""], CheckpointError, "name of the model's directory is empty"),
         (["generate"], ConfigError, "give CHECKPOINT, the directory of a model, or -c FILE"),
         (["infer"], ConfigError, "give EXPORT"),
         (["generate", "mute", "x"], CheckpointError, "does not say what network it is; give a configuration"),

@@ -130,6 +130,8 @@ def find_model(place: str | Path, stack: ExitStack, *, with_config: bool = True)
 
 def refuse_absent(place: str | Path) -> None:
     """Raise CheckpointError where ``place`` is a path that leads nowhere."""
+    if not str(place).strip():
+        raise CheckpointError("the name of the model's directory is empty")
     if hub_name(place) is None and not Path(place).exists():
         if may_be_of_hub(place):
             hint = f"; a model of the Hugging Face hub is hf:{place}"
