@@ -1,4 +1,4 @@
-"""The other programs on a device, as short real runs: finetuning, adapters, evaluation, a server."""
+"""The other programs on a device, as short real runs: finetuning, evaluation, a server."""
 
 import numpy as np
 import pytest
@@ -7,12 +7,11 @@ from ppfleetx.config.plan import ParallelPlan as Plan
 from tests.deploy.server.conftest import Server, make_served_checkpoint
 from tests.device.place import place
 from tests.e2e import finetuning
-from tests.e2e.finetuning import GLUE, SFT, losses, settings
+from tests.e2e.finetuning import GLUE, losses, settings
 
 pytestmark = pytest.mark.device
 
 PLANS = [Plan(), *([Plan(mp=2)] if place().cards > 1 else [])]
-LORA = {"Model__lora__rank": 4, "Optimizer__name": "SGD", "Optimizer__lr__max_lr": 0.1}
 SHORT = {"Engine__num_train_epochs": 1, "Engine__max_steps": 6, "Engine__eval_freq": 3}
 # Relative, of losses and gradient norms: float32 sums in another order, over six steps.
 TOLERANCE = 1e-3
@@ -25,15 +24,14 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def both(pools, device, files, tmp_path):
-    """``both(plan, name, config, **more)``: one run on the device and one on the CPU; directories and records
-    of each."""
+    """``both(plan)``: one run on the device and one on the CPU; directories and records of each."""
 
-    def run(plan, name, config=GLUE, **more):
+    def run(plan):
         found = []
         for where, on in ((device, plan), ("cpu", Plan())):
-            output = tmp_path / f"{name}_{where}"
-            values = settings(files, output, **SHORT, **more) | {"Global.device": where}
-            found.append((output, finetuning.run(pools, on, values, config)))
+            output = tmp_path / where
+            values = settings(files, output, **SHORT) | {"Global.device": where}
+            found.append((output, finetuning.run(pools, on, values, GLUE)))
         return found
 
     return run
@@ -46,7 +44,7 @@ def _apart(found, expected):
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_finetuning_and_its_evaluation(both, pools, device, files, record_property, plan):
     """To classes; then the evaluation program on the checkpoint."""
-    (output, found), (other, expected) = both(plan, "full")
+    (output, found), (other, expected) = both(plan)
     record_property("losses", _apart(losses(found), losses(expected)))
     assert _apart(losses(found), losses(expected)) <= TOLERANCE
     measured = [
@@ -59,15 +57,6 @@ def test_finetuning_and_its_evaluation(both, pools, device, files, record_proper
         for where, run in ((device, output), ("cpu", other))
     ]
     assert measured[0]["loss"] == pytest.approx(measured[1]["loss"], rel=TOLERANCE)
-
-
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_adapters(both, record_property, plan):
-    """On a base that the device has trained."""
-    (base, _), _ = both(Plan(), "base", SFT, Model__lora="null")
-    (_, found), (_, expected) = both(plan, "adapters", SFT, **LORA, Model__lora__base=base)
-    record_property("losses", _apart(losses(found), losses(expected)))
-    assert _apart(losses(found), losses(expected)) <= TOLERANCE
 
 
 def test_a_server_answers_as_on_the_cpu(device, tmp_path):

@@ -31,7 +31,7 @@ def engine_steps(cfg: Any, ctx: Any, runner: Any) -> Callable[[int], Any]:
     from ppfleetx.core.engine.watch import Watch
     from tests.parity.training import micro_batches
 
-    watch, stop = Watch(cfg, ctx, 1e9), SimpleNamespace(signal_name=None, agree=bool)
+    watch, stop = Watch(cfg, ctx, 1e9, runner.count), SimpleNamespace(signal_name=None, agree=bool)
 
     def take(number: int) -> Any:
         batch = micro_batches(number, cfg, ctx)
