@@ -29,6 +29,7 @@ TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
 """Largest difference from the CPU's float32, relative to the largest number of the result."""
 HEAD_SIZES = (32, 64, 80, 96, 128, 192, 256)
 _HALF = ("float16", "bfloat16")
+_SLOW_SECONDS = 0.01  # of a product of 1,024: a card in software, on which larger ones would take minutes
 _CURE = "this card, its driver or this build of Paddle computes wrongly: try another card, then Paddle 3.3.x"
 
 
@@ -227,9 +228,11 @@ def speeds(case: Case) -> Iterator[Row]:
     text = ", ".join(f"{words(speed)}/s {way}" for way, speed in told.items())
     yield ok("copies", text, **{f"bytes_per_second {way}": speed for way, speed in told.items()})
     allow_tf32(allows_tf32(case))  # as fast as the run will be
+    small = paddle.ones([1024, 1024])
+    size = 4096 if seconds_of(lambda: paddle.matmul(small, small), 1) < _SLOW_SECONDS else 512
     for dtype in case.float_types:
         if dtype != "float64" and not lacks(dtype):
-            yield product_row(dtype, 4096)
+            yield product_row(dtype, size)
     allow_tf32(False)
 
 
