@@ -20,6 +20,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError, UserError
@@ -165,12 +166,18 @@ def command_translated(started: Started) -> None:
 
 def _program(path: Path) -> str | None:
     """The program of a functional test, from the recipe that lists it."""
-    for recipe in path.parents[4].glob("test_utils/recipes/**/*.yaml"):
+    return _programs(path.parents[4] / "test_utils/recipes").get(path.parent.name)
+
+
+@cache
+def _programs(recipes: Path) -> dict[str, str]:
+    """The program of each functional test."""
+    found = {}
+    for recipe in recipes.glob("**/*.yaml"):
         text = recipe.read_text(encoding="utf-8")
-        script = re.search(r"TRAINING_SCRIPT_PATH=(\S+\.py)", text)
-        if script and re.search(rf"test_case: \[{re.escape(path.parent.name)}\]", text):
-            return script[1]
-    return None
+        if script := re.search(r"TRAINING_SCRIPT_PATH=(\S+\.py)", text):
+            found |= dict.fromkeys(re.findall(r"test_case: \[([^\]]+)\]", text), script[1])
+    return found
 
 
 def _for_ranks(load: Callable[[int], object], least: int | None) -> None:
@@ -225,8 +232,8 @@ def report(title: str, found: list[Path] | list[Started], take: Callable, *, nam
 
 
 def _reason(message: str) -> str:
-    """Without places, which differ from file to file."""
-    first = message.splitlines()[0]
+    """Without places and values, which differ from file to file."""
+    first = re.sub(r" = ('[^']*'|\[[^\]]*\]|\S+?)(?= \(|: )", "", message.splitlines()[0], count=1)
     return re.sub(r"\s*\([^()]*(\.yaml|argument)[^()]*\)|[^\s:]*\.yaml(:\d+)?", "", first)[:150]
 
 
