@@ -65,7 +65,7 @@ class FusedAdamW(paddle.optimizer.AdamW):
         powers = [self._get_accumulator_master(self._beta1_pow_acc_str, one) for one in parameters]
         if moves_powers(paddle.get_device()):
             return paddle.concat(powers).tolist()
-        return [float(power.item()) for power in powers]
+        return list(map(_power_on_host, powers))
 
     def _call(self, group: Sequence[Pair], weight_decay: float) -> None:
         parameters, gradients = [pair[0] for pair in group], [pair[1] for pair in group]
@@ -128,6 +128,10 @@ def fused_adamw(
         False,  # powers shared by all parameters
         False,  # AMSGrad
     )
+
+
+def _power_on_host(power: paddle.Tensor) -> float:
+    return float(power.item())
 
 
 def _fits(parameter: paddle.Tensor, gradient: paddle.Tensor) -> bool:
