@@ -297,8 +297,8 @@ def recompute_of(model: ModelConfig) -> tuple[Recompute, ...]:
 
 
 def uses_flash(model: ModelConfig, precision: Precision, card: Card) -> bool:
-    """Whether attention runs fused: what ``attention_kernel`` asks for, on a card that can. On the device of a
-    plugin it may; the prediction is on the safe side."""
+    """Whether attention runs fused: what ``attention_kernel`` asks for, on a card that can. On the device of
+    a plugin it may; the prediction is on the safe side."""
     if model.attention_kernel == "reference" or precision.compute == "float32":
         return False
     return card.flash_efficiency > 0 and card.kernels != "plugin"
