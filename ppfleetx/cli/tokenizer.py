@@ -34,6 +34,8 @@ def run(args: argparse.Namespace) -> None:
 
     if (args.output / "tokenizer.json").exists() and not args.overwrite:
         raise DataError(f"{args.output} holds a tokenizer already; --overwrite replaces it")
+    if args.output.exists() and not args.output.is_dir():  # before hours of training
+        raise DataError(f"{args.output} is a file; --output names a directory")
     suffixes = [suffix for suffix in args.suffixes.split(",") if suffix]
     sources = find_sources(args.input, suffixes=suffixes)
     total = sum(source.num_bytes for source in sources) / 1e6

@@ -72,6 +72,11 @@ def test_the_command_starts_without_what_is_slow() -> None:
         (["supervise", "--", "no-such-program"], 2, "error: COMMAND = 'no-such-program': there is no such"),
         (["supervise", "--backoff", "-1", "--", "true"], 2, "error: --backoff = -1.0: must be at least 0"),
         (["translate", "nowhere"], 2, "error: FILE = 'nowhere': there is no such file"),
+        (
+            ["tokenizer", "--input", "README.md", "--vocab-size", "300", "--output", "README.md"],
+            2,
+            "error: README.md is a file",
+        ),
         (["translate", "tests"], 2, "error: FILE = 'tests': is a directory"),
     ],
 )

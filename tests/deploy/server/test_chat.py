@@ -200,7 +200,7 @@ def test_penalties_and_stop_texts(client: openai.OpenAI) -> None:
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "says something else"),
         ({"max_tokens": 9000}, "max_tokens", "leaves room for"),
-        ({"messages": [{"role": "user", "content": "x" * 500_000}]}, "messages", "tokens; with at least one new"),
+        ({"messages": [{"role": "user", "content": "x" * 500_000}]}, "messages", "tokens are too many"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "is not for requests to set"),
         ({"prompt": "x"}, "prompt", "unknown parameter 'prompt'"),
     ],

@@ -187,7 +187,7 @@ def test_models(client: openai.OpenAI) -> None:
         ({"prompt": {"text": "a"}}, "prompt", "must be a text, a list of texts"),
         ({"prompt": ["a"] * 265}, "prompt", "265 prompts x n = 1 are more than the 264"),
         ({"prompt": [[10**6]] * 265}, "prompt", "265 prompts x n = 1 are more than the 264"),
-        ({"prompt": [5] * 8192}, "prompt", "has 8192 tokens"),
+        ({"prompt": [5] * 8192}, "prompt", "8192 tokens are too many"),
         ({"prompt": "x" * 500_000}, "prompt", "tokens are too many. The model has 8192"),
         ({"logprobs": 21}, "logprobs", "must be a number from 0 to 20"),
         ({"logprobs": True}, "logprobs", "must be a number from 0 to 20"),
