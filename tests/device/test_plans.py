@@ -192,6 +192,25 @@ def test_16_bits(comparison, need_cards, need_type, device, record_property, pla
     assert found <= HALF_TOLERANCES[dtype]
 
 
+@pytest.mark.parametrize(
+    "plan", [Plan(), Plan(mp=2), Plan(pp=2), Plan(sharding=2, sharding_stage=3)], ids=str
+)
+def test_adapters(comparison, need_cards, device, plan):
+    """Beside frozen weights; one card as the CPU."""
+    need_cards(plan.world_size)
+    keys = {"Model.lora.rank": 4, "Model.num_layers": 4}
+    if plan.world_size > 1:
+        found = comparison.run(plan, "gpt", "adamw", extra={**keys, "Global.device": device})
+        assert found.first == 0 and found.worst <= TOLERANCE, found
+        return
+    card, cpu = (
+        comparison.reference("gpt", "adamw", 8, steps=3, extra={**keys, "Global.device": where})[0]
+        for where in (device, "cpu")
+    )
+    for key in ("loss", "grad_norm"):
+        assert card[key] == pytest.approx(cpu[key], rel=TOLERANCE)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_offload_repeats_and_stays_close(comparison, need_cards, device, record_property, stage):
     """States in host memory: the CPU's kernel updates. Twice the same bits; the card's kernel may round
