@@ -110,6 +110,8 @@ class Matmul:
         is_transposed: bool,
         exchange: Exchange | None,
     ) -> paddle.Tensor:
+        if not paddle.in_dynamic_mode():  # a program that is exported
+            return _product(x, weight, bias, is_transposed)
         weight, bias = self._low(weight), None if bias is None else self._low(bias)
         trains = paddle.is_grad_enabled() and not weight.stop_gradient
         adds = trains and self.adds_to_main_gradient(weight)

@@ -84,7 +84,8 @@ class StepRunner(ABC):
         self._module, self._factory = module, factory
         self._sums = StepSums((*module.metrics, *options.metrics), ctx)
         self._scope = StepScope(factory, ctx, self._sums.add_metric)
-        self._scope.watch(layer for _, layer in stages)
+        if optimizer is not None or self._sums.names:  # hooks keep generation from fusing blocks
+            self._scope.watch(layer for _, layer in stages)
         self._precision = options.precision
         self._model, self._optimizer, self._ctx, self._sync = model, optimizer, ctx, sync
         self._clip_norm, self._streams = options.clip_norm, DropoutStreams(options.seed, ctx)

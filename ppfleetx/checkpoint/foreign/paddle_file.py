@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 
 from ppfleetx.checkpoint.foreign.lazy import LazyTensor, derive
-from ppfleetx.checkpoint.foreign.pickles import PADDLE_NAMES, WeightsUnpickler, reading, tensor_of
+from ppfleetx.checkpoint.foreign.pickles import (
+    PADDLE_NAMES,
+    PickledArray,
+    WeightsUnpickler,
+    reading,
+    tensor_of,
+)
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.utils.foreign_files import opened
 
@@ -46,7 +52,7 @@ def _tensor(value: Any) -> LazyTensor | None:
     """The tensor in an array, or in the pair (parameter name, array) that a Tensor is saved as."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
         value = value[1]
-    return tensor_of(value, bfloat16_as_uint16=True) if isinstance(value, np.ndarray) else None
+    return tensor_of(value.array, bfloat16_as_uint16=True) if isinstance(value, PickledArray) else None
 
 
 def _joined(tensors: dict[str, LazyTensor], chunked: Any) -> dict[str, LazyTensor]:

@@ -131,6 +131,31 @@ def reading(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} is no file of weights, or it is damaged") from error
 
 
+class PickledType:
+    """Stands for ``numpy.dtype``, of plain numbers only."""
+
+    def __init__(self, code: str, *_: Any) -> None:
+        self.dtype = np.dtype(code)
+        if self.dtype.hasobject or self.dtype.names is not None:
+            raise RefusedPickleError(f"an array of the element type {shown(code)}")
+
+    def __setstate__(self, state: Any) -> None:
+        """NumPy's (version, byte order, ...)."""
+        self.dtype = self.dtype.newbyteorder(state[1])
+
+
+class PickledArray:
+    """Stands for ``numpy.ndarray``, whose own way to take a state trusts it."""
+
+    array = np.empty(0, np.uint8)
+
+    def __setstate__(self, state: Any) -> None:
+        """NumPy's (version, shape, type, whether in Fortran order, bytes)."""
+        shape, kind, is_fortran, raw = state[-4:]
+        raw = raw.encode("latin-1") if isinstance(raw, str) else raw
+        self.array = np.frombuffer(raw, kind.dtype).reshape(shape, order="F" if is_fortran else "C")
+
+
 def tensor_of(array: np.ndarray, *, bfloat16_as_uint16: bool = False) -> LazyTensor:
     """An array as a tensor. Raises RefusedPickleError for element types that checkpoints do not have."""
     held = array.dtype.newbyteorder("<")
@@ -156,28 +181,24 @@ def flatten(tree: Mapping[Any, Any]) -> dict[str, LazyTensor]:
         if isinstance(node, Mapping):
             for key, child in node.items():
                 collect(child, (*path, str(key)))
-        elif isinstance(node, np.ndarray | LazyTensor):
+        elif isinstance(node, PickledArray | LazyTensor):
             name = ".".join(path)
             if name in named:
                 raise CheckpointError(f"two tensors in it have the name {shown(name)}")
-            named[name] = node if isinstance(node, LazyTensor) else tensor_of(node)
+            named[name] = node if isinstance(node, LazyTensor) else tensor_of(node.array)
 
     collect(tree, ())
     return named
 
 
-def _empty_array(*_: Any) -> np.ndarray:
-    """Of ``_reconstruct(class, shape, type)``, which is filled by ``__setstate__`` afterwards."""
-    return np.ndarray.__new__(np.ndarray, (0,), "b")
+def _array(raw: Any, kind: PickledType, shape: Any, order: str = "C") -> PickledArray:
+    made = PickledArray()
+    made.__setstate__((shape, kind, order == "F", raw))
+    return made
 
 
-def _array(raw: Any, dtype: np.dtype, shape: Any, order: str = "C") -> np.ndarray:
-    return np.frombuffer(raw, dtype).reshape(shape, order=order)
-
-
-def _scalar(dtype: np.dtype, raw: Any = b"") -> Any:
-    raw = raw.encode("latin-1") if isinstance(raw, str) else raw
-    return np.frombuffer(raw, dtype)[0]
+def _scalar(kind: PickledType, raw: Any = b"") -> Any:
+    return _array(raw, kind, ()).array[()]
 
 
 def _encode(text: str, encoding: str = "latin1") -> bytes:
@@ -187,18 +208,11 @@ def _encode(text: str, encoding: str = "latin1") -> bytes:
     return text.encode("latin-1")
 
 
-def _number_type(code: str, *_: Any) -> np.dtype:
-    dtype = np.dtype(code, False, True)  # a copy, because its byte order may be set
-    if dtype.hasobject or dtype.names is not None:
-        raise RefusedPickleError(f"an array of the element type {shown(code)}")
-    return dtype
-
-
-def _paddle_tensor(*arguments: Any) -> np.ndarray:
+def _paddle_tensor(*arguments: Any) -> PickledArray:
     """Paddle writes a DenseTensor as ``eval('data', {'data': array})``; that one form is known here."""
     if len(arguments) == 2 and arguments[0] == "data" and isinstance(arguments[1], dict):
         scope = arguments[1]
-        if list(scope) == ["data"] and isinstance(scope["data"], np.ndarray):
+        if list(scope) == ["data"] and isinstance(scope["data"], PickledArray):
             return scope["data"]
     raise RefusedPickleError("builtins.eval")
 
@@ -208,12 +222,12 @@ ARRAY_NAMES: dict[str, Any] = {
     "collections.defaultdict": lambda *_: {},
     "_codecs.encode": _encode,
     "numpy.ndarray": Kind,
-    "numpy.dtype": _number_type,
+    "numpy.dtype": PickledType,
     **{
         f"numpy.{core}.{name}": build
         for core in ("core", "_core")
         for name, build in {
-            "multiarray._reconstruct": _empty_array,
+            "multiarray._reconstruct": lambda *_: PickledArray(),
             "multiarray.scalar": _scalar,
             "numeric._frombuffer": _array,
         }.items()
