@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -221,7 +221,7 @@ def zero_bubble_timetable(stages: int, micro_batches: int) -> list[list[tuple[in
     return table
 
 
-def write_page(name: str, blocks: dict[str, str], tool: str, description: str | None) -> int:
+def write_page(name: str, blocks: Callable[[], dict[str, str]], tool: str, description: str | None) -> int:
     """The command of a tool that fills ``docs/NAME``: with ``--check`` it only says whether the page is up to
     date."""
     parser = argparse.ArgumentParser(description=description)
@@ -231,7 +231,7 @@ def write_page(name: str, blocks: dict[str, str], tool: str, description: str | 
     args = parser.parse_args()
     page = _ROOT / "docs" / name
     text = page.read_text("utf-8")
-    if (fresh := filled(text, blocks, tool)) == text:
+    if (fresh := filled(text, blocks(), tool)) == text:
         return 0
     print(f"{'stale' if args.check else 'written'}: {page.relative_to(_ROOT)}")
     if args.check:
@@ -242,7 +242,7 @@ def write_page(name: str, blocks: dict[str, str], tool: str, description: str | 
 
 def main() -> int:
     """Write the page, or check it."""
-    return write_page("parallelism.md", blocks(), "tools/gen_parallelism_docs.py", __doc__)
+    return write_page("parallelism.md", blocks, "tools/gen_parallelism_docs.py", __doc__)
 
 
 if __name__ == "__main__":

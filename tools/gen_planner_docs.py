@@ -112,7 +112,7 @@ def _seconds(value: float) -> str:
 
 def main() -> int:
     """Write the page, or check it."""
-    return write_page("planner.md", blocks(), TOOL, __doc__)
+    return write_page("planner.md", blocks, TOOL, __doc__)
 
 
 if __name__ == "__main__":

@@ -146,6 +146,7 @@ def arguments(tmp_path: Path) -> dict[str, list[str]]:
         "tools/export.py": [*from_run, "-o", f"Engine.save_load.output_dir={tmp_path / 'export'}"],
         "tools/gen_command_docs.py": ["--check"],
         "tools/gen_config_docs.py": ["--check"],
+        "tools/gen_planner_docs.py": ["--check"],
         "tools/gen_dialect_docs.py": ["--check"],
         "tools/gen_parallelism_docs.py": ["--check"],
         "tools/inference.py": [

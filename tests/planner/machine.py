@@ -68,10 +68,6 @@ def compare_memory(pools: Pools, plan: dict[str, Any], family: str) -> list[Comp
     return rows
 
 
-EACH_TENSOR = {"FLAGS_free_idle_chunk": "1", "FLAGS_free_when_no_cache_hit": "1"}
-"""Paddle's allocator keeps nothing: the reference device sees every tensor come and go."""
-
-
 def compare_device_memory(
     pools: Pools,
     case: tuple[str, dict[str, Any], dict[str, Any]],
@@ -99,8 +95,7 @@ def compare_device_memory(
         "Global.device": device,
         **more,
     }
-    ranks = pools(world, **EACH_TENSOR) if is_reference else pools(world)
-    found = ranks.run(
+    found = pools(world).run(
         "tests.device.cases.memory:peaks",
         timeout=300.0,
         values=values,

@@ -29,6 +29,8 @@ _DAMAGE = (
     LookupError,
     MemoryError,
     RecursionError,
+    SyntaxError,
+    SystemError,
     TypeError,
     ValueError,
 )
