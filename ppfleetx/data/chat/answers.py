@@ -24,7 +24,7 @@ def render_with_answers(
     as it is written in the whole conversation.
 
     Raises:
-        ChatError: as of :meth:`ChatTemplate.render`; it cannot be told where the template writes a turn.
+        ChatError: as in :meth:`ChatTemplate.render`; or there is no telling where the template writes a turn.
     """
     if template.marks_answers:
         return template.render_spans(messages, **variables)
