@@ -76,7 +76,7 @@ def count(kind: str) -> int:
 
 
 def visible_cards(device: str) -> str:
-    """The environment variable by which Paddle's launcher is told which cards it may use."""
+    """The environment variable that tells Paddle's launcher which cards it may use."""
     kind = kind_of(device)
     return "CUDA_VISIBLE_DEVICES" if kind == GPU else f"{kind.upper()}_VISIBLE_DEVICES"
 

@@ -134,7 +134,7 @@ class Tape:
 
         Args:
             first: the gradients of parameters stay; later they are added to those that are there.
-            values: as of :meth:`forward_peak`.
+            values: as in :meth:`forward_peak`.
         """
         with_values, without = self._first_backward_peaks if first else self._later_backward_peaks
         return max(with_values + values, without)
