@@ -259,6 +259,10 @@ def _operators_of_plugin(kind: str) -> ModuleType | None:
         return None
 
 
+COMPLETED = ("c_identity", "bfloat16")
+"""The kernel, and its element type, that :func:`complete_identity` takes the place of."""
+
+
 def complete_identity(device: str) -> None:
     """Give a device the identity of tensor parallelism in bfloat16 where its build of Paddle has none.
 
@@ -269,7 +273,8 @@ def complete_identity(device: str) -> None:
     from paddle import _C_ops
 
     original = _C_ops.c_identity
-    if "bfloat16" in kernel_types("c_identity", device) or hasattr(original, "__wrapped__"):
+    name, dtype = COMPLETED
+    if dtype in kernel_types(name, device) or hasattr(original, "__wrapped__"):
         return
 
     @functools.wraps(original)
