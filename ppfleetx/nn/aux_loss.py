@@ -124,6 +124,7 @@ class StepScope:
             yield
         finally:
             self._micro_batches, self._weights = (), {}
+            _PLACE.set(None)  # of a layer whose forward pass has failed
 
     def attach(self, hidden: paddle.Tensor, aux: AuxLoss, micro_batch: int) -> paddle.Tensor:
         """See :func:`with_aux_loss`."""
@@ -183,7 +184,9 @@ _PLACE: ContextVar[_Place | None] = ContextVar("place", default=None)
 
 def _weights(batch: Arrays, of: Divisor) -> np.ndarray:
     """What counts of ``[b, s]`` tokens or ``[b]`` rows. A classifier's mask is one of rows."""
-    mask = batch["loss_mask"]
+    mask = batch.get("loss_mask")
+    if mask is None:  # of a task that counts otherwise
+        mask = np.ones(batch["tokens"].shape, np.float32)
     if of == "tokens":
         return mask if mask.ndim == 2 else np.broadcast_to(mask[:, None], batch["tokens"].shape)
     return (mask != 0).any(axis=1) if mask.ndim == 2 else mask != 0

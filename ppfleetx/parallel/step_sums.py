@@ -47,7 +47,7 @@ class StepSums:
         if name not in self._metrics:
             self._undeclared.add(name)
         elif self._counts_here(metric.same_on):
-            self._metrics[name].append(metric)
+            self._metrics[name].append(Sum(_detached(metric.value), _detached(metric.count)))
 
     def over_job(self) -> paddle.Tensor:
         """All sums over the job, for :meth:`read`: a float64 vector that nobody has waited for.
@@ -78,6 +78,10 @@ class StepSums:
 
     def _counts_here(self, same_on: Sequence[str]) -> bool:
         return all(self._ctx.rank_on(axis) == 0 for axis in same_on if axis in self._axes)
+
+
+def _detached(number: paddle.Tensor | float) -> paddle.Tensor | float:
+    return number.detach() if isinstance(number, paddle.Tensor) else number
 
 
 def _refused(names: Iterable[str]) -> ConfigError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import copyreg
 import pickle
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,7 @@ _DAMAGE = (
     LookupError,
     MemoryError,
     RecursionError,
+    struct.error,
     SyntaxError,
     SystemError,
     TypeError,

@@ -6,6 +6,7 @@ five pickles in a row followed by the storages. Storages stay in the file until 
 
 from __future__ import annotations
 
+import operator
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -62,7 +63,7 @@ class ElementType(Kind):
 
 
 @dataclass(eq=False)
-class TorchStorage:
+class TorchStorage(Kind):
     """A run of elements that tensors are views of.
 
     `read(start, end)` gives its bytes; it is set once the place in the file is known.
@@ -71,6 +72,12 @@ class TorchStorage:
     dtype: str | None
     count: int
     read: Callable[[int, int], np.ndarray] | None = None
+
+
+class TorchTensor(LazyTensor):
+    """A view of a storage; a pickle cannot give it another state."""
+
+    __setstate__ = Kind.__setstate__
 
 
 def read_torch_file(path: str | Path, *, record_prefixes: Iterable[str] = ()) -> Any:
@@ -209,6 +216,7 @@ def _storage(storages: dict[str, TorchStorage], identity: Any) -> tuple[TorchSto
     _, kind, key, _, count = identity[:5]
     if not (isinstance(kind, type) and issubclass(kind, StorageKind)):
         raise RefusedPickleError("a storage of another class")
+    count = operator.index(count)
     storage = storages.setdefault(key, TorchStorage(kind.dtype, count))
     if (storage.dtype, storage.count) != (kind.dtype, count):
         raise CheckpointError(f"the storage {shown(key)} has two types or lengths")
@@ -233,20 +241,29 @@ def _view(storage: TorchStorage, dtype: str, offset: int, size: Any, stride: Any
     """A strided view of a storage. Raises CheckpointError when it reaches outside, or repeats elements."""
     held = NUMPY_OF_DTYPE[dtype]
     room = storage.count * _item_size(storage.dtype) // held.itemsize
-    shape, count = tuple(size), prod(size)
+    # Python's own numbers, which do not overflow.
+    offset, shape, stride = operator.index(offset), _numbers(size), _numbers(stride)
+    count = prod(shape)
     span = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) if count else 0
     if min((offset, *shape, *stride)) < 0 or offset + span > room or count > room:
         raise CheckpointError("a tensor in it is larger than its storage")
 
     def load() -> np.ndarray:
         assert storage.read is not None, "the storage was never placed"
-        content = storage.read(offset * held.itemsize, (offset + span) * held.itemsize).view(held)
+        content = storage.read(offset * held.itemsize, (offset + span) * held.itemsize)
+        if content.nbytes != span * held.itemsize:
+            raise CheckpointError("a storage is shorter than its archive says")
+        content = content.view(held)
         if not count:
             return content.reshape(shape)
         steps = tuple(step * held.itemsize for step in stride)
         return np.lib.stride_tricks.as_strided(content, shape, steps, writeable=False)
 
-    return LazyTensor(dtype, shape, load)
+    return TorchTensor(dtype, shape, load)
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    return tuple(map(operator.index, values))
 
 
 def _rebuild_parameter(data: LazyTensor, *_: Any) -> LazyTensor:

@@ -397,3 +397,22 @@ def test_flips_and_cuts_anywhere_are_told_in_words(tmp_path):
     path.write_bytes(sound["zip"][:-30])
     with pytest.raises(CheckpointError, match="begins like an archive of PyTorch, and its end is missing"):
         read_torch_file(path)
+
+
+def test_a_view_never_reaches_beyond_what_its_storage_has(tmp_path):
+    """Whatever the archive or the pickle says of lengths."""
+    scalar = b"cnumpy.core.multiarray\nscalar\n(cnumpy\ndtype\n(S'i4'\ntRS'\\x00\\x00\\x01\\x00'\ntR"
+    wraps = torch_tensor((2, 3), (3, 1)).replace(b"I2\n", scalar, 1)  # 65536 rows of 32 bits
+    states = torch_tensor((64,), (1,)).replace(b"tQI", b"tQ}S'count'\nI64\nsbI", 1)
+    for content in (wraps, states):
+        with pytest.raises(CheckpointError):
+            read_torch_file(zip_of(tmp_path, content + b".", [("0", bytes(24))]))
+    with zipfile.ZipFile(tmp_path / "x.bin", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", torch_tensor((64,), (1,), count=64))
+        archive.writestr("archive/data/0", bytes(16))
+    content = (tmp_path / "x.bin").read_bytes()
+    before, sep, central = content.rpartition(b"PK\x01\x02")
+    central = central.replace((16).to_bytes(4, "little"), (256).to_bytes(4, "little"))
+    (tmp_path / "x.bin").write_bytes(before + sep + central)
+    with pytest.raises(CheckpointError):
+        read_torch_file(tmp_path / "x.bin").read()
