@@ -92,7 +92,9 @@ OPTIONS: dict[str, Option] = {
         {"pp": 2},
     ),
     "sep": Option("ppfleetx.nn.factory:exchange", plan={"sep": 2}),
-    "sharding_1": Option("ppfleetx.parallel.new_values:NewValues.updated", plan=_SHARDED),
+    "sharding_1": Option(
+        "ppfleetx.parallel.new_values:NewValues.updated", plan={**_SHARDED, "sharding_stage": 1}
+    ),
     "sharding_2": Option(
         "ppfleetx.parallel.sharding:Sharding._on_gradient", plan={**_SHARDED, "sharding_stage": 2}
     ),
@@ -108,7 +110,11 @@ OPTIONS: dict[str, Option] = {
         {"Distributed.sharding.reduce_overlap": False, "Distributed.sharding.broadcast_overlap": False},
         {"dp": 2},
     ),
-    "reduce_overlap": Option("ppfleetx.parallel.overlap:BucketSums.finish", plan={"dp": 2}),
+    "reduce_overlap": Option(
+        "ppfleetx.parallel.grad_sync:GradientSync._bucket_sums",
+        {"Distributed.sharding.reduce_overlap": True},
+        {"dp": 2},
+    ),
     "loss_chunks": Option("ppfleetx.nn.chunked_loss:_LossInPieces.apply", {"Model.loss_chunks": 3}),
     "recompute": Option(
         "ppfleetx.models.gpt.layers:recompute",
@@ -162,7 +168,10 @@ class Pair:
 
     @property
     def plan(self) -> Plan | None:
-        """A plan that both need; None where they need different ones."""
+        """A plan that both need; None where they need different ones, or say different things of a key."""
+        one, other = (option.keys for option in self.options)
+        if any(other.get(key, value) != value for key, value in one.items()):
+            return None
         wanted: dict[str, Any] = {}
         for option in self.options:
             if any(wanted.get(key, value) != value for key, value in option.plan.items()):
