@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -47,48 +46,26 @@ def uses(plan: dict[str, Any], world_size: int, extra: dict[str, Any]) -> dict[s
         each option of a product took effect.
     """
     import paddle
-    from paddle import _C_ops
 
     from ppfleetx.nn import fused
-    from ppfleetx.nn.matmul import Matmul
-    from ppfleetx.parallel import apply
     from tests.helpers.low_precision import emulated
+    from tests.parity.option_pairs import FUSED, fused_products, matmuls
 
-    names = ("linear_grad_add", "weight_cast")
-
-    def obstacles(asked: Sequence[str], types: Sequence[str], **_: Any) -> dict[str, dict[str, str | None]]:
-        def one(name: str, dtype: str) -> str | None:
-            return None if name in names and dtype in fused.TABLE[name].types else "not here"
-
-        return {name: {dtype: one(name, dtype) for dtype in types} for name in asked}
-
-    def add(x: Any, upstream: Any, total: Any, *_: Any) -> tuple[Any, None]:
-        # By NumPy, because the emulated auto_cast would have Paddle multiply in 16 bits.
-        rows, columns = (t.astype("float32").numpy().reshape([-1, t.shape[-1]]) for t in (x, upstream))
-        gradient = paddle.to_tensor(rows.T @ columns)
-        return (gradient if total is None else total.add_(gradient)), None
-
-    def make(**options: Any) -> Matmul:
-        made.append(Matmul(**options))
-        return made[-1]
-
-    lines, made = [], []
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(paddle.utils.unique_name.guard())
-        stack.enter_context(emulated())
-        for place, attribute, new in (
-            (fused, "obstacles", obstacles),
-            (fused, "get_logger", lambda: SimpleNamespace(info=lines.append)),
-            (_C_ops, "fused_linear_param_grad_add", add),
-        ):
-            stack.enter_context(mock.patch.object(place, attribute, new))
-        stack.enter_context(mock.patch.object(apply, "Matmul", make))
+    lines: list[str] = []
+    logger = SimpleNamespace(info=lines.append)
+    with (
+        paddle.utils.unique_name.guard(),
+        emulated(),
+        fused_products(),
+        mock.patch.object(fused, "get_logger", lambda: logger),
+        matmuls() as made,
+    ):
         cfg, ctx, runner = build(plan, world_size, "gpt", "sgd", 4, extra)
         take_step(runner, 0, cfg, ctx)
     (matmul,) = made
     return {
         "taken": sorted(runner._sync.ops.taken),
-        "said": [name for name in names if any(name in line for line in lines)],
+        "said": [name for name in FUSED.values() if any(name in line for line in lines)],
         "used": +matmul.uses,
     }
 

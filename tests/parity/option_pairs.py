@@ -197,7 +197,7 @@ class Pair:
             found |= option.keys
         if self.dtype != "float32":
             found |= {f"{MIXED}enable": True, f"{MIXED}dtype": "bfloat16", f"{MIXED}level": self.dtype}
-        taken = [fused for name, fused in _FUSED.items() if name in self.names]
+        taken = [fused for name, fused in FUSED.items() if name in self.names]
         found["Model.fused_ops"] = f"[{','.join(taken)}]" if taken else "none"
         if one_card:
             found = {key: value for key, value in found.items() if not key.startswith("Distributed.")}
@@ -223,7 +223,7 @@ class Pair:
         return ""
 
 
-_FUSED = {"main_gradients": "linear_grad_add", "weight_cast": "weight_cast"}
+FUSED = {"main_gradients": "linear_grad_add", "weight_cast": "weight_cast"}
 
 
 def pairs(words: Sequence[str] = ()) -> list[Pair]:
@@ -263,16 +263,16 @@ def train(
         stack.enter_context(training.sliced_embedding(dtype))
         if extra.get(f"{MIXED}enable"):
             stack.enter_context(emulated())
-            stack.enter_context(_fused())
+            stack.enter_context(fused_products())
         if extra.get("Compress.Prune.enable"):
             stack.enter_context(pruned._pruned(training))
         for place in evidence:
             if ":" in place:
                 stack.enter_context(_counted(place, seen))
-        matmuls = stack.enter_context(_matmuls())
+        made = stack.enter_context(matmuls())
         cfg, ctx, runner = training.build(plan, world_size, "gpt", "sgd", micro_batch_size, extra)
         outputs = [training.take_step(runner, step, cfg, ctx, documents) for step in range(_STEPS)]
-    for matmul in matmuls:
+    for matmul in made:
         seen.update(matmul.uses)
     return {
         "numbers": [number for output in outputs for number in (output.loss, output.grad_norm)],
@@ -298,7 +298,7 @@ def _counted(place: str, seen: Counter[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _matmuls() -> Iterator[list[Any]]:
+def matmuls() -> Iterator[list[Any]]:
     """The objects that the runner's layers multiply with."""
     from ppfleetx.parallel import apply
 
@@ -314,7 +314,7 @@ def _matmuls() -> Iterator[list[Any]]:
 
 
 @contextlib.contextmanager
-def _fused() -> Iterator[None]:
+def fused_products() -> Iterator[None]:
     """Fused products as on a card: the CPU has no kernels for them."""
     import paddle
     from paddle import _C_ops
@@ -323,7 +323,7 @@ def _fused() -> Iterator[None]:
 
     def obstacles(asked: Sequence[str], types: Sequence[str], **_: Any) -> dict[str, dict[str, str | None]]:
         def one(name: str, dtype: str) -> str | None:
-            return None if name in _FUSED.values() and dtype in fused.TABLE[name].types else "not here"
+            return None if name in FUSED.values() and dtype in fused.TABLE[name].types else "not here"
 
         return {name: {dtype: one(name, dtype) for dtype in types} for name in asked}
 
