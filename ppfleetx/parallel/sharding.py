@@ -157,8 +157,8 @@ class Sharding:
             if not self.owns(parameter):
                 drop_gradient(parameter)
 
-    def finish_gradients(self) -> list[paddle.Tensor]:
-        """Complete the owners' sums; give the parameters owned here, which alone have gradients then."""
+    def finish_gradients(self) -> None:
+        """Complete the owners' sums; only parameters that are owned here have gradients then."""
         sent = {id(parameter) for parameter in self._at_once}
         for parameter in self._parameters:
             if id(parameter) not in sent and self._axes(parameter):
@@ -172,7 +172,6 @@ class Sharding:
             for parameter in self._parameters:
                 if not self.owns(parameter) and parameter._is_initialized():
                     parameter._clear_data()
-        return [parameter for parameter in self._parameters if self.owns(parameter)]
 
     def _on_gradient(self, parameter: paddle.Tensor) -> None:
         """A backward pass has added to the gradient: send it when enough has come together."""

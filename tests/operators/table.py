@@ -94,8 +94,8 @@ def unknown(found: Iterable[Used]) -> list[str]:
 
 
 def write(found: Iterable[Used], registries: Mapping[str, Path | None]) -> list[str]:
-    """Add what was found to the table. What a device has (``gpu``, ``npu``) is told by its registry, or else
-    by the table: a kernel of which neither says that a GPU has it is not written, and given back."""
+    """Add what was found to the table. What a device (``gpu``, ``npu``) has is in its registry, or else
+    in the table; a kernel that a GPU has by neither is not written, and given back."""
     content = json.loads(TABLE.read_text(encoding="utf-8"))
     given = {device: json.loads(file.read_text("utf-8")) for device, file in registries.items() if file}
     kernels, missing = content["kernels"], []
