@@ -258,10 +258,10 @@ def serve(checkpoint: str) -> None:
     from ppfleetx.config.loader import load_config
     from ppfleetx.core.programs.generate import load_generator
     from ppfleetx.core.programs.launch import start_with
-    from ppfleetx.core.programs.model_place import find_model
+    from ppfleetx.core.programs.resolve_model import resolve_model
 
     with ExitStack() as stack:
-        place = find_model(checkpoint, stack)
+        place = resolve_model(checkpoint, stack)
         cfg, ctx = start_with(load_config(place.config, place.overrides()))
         model = load_generator(cfg, ctx).next_token_model
     generate = decode.ours(1, model=lambda: model)

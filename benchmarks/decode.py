@@ -155,7 +155,7 @@ def ours(
     next_token = (model or our_model)()
     import paddle
 
-    from ppfleetx.generation.lookup import decode_with_lookup
+    from ppfleetx.generation.prompt_lookup import decode_with_lookup
     from ppfleetx.generation.search import Rules, Sampler, decode, greedy
     from ppfleetx.generation.session import DecodingSession
 
@@ -189,8 +189,8 @@ def exported(
     from ppfleetx.config.sections.root import InferenceConfig
     from ppfleetx.deploy.export_dir import PROGRAM
     from ppfleetx.deploy.inference_engine import Program
-    from ppfleetx.deploy.program import save_program
-    from ppfleetx.generation.draws import RandomStream
+    from ppfleetx.deploy.static.program import save_program
+    from ppfleetx.generation.gumbel_sampling import RandomStream
 
     with tempfile.TemporaryDirectory() as directory:
         save_program(next_token, POSITIONS, Path(directory) / PROGRAM)

@@ -113,8 +113,8 @@ def sample_exported(next_token: Any, directory: Path) -> Sample:
     from ppfleetx.config.sections.root import InferenceConfig
     from ppfleetx.deploy.export_dir import PROGRAM
     from ppfleetx.deploy.inference_engine import Program
-    from ppfleetx.deploy.program import save_program
-    from ppfleetx.generation.draws import RandomStream
+    from ppfleetx.deploy.static.program import save_program
+    from ppfleetx.generation.gumbel_sampling import RandomStream
     from ppfleetx.generation.session import pad_left
 
     save_program(next_token, POSITIONS, directory / PROGRAM)

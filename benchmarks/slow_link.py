@@ -183,7 +183,7 @@ def _work(args: argparse.Namespace, overlaps: bool) -> dict[str, float]:
     import_paddle()
     from ppfleetx.core.module.build import build_module
     from ppfleetx.distributed.init import init_distributed
-    from ppfleetx.parallel.apply import parallelize
+    from ppfleetx.parallel.parallelize import parallelize
 
     ctx = init_distributed(cfg)
     runner = parallelize(build_module(cfg), cfg, ctx, train=True)

@@ -118,7 +118,7 @@ def make_runner(layers: int, hidden: int, heads: int):
     from ppfleetx.config.sections.root import ModelConfig, OptimizerConfig, RunConfig
     from ppfleetx.core.module.gpt import GPTModule
     from ppfleetx.distributed.context import ParallelContext
-    from ppfleetx.parallel.apply import parallelize
+    from ppfleetx.parallel.parallelize import parallelize
 
     model_cfg = ModelConfig(
         vocab_size=VOCAB,

@@ -1,4 +1,4 @@
-"""A loss with two parts: that of the tokens, and a penalty on what the blocks write into the trunk."""
+"""A loss with two parts: the loss of the tokens, and a penalty on large hidden states."""
 
 from ppfleetx.config.registries import ARCHITECTURES, ArchitectureTraits
 from ppfleetx.models.gpt.layers import Block

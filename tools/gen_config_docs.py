@@ -22,12 +22,12 @@ from pydantic_core import PydanticUndefined
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))
 
-from ppfleetx.config.effects import Effect, keys_of
 from ppfleetx.config.fields import Section
 from ppfleetx.config.plan import LEGAL
 from ppfleetx.config.reading.bases import MAX_CHAIN, MAX_FILES
 from ppfleetx.config.reading.files import MAX_FILE_BYTES
 from ppfleetx.config.reading.parse import MAX_DEPTH, MAX_VALUES
+from ppfleetx.config.resume_policy import Effect, keys_of
 from ppfleetx.config.sections.engine import CallbackConfig
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.words import describe, field_types, item_type, section_in

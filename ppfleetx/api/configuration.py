@@ -12,7 +12,7 @@ from ppfleetx.config.loader import ConfigSource
 from ppfleetx.config.reading.files import MadeFile
 from ppfleetx.config.record import dump_config
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.core.programs.model_place import override, write_config
+from ppfleetx.core.programs.resolve_model import override, write_config
 
 Overrides = Mapping[str, Any] | Sequence[str]
 Configuration = ConfigSource | Mapping[str, Any] | RunConfig

@@ -16,7 +16,7 @@ import numpy as np
 from ppfleetx.api.model import GPT, Tokens
 from ppfleetx.checkpoint.foreign.hub import local_directory
 from ppfleetx.config.errors import CheckpointError, DataError, MissingDataError
-from ppfleetx.core.programs.model_place import find_model
+from ppfleetx.core.programs.resolve_model import resolve_model
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class GPT2Tokenizer:
         except MissingDataError as error:
             with ExitStack() as stack:
                 try:
-                    place = find_model(directory, stack, with_config=False)
+                    place = resolve_model(directory, stack, with_config=False)
                 except CheckpointError:
                     raise error from None  # it is no model either: what was said of the tokenizer holds
                 if place.tokenizer is None:

@@ -90,10 +90,10 @@ class GPT:
             UserError: there is no such directory, it holds no sound model, or the model cannot run here. It
                 is never made up: all weights come from the directory.
         """
-        from ppfleetx.core.programs.model_place import find_model
+        from ppfleetx.core.programs.resolve_model import resolve_model
 
         with ExitStack() as stack:
-            place = find_model(directory, stack, with_config=config is None)
+            place = resolve_model(directory, stack, with_config=config is None)
             file = place.config if config is None else config_file(config, stack)
             cfg = load_config(file, place.overrides(override_texts(overrides), option="directory"))
             if cfg.Model.task.classifies:

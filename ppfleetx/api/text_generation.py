@@ -16,7 +16,7 @@ from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections.generation import READ_BY
 from ppfleetx.config.shipped import shipped_configs
 from ppfleetx.core.programs.finetune import finetuning_defaults
-from ppfleetx.core.programs.model_place import ModelPlace, find_model, override
+from ppfleetx.core.programs.resolve_model import ModelPlace, override, resolve_model
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.generation.prompts import as_texts
 from ppfleetx.utils.log import get_logger
@@ -304,5 +304,5 @@ class Trainer:
     def _found(self, place: str | Path) -> ModelPlace:
         """The model in a directory; what is made for it stays as long as this trainer."""
         if str(place) not in self._places:
-            self._places[str(place)] = find_model(place, self._scratch)
+            self._places[str(place)] = resolve_model(place, self._scratch)
         return self._places[str(place)]

@@ -15,7 +15,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config, read_config
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.core.programs.launch import start_with, world_size
-from ppfleetx.core.programs.model_place import override
+from ppfleetx.core.programs.resolve_model import override
 from ppfleetx.data.build import load_tokenizer
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 

@@ -23,7 +23,7 @@ from ppfleetx.checkpoint.slices import TensorSlice
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.distributed.together import beat_seconds, gather_numbers
-from ppfleetx.utils.hangs.record import RECORD
+from ppfleetx.resilience.flight_recorder import RECORD
 from ppfleetx.utils.log import get_logger
 
 

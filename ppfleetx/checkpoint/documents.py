@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 
 from ppfleetx.checkpoint.reader import Checkpoint
-from ppfleetx.config.effects import Effect, effect_of
 from ppfleetx.config.loader import CONFIG_FILE
+from ppfleetx.config.resume_policy import Effect, effect_of
 from ppfleetx.config.sections.root import ModelConfig, RunConfig
 from ppfleetx.data.chat.templates import DEFAULT
 from ppfleetx.data.tasks.chats import NAME, template_of

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Evaluate and print the result."""
     from ppfleetx.core.programs.evaluate import run as run_program
-    from ppfleetx.core.programs.model_place import override
+    from ppfleetx.core.programs.resolve_model import override
 
     more = [] if args.output is None else [override("Engine.save_load.output_dir", args.output, "--output")]
     if args.text is not None:

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Export to ``Engine.save_load.output_dir``."""
-    from ppfleetx.core.programs.model_place import override
+    from ppfleetx.core.programs.resolve_model import override
     from ppfleetx.deploy.export import run as run_program
 
     more = [] if args.output is None else [override("Engine.save_load.output_dir", args.output, "--output")]

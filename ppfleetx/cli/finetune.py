@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
     """Train."""
     from ppfleetx.core.programs.finetune import finetuning_defaults, up_to
     from ppfleetx.core.programs.launch import start_process
-    from ppfleetx.core.programs.model_place import override
+    from ppfleetx.core.programs.resolve_model import override
 
     more = [] if args.output is None else [override("Engine.save_load.output_dir", args.output, "--output")]
     with job_of(args, *more, key="Engine.save_load.init_from", option="--from") as job:

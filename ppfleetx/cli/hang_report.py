@@ -15,9 +15,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ppfleetx.config.errors import UserError
-from ppfleetx.utils.hangs.explain import explain
-from ppfleetx.utils.hangs.report import Report, latest, read_reports
-from ppfleetx.utils.hangs.shelf import HANG_DIRS
+from ppfleetx.resilience.explain import explain
+from ppfleetx.resilience.hang_report import Report, latest, read_reports
+from ppfleetx.resilience.report_dir import HANG_DIRS
 
 _SHOWN_FAULTS = 5
 EXAMPLES = """\

@@ -55,9 +55,9 @@ def job_of(
     if args.checkpoint is None:
         yield Job(args.config, [*args.override, *more])
         return
-    from ppfleetx.core.programs.model_place import find_model
+    from ppfleetx.core.programs.resolve_model import resolve_model
 
     with ExitStack() as stack:
-        place = find_model(args.checkpoint, stack, with_config=args.config is None)
+        place = resolve_model(args.checkpoint, stack, with_config=args.config is None)
         overrides = place.overrides([*args.override, *more], option=option, key=key)
         yield Job(args.config or place.config, overrides)

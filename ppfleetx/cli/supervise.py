@@ -15,7 +15,7 @@ import argparse
 import shutil
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.utils.supervisor import supervise, with_resume
+from ppfleetx.resilience.supervisor import supervise, with_resume
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

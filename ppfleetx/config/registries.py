@@ -273,7 +273,7 @@ POSITIONS.register("none", f"{_GPT}.positions:none")
 OPTIMIZERS.register("AdamW", "ppfleetx.optims.adamw:build_adamw", traits=OptimizerTraits(states=2))
 OPTIMIZERS.register("SGD", "ppfleetx.optims.adamw:build_sgd", traits=OptimizerTraits(states=0, reads=()))
 
-_SCHEDULES = "ppfleetx.optims.courses"
+_SCHEDULES = "ppfleetx.optims.lr_decay"
 SCHEDULES.register("cosine", f"{_SCHEDULES}:cosine")
 SCHEDULES.register("linear", f"{_SCHEDULES}:linear")
 SCHEDULES.register("constant", f"{_SCHEDULES}:constant", traits=ScheduleTraits(decays=False))

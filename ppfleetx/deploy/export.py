@@ -152,7 +152,7 @@ def check_target(cfg: RunConfig) -> None:
 def _write(directory: Path, cfg: RunConfig, generator: Generator, use_panels: bool) -> None:
     import paddle
 
-    from ppfleetx.deploy.program import INPUTS, save_program
+    from ppfleetx.deploy.static.program import INPUTS, save_program
 
     tokenizer = generator.tokenizer
     next_token, program = generator.next_token_model, directory / PROGRAM

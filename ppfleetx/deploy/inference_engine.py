@@ -31,8 +31,8 @@ from ppfleetx.generation.processors import SMALLEST
 from ppfleetx.generation.search import Row
 from ppfleetx.generation.session import pad_left
 from ppfleetx.generation.text import RowText
+from ppfleetx.nn.cpu_ops import fused_blocks, quantized
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
-from ppfleetx.nn.cpu_ops import quantized, trunk
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.memory import back_process_by_huge_pages
 
@@ -83,7 +83,7 @@ class InferenceEngine(TextGenerator):
         ]
 
     def _inputs(self, prompts: list[list[int]], batch: Batch) -> dict[str, np.ndarray]:
-        """The program's inputs; see :data:`ppfleetx.deploy.program.INPUTS`."""
+        """The program's inputs; see :data:`ppfleetx.deploy.static.program.INPUTS`."""
         cfg, rows = batch.cfg, [prompt for prompt, _ in batch.streams]
         tokens, padding = pad_left(prompts)
         greedy = cfg.decode_strategy == "greedy_search"
@@ -155,7 +155,7 @@ class Program:
             back_process_by_huge_pages()  # the weights, of which Paddle does not say where they are
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
-        """New tokens of :data:`ppfleetx.deploy.program.INPUTS`; ``[b, up to t]`` int64."""
+        """New tokens of :data:`ppfleetx.deploy.static.program.INPUTS`; ``[b, up to t]`` int64."""
         for name in self._predictor.get_input_names():
             self._predictor.get_input_handle(name).copy_from_cpu(inputs[name])
         self._predictor.run()
@@ -198,7 +198,7 @@ def _program_file(files: Collection[str], options: InferenceConfig) -> str:
     cpu_ops.note_if_missing()
     faster, of_few_bits = cpu_ops_file(cpu_ops.WIDTH), quantized_ops_file(cpu_ops.WIDTH)
     of_blocks = blocks_file(cpu_ops.WIDTH)
-    if of_blocks in files and trunk.all_are_available():
+    if of_blocks in files and fused_blocks.all_are_available():
         return of_blocks
     if of_few_bits in files and cpu_ops.are_available() and quantized.are_available():
         return of_few_bits

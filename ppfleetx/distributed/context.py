@@ -11,7 +11,7 @@ import numpy as np
 
 from ppfleetx.config.mesh import Mesh
 from ppfleetx.config.plan import ParallelPlan
-from ppfleetx.utils.hangs.record import RECORD
+from ppfleetx.resilience.flight_recorder import RECORD
 
 DATA_AXES = ("dp", "sharding")
 """Axes whose ranks read different samples."""

@@ -14,7 +14,7 @@ from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.device import choose_device, complete_identity, is_card, join, name_errors, place
 from ppfleetx.distributed.random import register_sliced_stream, seed_everything
-from ppfleetx.utils.hangs.record import OPERATIONS, RECORD
+from ppfleetx.resilience.flight_recorder import OPERATIONS, RECORD
 
 
 def init_distributed(cfg: RunConfig) -> ParallelContext:

@@ -17,7 +17,7 @@ import numpy as np
 from ppfleetx.config.errors import UserError
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.cpu.transport import time_limit
-from ppfleetx.utils.hangs.record import RECORD
+from ppfleetx.resilience.flight_recorder import RECORD
 
 T = TypeVar("T")
 
@@ -72,10 +72,10 @@ def joint_errors(ctx: ParallelContext, *, name_ranks: bool = True) -> Iterator[N
         yield
     except UserError as found:
         error = found
-    settle(ctx, error, name_ranks=name_ranks)
+    raise_on_all_ranks(ctx, error, name_ranks=name_ranks)
 
 
-def settle(ctx: ParallelContext, error: UserError | None, *, name_ranks: bool = True) -> None:
+def raise_on_all_ranks(ctx: ParallelContext, error: UserError | None, *, name_ranks: bool = True) -> None:
     """Raise on all ranks what one of them brings; nothing when none does."""
     if ctx.world_size == 1:
         if error is not None:
@@ -132,7 +132,7 @@ def _make_beating(ctx: ParallelContext, make: Callable[[], T] | None) -> T | Non
     failure = future.exception()
     if failure is not None and not isinstance(failure, UserError):
         raise failure
-    settle(ctx, failure)
+    raise_on_all_ranks(ctx, failure)
     return future.result()
 
 

@@ -17,8 +17,8 @@ import numpy as np
 import paddle
 
 from ppfleetx.distributed.device import on_card, queue_copy, queue_copy_to_host, recorded_event
-from ppfleetx.utils.hangs.progress import PROGRESS
-from ppfleetx.utils.hangs.record import RECORD
+from ppfleetx.resilience.activity import PROGRESS
+from ppfleetx.resilience.flight_recorder import RECORD
 
 _ALIGNMENT = 256  # bytes; as Paddle's own allocations
 _LOOKS_SECONDS = 1e-3  # how often a card is asked how far it is

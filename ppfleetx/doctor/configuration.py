@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ppfleetx.config.config_notes import missing, not_supported_reasons
 from ppfleetx.config.errors import UserError
-from ppfleetx.config.unsupported import missing, not_supported_reasons
 from ppfleetx.config.without_effect import without_effect
 from ppfleetx.core.engine.run_directory import check_beginning
 from ppfleetx.distributed.device import is_card, kind_of, total_memory

@@ -22,7 +22,7 @@ from ppfleetx.distributed.device import is_card
 from ppfleetx.distributed.tf32 import allow_tf32
 from ppfleetx.doctor.case import Case, lacks
 from ppfleetx.doctor.rows import Row, fail, ok, skipped
-from ppfleetx.parallel.apply import parallelize
+from ppfleetx.parallel.parallelize import parallelize
 
 GOLDEN = Path(__file__).with_name("losses.json")
 MODELS = {"GPT": "debug/gpt_nano.yaml", "Llama": "debug/llama_nano.yaml"}

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ppfleetx.config.sections.root import GenerationConfig
-from ppfleetx.generation.draws import RandomStream, uniforms
-from ppfleetx.generation.lookup import MOST_ROWS
+from ppfleetx.generation.gumbel_sampling import RandomStream, uniforms
+from ppfleetx.generation.prompt_lookup import MOST_ROWS
 from ppfleetx.generation.search import Choose, Sampler, greedy
 
 OnText = Callable[[int, int, str], None]

@@ -14,22 +14,22 @@ from paddle import nn
 from ppfleetx.generation.cache import GrowingCache
 from ppfleetx.models.gpt.layers import Block, FinalNorm
 from ppfleetx.nn.attention import Attention
-from ppfleetx.nn.cpu_ops import trunk
+from ppfleetx.nn.cpu_ops import fused_blocks
 from ppfleetx.nn.cpu_ops.ops import MOST_ROWS
 from ppfleetx.nn.mlp import MLP
 from ppfleetx.nn.norm import LayerNorm, RMSNorm
-from ppfleetx.nn.panels import InferenceLinear
+from ppfleetx.nn.packed_weights import InferenceLinear
 from ppfleetx.nn.quantized import QuantizedLinear
 from ppfleetx.nn.rope import RotaryEmbedding
 
 _MOST_SMALL_ROWS, _MOST_COLUMNS = 256, 512
 """Of weights of few bits so many rows are taken, while they attend to so many columns. Their products are the
 same operator either way; attention to more columns is left to Paddle's products."""
-AddLinear = Callable[[trunk.TrunkWeights, nn.Layer], bool]
+AddLinear = Callable[[fused_blocks.BlockWeights, nn.Layer], bool]
 """Adds the matrix of a linear to the weights; False: it cannot be had."""
 
 
-class FusedTrunk:
+class FusedBlocks:
     """The blocks and the final norm of a model, for passes with a cache.
 
     Args:
@@ -45,11 +45,11 @@ class FusedTrunk:
         first: Block = self._blocks[0]
         self.window, self._rotary = first.attention.window, first.attention.rotary
         self._epsilon: float = first.input_norm.epsilon
-        self._forms: dict[bool, trunk.TrunkWeights | None] = {}
+        self._forms: dict[bool, fused_blocks.BlockWeights | None] = {}
         linears = [linear for block in self._blocks for linear in linears_of(block)]
         self.takes_prompts = all(type(linear) is QuantizedLinear for linear in linears)
 
-    def weights(self, num_rows: int, num_columns: int = 0) -> trunk.TrunkWeights | None:
+    def weights(self, num_rows: int, num_columns: int = 0) -> fused_blocks.BlockWeights | None:
         """The weights in the form for so many rows that attend to so many columns; None: there is no memory
         for it, or they are too many for an operation that takes them one after the other."""
         is_small = self.takes_prompts and num_columns <= _MOST_COLUMNS
@@ -88,20 +88,20 @@ class FusedTrunk:
 
     def run_with(
         self,
-        weights: trunk.TrunkWeights,
+        weights: fused_blocks.BlockWeights,
         hidden: paddle.Tensor,
         position_ids: paddle.Tensor,
         column: paddle.Tensor,
         penalty: paddle.Tensor | None,
         memory: Sequence[paddle.Tensor],
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-        """:func:`ppfleetx.nn.cpu_ops.trunk.run` with the angles of the positions."""
+        """:func:`ppfleetx.nn.cpu_ops.fused_blocks.run` with the angles of the positions."""
         angles = self.angles(position_ids)
-        return trunk.run(hidden, column, penalty, angles, memory, weights, self._epsilon)
+        return fused_blocks.run(hidden, column, penalty, angles, memory, weights, self._epsilon)
 
-    def make_weights(self, add_linear: AddLinear) -> trunk.TrunkWeights | None:
+    def make_weights(self, add_linear: AddLinear) -> fused_blocks.BlockWeights | None:
         """All weights in their order; None where ``add_linear`` fails."""
-        made = trunk.TrunkWeights()
+        made = fused_blocks.BlockWeights()
         made.begin(_sizes(self._blocks[0]), len(self._blocks))
         for block in self._blocks:
             for linear in linears_of(block):
@@ -113,12 +113,12 @@ class FusedTrunk:
         return made
 
 
-def fused_trunk(layers: Sequence[nn.Layer]) -> FusedTrunk | None:
+def fused_trunk(layers: Sequence[nn.Layer]) -> FusedBlocks | None:
     """The blocks and the final norm of a model as one operation; None: there is none that does the same."""
-    if not trunk.are_available() or not can_fuse(layers):
+    if not fused_blocks.are_available() or not can_fuse(layers):
         return None
     linears = [linear for block in layers[:-1] for linear in linears_of(block)]
-    return FusedTrunk(layers) if all(map(_is_known_linear, linears)) else None
+    return FusedBlocks(layers) if all(map(_is_known_linear, linears)) else None
 
 
 def can_fuse(layers: Sequence[nn.Layer]) -> bool:
@@ -140,7 +140,7 @@ def _is_plain_block(layer: nn.Layer) -> bool:
         type(layer) is Block
         and type(layer.attention) is Attention
         and type(layer.mlp) is MLP
-        and layer.mlp.activation in trunk.ACTIVATIONS
+        and layer.mlp.activation in fused_blocks.ACTIVATIONS
         and type(layer.attention.rotary) in (type(None), RotaryEmbedding)
         # Ranks that share a layer, or a sequence, have something to say to each other within it.
         and layer.attention.factory.group is None
@@ -153,7 +153,7 @@ def _has_hooks(layer: nn.Layer) -> bool:
 
 
 def _norms(block: Block) -> tuple[nn.Layer | None, ...]:
-    """In the order of :meth:`~ppfleetx.nn.cpu_ops.trunk.TrunkWeights.add_norm`."""
+    """In the order of :meth:`~ppfleetx.nn.cpu_ops.fused_blocks.BlockWeights.add_norm`."""
     attention = block.attention
     return (
         block.input_norm,
@@ -166,21 +166,21 @@ def _norms(block: Block) -> tuple[nn.Layer | None, ...]:
 
 
 def linears_of(block: Block) -> tuple[nn.Layer, ...]:
-    """In the order of :meth:`~ppfleetx.nn.cpu_ops.trunk.TrunkWeights.add_linear`."""
+    """In the order of :meth:`~ppfleetx.nn.cpu_ops.fused_blocks.BlockWeights.add_linear`."""
     return block.attention.qkv, block.attention.out_proj, block.mlp.fc1, block.mlp.fc2
 
 
-def _sizes(block: Block) -> trunk.BlockSizes:
+def _sizes(block: Block) -> fused_blocks.BlockSizes:
     attention, mlp = block.attention, block.mlp
     wide = mlp.fc1.weight.shape[1]
-    activation = trunk.ACTIVATIONS.index(mlp.activation)
-    return trunk.BlockSizes(
+    activation = fused_blocks.ACTIVATIONS.index(mlp.activation)
+    return fused_blocks.BlockSizes(
         groups=attention.num_groups,
         per_group=attention.queries_per_group,
         head_dim=attention.head_dim,
         rotary_dim=0 if attention.rotary is None else attention.rotary.head_dim,
         activation=activation,
-        inner=wide // 2 if trunk.ACTIVATIONS[activation] is trunk.swiglu else wide,
+        inner=wide // 2 if fused_blocks.ACTIVATIONS[activation] is fused_blocks.swiglu else wide,
         parallel_residual=block.parallel_residual,
     )
 
@@ -189,7 +189,7 @@ def _is_known_linear(linear: nn.Layer) -> bool:
     return type(linear) in (InferenceLinear, QuantizedLinear) and not linear.sublayers()
 
 
-def _add_linear(weights: trunk.TrunkWeights, linear: nn.Layer, num_rows: int) -> bool:
+def _add_linear(weights: fused_blocks.BlockWeights, linear: nn.Layer, num_rows: int) -> bool:
     columns = linear.weight.shape[1]
     if isinstance(linear, QuantizedLinear):
         weights.add_linear(linear.matrix.panel_format, *linear.matrix.panels(), columns, linear.bias)

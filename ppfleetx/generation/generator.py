@@ -16,7 +16,7 @@ from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.data.vocabulary import check_tokenizer
 from ppfleetx.generation.batch import Batch, OnText
 from ppfleetx.generation.beam import BeamOptions, beam_search
-from ppfleetx.generation.lookup import decode_with_lookup
+from ppfleetx.generation.prompt_lookup import decode_with_lookup
 from ppfleetx.generation.prompts import NoTokenizer, Prompt, token_ids
 from ppfleetx.generation.search import FinishReason, Row, Rules, decode
 from ppfleetx.generation.session import DecodingSession, NextTokenModel

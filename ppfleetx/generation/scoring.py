@@ -8,7 +8,7 @@ import numpy as np
 import paddle
 
 from ppfleetx.generation.cache import GrowingCache
-from ppfleetx.generation.choosing import TokenScore, score_tokens
+from ppfleetx.generation.sampling import TokenScore, score_tokens
 from ppfleetx.generation.session import NextTokenModel
 
 # The logits of so many positions are in memory at a time.

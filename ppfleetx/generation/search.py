@@ -13,10 +13,10 @@ from typing import Literal
 import numpy as np
 import paddle
 
-from ppfleetx.generation.draws import RandomStream, draw
+from ppfleetx.generation.gumbel_sampling import RandomStream, draw
 from ppfleetx.generation.processors import candidates, forbid, force, penalize_repetition
 from ppfleetx.generation.session import DecodingSession
-from ppfleetx.utils.hangs.progress import GENERATING, PROGRESS
+from ppfleetx.resilience.activity import GENERATING, PROGRESS
 
 FinishReason = Literal["stop", "length"]
 Choose = Callable[[paddle.Tensor, np.ndarray, int], paddle.Tensor]

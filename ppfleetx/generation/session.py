@@ -14,10 +14,10 @@ from paddle import nn
 
 from ppfleetx.distributed.collectives import all_gather_columns
 from ppfleetx.generation.cache import GrowingCache
-from ppfleetx.generation.fused import FusedTrunk, fused_trunk
+from ppfleetx.generation.fused import FusedBlocks, fused_trunk
 from ppfleetx.models.gpt.layers import TiedHead
 from ppfleetx.models.staged import StagedModel
-from ppfleetx.nn.panels import PanelMatrix, use_huge_pages
+from ppfleetx.nn.packed_weights import PanelMatrix, use_huge_pages
 from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedMatrix
 
 
@@ -53,7 +53,7 @@ class NextTokenModel:
             use_huge_pages(self.head_matrix)
         for parameter in model.parameters():
             use_huge_pages(parameter)
-        self._fused: FusedTrunk | None = None  # of layers as they are when they are used
+        self._fused: FusedBlocks | None = None  # of layers as they are when they are used
         self._looked_for_fused = False
 
     def with_cache(

@@ -12,7 +12,7 @@ with a divisor of the whole step, known before its first forward pass. So the lo
 plan, nor on micro batches, recomputation or loss scaling. The metric ``name`` is the mean of the values over
 what counts and over the layers, without the weight. The logged ``loss`` is the task's alone.
 
-Shape letters: s positions of the trunk that this rank has, b rows of the micro batch.
+Shape letters: s positions of the hidden states that this rank has, b rows of the micro batch.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class AuxLoss:
 
     Attributes:
         name: of its metric; the architecture or the task declares it.
-        value: ``[s, b]`` for ``tokens``, a number for each position of the trunk here; ``[b]`` for
+        value: ``[s, b]`` for ``tokens``, a number for each position of the hidden states here; ``[b]`` for
             ``sequences``; a scalar for ``step``.
         weight: of the loss.
         divisor: ``tokens`` and ``sequences``: those that count in the loss of the step, and values of others
             count nothing; ``step``: 1, values of all micro batches and ranks add up.
-        same_on: axes whose ranks hold the same value, not a share of it. None: those that hold the same part
-            of the trunk. A value of whole sequences, summed over ranks by the layer itself, is the same on
+        same_on: axes whose ranks hold the same value, not a share of it. None: those that hold the same
+            hidden states. A value of whole sequences, summed over ranks by the layer itself, is the same on
             ``("mp", "sep")``.
     """
 
@@ -133,7 +133,7 @@ class StepScope:
             value = value * self._weights_of(aux.divisor, micro_batch)
         value = value.sum()
         if not is_recomputing():
-            same_on = self._factory.trunk_same_on if aux.same_on is None else aux.same_on
+            same_on = self._factory.hidden_same_on if aux.same_on is None else aux.same_on
             count = self._count(aux.divisor, micro_batch) / self._num_shares(same_on)
             self._record(aux.name, Sum(value.detach(), count, same_on))
         if self._divisors is None or value.stop_gradient or not paddle.is_grad_enabled():
@@ -149,7 +149,7 @@ class StepScope:
             _PLACE.set(_Place(self, micro_batch))
 
     def _weights_of(self, of: Divisor, micro_batch: int) -> paddle.Tensor:
-        """1 or 0 for each position of the trunk ``[s, b]``, or for each row ``[b]``: whether it counts."""
+        """1 or 0 for each position ``[s, b]`` or each row ``[b]``: whether it counts."""
         if (micro_batch, of) not in self._weights:
             weights = upload(_weights(self._micro_batches[micro_batch], of).astype(np.float32))
             if of == "tokens":

@@ -5,7 +5,7 @@ the next piece. The backward pass only multiplies what is there by the gradient 
 computed twice; what is kept between the passes are the gradients of the head's weight and of its input
 (Hsu et al., Liger Kernel, 2024, section 3.2, do the same in one GPU kernel).
 
-Shape letters: s positions, b rows, h width of the trunk, V columns of the logits (of this rank).
+Shape letters: s positions, b rows, h width of the hidden states, V columns of the logits (of this rank).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from ppfleetx.nn.stage import LayerFactory
 
 
 class TokenEmbedding(nn.Layer):
-    """Tokens (and learned positions) to the trunk's ``[s, b, h]``.
+    """Tokens (and learned positions) to the hidden states' ``[s, b, h]``.
 
     Args:
         factory: makes the tables.

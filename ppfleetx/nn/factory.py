@@ -32,7 +32,7 @@ from ppfleetx.nn.loss import parallel_token_loss, token_loss
 from ppfleetx.nn.loss_output import SAME_ON_MP, LossOutput
 from ppfleetx.nn.matmul import Matmul
 from ppfleetx.nn.norm import RMSNorm
-from ppfleetx.nn.panels import InferenceLinear
+from ppfleetx.nn.packed_weights import InferenceLinear
 from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Part, Shard, placed
 from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedLinear
 from ppfleetx.nn.scores import parallel_token_scores, token_scores
@@ -91,7 +91,7 @@ class LocalFactory:
         group: tensor-parallel ranks, which share the columns of logits; None: this rank has all of them.
         matmul: multiplies by the weights of the layers that are made here.
         fused: the fused operators that its layers take.
-        trunk_same_on: axes whose ranks hold the same part of the trunk.
+        hidden_same_on: axes whose ranks hold the same part of the hidden states.
         mesh, rank: say which slices of parameters are made here.
         sequence_parallel: whether each tensor-parallel rank has its part of the positions.
     """
@@ -101,7 +101,7 @@ class LocalFactory:
     fused: FusedOps = NO_FUSED_OPS
     group: Any = None
     linear_cls: type[Linear] = Linear
-    trunk_same_on: tuple[str, ...] = SAME_ON_MP
+    hidden_same_on: tuple[str, ...] = SAME_ON_MP
 
     def __init__(self, sequence_split: SequenceSplit | None = None) -> None:
         self.sequence_split, self.matmul = sequence_split, Matmul()
@@ -245,7 +245,7 @@ class LocalFactory:
         return values
 
     def _position_groups(self) -> list[Any]:
-        """Groups whose ranks hold different positions of the trunk."""
+        """Groups whose ranks hold different positions of the hidden states."""
         return [] if self.sequence_split is None else [self.sequence_split.group]
 
     def enter_attention(self, qkv: paddle.Tensor) -> paddle.Tensor:
@@ -294,7 +294,7 @@ class TensorParallelFactory(LocalFactory):
     ) -> None:
         super().__init__(sequence_split)
         self.group, self.sequence_parallel = group, sequence_parallel
-        self.trunk_same_on = () if sequence_parallel else SAME_ON_MP
+        self.hidden_same_on = () if sequence_parallel else SAME_ON_MP
         self.mesh, self.rank = Mesh(ParallelPlan(mp=group.nranks)), group.rank
 
     def local_count(self, count: int, what: str) -> int:

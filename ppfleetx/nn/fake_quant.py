@@ -20,7 +20,7 @@ from paddle import nn
 from paddle.autograd import PyLayer
 
 from ppfleetx.config.sections.compress import QUANTIZER
-from ppfleetx.nn.panels import InferenceLinear
+from ppfleetx.nn.packed_weights import InferenceLinear
 from ppfleetx.nn.stage import Finish, LayerFactory, NameOf, Stage, ask_for_gradient
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from ppfleetx.distributed.device import capability, on_gpu
 from ppfleetx.nn.cpu_ops import quantized as cpu_ops
 from ppfleetx.nn.layer_params import codes, scales
 from ppfleetx.nn.linear import add_smaller
-from ppfleetx.nn.panels import PanelMatrix, use_huge_pages
+from ppfleetx.nn.packed_weights import PanelMatrix, use_huge_pages
 from ppfleetx.nn.param_spec import ParamSpec
 from ppfleetx.nn.stage import Finish, LayerFactory, NameOf, Stage, declare
 
@@ -103,7 +103,7 @@ class QuantizedMatrix:
 
     @property
     def panel_format(self) -> str:
-        """Which of :data:`~ppfleetx.nn.cpu_ops.trunk.FORMATS` the panels have."""
+        """Which of :data:`~ppfleetx.nn.cpu_ops.fused_blocks.FORMATS` the panels have."""
         if self.rounds_activations:
             return "int8_int8"
         return "int4" if self.form.bits == 4 else "int8"

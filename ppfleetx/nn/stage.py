@@ -79,16 +79,16 @@ class LayerFactory(Protocol):
 
     Attributes:
         group: ranks that share the columns of logits; None: this rank has all of them.
-        sequence_parallel: whether tensor-parallel ranks see other positions of the trunk.
+        sequence_parallel: whether tensor-parallel ranks see other positions of the hidden states.
         fused: the fused operators that its layers take.
         matmul: multiplies by the weights of its layers.
-        trunk_same_on: axes whose ranks hold the same part of the trunk, of those that share a micro batch.
+        hidden_same_on: of the axes that share a micro batch, those whose ranks hold the same hidden states.
     """
 
     sequence_parallel: bool
     fused: FusedOps
     matmul: Matmul
-    trunk_same_on: tuple[str, ...]
+    hidden_same_on: tuple[str, ...]
     group: Any
 
     def local_count(self, count: int, what: str) -> int:
@@ -117,7 +117,7 @@ class LayerFactory(Protocol):
         self, in_features: int, out_features: int, *, init: Init, bias: bool, of_trunk: bool = False
     ) -> nn.Layer:
         """Linear ``[in, out]`` held whole by every rank, for input that is whole too; ``of_trunk``: for the
-        positions of the trunk that are here, as a router's."""
+        positions of the hidden states that are here, as a router's."""
 
     def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> nn.Layer:
         """The :class:`~ppfleetx.nn.fake_quant.FakeQuantizer` of a linear made here; ``follows``: training
@@ -154,17 +154,18 @@ class LayerFactory(Protocol):
         """What the blocks work on back to ``[s, b, h]`` whole, for what every rank then computes alike."""
 
     def enter_head(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """Trunk output ``[s, b, h]`` to what a head multiplies by its matrix: all positions of the rank."""
+        """Hidden states ``[s, b, h]`` to what a head multiplies by its matrix: all positions of the rank."""
 
     def tied_logits(self, hidden: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
-        """Trunk output times the word embedding ``[V, h]`` transposed; columns stay sliced."""
+        """Hidden states times the word embedding ``[V, h]`` transposed; columns stay sliced."""
 
     def local_positions(self, ids: paddle.Tensor) -> paddle.Tensor:
-        """The positions of ``[b, s]`` that this rank's trunk begins with (its part of ``s`` under sep)."""
+        """The positions of ``[b, s]`` that this rank begins with (its part of ``s`` under sep)."""
 
     def sum_over_positions(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Sums over this rank's positions of the trunk to sums over whole sequences, float32. A loss made
-        of them is the same on the axes ``mp`` and ``sep``."""
+        """Sums over this rank's positions to sums over whole sequences, float32.
+
+        A loss made of them is the same on the axes ``mp`` and ``sep``."""
 
     def enter_attention(self, qkv: paddle.Tensor) -> paddle.Tensor:
         """``[s, b, groups, heads, d]`` of this rank's positions to all positions (of fewer groups)."""

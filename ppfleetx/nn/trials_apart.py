@@ -21,7 +21,7 @@ import numpy as np
 import paddle
 
 from ppfleetx.distributed.tf32 import exact_products
-from ppfleetx.utils.hangs.progress import PROGRESS
+from ppfleetx.resilience.activity import PROGRESS
 
 _SECONDS = 120.0  # of one child: the import of Paddle, a context on the card, some kernels
 _READY, _SAID = "trials: ready", "trial: "  # lines among whatever else is printed

@@ -18,7 +18,7 @@ from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import CheckpointError, ConfigError, shown
 from ppfleetx.config.registries import SCHEDULES
 from ppfleetx.config.sections.optimizer import LRConfig, OptimizerConfig
-from ppfleetx.optims.courses import WSD_COEFFICIENT
+from ppfleetx.optims.lr_decay import WSD_COEFFICIENT
 from ppfleetx.utils.log import get_logger
 
 WSD_STYLES = tuple(WSD_COEFFICIENT)

@@ -16,7 +16,7 @@ from paddle.distributed.fleet.meta_parallel import PipelineLayer
 
 from ppfleetx.config.schedules import Pass
 from ppfleetx.nn.matmul import Matmul
-from ppfleetx.parallel.listed_pipeline import ListedPipeline, Receive
+from ppfleetx.parallel.pipeline_schedules import ListedPipeline, Receive
 
 
 class AsyncPipeline(ListedPipeline):

@@ -51,7 +51,7 @@ class _Sizes:
 
 
 def _norm(s: _Sizes, writes: str, reads: str, size: float | None = None) -> list[Step]:
-    """A norm of the trunk, or of a tensor of ``size`` bytes."""
+    """A norm of the hidden states, or of a tensor of ``size`` bytes."""
     u = s.part if size is None else size
     if s.model.normalization == "RMSNorm" and not s.on_cpu and not s.fused:
         wide = u * 4 / s.e  # squares and products are of a float32 copy
@@ -269,7 +269,7 @@ def _layer_tape(case: Case, recompute: Recompute) -> Tape:
 
 
 def embedding_tape(case: Case) -> Tape:
-    """Ids to the trunk."""
+    """Ids to the hidden states."""
     return _embedding_tape(alike(case))
 
 

@@ -131,7 +131,7 @@ class Case:
 
     @property
     def trunk_bytes(self) -> float:
-        """Bytes of one micro batch's trunk on a context rank, before sequence parallelism cuts it."""
+        """Bytes of one micro batch's hidden states on a context rank, before sequence parallelism cuts it."""
         tokens = self.micro_batch * self.seq_len / self.plan.sep
         return tokens * self.model.hidden_size * self.precision.activation_bytes
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 
 from ppfleetx.planner.case import Case, alike
-from ppfleetx.planner.hidden import PassSeconds, waited_for_gradients, waited_for_layer, waited_for_values
 from ppfleetx.planner.network import (
     Cluster,
     all_reduce_seconds,
@@ -30,6 +29,12 @@ from ppfleetx.planner.operations import (
     head_operations,
     layer_operations,
     repeats,
+)
+from ppfleetx.planner.overlapped_time import (
+    PassSeconds,
+    waited_for_gradients,
+    waited_for_layer,
+    waited_for_values,
 )
 from ppfleetx.planner.parameters import Held, held_parameters, layer_parameters
 from ppfleetx.planner.timeline import Messages, Timeline, play
@@ -291,7 +296,7 @@ def _price(o: Operation, flops: float, moved: float, kernels: int, case: Case, c
 
 
 def _activation_sum(case: Case, cluster: Cluster) -> float:
-    """One tensor-parallel sum of the trunk; with sequence parallelism as scatter and gather."""
+    """One tensor-parallel sum of the hidden states; with sequence parallelism as scatter and gather."""
     return all_reduce_seconds(case.trunk_bytes, group_of(case.plan, "mp", cluster), cluster)
 
 
@@ -315,7 +320,7 @@ def _layer_communication(case: Case, cluster: Cluster, *, backward: bool = False
 
 def _messages(case: Case, cluster: Cluster) -> Messages:
     """Activations to the next stage, whose tensor ranks gather what came in parts, and gradients back. ZB-H1
-    waits for what it sends forward alone (``parallel/listed_pipeline.py``)."""
+    waits for what it sends forward alone (``parallel/pipeline_schedules.py``)."""
     if case.plan.pp == 1:
         return Messages(0.0)
     seconds = message_seconds(case.message_bytes, case.plan, cluster)

@@ -65,7 +65,7 @@ def _runner(plan: dict[str, int], world: int, model: dict[str, int] | None) -> t
     from ppfleetx.config.loader import load_config
     from ppfleetx.core.module.build import build_module
     from ppfleetx.distributed.init import init_distributed
-    from ppfleetx.parallel.apply import parallelize
+    from ppfleetx.parallel.parallelize import parallelize
     from tests.e2e.program import NANO, SETTINGS
 
     values = {**SETTINGS, **(model or MODEL), **plan}

@@ -13,10 +13,10 @@ from ppfleetx.checkpoint.foreign.generation_defaults import of_configuration, of
 from ppfleetx.checkpoint.inspect import summary
 from ppfleetx.checkpoint.manifest import MANIFEST_FILE, Manifest
 from ppfleetx.checkpoint.reader import open_checkpoint
-from ppfleetx.config.effects import network
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.resume_policy import network
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from tests.checkpoint.checkpoints import save
 from tests.checkpoint.foreign import hf_dirs

@@ -27,7 +27,7 @@ from ppfleetx.config.errors import CheckpointError, ConfigError, UserError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.reading.files import MadeFile
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.core.programs.model_place import ModelPlace, find_model, override
+from ppfleetx.core.programs.resolve_model import ModelPlace, override, resolve_model
 from ppfleetx.core.programs.shared_directory import shared_directory
 from ppfleetx.data.indexed import IndexedDatasetWriter
 from ppfleetx.models.gpt.stages import gpt_stages
@@ -118,7 +118,7 @@ def test_every_directory_writes_the_same(place: Path, text: str, model: str) -> 
 
 def test_the_prompt_of_whoever_saved_a_checkpoint_is_not_continued(place: Path) -> None:
     with ExitStack() as stack:
-        config = find_model(place / "older", stack).config
+        config = resolve_model(place / "older", stack).config
         assert isinstance(config, MadeFile)
         said = yaml.safe_load(config.path.read_text())["Generation"]
     assert said["max_dec_len"] == GENERATION["max_dec_len"]
@@ -140,15 +140,15 @@ def test_a_checkpoint_describes_its_model_and_no_more(tmp_path: Path, key: str, 
     (tmp_path / "run.yaml").write_text(json.dumps({"Global": {"local_batch_size": 1}, "Model": MODEL}))
     documents = documents_of(load_config(tmp_path / "run.yaml"), None)
     with ExitStack() as stack:
-        assert find_model(save(tmp_path / "sound", documents=documents), stack).config is not None
+        assert resolve_model(save(tmp_path / "sound", documents=documents), stack).config is not None
     [name] = documents
     said = yaml.safe_load(documents[name]) | yaml.safe_load(more)
     foreign = save(tmp_path / "foreign", documents={name: yaml.safe_dump(said).encode()})
     with ExitStack() as stack, pytest.raises(ConfigError, match="may describe the model") as caught:
-        find_model(foreign, stack)
+        resolve_model(foreign, stack)
     assert caught.value.key == key
     with ExitStack() as stack:  # who names a configuration decides
-        assert find_model(foreign, stack, with_config=False).checkpoint == foreign
+        assert resolve_model(foreign, stack, with_config=False).checkpoint == foreign
 
 
 def test_fleetx_has_the_network_of_a_shipped_configuration(place: Path, text: str) -> None:
@@ -260,11 +260,11 @@ def test_processes_of_a_job_convert_once(
     monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", "127.0.0.1:1,127.0.0.1:2")
     with ExitStack() as second:
         with ExitStack() as first:
-            found = [find_model(place / "hf", stack) for stack in (first, second)]
+            found = [resolve_model(place / "hf", stack) for stack in (first, second)]
             assert found[0] == found[1] and capsys.readouterr().out.count("it is converted into") == 1
             monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", "127.0.0.1:1,127.0.0.1:3")
             with ExitStack() as other_job:
-                assert find_model(place / "hf", other_job).checkpoint != found[0].checkpoint
+                assert resolve_model(place / "hf", other_job).checkpoint != found[0].checkpoint
         assert found[1].config.path.is_file()
     assert not any(path.is_file() or path.name == "content" for path in tmp_path.rglob("*"))
 
@@ -321,7 +321,7 @@ def test_what_processes_that_were_killed_have_left_is_removed_by_the_next(
 
 def test_nothing_that_was_made_stays(place: Path) -> None:
     with ExitStack() as stack:
-        found = find_model(place / "hf", stack)
+        found = resolve_model(place / "hf", stack)
         assert found.checkpoint.is_dir() and found.config is not None
         made = found.checkpoint.parent
     assert not made.exists()

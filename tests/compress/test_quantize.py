@@ -23,8 +23,8 @@ from ppfleetx.config.sections.compress import WeightsConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.core.programs.generate import load_generator
-from ppfleetx.core.programs.model_place import find_model
 from ppfleetx.core.programs.quantize import REPORT_FILE, Request, run
+from ppfleetx.core.programs.resolve_model import resolve_model
 from ppfleetx.core.programs.train import refuse_small_weights
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.factory import LocalFactory
@@ -51,7 +51,7 @@ def _quantize(run_dir: Path, output: Path, **options) -> dict:
 
 def _generator(place: Path):
     with ExitStack() as stack:
-        found = find_model(place, stack)
+        found = resolve_model(place, stack)
         cfg = load_config(found.config, found.overrides(["Generation.max_dec_len=12"]))
         cfg = cfg.model_copy(
             update={"Generation": cfg.Generation.model_copy(update={"decode_strategy": "greedy_search"})}
@@ -240,7 +240,7 @@ def test_what_a_quantised_checkpoint_is_not(run_dir, tmp_path) -> None:
     with pytest.raises(ConfigError, match="is there already"):
         _quantize(run_dir, occupied)
     with ExitStack() as stack:
-        found = find_model(small, stack)
+        found = resolve_model(small, stack)
         cfg = load_config(found.config, found.overrides())
         with pytest.raises(ConfigError, match="cannot be trained"):
             refuse_small_weights(cfg)

@@ -2,9 +2,9 @@
 
 import pytest
 
+from ppfleetx.config.config_notes import not_supported_reasons
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.unsupported import not_supported_reasons
 from ppfleetx.config.without_effect import without_effect
 from ppfleetx.core.programs.check import check_report
 from ppfleetx.core.programs.launch import start_with

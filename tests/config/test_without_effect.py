@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.config.effects import leaf_keys
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.record import dump_config
+from ppfleetx.config.resume_policy import leaf_keys
 from ppfleetx.config.shipped import CONFIGS
 from ppfleetx.config.without_effect import NOT_BUILT, SWITCHED_OFF, SwitchedOff, without_effect
 

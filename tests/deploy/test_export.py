@@ -23,9 +23,9 @@ from ppfleetx.deploy.export import check_target
 from ppfleetx.deploy.export import run as run_export
 from ppfleetx.deploy.inference import merge_settings
 from ppfleetx.deploy.inference import run as run_inference
-from ppfleetx.deploy.program_linear import Matrix, use_panels
+from ppfleetx.deploy.static.linear import Matrix, use_panels
 from ppfleetx.deploy.tracing import quick_conversion
-from ppfleetx.nn.panels import WIDTH
+from ppfleetx.nn.packed_weights import WIDTH
 from tests.deploy.exports import GPT2_STYLE, Exported, configuration, write_run
 from tests.helpers import programs
 

@@ -12,8 +12,8 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import InferenceConfig
 from ppfleetx.core.programs.generate import load_generator
-from ppfleetx.core.programs.model_place import find_model
 from ppfleetx.core.programs.quantize import Request, run
+from ppfleetx.core.programs.resolve_model import resolve_model
 from ppfleetx.core.programs.train import evaluate
 from ppfleetx.deploy import inference_engine
 from ppfleetx.deploy.export import check_adapters, export
@@ -21,7 +21,7 @@ from ppfleetx.deploy.export_dir import PROGRAM_FILE, WEIGHTS_FILE, blocks_file
 from ppfleetx.deploy.inference_engine import InferenceEngine
 from ppfleetx.deploy.server.app import Service
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.nn.cpu_ops import ops, trunk
+from ppfleetx.nn.cpu_ops import fused_blocks, ops
 from tests.compress.runs import MODELS, add_adapters, write_corpus, write_run
 from tests.deploy.server.in_process import serve
 
@@ -51,7 +51,7 @@ def test_an_export_generates_what_the_quantised_model_does(style, way, tmp_path,
     sizes = [(place / WEIGHTS_FILE).stat().st_size for place in (directory, plain)]
     assert sizes[0] < 0.45 * sizes[1]
     engines = [InferenceEngine(InferenceConfig(model_dir=str(directory), cpu_threads=1))]
-    if trunk.all_are_available():
+    if fused_blocks.all_are_available():
         assert (directory / blocks_file(ops.WIDTH)).is_file()
         monkeypatch.setattr(inference_engine, "_program_file", lambda *_: PROGRAM_FILE)
         engines.append(InferenceEngine(InferenceConfig(model_dir=str(directory), cpu_threads=1)))
@@ -100,7 +100,7 @@ def test_adapters_beside_small_weights_are_not_exported(tmp_path) -> None:
 
 def _configuration(place: Path, overrides=()):
     with ExitStack() as stack:
-        found = find_model(place, stack)
+        found = resolve_model(place, stack)
         return load_config(found.config, found.overrides(["Generation.max_dec_len=12", *overrides]))
 
 

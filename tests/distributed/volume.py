@@ -44,7 +44,7 @@ def step(overrides: dict[str, Any], micro_batch_size: int, world: int) -> dict[s
     from ppfleetx.distributed.cpu import backend as cpu_backend
     from ppfleetx.distributed.init import init_distributed
     from ppfleetx.nn.param_spec import REPLICATE
-    from ppfleetx.parallel.apply import parallelize
+    from ppfleetx.parallel.parallelize import parallelize
 
     cfg = load_config(CONFIG, settings(overrides, micro_batch_size), world_size=world)
     with paddle.utils.unique_name.guard():

@@ -12,17 +12,17 @@ from ppfleetx.config.errors import DataError
 from ppfleetx.config.loader import load_config
 from ppfleetx.core.engine.callbacks.build import CallbackList
 from ppfleetx.core.engine.engine import Engine
-from ppfleetx.core.engine.pace import Pace
 from ppfleetx.core.engine.run import EvalRecord
 from ppfleetx.core.engine.saving import Saver
 from ppfleetx.core.engine.state import TrainState
+from ppfleetx.core.engine.training_length import TrainingLength
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.models.evaluator import EvalOutput
 from tests.e2e.conftest import NANO
 
 
-def pace(samples_per_epoch: float, *overrides: str) -> Pace:
-    return Pace.of(load_config(NANO, overrides), samples_per_epoch)
+def pace(samples_per_epoch: float, *overrides: str) -> TrainingLength:
+    return TrainingLength.of(load_config(NANO, overrides), samples_per_epoch)
 
 
 def test_epoch_mode_counts_whole_global_batches() -> None:
@@ -83,7 +83,7 @@ def test_an_evaluation_cut_short_is_made_up_for_on_resume(
         recorder,
         saver=saver,
         callbacks=CallbackList([("recorder", recorder)]),
-        pace=Pace(4, eval_every=4),
+        length=TrainingLength(4, eval_every=4),
     )
     engine.state = TrainState(step=4, evaluated_step=evaluated)
     engine.fit([], eval_sets={None: [[{}]]})

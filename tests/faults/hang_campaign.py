@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppfleetx.config.plan import ParallelPlan
-from ppfleetx.utils.hangs.explain import explain
-from ppfleetx.utils.hangs.report import latest, read_reports
+from ppfleetx.resilience.explain import explain
+from ppfleetx.resilience.hang_report import latest, read_reports
 from tests.e2e.program import NANO, ROOT, SETTINGS, plan_overrides
 from tests.e2e.resumption import write_corpus
 from tests.helpers import programs

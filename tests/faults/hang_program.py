@@ -24,8 +24,8 @@ from paddle import distributed
 from ppfleetx.cli.main import run_program
 from ppfleetx.core.engine.engine import Engine
 from ppfleetx.data.gpt_dataset import GPTDataset
-from ppfleetx.distributed.cpu.inquiry import Inquiry
-from ppfleetx.utils.hangs.progress import PROGRESS
+from ppfleetx.distributed.cpu.desync import Inquiry
+from ppfleetx.resilience.activity import PROGRESS
 
 AT_STEP = 3
 

@@ -8,10 +8,10 @@ import pytest
 
 from ppfleetx.config.sections.root import GenerationConfig
 from ppfleetx.generation import continuous
-from ppfleetx.generation.choosing import RowChoice, RowOptions, choose_tokens
 from ppfleetx.generation.continuous import ContinuousBatch
-from ppfleetx.generation.draws import RandomStream
 from ppfleetx.generation.generator import Generator
+from ppfleetx.generation.gumbel_sampling import RandomStream
+from ppfleetx.generation.sampling import RowChoice, RowOptions, choose_tokens
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
 
 PROMPTS = [[5, 9, 11], [7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7, 1, 8], [60, 0]]

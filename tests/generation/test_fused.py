@@ -10,12 +10,12 @@ from ppfleetx.generation.fused import fused_trunk
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
-from ppfleetx.nn.cpu_ops import quantized, trunk
+from ppfleetx.nn.cpu_ops import fused_blocks, quantized
 from ppfleetx.nn.factory import InferenceFactory, LocalFactory
 from ppfleetx.nn.quantized import with_small_weights
 
 needs_operator = pytest.mark.skipif(
-    not (trunk.are_available() and quantized.are_available()),
+    not (fused_blocks.are_available() and quantized.are_available()),
     reason="the operators are not compiled (python -m ppfleetx.nn.cpu_ops)",
 )
 SHAPE = {
@@ -130,4 +130,4 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     ):
         given = {"hidden": hidden, "column": column, "penalty": None, "angles": None, "cache": cache}
         with pytest.raises(Exception, match=message):
-            trunk.run(**{**given, **changed}, weights=weights, epsilon=1e-5)
+            fused_blocks.run(**{**given, **changed}, weights=weights, epsilon=1e-5)

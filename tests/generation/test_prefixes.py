@@ -7,9 +7,9 @@ import paddle
 import pytest
 
 from ppfleetx.generation import continuous, prefixes
-from ppfleetx.generation.choosing import RowChoice, RowOptions, choose_tokens, score_tokens
 from ppfleetx.generation.continuous import ContinuousBatch
 from ppfleetx.generation.prefixes import PrefixStore
+from ppfleetx.generation.sampling import RowChoice, RowOptions, choose_tokens, score_tokens
 from ppfleetx.generation.scoring import score_prompt
 from ppfleetx.generation.session import NextTokenModel
 

@@ -4,8 +4,8 @@ import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.generation import draws as draws_module
-from ppfleetx.generation.draws import RandomStream, draw, race_size
+from ppfleetx.generation import gumbel_sampling as draws_module
+from ppfleetx.generation.gumbel_sampling import RandomStream, draw, race_size
 from ppfleetx.generation.processors import candidates
 from ppfleetx.generation.search import Sampler
 

@@ -12,9 +12,9 @@ import pytest
 
 from ppfleetx.config.errors import UserError
 from ppfleetx.generation import processors
-from ppfleetx.nn import panels
+from ppfleetx.nn import packed_weights
 from ppfleetx.nn.cpu_ops import build, ops
-from ppfleetx.nn.panels import InferenceLinear, Panels
+from ppfleetx.nn.packed_weights import InferenceLinear, Panels
 
 needs_operators = pytest.mark.skipif(
     not ops.are_available(), reason="the operators are not compiled (python -m ppfleetx.nn.cpu_ops)"
@@ -63,7 +63,7 @@ def test_linears_use_the_operator_for_few_rows_and_mkl_for_many(monkeypatch: pyt
         return few_rows(x, *rest)
 
     few_rows = ops.few_rows
-    monkeypatch.setattr(panels.cpu_ops, "few_rows", counted)
+    monkeypatch.setattr(packed_weights.cpu_ops, "few_rows", counted)
     linear = InferenceLinear(8, 16, bias=True)
     with paddle.no_grad():
         for count in (1, 2, ops.MOST_ROWS, ops.MOST_ROWS + 1):
@@ -183,6 +183,6 @@ def test_the_command_where_nothing_can_be_compiled(options: list[str], code: int
 def test_the_source_belongs_to_the_package() -> None:
     configuration = tomllib.loads((ops.SOURCE.parents[3] / "pyproject.toml").read_text())
     files = configuration["tool"]["setuptools"]["package-data"]["ppfleetx"]
-    for source in (ops.SOURCE, ops.QUANTIZED_SOURCE, ops.TRUNK_SOURCE, *ops.SOURCE.parent.glob("*.h")):
+    for source in (ops.SOURCE, ops.QUANTIZED_SOURCE, ops.FUSED_BLOCKS_SOURCE, *ops.SOURCE.parent.glob("*.h")):
         path = source.relative_to(source.parents[2])
         assert any(path.match(pattern) for pattern in files), path

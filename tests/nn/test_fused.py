@@ -26,7 +26,7 @@ from ppfleetx.nn.fused import TABLE, FusedOps, choose
 from ppfleetx.nn.init import Normal
 from ppfleetx.nn.matmul import Matmul
 from ppfleetx.nn.trials_apart import difference
-from ppfleetx.parallel import apply
+from ppfleetx.parallel import parallelize
 from tests.helpers.low_precision import emulated
 
 NANO = "ppfleetx/configs/debug/gpt_nano.yaml"
@@ -154,8 +154,8 @@ def test_a_model_trains_with_them_as_without(calls, recompute, monkeypatch):
     cfg = load_config(NANO, [f"Model.{key}={value}" for key, value in model.items()])
     results = []
     for taken in ({}, dict.fromkeys(LAYERS, ("float32",))):
-        monkeypatch.setattr(apply, "choose", lambda *_, taken=taken: FusedOps(taken))
-        runner = apply.parallelize(build_module(cfg), cfg, ParallelContext.single(), train=True)
+        monkeypatch.setattr(parallelize, "choose", lambda *_, taken=taken: FusedOps(taken))
+        runner = parallelize.parallelize(build_module(cfg), cfg, ParallelContext.single(), train=True)
         assert any(calls.values()) is False
         tokens = np.random.default_rng(0).integers(0, cfg.Model.vocab_size, (2, 65))
         batch = {
@@ -230,7 +230,7 @@ def mixed(level, *overrides):
 
 
 def two_steps(cfg, batches):
-    runner = apply.parallelize(build_module(cfg), cfg, ParallelContext.single(), train=True)
+    runner = parallelize.parallelize(build_module(cfg), cfg, ParallelContext.single(), train=True)
     steps = [runner.train_step(batches, step=n, lr=1e-3, weight_decay=0.1) for n in (1, 2)]
     assert not any(step.skipped for step in steps)
     return [(step.loss, step.grad_norm) for step in steps] + [runner.eval_step(batches)[:2]]
@@ -242,7 +242,7 @@ def test_weights_at_o2_get_their_gradients_in_float32(calls, monkeypatch):
     with emulated():
         monkeypatch.setattr(_C_ops, "fused_linear_param_grad_add", stand_in)
         for taken in ({}, {"linear_grad_add": ("float16",)}):
-            monkeypatch.setattr(apply, "choose", lambda *_, taken=taken: FusedOps(taken))
+            monkeypatch.setattr(parallelize, "choose", lambda *_, taken=taken: FusedOps(taken))
             assert calls["fused_linear_param_grad_add"] == 0
             results.append(two_steps(*mixed("O2")))
         monkeypatch.undo()
@@ -259,7 +259,7 @@ def test_weights_at_o1_are_converted_once_a_step(monkeypatch):
     monkeypatch.setattr(Matmul, "__init__", lambda self, **a: made.append(self) or init(self, **a))
     with emulated():
         for taken in ({}, {"weight_cast": ("float16",)}):
-            monkeypatch.setattr(apply, "choose", lambda *_, taken=taken: FusedOps(taken))
+            monkeypatch.setattr(parallelize, "choose", lambda *_, taken=taken: FusedOps(taken))
             results.append(two_steps(*mixed("O1")))
         assert difference(fused_trials.weight_cast, "float16") is None
     assert results[0] == results[1]
@@ -275,7 +275,7 @@ def test_a_weight_that_is_rounded_has_no_copy_of_another(monkeypatch):
     results = []
     with emulated():
         for taken in ({}, {"weight_cast": ("float16",)}):
-            monkeypatch.setattr(apply, "choose", lambda *_, taken=taken: FusedOps(taken))
+            monkeypatch.setattr(parallelize, "choose", lambda *_, taken=taken: FusedOps(taken))
             results.append(two_steps(*mixed("O1", f"{QUANTIZATION}.enable=True")))
     assert results[0] == results[1]
 
@@ -286,7 +286,7 @@ def test_learned_clips_are_float32_beside_16_bit_weights(monkeypatch):
     options = [f"{QUANTIZATION}.enable=True", *(f"{QUANTIZATION}.{key}=PACT" for key in types)]
     cfg, batches = mixed("O2", *options, "Model.use_recompute=True")
     with emulated():
-        runner = apply.parallelize(build_module(cfg), cfg, ParallelContext.single(), train=True)
+        runner = parallelize.parallelize(build_module(cfg), cfg, ParallelContext.single(), train=True)
         output = runner.train_step(batches, step=1, lr=1e-3, weight_decay=0.1)
     clips = [parameter for name, parameter in runner.named_parameters() if name.endswith("_clip")]
     assert np.isfinite(output.grad_norm) and not output.skipped

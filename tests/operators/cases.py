@@ -182,8 +182,8 @@ class _Step:
     def __init__(
         self, cfg: Any, ctx: Any, module: Any, documents: bool, change: Change, *, trains: bool
     ) -> None:
-        from ppfleetx.core.engine.watch import Watch
-        from ppfleetx.parallel.apply import parallelize
+        from ppfleetx.core.engine.rank_consistency import Watch
+        from ppfleetx.parallel.parallelize import parallelize
 
         self.module, self.runner = module, parallelize(module, cfg, ctx, train=trains)
         self._cfg, self._ctx, self._documents, self._change = cfg, ctx, documents, change

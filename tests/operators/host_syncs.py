@@ -13,11 +13,11 @@ from unittest import mock
 import paddle
 from paddle.base import core
 
-from ppfleetx.utils.hangs.record import RECORD
+from ppfleetx.resilience.flight_recorder import RECORD
 from tests.operators.kernel_log import KernelLog, kernel_of
 
 ROOT = str(Path(__file__).resolve().parents[2] / "ppfleetx") + "/"
-_PASSED_OVER = ("/distributed/cpu/", "/distributed/transfer.py", "/hangs/")
+_PASSED_OVER = ("/distributed/cpu/", "/distributed/transfer.py", "/resilience/")
 # Paddle keeps AdamW's powers of beta in host memory on a GPU too (optimizer/adamw.py, device='cpu').
 ON_HOST = ("optims/fused_adamw.py:_power_on_host",)
 READS = ("numpy", "item", "tolist", "cpu", "__array__", "__bool__", "__int__", "__float__", "__index__")

@@ -79,14 +79,14 @@ def steps(
     from ppfleetx.distributed.init import init_distributed
     from ppfleetx.nn.factory import layer_factory
     from ppfleetx.nn.fused import NO_FUSED_OPS
-    from ppfleetx.parallel import apply
+    from ppfleetx.parallel import parallelize
     from ppfleetx.parallel.precision import Precision
 
     with paddle.utils.unique_name.guard():
         cfg = load_config(CONFIG, overrides(plan, "gpt", "adamw", 2, {}), world_size=world_size)
         ctx = replace(init_distributed(cfg), ep=ep)
         layer = toy(layer_factory(ctx), ctx)
-        optimizer, sync = apply._optimizer_and_sync(
+        optimizer, sync = parallelize._optimizer_and_sync(
             layer, [(0, layer)], cfg, ctx, Precision(), True, NO_FUSED_OPS
         )
         norms = []

@@ -14,7 +14,7 @@ def read_after_steps(plan: dict[str, Any], overlaps: bool) -> dict[str, list[flo
 
     from ppfleetx.core.engine.saving import Saver
     from ppfleetx.generation.session import NextTokenModel
-    from ppfleetx.utils.hangs.record import RECORD
+    from ppfleetx.resilience.flight_recorder import RECORD
     from tests.parity.training import VOCAB, build, micro_batches, take_step
 
     send = distributed.broadcast
@@ -74,8 +74,8 @@ def under_way_between_steps(plan: dict[str, Any]) -> tuple[list[int], list[int]]
     import paddle
     from paddle.base import core
 
+    from ppfleetx.core.engine.rank_consistency import Watch
     from ppfleetx.core.engine.signals import StopRequest
-    from ppfleetx.core.engine.watch import Watch
     from ppfleetx.distributed import transfer
     from tests.parity.training import build, micro_batches, take_step
 

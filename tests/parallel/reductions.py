@@ -12,7 +12,7 @@ import paddle
 from paddle import distributed
 from paddle.base import core
 
-from ppfleetx.utils.hangs.record import RECORD
+from ppfleetx.resilience.flight_recorder import RECORD
 from tests.operators.host_syncs import caller
 
 # Ascend's library has sums, products, maxima and minima of whole numbers and of 16 and 32-bit floats.

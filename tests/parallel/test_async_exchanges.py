@@ -41,7 +41,7 @@ def test_what_is_sent_stays_until_it_has_arrived(monkeypatch: pytest.MonkeyPatch
     import paddle
     from paddle.base import core
 
-    from ppfleetx.parallel.listed_pipeline import ListedPipeline
+    from ppfleetx.parallel.pipeline_schedules import ListedPipeline
 
     def held() -> int:
         return core.host_memory_stat_current_value("Allocated", 0)

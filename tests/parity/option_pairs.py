@@ -93,13 +93,13 @@ OPTIONS: dict[str, Option] = {
     ),
     "sep": Option("ppfleetx.nn.factory:exchange", plan={"sep": 2}),
     "sharding_1": Option(
-        "ppfleetx.parallel.new_values:NewValues.updated", plan={**_SHARDED, "sharding_stage": 1}
+        "ppfleetx.parallel.param_broadcast:NewValues.updated", plan={**_SHARDED, "sharding_stage": 1}
     ),
     "sharding_2": Option(
         "ppfleetx.parallel.sharding:Sharding._on_gradient", plan={**_SHARDED, "sharding_stage": 2}
     ),
     "sharding_3": Option(
-        "ppfleetx.parallel.sharded_values:ParameterSharding._fetch", plan={**_SHARDED, "sharding_stage": 3}
+        "ppfleetx.parallel.zero3:ParameterSharding._fetch", plan={**_SHARDED, "sharding_stage": 3}
     ),
     "offload": Option(
         "ppfleetx.optims.on_host:copy_to_host",
@@ -300,16 +300,17 @@ def _counted(place: str, seen: Counter[str]) -> Iterator[None]:
 @contextlib.contextmanager
 def matmuls() -> Iterator[list[Any]]:
     """The objects that the runner's layers multiply with."""
-    from ppfleetx.parallel import apply
+
+    from ppfleetx.parallel import parallelize
 
     made: list[Any] = []
-    original = apply.Matmul
+    original = parallelize.Matmul
 
     def make(**options: Any) -> Any:
         made.append(original(**options))
         return made[-1]
 
-    with mock.patch.object(apply, "Matmul", make):
+    with mock.patch.object(parallelize, "Matmul", make):
         yield made
 
 

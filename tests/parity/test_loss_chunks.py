@@ -101,7 +101,7 @@ def test_a_task_that_needs_whole_logits_refuses():
     from ppfleetx.config.loader import load_config
     from ppfleetx.core.module.gpt import GPTModule
     from ppfleetx.distributed.context import ParallelContext
-    from ppfleetx.parallel.apply import parallelize
+    from ppfleetx.parallel.parallelize import parallelize
     from tests.parity.training import CONFIG
 
     class WithPenalty(GPTModule):

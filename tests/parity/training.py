@@ -199,7 +199,7 @@ def build(
     from ppfleetx.distributed import collectives
     from ppfleetx.distributed.init import init_distributed
     from ppfleetx.parallel import sharding
-    from ppfleetx.parallel.apply import parallelize
+    from ppfleetx.parallel.parallelize import parallelize
 
     # Many buckets, and gradients that are sent in the middle of a step, with a model this small.
     collectives.BUCKET_BYTES = sharding.BUCKET_BYTES = BUCKET_BYTES

@@ -106,7 +106,7 @@ def _runner(overrides: dict[str, Any], family: str, world: int) -> tuple[Any, An
     from ppfleetx.config.loader import load_config
     from ppfleetx.core.module.build import build_module
     from ppfleetx.distributed.init import init_distributed
-    from ppfleetx.parallel.apply import parallelize
+    from ppfleetx.parallel.parallelize import parallelize
 
     cfg = load_config(CONFIG, settings(overrides, family), world_size=world)
     with paddle.utils.unique_name.guard():

@@ -14,12 +14,12 @@ import pytest
 
 from ppfleetx.cli.main import call
 from ppfleetx.config.errors import UserError
-from ppfleetx.utils.hangs.explain import explain, explain_alone
-from ppfleetx.utils.hangs.progress import MEETING, READING, Progress
-from ppfleetx.utils.hangs.record import CallRecord
-from ppfleetx.utils.hangs.report import CallNote, Identity, Report, read_reports, take
-from ppfleetx.utils.hangs.shelf import PRIVATE, Shelf
-from ppfleetx.utils.hangs.watchdog import Limits, Watchdog
+from ppfleetx.resilience.activity import MEETING, READING, Progress
+from ppfleetx.resilience.explain import explain, explain_alone
+from ppfleetx.resilience.flight_recorder import CallRecord
+from ppfleetx.resilience.hang_report import CallNote, Identity, Report, read_reports, take
+from ppfleetx.resilience.report_dir import PRIVATE, Shelf
+from ppfleetx.resilience.watchdog import Limits, Watchdog
 
 MP, PP = tuple(range(4)), (0, 4)
 NAMES = {
@@ -397,8 +397,8 @@ def test_each_micro_batch_is_progress(monkeypatch):
     from ppfleetx.config.loader import load_config
     from ppfleetx.core.module.build import build_module
     from ppfleetx.distributed.context import ParallelContext
-    from ppfleetx.parallel.apply import parallelize
-    from ppfleetx.utils.hangs.progress import PROGRESS
+    from ppfleetx.parallel.parallelize import parallelize
+    from ppfleetx.resilience.activity import PROGRESS
 
     given = ["Global.local_batch_size=3", "Global.micro_batch_size=1", "Data.Train.dataset.input_dir=x"]
     cfg = load_config("debug/gpt_nano", given, world_size=1)
@@ -426,7 +426,7 @@ def test_numbers_are_read_from_a_card_where_the_report_sees_it(monkeypatch):
 
     from ppfleetx.distributed import together
     from ppfleetx.distributed.context import ParallelContext
-    from ppfleetx.utils.hangs.record import RECORD
+    from ppfleetx.resilience.flight_recorder import RECORD
 
     seen = []
     numpy = paddle.Tensor.numpy

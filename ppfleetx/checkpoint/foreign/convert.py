@@ -14,10 +14,10 @@ from ppfleetx.checkpoint.foreign.logits import Probe, our_logits
 from ppfleetx.checkpoint.foreign.megatron import read_megatron
 from ppfleetx.checkpoint.foreign.ours import load_tokenizer, read_ppfleetx, write_ppfleetx
 from ppfleetx.checkpoint.foreign.weights import Weights, fitted, network_of
-from ppfleetx.config.effects import network
 from ppfleetx.config.errors import CheckpointError, DataError, shown
 from ppfleetx.config.loader import read_config
 from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.resume_policy import network
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.rope import RopeScalingConfig
 from ppfleetx.config.validate import section_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ppfleetx.config.effects import network
 from ppfleetx.config.errors import CheckpointError, UserError
+from ppfleetx.config.resume_policy import network
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.models.gpt.hf_keys import model_keys

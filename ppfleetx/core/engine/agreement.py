@@ -1,6 +1,6 @@
 """Compare a checkpoint with the configuration: some differences are refused, others are logged.
 
-What each key decides is in ``ppfleetx.config.effects`` and nowhere else.
+What each key decides is in ``ppfleetx.config.resume_policy`` and nowhere else.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 from ppfleetx.checkpoint.foreign.weights import network_of
 from ppfleetx.checkpoint.reader import Checkpoint
-from ppfleetx.config.effects import Change, Effect, changes, network
 from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.resume_policy import Change, Effect, changes, network
 from ppfleetx.config.sections.root import ModelConfig, RunConfig, SaveLoadConfig
 from ppfleetx.utils.log import get_logger
 

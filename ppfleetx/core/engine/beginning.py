@@ -9,7 +9,6 @@ from ppfleetx.checkpoint.ownership import Ownership, read_run
 from ppfleetx.config.errors import DataError
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.claim import claim
-from ppfleetx.core.engine.pace import Pace
 from ppfleetx.core.engine.run_directory import (
     CKPT_DIR,
     INIT_FROM,
@@ -19,6 +18,7 @@ from ppfleetx.core.engine.run_directory import (
     with_value,
 )
 from ppfleetx.core.engine.start import Start, find_start
+from ppfleetx.core.engine.training_length import TrainingLength
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import gather, joint_errors
@@ -44,7 +44,7 @@ def find_sources(cfg: RunConfig, ctx: ParallelContext) -> tuple[RunConfig, Start
 
 
 def begin(
-    cfg: RunConfig, ctx: ParallelContext, start: Start, pace: Pace, tokenizer: Tokenizer | None
+    cfg: RunConfig, ctx: ParallelContext, start: Start, length: TrainingLength, tokenizer: Tokenizer | None
 ) -> Ownership:
     """Make the output directory this run's, when nothing else can be wrong; every rank knows whose it is.
 
@@ -56,7 +56,7 @@ def begin(
         if ctx.is_main:
             batch_size = cfg.batch.global_batch_size
             _refuse_other_tokenizer(cfg, tokenizer)
-            ownership = claim(cfg, start, partial(pace.comes_to, start.state, batch_size))
+            ownership = claim(cfg, start, partial(length.comes_to, start.state, batch_size))
             if tokenizer is not None:
                 _save_tokenizer(cfg, tokenizer)
     run = gather(ctx, None if ownership is None else ownership.run)[0]

@@ -12,21 +12,21 @@ from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import UserError
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.callbacks.build import CallbackList
-from ppfleetx.core.engine.pace import Pace
+from ppfleetx.core.engine.rank_consistency import Watch
 from ppfleetx.core.engine.run import EvalRecord, StepRecord
 from ppfleetx.core.engine.saving import Saver
 from ppfleetx.core.engine.signals import StopRequest
 from ppfleetx.core.engine.spikes import Spike, SpikeGuard
 from ppfleetx.core.engine.state import TrainState
-from ppfleetx.core.engine.watch import Watch
+from ppfleetx.core.engine.training_length import TrainingLength
 from ppfleetx.data.loader import MicroBatch
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.together import settle
+from ppfleetx.distributed.together import raise_on_all_ranks
 from ppfleetx.models.evaluator import Evaluator, TokenLoss
 from ppfleetx.optims.schedules import Schedule
 from ppfleetx.parallel.runner import NonFiniteError, Runner
-from ppfleetx.utils.hangs.progress import EVALUATING, PROGRESS, READING, RESTING, SAVING, STEPPING
-from ppfleetx.utils.hangs.record import RECORD
+from ppfleetx.resilience.activity import EVALUATING, PROGRESS, READING, RESTING, SAVING, STEPPING
+from ppfleetx.resilience.flight_recorder import RECORD
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ Loader = Iterable[Sequence[MicroBatch]]
 EvalSets = Mapping[str | None, Loader]
 """What is evaluated, in this order, by name; None is the name of what is no named set."""
 
-NO_TRAINING = Pace(max_steps=0)
+NO_TRAINING = TrainingLength(max_steps=0)
 
 
 class TrainingStoppedError(UserError):
@@ -57,7 +57,7 @@ class Engine:
         saver: writes checkpoints; None when only evaluating.
         callbacks: told in this order; None: nobody is.
         samples_per_epoch: samples in one pass over the training split.
-        pace: length of the run, and when it evaluates and saves.
+        length: length of the run, and when it evaluates and saves.
         new_evaluator: makes what an evaluation computes.
         go_back: called with the engine and a number of samples; loads the last checkpoint of this run, sets
             ``state`` to it but for the samples consumed, and gives the batches that follow these; None when
@@ -75,7 +75,7 @@ class Engine:
         saver: Saver | None = None,
         callbacks: CallbackList | None = None,
         samples_per_epoch: float = math.inf,
-        pace: Pace = NO_TRAINING,
+        length: TrainingLength = NO_TRAINING,
         new_evaluator: Callable[[], Evaluator] = TokenLoss,
         go_back: GoBack | None = None,
         pruning: PruningInTraining | None = None,
@@ -83,7 +83,7 @@ class Engine:
         self.cfg, self.ctx, self.runner = cfg, ctx, runner
         self.schedule = schedule
         self.state = TrainState()
-        self.pace, self._new_evaluator = pace, new_evaluator
+        self.length, self._new_evaluator = length, new_evaluator
         self._saver, self._go_back, self._pruning = saver, go_back, pruning
         options = cfg.Engine.spike
         self._guard = None if options.action == "off" or schedule is None else SpikeGuard(options, ctx)
@@ -96,7 +96,7 @@ class Engine:
     @property
     def max_steps(self) -> int:
         """Optimizer steps of the whole run."""
-        return self.pace.max_steps
+        return self.length.max_steps
 
     def callback_states(self) -> dict[str, Any]:
         """What the callbacks of this rank keep, by name."""
@@ -127,7 +127,7 @@ class Engine:
                 self._train(iter(train_loader), eval_sets or {}, stop)
                 self._save_once()
                 self.runner.finish_update()  # other ranks may still wait for what this one sends
-                settle(self.ctx, self._callback_error)
+                raise_on_all_ranks(self.ctx, self._callback_error)
             if self._pruning is not None and self.state.step >= self.max_steps:
                 self._pruning.finish()
             if stop and self.state.step < self.max_steps:
@@ -188,7 +188,7 @@ class Engine:
     def _evaluate_if_missing(self, eval_sets: EvalSets, stop: StopRequest) -> None:
         """Evaluate before the first step, so that a broken evaluation set is found at once; and on resume
         when the evaluation due at this step was cut short."""
-        due = self.pace.eval_every and self.state.step % self.pace.eval_every == 0
+        due = self.length.eval_every and self.state.step % self.length.eval_every == 0
         if eval_sets and due and self.state.evaluated_step != self.state.step:
             self._evaluate_and_keep(eval_sets, stop)
 
@@ -222,9 +222,9 @@ class Engine:
                 continue
             took = time.perf_counter() - started
             self._watch.pace_of_ranks.took(took, reader_cost, RECORD.waited - waited)
-            if eval_sets and _is_due(self.state.step, self.pace.eval_every):
+            if eval_sets and _is_due(self.state.step, self.length.eval_every):
                 self._evaluate_and_keep(eval_sets, stop)
-            if _is_due(self.state.step, self.pace.save_every):
+            if _is_due(self.state.step, self.length.save_every):
                 self._save_once()
 
     def _tell_stragglers(self) -> None:
@@ -337,7 +337,7 @@ class Engine:
 
     def _position(self) -> tuple[int, int]:
         """(pass over the split, step within that pass) of the next step."""
-        return self.pace.position(self.state.consumed_samples / self.cfg.batch.global_batch_size)
+        return self.length.position(self.state.consumed_samples / self.cfg.batch.global_batch_size)
 
     def _save_once(self) -> None:
         if self.state.step != self._saved_step:

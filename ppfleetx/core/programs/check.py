@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
+from ppfleetx.config.config_notes import missing, not_supported_reasons
 from ppfleetx.config.counts import counted
 from ppfleetx.config.loggers import absent_loggers
 from ppfleetx.config.plan import AXES, ParallelPlan
@@ -11,7 +12,6 @@ from ppfleetx.config.registries import OPTIMIZERS, SCHEDULES
 from ppfleetx.config.sections.engine import EngineConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.config.unsupported import missing, not_supported_reasons
 from ppfleetx.config.without_effect import without_effect
 from ppfleetx.core.programs.sources import refuse_foreign
 from ppfleetx.models.gpt.shape import flops_per_step, parameter_count, trained_count

@@ -15,8 +15,8 @@ from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.memory import CARD_PARTS
 from ppfleetx.planner.relief import reliefs
 from ppfleetx.planner.summary import run_prediction
-from ppfleetx.utils.hangs.places import raised_at
-from ppfleetx.utils.hangs.progress import PROGRESS
+from ppfleetx.resilience.activity import PROGRESS
+from ppfleetx.resilience.places import raised_at
 
 _OF_PADDLE = (
     "ResourceExhaustedError",

@@ -32,8 +32,8 @@ from ppfleetx.data.tasks.evaluation import (
 )
 from ppfleetx.data.vocabulary import check_tokenizer
 from ppfleetx.models.evaluator import perplexity
+from ppfleetx.resilience.activity import EVALUATING, PROGRESS
 from ppfleetx.utils.files import atomic_write
-from ppfleetx.utils.hangs.progress import EVALUATING, PROGRESS
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.progress import track
 

@@ -12,7 +12,7 @@ from ppfleetx.checkpoint.manifest import parse_step_directory
 from ppfleetx.checkpoint.ownership import read_run
 from ppfleetx.config.loader import ConfigSource, read_config
 from ppfleetx.core.programs.launch import rank
-from ppfleetx.core.programs.model_place import override
+from ppfleetx.core.programs.resolve_model import override
 from ppfleetx.utils.log import configure_logging, get_logger
 
 EPOCHS = 3

@@ -27,8 +27,8 @@ from ppfleetx.core.programs.watching import GENERATION_DIR, watched
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.data.vocabulary import check_tokenizer
 from ppfleetx.distributed.together import gather, joint_errors
+from ppfleetx.resilience.activity import PROGRESS
 from ppfleetx.utils.files import atomic_write
-from ppfleetx.utils.hangs.progress import PROGRESS
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:

@@ -7,19 +7,19 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.directory import newest_complete, resolve_checkpoint
+from ppfleetx.config.config_notes import not_supported_reasons
 from ppfleetx.config.data_sets import data_sets
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import ConfigSource, load_config
 from ppfleetx.config.loggers import refuse_absent
 from ppfleetx.config.reading.tree import is_index
-from ppfleetx.config.unsupported import not_supported_reasons
 from ppfleetx.config.without_effect import without_effect
 from ppfleetx.core.engine.run_directory import CKPT_DIR, check_beginning, output_dir_of
 from ppfleetx.core.programs.sources import refuse_foreign, sources
 from ppfleetx.core.programs.watching import watch_start
 from ppfleetx.data.build import build_dataset, open_corpora
+from ppfleetx.resilience.activity import MEETING, PROGRESS
 from ppfleetx.utils.devices import expected_device
-from ppfleetx.utils.hangs.progress import MEETING, PROGRESS
 from ppfleetx.utils.log import configure_logging
 from ppfleetx.utils.process_env import import_paddle, prepare_process
 
@@ -67,7 +67,7 @@ def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig,
     said = prepare_process(device=device)
     import_paddle()
     logger.info(said)
-    from ppfleetx.core.engine.watch import check_configuration
+    from ppfleetx.core.engine.rank_consistency import check_configuration
     from ppfleetx.distributed.device import is_gpu
     from ppfleetx.distributed.init import init_distributed
     from ppfleetx.distributed.tf32 import allow_tf32

@@ -11,8 +11,8 @@ from ppfleetx.checkpoint.foreign.ours import load_tokenizer
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.core.programs.model_place import find_model
 from ppfleetx.core.programs.replicas import as_replicas
+from ppfleetx.core.programs.resolve_model import resolve_model
 from ppfleetx.utils.files import is_taken
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def check_request(request: Shrinking, output: Path) -> None:
 def open_model(request: Shrinking) -> Iterator[tuple[RunConfig, Path, Tokenizer | None]]:
     """Configuration for one process, directory of the checkpoint, and tokenizer where there is one."""
     with ExitStack() as stack:
-        place = find_model(request.checkpoint, stack, with_config=request.config is None)
+        place = resolve_model(request.checkpoint, stack, with_config=request.config is None)
         cfg = load_config(request.config or place.config, place.overrides(request.override))
         cfg, _ = as_replicas(cfg, 1)
         tokenizer = None if place.tokenizer is None else load_tokenizer(place.tokenizer)

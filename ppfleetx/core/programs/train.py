@@ -19,12 +19,12 @@ from ppfleetx.core.engine.beginning import begin, find_sources
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.callbacks.build import CallbackList, build_callbacks
 from ppfleetx.core.engine.engine import Engine, EvalSets, Loader
-from ppfleetx.core.engine.pace import Pace
 from ppfleetx.core.engine.ranks import offload_notes, rank_table
 from ppfleetx.core.engine.run import EvalRecord
 from ppfleetx.core.engine.run_directory import hold, output_dir_of
 from ppfleetx.core.engine.saving import Saver
 from ppfleetx.core.engine.start import Start, find_start
+from ppfleetx.core.engine.training_length import TrainingLength
 from ppfleetx.core.module.build import build_module
 from ppfleetx.core.module.predictions import predictions_directory, write_predictions
 from ppfleetx.core.programs.check import check_report
@@ -41,9 +41,9 @@ from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import first_on_each_node, joint_errors, local_rank
 from ppfleetx.models.evaluator import Evaluator
 from ppfleetx.optims.schedules import build_schedule
-from ppfleetx.parallel.apply import parallelize
+from ppfleetx.parallel.parallelize import parallelize
 from ppfleetx.parallel.runner import Runner
-from ppfleetx.utils.hangs.progress import PROGRESS
+from ppfleetx.resilience.activity import PROGRESS
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.progress import track
 
@@ -90,8 +90,8 @@ def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext, given: Seq
     runner = build_runner(cfg, ctx, train=True, sources=_sources(cfg, train_loader))
     for line in (*rank_table(ctx, runner), *offload_notes(ctx)):
         log.info(line)
-    pace = Pace.of(cfg, train_loader.samples_per_epoch)
-    schedule = build_schedule(cfg.Optimizer, pace.max_steps)
+    length = TrainingLength.of(cfg, train_loader.samples_per_epoch)
+    schedule = build_schedule(cfg.Optimizer, length.max_steps)
     log.info(schedule.describe())
     fingerprints = {
         "data": train_loader.fingerprint,
@@ -100,7 +100,7 @@ def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext, given: Seq
     schedule = start.restore(runner, schedule, fingerprints, cfg)
     if start.base_fingerprint is not None:
         fingerprints[BASE] = start.base_fingerprint
-    ownership = begin(cfg, ctx, start, pace, tokenizer)
+    ownership = begin(cfg, ctx, start, length, tokenizer)
     engine = Engine(
         cfg,
         ctx,
@@ -109,10 +109,10 @@ def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext, given: Seq
         saver=Saver(cfg, ctx, output_dir, fingerprints, ownership, documents_of(cfg, tokenizer)),
         callbacks=callbacks,
         samples_per_epoch=train_loader.samples_per_epoch,
-        pace=pace,
+        length=length,
         new_evaluator=evaluator_of(cfg, ctx),
         go_back=partial(_go_back, cfg, ctx, fingerprints, callbacks),
-        pruning=_pruning(cfg, ctx, runner, pace),
+        pruning=_pruning(cfg, ctx, runner, length),
     )
     engine.state = start.state
     if start.resumes:
@@ -144,13 +144,15 @@ def _go_back(
     return iter(_loader(cfg, ctx, "Train", consumed_samples=consumed_samples))
 
 
-def _pruning(cfg: RunConfig, ctx: ParallelContext, runner: Runner, pace: Pace) -> PruningInTraining | None:
+def _pruning(
+    cfg: RunConfig, ctx: ParallelContext, runner: Runner, length: TrainingLength
+) -> PruningInTraining | None:
     options = cfg.Compress.pruning
     if options is None:
         return None
-    if options.last_step >= pace.max_steps:
+    if options.last_step >= length.max_steps:
         raise ConfigError(
-            f"must be below {pace.max_steps}, the steps of this run",
+            f"must be below {length.max_steps}, the steps of this run",
             key="Compress.Prune.begin_step" if options.end_step is None else "Compress.Prune.end_step",
             value=options.last_step,
         )

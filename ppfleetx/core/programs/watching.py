@@ -12,10 +12,10 @@ from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.run_directory import output_dir_of
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import gather
+from ppfleetx.resilience import watchdog
+from ppfleetx.resilience.hang_report import Identity
+from ppfleetx.resilience.report_dir import HANG_DIRS
 from ppfleetx.utils.cli import EXIT_HUNG
-from ppfleetx.utils.hangs import watchdog
-from ppfleetx.utils.hangs.report import Identity
-from ppfleetx.utils.hangs.shelf import HANG_DIRS
 from ppfleetx.utils.peers import ended_peer_in, ends_this_process
 
 HANG_DIR, EVALUATION_DIR, GENERATION_DIR = HANG_DIRS

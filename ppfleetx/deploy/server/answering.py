@@ -18,7 +18,7 @@ from ppfleetx.deploy.server.metrics import Metrics
 from ppfleetx.deploy.server.protocol import GenerationRequest, usage_of
 from ppfleetx.deploy.server.scheduler import Scheduler
 from ppfleetx.deploy.server.work import Event, Failed, Job, Progress, Scored, Work
-from ppfleetx.generation.choosing import TokenScore
+from ppfleetx.generation.sampling import TokenScore
 from ppfleetx.generation.search import FinishReason
 from ppfleetx.utils.log import get_logger
 

@@ -11,7 +11,7 @@ from ppfleetx.deploy.server.answering import Answer, RowAnswer
 from ppfleetx.deploy.server.logprobs import TextLogprobs, TokenTexts
 from ppfleetx.deploy.server.protocol import MOST_TOP, GenerationRequest, NotSupported
 from ppfleetx.deploy.server.work import Job, Progress
-from ppfleetx.generation.choosing import TokenScore
+from ppfleetx.generation.sampling import TokenScore
 from ppfleetx.generation.search import FinishReason
 
 DEFAULT_MAX_TOKENS = 16

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.generation.choosing import TokenScore
+from ppfleetx.generation.sampling import TokenScore
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 _LOWEST = -9999.0

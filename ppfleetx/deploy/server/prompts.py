@@ -14,8 +14,8 @@ from ppfleetx.deploy.server.completions import CompletionRequest, Prompt
 from ppfleetx.deploy.server.errors import ApiError, bad_request
 from ppfleetx.deploy.server.protocol import GenerationRequest
 from ppfleetx.deploy.server.work import Job
-from ppfleetx.generation.choosing import RowOptions
 from ppfleetx.generation.generator import TextGenerator
+from ppfleetx.generation.sampling import RowOptions
 
 
 class PromptReader:

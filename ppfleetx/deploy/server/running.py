@@ -8,9 +8,9 @@ import numpy as np
 
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.deploy.server.work import Job, Progress, Work
-from ppfleetx.generation.choosing import RowChoice, TokenScore
-from ppfleetx.generation.draws import RandomStream
-from ppfleetx.generation.lookup import guess, next_width
+from ppfleetx.generation.gumbel_sampling import RandomStream
+from ppfleetx.generation.prompt_lookup import guess, next_width
+from ppfleetx.generation.sampling import RowChoice, TokenScore
 from ppfleetx.generation.search import Row
 from ppfleetx.generation.text import RowText
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ppfleetx.deploy.server.errors import ApiError
-from ppfleetx.generation.choosing import RowOptions, TokenScore
+from ppfleetx.generation.sampling import RowOptions, TokenScore
 from ppfleetx.generation.search import FinishReason
 
 

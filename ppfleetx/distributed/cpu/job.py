@@ -9,7 +9,7 @@ import paddle
 from ppfleetx.distributed.cpu.group import CpuProcessGroup
 from ppfleetx.distributed.cpu.handshake import local_address
 from ppfleetx.distributed.cpu.transport import Mesh, time_limit
-from ppfleetx.utils.hangs.record import OPERATIONS, RECORD
+from ppfleetx.resilience.flight_recorder import OPERATIONS, RECORD
 
 _mesh: Mesh | None = None
 _creations: dict[int, int] = {}

@@ -6,8 +6,8 @@ no order of sends and receives can deadlock. A collective that nobody waits for 
 advances in one more thread (``progress.py``), so that its messages travel while the program computes.
 
 ``handshake.py`` makes the connections, ``wire.py`` knows the frames on them, ``inbox.py`` brings messages
-and receives together, ``inquiry.py`` asks ranks that do not come what they are doing, ``watch.py`` and
-``ends.py`` know who is gone.
+and receives together, ``desync.py`` asks ranks that do not come what they are doing, ``watch.py`` and
+``peer_status.py`` know who is gone.
 
 Nothing in these files knows Paddle: memory is ``memoryview`` and NumPy.
 """
@@ -23,11 +23,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from ppfleetx.distributed.cpu.ends import Ends
+from ppfleetx.distributed.cpu.desync import Inquiry
 from ppfleetx.distributed.cpu.handshake import connect_ranks
 from ppfleetx.distributed.cpu.inbox import BufferPool, Inbox
-from ppfleetx.distributed.cpu.inquiry import Inquiry
 from ppfleetx.distributed.cpu.operation import Operation
+from ppfleetx.distributed.cpu.peer_status import Ends
 from ppfleetx.distributed.cpu.progress import Progress
 from ppfleetx.distributed.cpu.watch import Watch
 from ppfleetx.distributed.cpu.wire import (
@@ -49,8 +49,8 @@ from ppfleetx.distributed.cpu.wire import (
     make_header,
     read_memory,
 )
-from ppfleetx.utils.hangs.kernel import killed_for_memory
-from ppfleetx.utils.hangs.record import RECORD
+from ppfleetx.resilience.flight_recorder import RECORD
+from ppfleetx.resilience.os_processes import killed_for_memory
 from ppfleetx.utils.peers import note_raised, report_lost
 from ppfleetx.utils.start import seconds_in
 

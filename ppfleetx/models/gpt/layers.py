@@ -1,6 +1,6 @@
 """The four layers of a GPT: embedding, block, final norm, head.
 
-What travels between them is a tuple of tensors, so that a pipeline can send it: :class:`TrunkState`, packed.
+What travels between them is a tuple of tensors, so that a pipeline can send it: :class:`HiddenState`, packed.
 The first stage takes ``(tokens [b, s], position_ids [b, s], document_start [b, s] if given)``, the last gives
 logits ``[s, b, V]``.
 """
@@ -27,7 +27,7 @@ from ppfleetx.nn.stage import LayerFactory
 State = tuple[paddle.Tensor, ...]
 
 
-class TrunkState(NamedTuple):
+class HiddenState(NamedTuple):
     """What the blocks hand on.
 
     Attributes:
@@ -41,7 +41,7 @@ class TrunkState(NamedTuple):
     document_start: paddle.Tensor | None = None
 
     @classmethod
-    def unpack(cls, state: State, *, carries_positions: bool) -> TrunkState:
+    def unpack(cls, state: State, *, carries_positions: bool) -> HiddenState:
         """The state that :meth:`pack` made a tuple of."""
         hidden, *rest = state
         position_ids = rest.pop(0) if carries_positions else None
@@ -62,11 +62,11 @@ class Embedding(TokenEmbedding):
     def forward(self, state: State, cache: KeyValueCache | None = None) -> State:
         """``state``: tokens ``[b, s]``, position ids ``[b, s]``, and perhaps document starts ``[b, s]``.
 
-        Returns the packed :class:`TrunkState`, with ``hidden [s, b, h]``.
+        Returns the packed :class:`HiddenState`, with ``hidden [s, b, h]``.
         """
-        tokens, position_ids, document_start = TrunkState.unpack(state, carries_positions=True)
+        tokens, position_ids, document_start = HiddenState.unpack(state, carries_positions=True)
         hidden = super().forward(tokens, position_ids)
-        return TrunkState(hidden, position_ids if self.carries_positions else None, document_start).pack()
+        return HiddenState(hidden, position_ids if self.carries_positions else None, document_start).pack()
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class BlockShape:
     """Everything a block is made from. Every value is resolved: None never means "derive it".
 
     Attributes:
-        hidden_size: width of the trunk, h.
+        hidden_size: width of the hidden states, h.
         num_heads: query heads.
         num_kv_heads: key and value heads; ``num_heads`` divides by it (Ainslie et al., 2023).
         head_dim: width of a head.
@@ -85,7 +85,7 @@ class BlockShape:
         qkv_bias: whether queries, keys and values have a bias.
         output_bias: whether the projection after attention has one.
         mlp_bias: whether both matrices of the feed-forward part have one.
-        hidden_dropout: share of elements dropped from a branch before it is added to the trunk.
+        hidden_dropout: share of elements dropped from a branch before it is added to the hidden states.
         attention_dropout: share of attention weights dropped.
         attention_window: how many positions before its own a token sees; None: all of them.
         qk_layernorm: whether each head's query and key are normalised (Henry et al., 2020).
@@ -93,8 +93,8 @@ class BlockShape:
         sandwich_norm: whether each branch is normalised again before it is added (Ding et al., 2021).
         attention_post_norm_gain: initial gain of that norm after attention.
         mlp_post_norm_gain: the same after the feed-forward part.
-        init: initial values of matrices that read the trunk.
-        output_init: initial values of matrices that write into the trunk.
+        init: initial values of matrices that read the hidden states.
+        output_init: initial values of matrices that write into the hidden states.
     """
 
     hidden_size: int
@@ -186,8 +186,8 @@ class Block(nn.Layer):
         self.dropout = factory.dropout(shape.hidden_dropout)
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> State:
-        """A packed :class:`TrunkState` to one of the same shapes; ``cache`` holds earlier keys and values."""
-        trunk = TrunkState.unpack(state, carries_positions=self.carries_positions)
+        """A packed :class:`HiddenState` to another of its shapes; ``cache`` has earlier keys and values."""
+        trunk = HiddenState.unpack(state, carries_positions=self.carries_positions)
         hidden, position_ids, document_start = trunk
         granularity = self.granularity if cache is None and may_recompute(self) else None
         if granularity == "full":
@@ -249,7 +249,7 @@ class FinalNorm(nn.Layer):
         self.final_norm = factory.norm(norm, hidden_size, epsilon=epsilon)
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> State:
-        """A packed :class:`TrunkState` to one of the same shapes."""
+        """A packed :class:`HiddenState` to one of the same shapes."""
         return (self.final_norm(state[0]), *state[1:])
 
 

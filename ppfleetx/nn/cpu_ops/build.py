@@ -18,12 +18,12 @@ from pathlib import Path
 import paddle
 
 from ppfleetx.config.errors import UserError
-from ppfleetx.nn.cpu_ops import quantized, trunk
+from ppfleetx.nn.cpu_ops import fused_blocks, quantized
 from ppfleetx.nn.cpu_ops.ops import (
+    FUSED_BLOCKS_SOURCE,
     OPTIONS,
     QUANTIZED_SOURCE,
     SOURCE,
-    TRUNK_SOURCE,
     are_available,
     library_path,
 )
@@ -46,8 +46,8 @@ def build_quantized() -> Path:
 
 
 def build_trunk() -> Path:
-    """The same for the operator of :mod:`ppfleetx.nn.cpu_ops.trunk`."""
-    return _build(TRUNK_SOURCE, library_path(TRUNK_SOURCE), trunk.are_available)
+    """The same for the operator of :mod:`ppfleetx.nn.cpu_ops.fused_blocks`."""
+    return _build(FUSED_BLOCKS_SOURCE, library_path(FUSED_BLOCKS_SOURCE), fused_blocks.are_available)
 
 
 def _build(source: Path, target: Path, are_available: Callable[[], bool]) -> Path:

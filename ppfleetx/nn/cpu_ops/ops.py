@@ -3,8 +3,8 @@
 ``few_rows`` multiplies few rows with a large matrix: eight rows with the matrices of a GPT of 124M parameters
 take two thirds of the time of MKL's best way. ``nucleus`` is top-p in one operation instead of eighty.
 ``few_rows.h`` and ``kernels.cc`` say how. There are more: :mod:`~ppfleetx.nn.cpu_ops.quantized` for few bits,
-and :mod:`~ppfleetx.nn.cpu_ops.trunk` for all blocks of a model at once. They are optional, and never compiled
-while something else is wanted:
+and :mod:`~ppfleetx.nn.cpu_ops.fused_blocks` for all blocks of a model at once. They are optional, and
+never compiled while something else is wanted:
 
     python -m ppfleetx.nn.cpu_ops
 
@@ -39,7 +39,7 @@ OPTIONS = (
 _HOW_TO_MAKE = "python -m ppfleetx.nn.cpu_ops makes operators for this kind of CPU (it needs a C++ compiler)"
 SOURCE = Path(__file__).with_name("kernels.cc")
 QUANTIZED_SOURCE = Path(__file__).with_name("quantized.cc")
-TRUNK_SOURCE = Path(__file__).with_name("trunk.cc")
+FUSED_BLOCKS_SOURCE = Path(__file__).with_name("fused_blocks.cc")
 BUILT = Path(__file__).with_name("built")
 
 

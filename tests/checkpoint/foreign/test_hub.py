@@ -21,7 +21,7 @@ from ppfleetx.checkpoint.foreign.ours import read_ppfleetx
 from ppfleetx.cli.main import call
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.core.programs.model_place import find_model
+from ppfleetx.core.programs.resolve_model import resolve_model
 from ppfleetx.utils.installed import NotInstalledError
 from tests.checkpoint.foreign import hf_dirs
 from tests.helpers.hub_server import Hub, hub_server
@@ -93,7 +93,7 @@ def test_only_what_is_needed_is_downloaded_and_once(hub, models):
 
 def test_a_model_of_the_hub_computes_what_transformers_does(hub):
     with ExitStack() as stack:
-        place = find_model(f"hf:{SHARDED}", stack)
+        place = resolve_model(f"hf:{SHARDED}", stack)
         weights = read_ppfleetx(place.checkpoint)
         _, arrays = load_golden("hf_gpt2")
         logits = our_logits(weights, ModelConfig(**weights.model), arrays["tokens"])

@@ -2,9 +2,9 @@
 
 import pytest
 
+from ppfleetx.config.config_notes import not_supported_reasons
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.unsupported import not_supported_reasons
 from ppfleetx.core.programs import launch
 from ppfleetx.core.programs.launch import start_with, world_size
 

@@ -14,7 +14,7 @@ from ppfleetx.config.errors import OutOfMemoryError
 from ppfleetx.config.loader import load_config
 from ppfleetx.core.programs import evaluate, generate, train
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.utils.hangs import watchdog
+from ppfleetx.resilience import watchdog
 from tests.e2e.program import NANO
 
 PROGRAMS: list[tuple[Any, str, Callable[..., Any], str]] = [

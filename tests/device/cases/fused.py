@@ -13,7 +13,7 @@ from ppfleetx.distributed import device as devices
 from ppfleetx.distributed.device import backends, plugin_operator
 from ppfleetx.nn import fused
 from ppfleetx.nn.flash import flash_obstacle
-from ppfleetx.parallel import apply
+from ppfleetx.parallel import parallelize
 from ppfleetx.utils.gpu_operators import registered_types
 from tests.device.cases import training
 from tests.device.cases.numbers import on
@@ -57,11 +57,11 @@ def train_with_a_plugin(**arguments: Any) -> dict[str, Any]:
         sys.path.insert(0, directory)
         devices._operators_of_plugin.cache_clear()
         fused.forget_trials()
-        apply.choose = noted
+        parallelize.choose = noted
         try:
             return {**training.train_in_16_bits(**arguments), "taken": taken}
         finally:
-            apply.choose = choose
+            parallelize.choose = choose
             sys.path.remove(directory)
             for name in [name for name in sys.modules if name.startswith("paddle_custom_device")]:
                 del sys.modules[name]

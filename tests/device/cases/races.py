@@ -198,7 +198,7 @@ CHANGES: dict[str, Callable[[Reached], Any]] = {
     "all-to-all does not wait": _instead(
         "ppfleetx.distributed.collectives:_all_to_all", _asynchronous("alltoall_single")
     ),
-    "what is sent is let go": _instead("ppfleetx.parallel.listed_pipeline:_Sent", _forgets_sent),
+    "what is sent is let go": _instead("ppfleetx.parallel.pipeline_schedules:_Sent", _forgets_sent),
     "what is summed is let go": _instead("ppfleetx.nn.column_overlap:_finish", _forgets_used),
 }
 

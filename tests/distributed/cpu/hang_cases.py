@@ -13,11 +13,11 @@ import paddle
 import paddle.distributed as dist
 
 from ppfleetx.distributed import together
-from ppfleetx.distributed.cpu.inquiry import Inquiry
-from ppfleetx.utils.hangs import watchdog
-from ppfleetx.utils.hangs.progress import PROGRESS
-from ppfleetx.utils.hangs.record import RECORD
-from ppfleetx.utils.hangs.report import Identity
+from ppfleetx.distributed.cpu.desync import Inquiry
+from ppfleetx.resilience import watchdog
+from ppfleetx.resilience.activity import PROGRESS
+from ppfleetx.resilience.flight_recorder import RECORD
+from ppfleetx.resilience.hang_report import Identity
 from tests.distributed.cpu.cases import start
 
 EXIT = 4

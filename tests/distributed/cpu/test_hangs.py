@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from ppfleetx.utils.hangs.explain import explain
-from ppfleetx.utils.hangs.report import read_reports
+from ppfleetx.resilience.explain import explain
+from ppfleetx.resilience.hang_report import read_reports
 
 CASES = "tests.distributed.cpu.hang_cases:"
 PATIENCE = 1.0

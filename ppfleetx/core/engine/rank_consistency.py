@@ -1,0 +1,157 @@
+"""What the ranks of a job tell each other once per step, and the checks of ``Engine.checks`` on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ppfleetx.config.errors import UserError
+from ppfleetx.config.record import flat_values
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.core.engine.stragglers import StragglerTable
+from ppfleetx.data.loader import MicroBatch
+from ppfleetx.distributed.checks import (
+    batch_digest,
+    check_batches,
+    check_copies,
+    check_same_configuration,
+    check_samples,
+    first_place,
+)
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.together import any_rank, gather, gather_numbers, raise_on_all_ranks
+from ppfleetx.parallel.runner import NonFiniteError, Runner
+
+if TYPE_CHECKING:
+    from ppfleetx.core.engine.signals import StopRequest
+
+
+class Watch:
+    """Keeps the ranks of a job together: they stop after the same step, and fail with the same message.
+
+    Args:
+        cfg: the run's configuration; ``Engine.checks`` says how much is looked at.
+        ctx: this process's place.
+        samples_per_epoch: samples in one pass over the training split; a batch larger than that holds
+            some of them twice.
+
+    Attributes:
+        pace_of_ranks: how long each rank's steps take.
+        num_valid: tokens of the whole job's batch that count, as of the last :meth:`before_step`.
+    """
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        ctx: ParallelContext,
+        samples_per_epoch: float,
+        count: Callable[[Sequence[MicroBatch]], float],
+    ) -> None:
+        self._count = count
+        self._ctx, self._level = ctx, cfg.Engine.checks if ctx.world_size > 1 else "off"
+        self.pace_of_ranks = StragglerTable(ctx, cfg.Engine.straggler_freq)
+        self.num_valid: float | None = None
+        train = cfg.Data.Train
+        self._distinct = samples_per_epoch >= cfg.batch.global_batch_size and not (
+            train is not None and train.shuffles_for_training
+        )
+
+    def before_step(
+        self,
+        micro_batches: Sequence[MicroBatch] | None,
+        error: UserError | None,
+        stop: StopRequest,
+        step: int,
+    ) -> bool:
+        """Tell the other ranks what was read, or what went wrong, or that a signal came, how many tokens
+        count, and how long the last step took; ``step`` have been done.
+
+        Returns:
+            Whether to stop: on all ranks, or on none.
+
+        Raises:
+            UserError: on all ranks, when one brings an error or the batches are not what they should be.
+        """
+        digest = batch_digest(micro_batches or ()) if self._level != "off" else 0
+        valid = np.float64(self._count(micro_batches or ())).view(np.int64)  # its bits
+        numbers = [stop.signal_name is not None, error is not None, digest, valid, *self.pace_of_ranks.own]
+        told = gather_numbers(self._ctx, numbers)
+        if told[:, 1].any():
+            raise_on_all_ranks(self._ctx, error)
+        self.num_valid = self._ctx.sum_of_data_ranks(
+            np.ascontiguousarray(told[:, 3]).view(np.float64).tolist()
+        )
+        self.pace_of_ranks.add(told[:, 4:], step)
+        if stop.agree(told[:, 0].any()):
+            return True
+        if self._level != "off":
+            check_batches(self._ctx, told[:, 2].tolist(), distinct=self._distinct)
+        if self._level == "full" and self._distinct:
+            check_samples(self._ctx, _sample_ids(micro_batches or ()))
+        return False
+
+    def stops_evaluation(self, stop: StopRequest | None) -> bool:
+        """Whether to leave an evaluation; asked before each of its batches, on all ranks."""
+        return stop is not None and stop.agree(any_rank(self._ctx, stop.signal_name))
+
+    def after_step(self, runner: Runner) -> None:
+        """``full``: copies of weights and optimizer states are still equal."""
+        if self._level == "full":
+            check_copies(self._ctx, _held(runner, states=True))
+
+    def at_rest(self, runner: Runner) -> None:
+        """At the start and before each checkpoint: copies of weights are equal."""
+        if self._level != "off":
+            check_copies(self._ctx, _held(runner, states=False))
+
+    def describe(
+        self, error: NonFiniteError, runner: Runner, micro_batches: Sequence[MicroBatch], step: int
+    ) -> str:
+        """Which rank, layer and samples a number that is not finite came from; all ranks call this."""
+        found = first_place(self._ctx, runner.locate_non_finite(micro_batches, step=step))
+        text = f"global step {step}: {error.what} is {error.value}; nothing was updated."
+        rank, samples = 0, error.sample_ids
+        if found is None:
+            text += (
+                " Repeating the passes shows only finite outputs and gradients: either the squares of the "
+                "gradients overflow, or the fault is not in the numbers (memory, a device)."
+            )
+        else:
+            rank, place = found
+            where = f" on rank {rank}" if self._ctx.world_size > 1 else ""
+            if place.micro_batch is not None:
+                where += f" in micro batch {place.micro_batch}"
+            text += f" It began{where} with {place}."
+            if self._ctx.rank == rank and place.micro_batch is not None:
+                samples = _sample_ids(micro_batches[place.micro_batch : place.micro_batch + 1])
+        samples = gather(self._ctx, samples)[rank]
+        data_rank = self._ctx.plan.data_rank(rank)
+        return (
+            f"{text} Samples of this {'step' if found is None else 'micro batch'} on data rank {data_rank}, "
+            f"as positions in the training order: {samples}"
+        )
+
+
+def check_configuration(cfg: RunConfig, ctx: ParallelContext) -> None:
+    """All ranks must run the same configuration (device and directories included).
+
+    Raises:
+        CheckFailedError: naming the keys that differ and two ranks.
+    """
+    if cfg.Engine.checks != "off" and ctx.world_size > 1:
+        check_same_configuration(ctx, dict(flat_values(cfg.model_dump(mode="json"))))
+
+
+def _held(runner: Runner, *, states: bool) -> Iterator[tuple[str, Any, Any]]:
+    parameters = dict(runner.named_parameters())
+    for name, parameter in parameters.items():
+        yield name, parameter, parameter.info
+    if states:
+        for (name, state), tensor in runner.optimizer_state().items():
+            yield f"{name}/{state}", tensor, parameters[name].info
+
+
+def _sample_ids(micro_batches: Sequence[MicroBatch]) -> list[int]:
+    return [int(i) for batch in micro_batches for i in batch.get("sample_ids", ())]

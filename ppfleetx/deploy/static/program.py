@@ -1,0 +1,396 @@
+"""The program that is exported: the whole decoding loop, with the model and its cache inside.
+
+It is the generator's own model and its own processors, written as one function of tensors. What a user may
+choose at run time is an input; the model and the vocabulary are part of the program.
+
+Shape letters: b rows, n positions of the longest prompt, t most new tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import paddle
+import paddle.nn.functional as F
+from paddle import nn
+from paddle.static import InputSpec
+
+from ppfleetx.deploy.export_dir import blocks_file, cpu_ops_file, quantized_ops_file
+from ppfleetx.deploy.static.blocks import ProgramBlocks, make_weights, program_blocks, run_blocks
+from ppfleetx.deploy.static.cache import LoopCache, RoomCache, with_room
+from ppfleetx.deploy.static.linear import Matrix, SmallMatrix, begin, matrices_of, use_panels
+from ppfleetx.deploy.static.prompt_lookup import FEWEST_ALIKE, accept, follow, last_occurrence, next_width
+from ppfleetx.deploy.static.top_p import nucleus_by_buckets
+from ppfleetx.deploy.tracing import quick_conversion
+from ppfleetx.generation.gumbel_sampling import draw
+from ppfleetx.generation.processors import by_id, forbid, is_any_of, keep_top_p, penalize_repetition
+from ppfleetx.generation.session import NextTokenModel
+from ppfleetx.nn.cpu_ops import ops as cpu_ops
+from ppfleetx.nn.cpu_ops import quantized
+
+INPUTS: tuple[tuple[str, str, tuple[int | None, ...]], ...] = (
+    ("tokens", "int64", (None, None)),  # [b, n] prompts, padded on the left with a token of their own
+    ("padding", "int64", (None,)),  # [b] columns of padding
+    ("max_new_tokens", "int64", (None,)),  # [b] at least 1
+    ("exponentials", "float32", (None, None, None)),  # [b, t, n], see RandomStream; any when top_k is 1
+    ("end_ids", "int64", (None,)),  # tokens that end a row, at least one; -1: none
+    ("min_new_tokens", "int64", (1,)),
+    ("repetition_penalty", "float32", (1,)),
+    ("temperature", "float32", (1,)),
+    ("top_k", "int64", (1,)),  # 1: the likeliest token (greedy search); 0: all
+    ("top_p", "float32", (1,)),
+    ("most_guesses", "int64", (1,)),  # in a pass, of one row, greedy search, no repetition_penalty; 0: none
+)
+"""Name, type and shape of each input of the program, in the order of its arguments."""
+
+
+def save_program(
+    next_token: NextTokenModel, max_positions: int, path: Path, *, use_panels: bool = True
+) -> None:
+    """Write ``{path}.json`` and ``{path}.pdiparams``. The model is not to be trained any more afterwards.
+
+    With panels, and where the operators of :mod:`ppfleetx.nn.cpu_ops.ops` have been compiled, another program
+    is written that is made with them and has the same weights; see :mod:`ppfleetx.deploy.export_dir`.
+
+    Args:
+        next_token: the whole model, in this process, and its vocabulary.
+        max_positions: of the model.
+        path: without a suffix.
+        use_panels: see :class:`GenerationProgram`.
+
+    Raises:
+        RuntimeError: the two programs would need different weights, which is a defect.
+    """
+    program = GenerationProgram(next_token, max_positions, use_panels=use_panels)
+    program.eval()
+    _save(program, path)
+    if use_panels and cpu_ops.are_available() and (quantized.are_available() or not program.is_quantized):
+        program.use_cpu_ops()
+        with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+            _save(program, Path(directory) / path.name)
+            weights = f"{path.name}.pdiparams"
+            if not filecmp.cmp(path.with_name(weights), Path(directory) / weights, shallow=False):
+                raise RuntimeError("the two programs of an export do not have the same weights")
+            (Path(directory) / f"{path.name}.json").replace(path.with_name(program.file_name(cpu_ops.WIDTH)))
+
+
+def _save(program: GenerationProgram, path: Path) -> None:
+    spec = [InputSpec(list(shape), dtype, name) for name, dtype, shape in INPUTS]
+    with warnings.catch_warnings():
+        # About branches whose inner variables are not used after them, and of the device of a tensor that
+        # has none yet.
+        warnings.simplefilter("ignore", UserWarning)
+        with quick_conversion():
+            static = paddle.jit.to_static(program, input_spec=spec, full_graph=True)
+            paddle.jit.save(static, str(path))
+            static.forward.rollback()
+
+
+class GenerationProgram(nn.Layer):
+    """Continues a batch of prompts.
+
+    The loop ends when every row has: at its end token, or at its own limit. A row that ended stays in the
+    batch; what it gets after its end means nothing.
+
+    Args:
+        next_token: the model, whose linears are replaced, and its vocabulary.
+        max_positions: of the model.
+        use_panels: take products of several rows, or of several positions of one, with a second copy of the
+            matrices, made when the program is loaded (not in the file), that CPUs multiply with faster.
+    """
+
+    def __init__(self, next_token: NextTokenModel, max_positions: int, *, use_panels: bool) -> None:
+        super().__init__()
+        self.vocab_size, self.max_positions = next_token.vocab_size, max_positions
+        # What is saved: sub-layers and buffers.
+        self.model = next_token.model
+        self.matrices, self.use_panels, self.by_cpu_ops = matrices_of(self.model), use_panels, False
+        self.blocks: ProgramBlocks | None = None
+        self.head: Matrix | None = None
+        if next_token.head_matrix is not None:
+            self.register_buffer("head_matrix", next_token.head_matrix)
+            self.head = Matrix(self.head_matrix)
+            if next_token.small_head is not None:
+                self.register_buffer("head_scale", next_token.small_head.scale)
+                self.head = SmallMatrix(next_token.small_head)
+            self.matrices.append(self.head)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether a matrix has few bits."""
+        return any(isinstance(matrix, SmallMatrix) for matrix in self.matrices)
+
+    def file_name(self, width: int) -> str:
+        """Of the program with our own operators; by this name it is known which it needs."""
+        if self.blocks is not None:
+            return blocks_file(width)
+        return quantized_ops_file(width) if self.is_quantized else cpu_ops_file(width)
+
+    def use_cpu_ops(self) -> None:
+        """From here on, products with panels, top-p and, where it can be, whole blocks are made by our own
+        operators."""
+        self.by_cpu_ops = True
+        for matrix in self.matrices:
+            matrix.by_cpu_ops = True
+        self.blocks = program_blocks(self.model.stages[1:-1])
+
+    def forward(
+        self,
+        tokens: paddle.Tensor,
+        padding: paddle.Tensor,
+        max_new_tokens: paddle.Tensor,
+        exponentials: paddle.Tensor,
+        end_ids: paddle.Tensor,
+        min_new_tokens: paddle.Tensor,
+        repetition_penalty: paddle.Tensor,
+        temperature: paddle.Tensor,
+        top_k: paddle.Tensor,
+        top_p: paddle.Tensor,
+        most_guesses: paddle.Tensor,
+    ) -> paddle.Tensor:
+        """New tokens ``[b, up to t]`` int64. The arguments are those of :data:`INPUTS`."""
+        begin(self.matrices)
+        use_panels(self.matrices, [])
+        make_weights(self.blocks)
+        step = paddle.zeros([1], "int64")
+        length = tokens.shape[1]
+        limits = max_new_tokens
+        padding = padding.unsqueeze(-1)
+        start = padding.astype("int32")
+        positions = paddle.maximum(paddle.arange(length).unsqueeze(0) - padding, paddle.zeros_like(padding))
+        logits, past = self._run_model((tokens, positions, start.expand_as(positions)), LoopCache([]))
+        logits = self._process(logits, tokens, step, end_ids, min_new_tokens, repetition_penalty)
+        token = self._choose(logits, step, exponentials, temperature, top_k, top_p)
+        rules = (end_ids, min_new_tokens, repetition_penalty)
+        sampling = (exponentials, temperature, top_k, top_p)
+        # Outside the branches, where they are made once, when the program is loaded.
+        panels = [matrix.make_panels() for matrix in self.matrices] if self.use_panels else []
+        if tokens.shape[0] > 1:
+            history = self._decode(tokens, token, past, padding, limits, rules, sampling, panels)
+        else:
+            history = self._decode_one(
+                tokens, token, past, limits, rules, sampling, most_guesses, panels
+            ).unsqueeze(0)
+        return history[:, length:]
+
+    def _decode(
+        self,
+        tokens: paddle.Tensor,
+        token: paddle.Tensor,
+        past: list[paddle.Tensor],
+        padding: paddle.Tensor,
+        limits: paddle.Tensor,
+        rules: tuple[paddle.Tensor, ...],
+        sampling: tuple[paddle.Tensor, ...],
+        panels: Sequence[paddle.Tensor],
+    ) -> paddle.Tensor:
+        """The loop after the first ``token [b]``: ``[b, n + up to t]``, prompts and new tokens.
+
+        Args:
+            tokens: prompts ``[b, n]``.
+            token: the first new token ``[b]``.
+            past: keys and values of the prompts.
+            padding: ``[b, 1]``.
+            limits: ``[b]`` most new tokens.
+            rules: end_ids, min_new_tokens, repetition_penalty.
+            sampling: exponentials, temperature, top_k, top_p.
+            panels: of each of ``self.matrices``; none: use the matrices themselves.
+        """
+        use_panels(self.matrices, panels)
+        end_ids, min_new_tokens, repetition_penalty = rules
+        exponentials, temperature, top_k, top_p = sampling
+        length = tokens.shape[1]
+        step = paddle.zeros([1], "int64")
+        history = paddle.concat([tokens, token.unsqueeze(-1)], axis=1)
+        finished = paddle.logical_or(is_any_of(token, end_ids), limits <= 1)
+        while paddle.logical_not(finished.all()):
+            past = with_room(past)
+            end = past[0].shape[2]
+            while paddle.logical_and(paddle.logical_not(finished.all()), length + step < end):
+                logits, past = self._append(token, past, length + step, padding)
+                step = step + 1
+                logits = self._process(logits, history, step, end_ids, min_new_tokens, repetition_penalty)
+                token = self._choose(logits, step, exponentials, temperature, top_k, top_p)
+                history = paddle.concat([history, token.unsqueeze(-1)], axis=1)
+                is_last = paddle.logical_or(is_any_of(token, end_ids), limits <= step + 1)
+                finished = paddle.logical_or(finished, is_last)
+        return history
+
+    def _append(
+        self, token: paddle.Tensor, past: list[paddle.Tensor], column: paddle.Tensor, padding: paddle.Tensor
+    ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
+        """Logits ``[b, V]`` after ``token [b]`` in ``column [1]`` of the cache, and ``past`` with its own."""
+        # A row that ended while others go on must not run out of positions.
+        last_position = paddle.full_like(padding, self.max_positions - 1)
+        position = paddle.minimum(column - padding, last_position)
+        columns = paddle.arange(past[0].shape[2])
+        visible = paddle.logical_and(columns >= padding, columns <= column)
+        return self._run_model((token.unsqueeze(-1), position), RoomCache(past, column, visible))
+
+    def _decode_one(
+        self,
+        tokens: paddle.Tensor,
+        token: paddle.Tensor,
+        past: list[paddle.Tensor],
+        limits: paddle.Tensor,
+        rules: tuple[paddle.Tensor, ...],
+        sampling: tuple[paddle.Tensor, ...],
+        most_guesses: paddle.Tensor,
+        panels: Sequence[paddle.Tensor],
+    ) -> paddle.Tensor:
+        """The loop for a single row, which has no padding: ``[n + up to t]``. Guesses are checked several in
+        a pass where its end was there before; the arguments are those of ``_decode``.
+
+        Args:
+            most_guesses: ``[1]`` tokens guessed in one pass.
+        """
+        end_ids, min_new_tokens, repetition_penalty = rules
+        top_k = sampling[2]
+        most_guesses = paddle.where(
+            paddle.logical_and(top_k == 1, repetition_penalty == 1.0),
+            most_guesses,
+            paddle.zeros_like(most_guesses),
+        )
+        length = tokens.shape[1]
+        most = length + limits.max()
+        history = paddle.concat([tokens.flatten(), token])
+        width = paddle.minimum(paddle.ones_like(most_guesses), most_guesses)
+        finished = paddle.logical_or(is_any_of(token, end_ids), limits <= 1).all()
+        while paddle.logical_not(finished):
+            size = history.shape[0]
+            place, alike = last_occurrence(history)
+            # One place is left for the token after the guesses.
+            count = paddle.minimum(width, most - size - 1)
+            count = paddle.where(size - length >= min_new_tokens, count, paddle.zeros_like(count))
+            if paddle.logical_and(alike >= FEWEST_ALIKE, count > 0):
+                guesses = follow(history, place, count)
+                likeliest, past = self._check(history, guesses, past, panels)
+                right = accept(likeliest, guesses)
+                new = likeliest[: right + 1]
+                past = [tensor[:, :, : size + right] for tensor in past]
+                width = next_width(width, right, most_guesses)
+            else:
+                new, past = self._one_more(history, past, size - length, rules, sampling)
+            # A guess that is right may be the end, which others follow.
+            is_end = is_any_of(new, end_ids)
+            ends = paddle.where(is_end, paddle.arange(new.shape[0]), paddle.full_like(new, size))
+            history = paddle.concat([history, new[: ends.min() + 1]])
+            finished = paddle.logical_or(is_end.any(), history.shape[0] >= most)
+        return history
+
+    def _check(
+        self,
+        history: paddle.Tensor,
+        guesses: paddle.Tensor,
+        past: list[paddle.Tensor],
+        panels: Sequence[paddle.Tensor],
+    ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
+        """The likeliest tokens ``[1 + k]`` after a row's last one and after each of ``guesses [k]``."""
+        use_panels(self.matrices, panels, 1)
+        tokens = paddle.concat([history[-1:], guesses])
+        positions = history.shape[0] - 1 + paddle.arange(tokens.shape[0])
+        state = (tokens.unsqueeze(0), positions.unsqueeze(0))
+        logits, past = self._run_model(state, LoopCache(past), last_only=False)
+        return logits.argmax(-1), past
+
+    def _one_more(
+        self,
+        history: paddle.Tensor,
+        past: list[paddle.Tensor],
+        step: paddle.Tensor,
+        rules: tuple[paddle.Tensor, ...],
+        sampling: tuple[paddle.Tensor, ...],
+    ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
+        """The token ``[1]`` after ``history [n]``."""
+        use_panels(self.matrices, [])
+        step = paddle.full([1], step, "int64")
+        position = paddle.full([1, 1], history.shape[0] - 1, "int64")
+        logits, past = self._run_model((history[-1:].unsqueeze(0), position), LoopCache(past))
+        logits = self._process(logits, history.unsqueeze(0), step, *rules)
+        return self._choose(logits, step, *sampling), past
+
+    def _run_model(
+        self, state: tuple[paddle.Tensor, ...], cache: LoopCache | RoomCache, last_only: bool = True
+    ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
+        """Logits ``[b, V]`` after the last tokens, and keys and values with those of the tokens.
+
+        Not ``last_only``: ``[s, V]``, after each token of a single row.
+
+        Args:
+            state: tokens and positions ``[b, s]``; of prompts also the column each begins in, ``[b, s]``.
+            cache: of the columns before.
+            last_only: see above.
+        """
+        embedding, *trunk, head = self.model.stages
+        position_ids = state[1]
+        state = embedding(state, cache)
+        if self.blocks is not None and cache.past:
+            hidden = run_blocks(self.blocks, state[0], position_ids, cache)
+        else:
+            for stage in trunk:
+                state = stage(state, cache)
+            hidden = state[0]
+        last = hidden[-1] if last_only else hidden.squeeze(1)
+        logits = head((last,))[:, : self.vocab_size] if self.head is None else self.head.linear(last)
+        return logits, cache.extended
+
+    def _process(
+        self,
+        logits: paddle.Tensor,
+        history: paddle.Tensor,
+        step: paddle.Tensor,
+        end_ids: paddle.Tensor,
+        min_new_tokens: paddle.Tensor,
+        repetition_penalty: paddle.Tensor,
+    ) -> paddle.Tensor:
+        """:func:`ppfleetx.generation.search.process`. One branch for both: each costs about a millisecond."""
+        is_early = step < min_new_tokens
+        if paddle.logical_or(is_early, repetition_penalty != 1.0):
+            logits = penalize_repetition(logits, history, repetition_penalty)
+            logits = forbid(logits, paddle.where(is_early, end_ids, paddle.full_like(end_ids, -1)))
+        return logits
+
+    def _choose(
+        self,
+        logits: paddle.Tensor,
+        step: paddle.Tensor,
+        exponentials: paddle.Tensor,
+        temperature: paddle.Tensor,
+        top_k: paddle.Tensor,
+        top_p: paddle.Tensor,
+    ) -> paddle.Tensor:
+        """One token ``[b]`` per row."""
+        if top_k == 1:
+            token = logits.argmax(-1)
+        else:
+            token = self._sample(logits / temperature, _of_step(exponentials, step), top_k, top_p)
+        return token
+
+    def _sample(
+        self, logits: paddle.Tensor, exponentials: paddle.Tensor, top_k: paddle.Tensor, top_p: paddle.Tensor
+    ) -> paddle.Tensor:
+        """:func:`~ppfleetx.generation.processors.candidates` and ``draw``."""
+        if paddle.logical_and(top_k > 0, top_k < self.vocab_size):
+            values, ids = paddle.topk(logits, top_k, axis=-1)
+            kept = keep_top_p(F.softmax(values, axis=-1), _no_limit_at_one(top_p))
+            weights = by_id(kept, ids, self.vocab_size)
+        else:
+            weights = F.softmax(logits, axis=-1)
+            if self.by_cpu_ops:
+                weights = cpu_ops.nucleus(weights, _no_limit_at_one(top_p))
+            elif top_p < 1.0:
+                weights = nucleus_by_buckets(weights, top_p)
+        return draw(weights, exponentials)
+
+
+def _of_step(exponentials: paddle.Tensor, step: paddle.Tensor) -> paddle.Tensor:
+    return paddle.index_select(exponentials, step, axis=1).squeeze(1)
+
+
+def _no_limit_at_one(top_p: paddle.Tensor) -> paddle.Tensor:
+    """Sums may be rounded up to 1, before which a top_p of 1 must not stop."""
+    return paddle.where(top_p < 1.0, top_p, paddle.full_like(top_p, 2.0))

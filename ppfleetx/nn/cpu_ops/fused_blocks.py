@@ -1,0 +1,164 @@
+"""An operator of our own for all blocks of a model, in a pass over few new positions on a CPU.
+
+A block takes thirty operations of Paddle. For few rows starting them costs as much as what they compute, or
+more, where weights have few bits. ``fused_blocks.cc`` does all blocks and the final norm in one operation:
+norms, rotary positions, the cache, attention, activations, and products with matrices as they are stored. It
+computes what the layers compute, in float32; results differ by rounding.
+
+Shape letters: s new positions, b rows, h hidden, g key/value heads, k columns of the cache, d head size.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import paddle
+import paddle.nn.functional as F
+from paddle import _C_ops
+
+from ppfleetx.nn.cpu_ops import ops, quantized
+from ppfleetx.nn.cpu_ops.ops import FUSED_BLOCKS_SOURCE, library_path, load_library
+from ppfleetx.nn.mlp import gelu_tanh, quick_gelu, relu, relu_squared, swiglu
+
+FORMATS = ("whole", "panels", "int8", "int4", "int8_int8")
+"""How a matrix is stored: ``[in, out]`` float32; the panels of :mod:`ppfleetx.nn.packed_weights`; or those of
+:mod:`ppfleetx.nn.cpu_ops.quantized`, in the order of its products."""
+ACTIVATIONS: tuple[Callable[[paddle.Tensor], paddle.Tensor], ...] = (
+    gelu_tanh,
+    F.gelu,
+    quick_gelu,
+    relu,
+    relu_squared,
+    swiglu,
+)
+"""What may stand between the matrices of a feed-forward part."""
+
+
+@functools.cache
+def are_available() -> bool:
+    """Whether the operator can be called; loads the library the first time."""
+    return load_library(library_path(FUSED_BLOCKS_SOURCE))
+
+
+def all_are_available() -> bool:
+    """Whether it and all other operators can be called, as a program with whole blocks needs."""
+    return are_available() and ops.are_available() and quantized.are_available()
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """What all blocks of a trunk have in common.
+
+    Attributes:
+        groups: key/value heads.
+        per_group: query heads of each.
+        head_dim: d.
+        rotary_dim: features of a head that are turned by its position; 0: none.
+        activation: place in :data:`ACTIVATIONS`.
+        inner: input features of the second matrix of the feed-forward part.
+        parallel_residual: the feed-forward part reads what attention reads.
+    """
+
+    groups: int
+    per_group: int
+    head_dim: int
+    rotary_dim: int
+    activation: int
+    inner: int
+    parallel_residual: bool
+
+
+@dataclass
+class BlockWeights:
+    """Weights in the order in which the operator reads them, and the numbers that say where each is.
+
+    Attributes:
+        tensors: the weights.
+        layout: sizes, then for each block its linears and norms, then the final norm.
+    """
+
+    tensors: list[paddle.Tensor] = field(default_factory=list)
+    layout: list[int] = field(default_factory=list)
+
+    def begin(self, sizes: BlockSizes, num_blocks: int) -> None:
+        """To be called first."""
+        self.layout += [
+            sizes.groups,
+            sizes.per_group,
+            sizes.head_dim,
+            sizes.rotary_dim,
+            sizes.activation,
+            sizes.inner,
+            int(sizes.parallel_residual),
+            num_blocks,
+        ]
+
+    def add_linear(
+        self,
+        kind: str,
+        values: paddle.Tensor,
+        scales: paddle.Tensor | None,
+        columns: int,
+        bias: paddle.Tensor | None,
+    ) -> None:
+        """A matrix with ``columns`` output features; ``kind`` is one of :data:`FORMATS`. A block has four:
+        ``qkv``, ``out_proj``, ``fc1``, ``fc2``."""
+        self.layout.append(FORMATS.index(kind))
+        self._point_to(values)
+        self._point_to(scales)
+        self.layout.append(columns)
+        self._point_to(bias)
+
+    def add_norm(self, weight: paddle.Tensor | None, bias: paddle.Tensor | None = None) -> None:
+        """A norm with a bias takes the mean away (LayerNorm), one without does not (RMSNorm); none: there is
+        none here. A block has six, after its linears: before attention, after it, before the feed-forward
+        part, after it, of queries, of keys."""
+        self._point_to(weight)
+        self._point_to(bias)
+
+    def _point_to(self, tensor: paddle.Tensor | None) -> None:
+        self.layout.append(-1 if tensor is None else len(self.tensors))
+        if tensor is not None:
+            self.tensors.append(tensor)
+
+
+def run(
+    hidden: paddle.Tensor,
+    column: paddle.Tensor,
+    penalty: paddle.Tensor | None,
+    angles: tuple[paddle.Tensor, paddle.Tensor] | None,
+    cache: Sequence[paddle.Tensor],
+    weights: BlockWeights,
+    epsilon: float,
+) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
+    """``hidden [s, b, h]`` through all blocks and the final norm, without gradients.
+
+    Args:
+        hidden: float32 on CPU.
+        column: ``[1]`` int64, the cache's column that the first new position gets.
+        penalty: ``[b, 1, s, k]`` or ``[1, 1, s, k]`` float32, added to the scores; a position never sees what
+            is behind it. None: nothing is added.
+        angles: cos and sin ``[b, s, rotary_dim / 2]`` of the positions; None: nothing is turned.
+        cache: keys and values of each block in turn, ``[b, g, k, d]``; new columns are written into them.
+        weights: see :class:`BlockWeights`.
+        epsilon: of all norms.
+
+    Returns:
+        ``[s, b, h]``, and the cache's tensors.
+    """
+    cos, sin = (None, None) if angles is None else angles
+    out, *cached = _C_ops._run_custom_op(
+        "ppfleetx_trunk",
+        hidden,
+        column,
+        penalty,
+        cos,
+        sin,
+        list(cache),
+        weights.tensors,
+        weights.layout,
+        epsilon,
+    )
+    return out, cached

@@ -1,0 +1,210 @@
+"""A plan applied to a task's model, in the order written here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import paddle
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.fused_products import without_place
+from ppfleetx.config.registries import ARCHITECTURES
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.device import groups_messages
+from ppfleetx.models.module import BasicModule
+from ppfleetx.models.staged import StagedModel
+from ppfleetx.nn.column_overlap import overlapping_factory
+from ppfleetx.nn.factory import layer_factory
+from ppfleetx.nn.fake_quant import with_quantizers
+from ppfleetx.nn.fused import FusedOps, choose, say
+from ppfleetx.nn.matmul import Matmul
+from ppfleetx.nn.quantized import with_small_weights
+from ppfleetx.nn.stage import LayerFactory, Stage
+from ppfleetx.optims.adamw import Optimizer
+from ppfleetx.optims.build import build_optimizer
+from ppfleetx.parallel.first_values import give_values
+from ppfleetx.parallel.grad_sync import GradientSync, whole_model
+from ppfleetx.parallel.local import LocalRunner
+from ppfleetx.parallel.precision import Precision
+from ppfleetx.parallel.runner import Runner
+from ppfleetx.parallel.step import StepOptions
+
+if TYPE_CHECKING:
+    from ppfleetx.parallel.sharding import Sharding, Values
+
+
+def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, train: bool) -> Runner:
+    """Build the model of ``module`` under the plan of ``ctx`` and return who runs it.
+
+    The order: layers of the plan -> stages -> container of layers without values (the whole model, or a
+    pipeline rank's part) -> 16-bit parameters -> their owners -> plan-free initial weights -> optimizer ->
+    its sharding -> sums of gradients -> runner. Without ``train`` there are no initial weights and no
+    optimizer: the weights have to be restored before anything is run.
+
+    Raises:
+        ConfigError: ``Model.loss_chunks`` is greater than 1, and the task's loss needs whole logits.
+    """
+    if train and cfg.Model.loss_chunks > 1 and not module.loss_in_pieces:
+        raise ConfigError(
+            f"{cfg.Model.module} computes its loss from whole logits; set it to 1 (a task whose loss only "
+            "calls the factory's token_loss may say loss_in_pieces = True)",
+            key="Model.loss_chunks",
+            value=cfg.Model.loss_chunks,
+        )
+    factory = layer_factory(ctx, train=train)
+    if train and (cfg.Distributed.mp_async_allreduce or cfg.Distributed.sp_async_reduce_scatter):
+        factory = overlapping_factory(ctx, gathers_again=cfg.Distributed.recompute_allgather)
+    factory.fused = _fused_ops(cfg, ctx, train)
+    if train:
+        factory.matmul = _matmul(cfg, ctx, factory.fused)
+    build = _pipeline_runner if ctx.size_of("pp") > 1 else _local_runner
+    return build(module, factory, cfg, ctx, train)
+
+
+def _fused_ops(cfg: RunConfig, ctx: ParallelContext, train: bool) -> FusedOps:
+    """The fused operators of ``Model.fused_ops``; what is trained says which."""
+    mixed = cfg.Engine.mix_precision
+    types = ("float32", mixed.dtype) if mixed.enable else ("float32",)
+    unused = {name: why for name, (_, why) in without_place(cfg).items()}
+    ops = choose(cfg.Model.fused_ops, types, ctx, unused)
+    if train:
+        say(ops)
+    return ops
+
+
+def _matmul(cfg: RunConfig, ctx: ParallelContext, ops: FusedOps) -> Matmul:
+    """How layers multiply by their weights."""
+    mixed = cfg.Engine.mix_precision
+    casts = mixed.enable and "weight_cast" in ops.taken
+    defers = ctx.size_of("pp") > 1 and ctx.plan.pp_schedule == "zb_h1"
+    return Matmul(cast_to=mixed.dtype if casts else None, fused=ops, defers=defers)
+
+
+def _local_runner(
+    module: BasicModule, factory: LayerFactory, cfg: RunConfig, ctx: ParallelContext, train: bool
+) -> Runner:
+    options = _step_options(cfg, factory)
+    model = StagedModel(_stages(module, factory, cfg), None, empty=True)
+    optimizer, sync = _optimizer_and_sync(
+        model, list(enumerate(model.stages)), cfg, ctx, options.precision, train, factory.fused
+    )
+    return LocalRunner(model, module, factory, optimizer, ctx, sync, options)
+
+
+def _pipeline_runner(
+    module: BasicModule, factory: LayerFactory, cfg: RunConfig, ctx: ParallelContext, train: bool
+) -> Runner:
+    from paddle.distributed import fleet
+
+    from ppfleetx.parallel.async_pipeline import AsyncPipeline
+    from ppfleetx.parallel.message_order import take_turns
+    from ppfleetx.parallel.pipeline import PipelineLoss, PipelineRunner, StagePipeline, tied_group
+    from ppfleetx.parallel.pipeline_schedules import ListedPipeline
+    from ppfleetx.parallel.two_stages import interleave_two_stages
+
+    options, stages = _step_options(cfg, factory), _stages(module, factory, cfg)
+    loss = PipelineLoss(module, factory)
+    model = StagePipeline(stages, ctx.plan, loss)
+    tied = tied_group(stages, ctx)
+    if cfg.Distributed.overlap_p2p_comm:
+        pipeline = AsyncPipeline(model, factory.matmul)
+    elif factory.matmul.defers:
+        pipeline = ListedPipeline(model, factory.matmul)
+    elif ctx.size_of("pp") == 2 and ctx.plan.virtual_pp_degree > 1:
+        pipeline = interleave_two_stages(model, cfg.batch.accumulate_steps)
+    else:
+        pipeline = fleet.distributed_model(model)
+    if not groups_messages(ctx.device):
+        take_turns()
+    held = model.held_stages()
+    optimizer, sync = _optimizer_and_sync(
+        model, held, cfg, ctx, options.precision, train, factory.fused, tied
+    )
+    return PipelineRunner(pipeline, loss, optimizer, ctx, sync, options)
+
+
+def _stages(module: BasicModule, factory: LayerFactory, cfg: RunConfig) -> list[Stage]:
+    """The task's stages, with small weights, or with fake quantisation where the configuration asks for it:
+    of a base with adapters the scales are frozen too."""
+    stages, quantization = module.stages(factory), cfg.Compress.quantization
+    if quantization is None:
+        return with_small_weights(stages, cfg.Compress.Weights, factory)
+    return with_quantizers(stages, quantization, factory, follows=cfg.Model.lora is None)
+
+
+def _step_options(cfg: RunConfig, factory: LayerFactory) -> StepOptions:
+    clip = cfg.Optimizer.grad_clip
+    precision = Precision(cfg.Engine.mix_precision)
+    precision.keeps_casts = factory.matmul.kept
+    metrics = ARCHITECTURES.traits(cfg.Model.name).metrics
+    return StepOptions(cfg.Global.seed, clip.clip_norm if clip else 0.0, precision, metrics)
+
+
+def _optimizer_and_sync(
+    model: paddle.nn.Layer,
+    stages: Sequence[tuple[int, paddle.nn.Layer]],
+    cfg: RunConfig,
+    ctx: ParallelContext,
+    precision: Precision,
+    train: bool,
+    ops: FusedOps,
+    tied_group: Any = None,
+) -> tuple[Optimizer | None, GradientSync]:
+    """Give the parameters their types and values; return the optimizer of those that this rank updates, and
+    what sums gradients over the job."""
+    parameters = model.parameters()
+    ctx, has_experts = whole_model((parameter.spec for parameter in parameters), ctx)
+    trainable = [parameter for parameter in parameters if parameter.spec.trains]
+    named = [(parameter.info.name, parameter) for parameter in parameters]
+    low, on_host = precision.lowers_parameters, ctx.plan.sharding_offload
+    with_masters = precision.lower(parameters, train=train)
+    optimizer = sharding = values = None
+    if ctx.size_of("sharding") > 1:
+        from ppfleetx.parallel.sharding import Sharding
+
+        frozen = [parameter for parameter in parameters if not parameter.spec.trains]
+        sharding = Sharding(trainable, ctx, ctx.plan.sharding_stage, frozen)
+    seed = cfg.Global.seed if train else None
+    masters = give_values(parameters, seed, with_masters, sharding, masters_on_host=on_host)
+    if train:
+        optimizer = build_optimizer(
+            cfg.Optimizer, named, multi_precision=low, on_host=on_host, fused="adamw" in ops.taken
+        )
+    if sharding is not None:
+        values = _values(sharding, trainable, stages, cfg, ctx)
+        if optimizer is not None:
+            optimizer.keep_only(sharding.owns, values.updated)
+    if optimizer is not None:
+        optimizer.keep_masters(masters)
+    sync = GradientSync(
+        trainable,
+        ctx,
+        tied_group=tied_group,
+        has_experts=has_experts,
+        sharding=sharding,
+        values=values,
+        bucket_bytes=cfg.Distributed.bucket_bytes if train else None,
+        ops=ops,
+    )
+    return optimizer, sync
+
+
+def _values(
+    sharding: Sharding,
+    trainable: Sequence[paddle.Tensor],
+    stages: Sequence[tuple[int, paddle.nn.Layer]],
+    cfg: RunConfig,
+    ctx: ParallelContext,
+) -> Values:
+    """How values come from their owners."""
+    overlaps = cfg.Distributed.sharding.broadcast_overlap
+    if ctx.plan.sharding_stage == 3:
+        from ppfleetx.parallel.zero3 import ParameterSharding
+
+        return ParameterSharding(sharding, stages, ahead=overlaps)
+    from ppfleetx.parallel.param_broadcast import NewValues
+
+    layers = [layer for _, layer in stages] if overlaps else None
+    return NewValues(trainable, sharding, layers, cfg.Distributed.packed_bytes)

@@ -1,0 +1,105 @@
+"""Stages 1 and 2 of sharding: after an update, owners send the new values to the others.
+
+They leave in the order in which the next forward pass needs them, large parameters straight into their
+memory, so nothing is copied; the small ones (norms, biases) go first, packed by owner. The forward pass of a
+layer waits for that layer's values alone. Whoever reads parameters otherwise calls :meth:`NewValues.finish`
+first. Paddle's ``DygraphShardingOptimizer`` sends and waits in the same way when its ``broadcast_overlap``
+is on, but for the packing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import paddle
+from paddle import distributed
+
+from ppfleetx.distributed.collectives import Packed, broadcast_packed, start_packed
+from ppfleetx.parallel.zero3 import Owning
+
+SMALL_BYTES = 256 << 10
+"""Parameters below this travel packed: a message of that size costs more than its bytes."""
+
+
+class NewValues:
+    """Sends the owners' values.
+
+    Args:
+        parameters: of this rank, each once, in the order of the forward pass.
+        owning: says who has a parameter's new value.
+        layers: whose forward passes wait for their own parameters; None: the update waits for all of them.
+        packed_bytes: how much may be packed at a time.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[paddle.Tensor],
+        owning: Owning,
+        layers: Sequence[paddle.nn.Layer] | None,
+        packed_bytes: int,
+    ) -> None:
+        self._owning = owning
+        self._parameters = [p for p in parameters if owning.group_of(p) is not None]
+        self._overlaps = layers is not None
+        self._packed: list[Packed] = []
+        self._tasks: dict[int, Any] = {}  # by the parameter's id, in the order in which they left
+        small, size = [], 0
+        for parameter in self._parameters:
+            more = parameter.size * parameter.element_size()
+            if more < SMALL_BYTES and size + more <= packed_bytes:
+                small.append(parameter)
+                size += more
+        self._small = self._by_owner(small)
+        small = {id(p) for p in small}
+        self._large = [p for p in self._parameters if id(p) not in small]
+        for layer in layers or ():
+            layer.register_forward_pre_hook(self._before_forward)
+
+    @paddle.no_grad()
+    def updated(self) -> None:
+        """The owners' values have changed: let them leave, and, without overlap, wait for them."""
+        if not self._overlaps:
+            for members in self._by_owner(self._parameters):
+                first = members[0]
+                broadcast_packed(members, self._owning.group_of(first), self._owning.owner_of(first))
+            return
+        self.finish()
+        for members in self._small:
+            for dtype in dict.fromkeys(p.dtype for p in members):
+                same = [p for p in members if p.dtype == dtype]
+                self._packed.append(start_packed(same, self._start(same[0])))
+        for parameter in self._large:
+            self._tasks[id(parameter)] = self._start(parameter)(parameter.detach())
+
+    def finish(self) -> None:
+        """Wait for all that is under way: every parameter has its new value then."""
+        self._finish_small()
+        while self._tasks:
+            self._tasks.pop(next(iter(self._tasks))).wait()
+
+    def _by_owner(self, parameters: Sequence[paddle.Tensor]) -> list[list[paddle.Tensor]]:
+        """``parameters`` of each owner; owners in the order of groups and ranks."""
+        found: dict[tuple[int, int], list[paddle.Tensor]] = {}
+        for parameter in parameters:
+            place = self._owning.group_of(parameter).id, self._owning.owner_of(parameter)
+            found.setdefault(place, []).append(parameter)
+        return [found[place] for place in sorted(found)]
+
+    def _start(self, parameter: paddle.Tensor) -> Callable[[paddle.Tensor], Any]:
+        group = self._owning.group_of(parameter)
+        source = group.ranks[self._owning.owner_of(parameter)]
+        return lambda flat: distributed.broadcast(flat, source, group=group, sync_op=False)
+
+    def _finish_small(self) -> None:
+        while self._packed:
+            self._packed.pop(0).complete()
+
+    def _before_forward(self, layer: paddle.nn.Layer, _: Any) -> None:
+        if not self._tasks and not self._packed:
+            return
+        self._finish_small()
+        for parameter in layer.parameters():
+            task = self._tasks.pop(id(parameter), None)
+            if task is not None:
+                task.wait()

@@ -1,0 +1,324 @@
+"""From the reports of a job's ranks to one sentence: who is missing where.
+
+A rank *waits* when its main thread is in a collective or a message, and *is elsewhere* when it is not. The
+cause is a rank that others wait for and that does not wait itself, or that has not reported at all. Where
+all wait, their records show who called something else, or that everybody came and the network is silent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from ppfleetx.resilience.hang_report import CallNote, Report
+
+_EQUAL_SHAPES = {"all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "barrier"}
+_SHOWN_WAITS = 3
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What the reports say together.
+
+    Attributes:
+        sentence: for people.
+        missing: the ranks that the others wait for; none where that cannot be told.
+        silent: ranks without a report.
+        goes_on: ranks that make progress: the job is slow and does not hang.
+    """
+
+    sentence: str
+    missing: tuple[int, ...]
+    silent: tuple[int, ...]
+    goes_on: tuple[int, ...]
+
+
+def explain(reports: Mapping[int, Report]) -> Explanation:
+    """Join the reports, by rank; there must be one."""
+    size = max(report.world_size for report in reports.values())
+    silent = tuple(rank for rank in range(size) if rank not in reports)
+    goes_on = tuple(rank for rank, report in sorted(reports.items()) if report.goes_on)
+    waits = {rank: report.waits_for for rank, report in sorted(reports.items()) if report.waits_for}
+    edges = {rank: _absent(rank, call, reports) for rank, call in waits.items()}
+    failure = _failure(waits, edges, reports)
+    if failure:
+        return Explanation(failure + _steps(reports, ()), (), silent, ())
+    awaited = {rank for absent in edges.values() for rank in absent}
+    missing = tuple(sorted(awaited - set(waits)))
+    if not waits:
+        missing = tuple(sorted(set(reports) - set(goes_on))) or tuple(sorted(reports))
+        text = f"no rank waits for another: {_elsewhere(missing, reports, silent)}"
+        if silent:
+            text += f"; {_silence(silent, reports)}"
+        return Explanation(text + _steps(reports, missing), missing, silent, goes_on)
+    if missing:
+        near = [rank for rank in waits if set(edges[rank]) & set(missing)]
+        text = _waiting(near, waits)
+        others = [rank for rank in waits if rank not in near]
+        if others:
+            text += f", and {_named(others)} for {'it' if len(near) == 1 else 'them'}"
+        text += f"; {_arrival(missing, reports, silent)}"
+        return Explanation(text + _steps(reports, missing), missing, silent, goes_on)
+    text = _disagreement(waits, reports)
+    if not text:
+        answered = [rank for rank, absent in edges.items() if not absent]
+        text = _network(answered, waits, reports) if answered else _crossed(waits, edges, reports)
+    return Explanation(text + _steps(reports, ()), (), silent, goes_on)
+
+
+def explain_alone(report: Report) -> Explanation:
+    """What one rank can say when no report could be written: nothing of the others."""
+    where = f"waits in {_shown(report.waits_for)}" if report.waits_for is not None else f"is {_place(report)}"
+    text = (
+        f"rank {report.rank} {where}; what the other ranks do is not known, because no report can be written"
+    )
+    goes_on = (report.rank,) if report.goes_on else ()
+    others = tuple(rank for rank in range(report.world_size) if rank != report.rank)
+    return Explanation(text + _steps({report.rank: report}, ()), (), others, goes_on)
+
+
+def _failure(
+    waits: Mapping[int, CallNote], edges: Mapping[int, Sequence[int]], reports: Mapping[int, Report]
+) -> str:
+    """Why the job has ended with errors; "" when none of its ranks has one."""
+    failed = {rank: report for rank, report in sorted(reports.items()) if report.failure}
+    if not failed:
+        return ""
+    differs = _disagreement(waits, reports) or _crossed(waits, edges, reports)
+    own = {rank: report for rank, report in failed.items() if not report.lost}
+    if own and not differs:
+        told = [f"rank {rank} failed, {_place(report)}: {report.failure}" for rank, report in own.items()]
+        differs = "; ".join(told[:_SHOWN_WAITS])
+        if len(told) > _SHOWN_WAITS:
+            differs += f"; and {len(told) - _SHOWN_WAITS} more ranks failed"
+        others = [rank for rank in waits if rank not in own]
+        return f"{_waiting(others, waits)}; {differs}" if others else differs
+    if differs:
+        return differs
+    told = next(iter(failed.values())).failure
+    return f"{_waiting(list(waits), waits)}; {told}" if waits else told
+
+
+def _absent(rank: int, call: CallNote, reports: Mapping[int, Report]) -> list[int]:
+    """The ranks without which the call cannot end, and that have not called it."""
+    if call.peer >= 0:
+        other = reports.get(call.peer)
+        key = f"{call.others_key}{rank}"
+        return [call.peer] if other is None or other.counts.get(key, 0) <= call.number else []
+    return [
+        other
+        for other in call.ranks
+        if other != rank
+        and (
+            other not in reports
+            or reports[other].counts.get(call.others_key, 0) <= call.number
+            # Asked again and again, it may have answered after the report of who asks.
+            or (call.asks and reports[other].waits_for is None)
+        )
+    ]
+
+
+def _waiting(ranks: Sequence[int], waits: Mapping[int, CallNote]) -> str:
+    """``ranks 0-2 wait in all_reduce #418 of the mp group [0..3]``, of at most three calls."""
+    by_call: dict[str, list[int]] = {}
+    for rank in ranks:
+        by_call.setdefault(_shown(waits[rank]), []).append(rank)
+    told = [f"{_named(who)} {_verb(who, 'wait')} in {call}" for call, who in by_call.items()]
+    more = f", and {len(told) - _SHOWN_WAITS} more such groups of ranks" if len(told) > _SHOWN_WAITS else ""
+    return ", ".join(told[:_SHOWN_WAITS]) + more
+
+
+def _shown(call: CallNote) -> str:
+    if call.shape is None:
+        return str(call)
+    return f"{call} (shape {list(call.shape)}, {call.dtype})"
+
+
+def _arrival(missing: Sequence[int], reports: Mapping[int, Report], silent: Collection[int]) -> str:
+    told = []
+    quiet = [rank for rank in missing if rank in silent]
+    if quiet:
+        told.append(f"{_named(quiet)} never arrived and wrote no report: {_silent_reason(quiet, reports)}")
+    present = [rank for rank in missing if rank not in silent]
+    if present:
+        told.append(f"{_named(present)} never arrived: {_places(present, reports)}")
+    return "; ".join(told)
+
+
+def _elsewhere(ranks: Sequence[int], reports: Mapping[int, Report], silent: Collection[int]) -> str:
+    return _places([rank for rank in ranks if rank not in silent], reports, name=len(reports) > 1)
+
+
+def _places(ranks: Sequence[int], reports: Mapping[int, Report], *, name: bool | None = None) -> str:
+    """Where each of the ranks is."""
+    by_place: dict[str, list[int]] = {}
+    for rank in ranks:
+        by_place.setdefault(_place(reports[rank]), []).append(rank)
+    if len(by_place) == 1 and not name:
+        return f"{'it is' if len(ranks) == 1 else 'they are'} {next(iter(by_place))}"
+    return ", ".join(f"{_named(who)} {_verb(who, 'is', 'are')} {place}" for place, who in by_place.items())
+
+
+def _place(report: Report) -> str:
+    what = report.place if report.importing is None else f"importing {report.importing}, {report.place}"
+    where = f" ({report.where})" if report.where else ""
+    if report.works:
+        return f"{what}{where}, and works"
+    if report.computes and report.place_seconds >= report.timeout:
+        return f"{what}{where}, and has computed there for {report.place_seconds:.0f} s"
+    return f"{what}{where}"
+
+
+def _silence(silent: Sequence[int], reports: Mapping[int, Report]) -> str:
+    return f"{_named(silent)} wrote no report: {_silent_reason(silent, reports)}"
+
+
+def _silent_reason(ranks: Sequence[int], reports: Mapping[int, Report]) -> str:
+    """What the kernel told the other ranks of those that are silent."""
+    by_state: dict[str, list[int]] = {}
+    for rank in ranks:
+        states = [report.peers[rank] for report in reports.values() if rank in report.peers]
+        by_state.setdefault(next((state for state in states if state), "" if states else "?"), []).append(
+            rank
+        )
+    killed = any(report.killed_for_memory for report in reports.values())
+    told = []
+    for state, who in by_state.items():
+        its = "its process" if len(who) == 1 else "their processes"
+        if state == "?":
+            text = f"{its} cannot be seen from here (stopped, ended, or cut off from the others)"
+        elif not state:
+            text = f"{its} runs, but not its Python threads (a call of C code that holds the interpreter)"
+        else:
+            text = (
+                f"{its} {state if len(who) == 1 else state.replace('has', 'have', 1).replace('is ', 'are ')}"
+            )
+            if "ended" in state and killed:
+                text += "; meanwhile the kernel has killed a process because memory ran out"
+        told.append(text if len(by_state) == 1 else f"{text} ({_named(who)})")
+    return "; ".join(told)
+
+
+def _disagreement(waits: Mapping[int, CallNote], reports: Mapping[int, Report]) -> str:
+    """All have come to the same call of a group, and it is not the same call."""
+    for rank, call in waits.items():
+        if call.peer >= 0:
+            continue
+        theirs: dict[str, list[int]] = {}
+        for other in call.ranks:
+            note = _call_of(reports.get(other), call)
+            if note is not None:
+                theirs.setdefault(_signature(note), []).append(other)
+        if len(theirs) > 1:
+            told = ", ".join(
+                f"{_named(who)} {_verb(who, 'call')} {what}"
+                for what, who in sorted(theirs.items(), key=_size)
+            )
+            return f"{_waiting([rank], waits)}, and the calls differ: as number {call.number} {told}"
+    return ""
+
+
+def _size(entry: tuple[str, list[int]]) -> tuple[int, list[int]]:
+    return -len(entry[1]), entry[1]
+
+
+def _signature(call: CallNote) -> str:
+    if call.operation not in _EQUAL_SHAPES or call.shape is None:
+        return call.operation
+    return f"{call.operation} with shape {list(call.shape)} of {call.dtype}"
+
+
+def _call_of(report: Report | None, call: CallNote) -> CallNote | None:
+    """The rank's call with the group and the number of ``call``, when it is still in its record."""
+    if report is None:
+        return None
+    calls = [one for one in report.calls if one.peer < 0 and one.group_id == call.group_id]
+    return next((one for one in calls if one.number == call.number), None)
+
+
+def _crossed(
+    waits: Mapping[int, CallNote], edges: Mapping[int, Sequence[int]], reports: Mapping[int, Report]
+) -> str:
+    """Ranks wait for each other in different calls: one left something out, or two are swapped."""
+    for rank, absent in edges.items():
+        for other in absent:
+            if other in edges and rank in _reached(other, edges):
+                common = _last_common(reports[rank], reports[other])
+                after = f"; the last that both called was {common}" if common else ""
+                return (
+                    f"{_waiting([rank, other], waits)}, so each waits for the other{after}; the ranks do not "
+                    "run the same operations in the same order: one was left out, or two are swapped"
+                )
+    return ""
+
+
+def _reached(start: int, edges: Mapping[int, Sequence[int]]) -> set[int]:
+    """The ranks that ``start`` waits for, and those that these wait for."""
+    found: set[int] = set()
+    pending = [start]
+    while pending:
+        for rank in edges.get(pending.pop(), ()):
+            if rank not in found:
+                found.add(rank)
+                pending.append(rank)
+    return found
+
+
+def _last_common(one: Report, other: Report) -> str:
+    """The last collective that both ranks have called, of any group."""
+    theirs = {(call.group_id, call.number) for call in other.calls if call.peer < 0}
+    for call in reversed(one.calls):
+        if call.peer < 0 and (call.group_id, call.number) in theirs:
+            return str(call)
+    return ""
+
+
+def _network(answered: Sequence[int], waits: Mapping[int, CallNote], reports: Mapping[int, Report]) -> str:
+    """``answered`` wait although all that take part have called the same."""
+    involved = {rank for waiting in answered for rank in (waiting, *_others_in(waits[waiting]))}
+    hosts = sorted({reports[rank].host for rank in involved if rank in reports})
+    between = f" between {' and '.join(hosts)}" if len(hosts) > 1 else ""
+    return (
+        f"{_waiting(answered, waits)}, and all that take part have called it: the messages do not get "
+        f"through; the network{between} is down, or one of its ends drops packets"
+    )
+
+
+def _others_in(call: CallNote) -> Sequence[int]:
+    return (call.peer,) if call.peer >= 0 else call.ranks
+
+
+def _steps(reports: Mapping[int, Report], missing: Sequence[int]) -> str:
+    """Which ranks are at another step than most."""
+    by_step: dict[int, list[int]] = {}
+    for rank, report in sorted(reports.items()):
+        if report.step is not None:
+            by_step.setdefault(report.step, []).append(rank)
+    if not by_step:
+        return ""
+    if len(by_step) == 1:
+        return f" (step {next(iter(by_step))})"
+    usual = max(by_step, key=lambda step: (len(by_step[step]), step))
+    told = [
+        f"{_named(who)} {_verb(who, 'is', 'are')} at step {s}" for s, who in by_step.items() if s != usual
+    ]
+    return f"; {', '.join(told)}, the others at step {usual}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0-2``, ``ranks 0-2, 5``."""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    shown = [str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}-{b}" for a, b in parts]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}"
+
+
+def _verb(ranks: Sequence[int], singular_stem: str, plural: str | None = None) -> str:
+    """The verb that fits so many ranks: ``wait`` becomes ``waits`` of one."""
+    if plural is not None:
+        return singular_stem if len(ranks) == 1 else plural
+    return f"{singular_stem}s" if len(ranks) == 1 else singular_stem

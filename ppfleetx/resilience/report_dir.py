@@ -1,0 +1,151 @@
+"""Directories in which ranks lay their reports, used with patience: a disk may be what hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ppfleetx.resilience.hang_report import Report, read_reports
+
+HANG_DIRS = ("hang", "hang_evaluation", "hang_generation")
+"""In an output directory: of training, evaluation and generation."""
+PATIENCE_SECONDS = 5.0
+PRIVATE = 0o700
+_SUMMARY = "summary.txt"
+
+
+class Shelf:
+    """One directory, made with ``mode``.
+
+    All that touches it runs in a thread of its own, which may block for ever; when it has not answered once,
+    the directory counts as dead and is left alone.
+
+    Attributes:
+        seconds: of computing that its thread has spent.
+    """
+
+    def __init__(self, directory: Path, mode: int = 0o777) -> None:
+        self.directory, self._mode = directory, mode
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._is_dead, self._is_started = False, False
+        self.seconds = 0.0
+
+    def open(self) -> None:
+        """Start the thread, which cannot be started any more when the process is ending."""
+        if not self._is_started:
+            self._is_started = True
+            threading.Thread(target=self._serve, name="hang-reports", daemon=True).start()
+
+    def has_news(self, since: float) -> bool:
+        """Whether a rank that makes no progress has laid down a report after ``since`` (seconds since 1970),
+        and so asks for those of the others."""
+
+        def look() -> bool:
+            with contextlib.suppress(OSError):
+                if self._is_foreign():
+                    return False
+                if any(path.stat().st_mtime > since for path in self.directory.glob("rank_*.json")):
+                    return any(report.asks for report in read_reports(self.directory, since=since).values())
+            return False
+
+        return bool(self._do(look))
+
+    def lay(self, report: Report, text: str) -> bool:
+        """Write this rank's report, for programs and for people; whether that worked."""
+
+        def write() -> bool:
+            try:
+                self.directory.mkdir(mode=self._mode, parents=True, exist_ok=True)
+                if self._is_foreign():
+                    return False
+                base = self.directory / f"rank_{report.rank:05d}"
+                _write_whole(base.with_suffix(".json"), report.to_json())
+                with contextlib.suppress(OSError):  # a full disk may take the one, and not the other
+                    _write_whole(base.with_suffix(".txt"), text)
+            except OSError:
+                return False
+            return True
+
+        return bool(self._do(write))
+
+    def reports(self, since: float) -> dict[int, Report]:
+        """What the ranks have laid down after ``since``."""
+
+        def read() -> dict[int, Report]:
+            with contextlib.suppress(OSError):
+                if not self._is_foreign():
+                    return read_reports(self.directory, since=since)
+            return {}
+
+        return self._do(read) or {}
+
+    def clear(self, rank: int | None = None) -> None:
+        """Take away what this rank, or the job (None), has laid down here, if anything."""
+        if not self._is_started:
+            return
+
+        def remove() -> None:
+            with contextlib.suppress(OSError):
+                if self._is_foreign():
+                    return
+                for path in self.directory.glob("rank_*" if rank is None else f"rank_{rank:05d}.*"):
+                    path.unlink(missing_ok=True)
+                if not any(self.directory.glob("rank_*")):
+                    (self.directory / _SUMMARY).unlink(missing_ok=True)
+                self.directory.rmdir()  # by the last one
+
+        self._do(remove)
+
+    def say(self, sentence: str) -> None:
+        """Keep the sentence beside the reports."""
+
+        def write() -> None:
+            with contextlib.suppress(OSError):
+                if self._is_foreign():
+                    return
+                (self.directory / _SUMMARY).write_text(f"{sentence}\n", encoding="utf-8")
+
+        self._do(write)
+
+    def _is_foreign(self) -> bool:
+        """Whether somebody else has made it, or a link in its place, where all may write.
+
+        Raises:
+            OSError: there is none.
+        """
+        return self._mode == PRIVATE and self.directory.lstat().st_uid != os.getuid()
+
+    def _do(self, act: Callable[[], object]) -> object:
+        """``act()`` in the shelf's thread; None when it is not done in time."""
+        if self._is_dead:
+            return None
+        self.open()
+        answer: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._work.put(lambda: answer.put(act()))
+        try:
+            return answer.get(timeout=PATIENCE_SECONDS)
+        except queue.Empty:
+            self._is_dead = True
+            return None
+
+    def _serve(self) -> None:
+        while True:
+            self._work.get()()
+            self.seconds = time.thread_time()
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """The others see all of it, or nothing."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise

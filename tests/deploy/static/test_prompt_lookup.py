@@ -1,0 +1,155 @@
+"""What an exported program guesses, and what it does with it."""
+
+import numpy as np
+import paddle
+import pytest
+
+from ppfleetx.config.sections.root import GenerationConfig, ModelConfig
+from ppfleetx.deploy.static.program import INPUTS, GenerationProgram
+from ppfleetx.deploy.static.prompt_lookup import FEWEST_ALIKE, accept, follow, last_occurrence, next_width
+from ppfleetx.generation import prompt_lookup
+from ppfleetx.generation.session import NextTokenModel
+from ppfleetx.models.gpt.stages import gpt_stages
+from ppfleetx.models.staged import StagedModel
+from ppfleetx.nn.factory import LocalFactory
+from tests.deploy.exports import GPT2_STYLE, Exported
+
+TEXT = "hat and hat and hat and"
+
+
+def guessed(history: list[int], count: int) -> list[int]:
+    tokens = paddle.to_tensor(history, "int64")
+    place, alike = last_occurrence(tokens)
+    return follow(tokens, place, paddle.to_tensor([count], "int64")).tolist() if alike >= FEWEST_ALIKE else []
+
+
+def test_guesses_are_those_of_the_generator() -> None:
+    generator, found = np.random.default_rng(0), 0
+    for _ in range(300):
+        history = generator.integers(0, 4, generator.integers(2, 14))
+        expected = prompt_lookup.guess(history, 6).tolist()
+        assert guessed(history.tolist(), 6) == expected, history
+        found += bool(expected)
+    assert 50 < found < 250
+
+
+@pytest.mark.parametrize(
+    ("history", "expected"),
+    [([1, 2, 3], (0, None)), ([5, 6, 7, 6], (1, 1)), ([4, 4], (1, 0)), ([1, 2, 9, 1, 2], (2, 1))],
+)
+def test_how_much_of_the_end_was_there_before(history: list[int], expected: tuple[int, int | None]) -> None:
+    place, alike = last_occurrence(paddle.to_tensor(history, "int64"))
+    assert int(alike) == expected[0]
+    assert expected[1] in (None, int(place))
+
+
+@pytest.mark.parametrize(
+    ("likeliest", "guesses", "expected"),
+    [([1, 2, 3], [1, 2], 2), ([1, 2, 3], [1, 3], 1), ([1, 2, 3], [2, 2], 0), ([7, 7], [7], 1)],
+)
+def test_guesses_are_right_up_to_the_first_wrong_one(
+    likeliest: list[int], guesses: list[int], expected: int
+) -> None:
+    assert accept(paddle.to_tensor(likeliest), paddle.to_tensor(guesses)).tolist() == [expected]
+
+
+@pytest.mark.parametrize(("width", "right", "expected"), [(2, 2, 4), (8, 8, 12), (4, 3, 3), (4, 0, 1)])
+def test_more_is_guessed_after_success(width: int, right: int, expected: int) -> None:
+    assert prompt_lookup.next_width(width, right, 12, right == width) == expected
+    tensors = [paddle.to_tensor([number]) for number in (width, right, 12)]
+    assert next_width(*tensors).tolist() == [expected]
+
+
+@pytest.mark.parametrize("most", [1, 3, 16])
+def test_tokens_of_a_single_prompt_are_those_without_guesses(either: Exported, most: int) -> None:
+    """Also at the last position of the model, which the second to last text gets to."""
+    texts = ["the cat", "hat and hat and hat and hat and", "a", "é" * 29, "cat cat cat cat"]
+    plain, ours = (
+        GenerationConfig(decode_strategy="greedy_search", prompt_lookup_num_tokens=guesses)
+        for guesses in (0, most)
+    )
+    expected = either.generator.generate(texts, plain)
+    assert either.engine.generate(texts, ours, batch_rows=1) == expected
+    assert either.engine.generate(texts, plain, batch_rows=1) == expected
+    assert len(expected[3][0].ids) == 6
+
+
+def test_a_row_ends_at_its_end_token(exported: Exported) -> None:
+    program, tokens = exported.engine._program, exported.generator.tokenizer.encode(TEXT)
+    row = program.run(inputs(tokens, most_guesses=0)).tolist()[0]
+    for end in row:
+        expected = row[: row.index(end) + 1]
+        assert program.run(inputs(tokens, end_ids=end)).tolist() == [expected]
+
+
+class Cycle(GenerationProgram):
+    """The program with a model that counts from 1 to 9 again and again; it counts its passes."""
+
+    def __init__(self) -> None:
+        network = StagedModel(gpt_stages(ModelConfig(**GPT2_STYLE), LocalFactory()), seed=5)
+        super().__init__(NextTokenModel(network, 300), 64, use_panels=True)
+        self.passes: list[int] = []
+
+    def _run_model(
+        self, state: tuple[paddle.Tensor, ...], cache: object, last_only: bool = True
+    ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
+        tokens, positions = state[:2]
+        self.passes.append(tokens.shape[1])
+        assert positions.numpy().max() < self.max_positions
+        following = paddle.nn.functional.one_hot(tokens[0] % 9 + 1, 10)
+        return following[-1:] if last_only else following, []
+
+    def run(self, tokens: list[int], **options: int) -> list[int]:
+        values = inputs(tokens, **options)
+        self.passes = []
+        return self(*(paddle.to_tensor(values[name]) for name, _, _ in INPUTS))[0].tolist()
+
+
+COUNTED = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]
+
+
+def test_right_guesses_save_passes() -> None:
+    program = Cycle()
+    expected = [(2 + i) % 9 + 1 for i in range(40)]
+    assert program.run(COUNTED, most_guesses=0) == expected
+    assert program.passes[1:] == [1] * 39
+    assert program.run(COUNTED) == expected
+    assert program.passes[1:] == [2, 3, 5, 9, 17, 3]
+    assert program.run(COUNTED, most_guesses=3) == expected
+    assert program.passes[1:4] == [2, 3, 4]
+    assert program.run(COUNTED, min_new_tokens=4) == expected
+    assert program.passes[1:7] == [1, 1, 1, 2, 3, 5]
+
+
+@pytest.mark.parametrize("end", range(1, 10))
+def test_the_end_may_be_a_guess(end: int) -> None:
+    """Nothing that was right behind it is kept."""
+    program = Cycle()
+    found = program.run(COUNTED, end_ids=end)
+    assert found == [(2 + i) % 9 + 1 for i in range(40)][: len(found)]
+    assert found.index(end) == len(found) - 1
+
+
+def test_the_last_position_of_the_model() -> None:
+    program = Cycle()
+    assert len(program.run(COUNTED * 5, max_new_tokens=9)) == 9
+    assert len(program.run([*COUNTED * 5, 3, 4, 5, 6, 7, 8], max_new_tokens=3)) == 3
+
+
+def inputs(tokens: list[int], **given: int) -> dict[str, np.ndarray]:
+    """Of greedy search for one prompt."""
+    values = {
+        "max_new_tokens": 40,
+        "end_ids": -1,
+        "min_new_tokens": 0,
+        "top_k": 1,
+        "most_guesses": 16,
+        **given,
+    }
+    return {
+        "tokens": np.array([tokens]),
+        "padding": np.zeros(1, np.int64),
+        "exponentials": np.ones([1, 1, 1], np.float32),
+        **{name: np.ones(1, np.float32) for name in ("repetition_penalty", "temperature", "top_p")},
+        **{name: np.array([value]) for name, value in values.items()},
+    }
