@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 
 from ppfleetx.api.model import GPT, Tokens
-from ppfleetx.checkpoint.foreign.hub import local_directory
 from ppfleetx.config.errors import CheckpointError, DataError, MissingDataError
+from ppfleetx.conversion.hub import local_directory
 from ppfleetx.core.programs.resolve_model import resolve_model
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 

@@ -14,7 +14,8 @@ from ppfleetx.config.counts import counted
 from ppfleetx.config.data_sets import data_sets
 from ppfleetx.config.errors import DataError, UserError
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.core.programs.sources import refuse_foreign, sources
+from ppfleetx.core.engine.run_directory import sources
+from ppfleetx.core.programs.sources import refuse_foreign
 from ppfleetx.core.programs.token_ids import token_id_lines
 from ppfleetx.data.build import build_dataset, load_tokenizer, open_corpora
 from ppfleetx.data.checksums import BLOCK_BYTES, Block, CorpusChecksums, checksums_path, read_checksums

@@ -18,7 +18,6 @@ import ppfleetx
 from ppfleetx.api.model import GPT
 from ppfleetx.api.text_generation import Trainer
 from ppfleetx.checkpoint.documents import documents_of
-from ppfleetx.checkpoint.foreign.convert import Conversion, convert
 from ppfleetx.checkpoint.tensors import model_slices
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.cli.launching import without_launch_arguments
@@ -27,6 +26,7 @@ from ppfleetx.config.errors import CheckpointError, ConfigError, UserError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.reading.files import MadeFile
 from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.core.programs.resolve_model import ModelPlace, override, resolve_model
 from ppfleetx.core.programs.shared_directory import shared_directory
 from ppfleetx.data.indexed import IndexedDatasetWriter
@@ -34,8 +34,8 @@ from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import LocalFactory
 from tests.checkpoint.checkpoints import save
-from tests.checkpoint.foreign.test_fleetx import save as save_fleetx
-from tests.checkpoint.foreign.test_fleetx import theirs
+from tests.conversion.test_fleetx import save as save_fleetx
+from tests.conversion.test_fleetx import theirs
 from tests.helpers import programs
 from tests.helpers.texts import small_tokenizer
 

@@ -8,10 +8,10 @@ import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.checkpoint.foreign.layout import reshard
-from ppfleetx.checkpoint.foreign.lazy import LazyTensor
-from ppfleetx.checkpoint.foreign.weights import slices_of
+from ppfleetx.checkpoint.layout import reshard
+from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.checkpoint.reader import open_checkpoint
+from ppfleetx.checkpoint.weights import slices_of
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.compress.prune import (
     Sizes,

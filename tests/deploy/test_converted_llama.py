@@ -12,11 +12,11 @@ import httpx
 import numpy as np
 import pytest
 
-from ppfleetx.checkpoint.foreign.convert import Conversion, convert
-from ppfleetx.checkpoint.foreign.huggingface import write_hf
-from ppfleetx.checkpoint.foreign.lazy import LazyTensor
+from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import GenerationConfig, InferenceConfig, RunConfig
+from ppfleetx.conversion.convert import Conversion, convert
+from ppfleetx.conversion.huggingface.directory import write_hf
 from ppfleetx.core.programs.evaluate import read_windows
 from ppfleetx.core.programs.generate import load_generator
 from ppfleetx.deploy.export import export

@@ -29,9 +29,9 @@ from ppfleetx.core.engine.run_directory import (
     is_record,
     lies_in,
     output_dir_of,
+    sources,
 )
 from ppfleetx.core.loggers.csv_file import CSV_FILE
-from ppfleetx.core.programs.sources import sources
 from ppfleetx.utils.files import atomic_write, put_aside, remove_unfinished
 from ppfleetx.utils.log import get_logger
 

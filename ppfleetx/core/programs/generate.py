@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.directory import resolve_checkpoint
-from ppfleetx.checkpoint.foreign.ours import find_tokenizer_dir
+from ppfleetx.checkpoint.weights_only import find_tokenizer_dir
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import ConfigSource, load_config
 from ppfleetx.config.reading.tree import is_argument

@@ -14,8 +14,8 @@ from ppfleetx.config.loader import ConfigSource, load_config
 from ppfleetx.config.loggers import refuse_absent
 from ppfleetx.config.reading.tree import is_index
 from ppfleetx.config.without_effect import without_effect
-from ppfleetx.core.engine.run_directory import CKPT_DIR, check_beginning, output_dir_of
-from ppfleetx.core.programs.sources import refuse_foreign, sources
+from ppfleetx.core.engine.run_directory import CKPT_DIR, check_beginning, output_dir_of, sources
+from ppfleetx.core.programs.sources import refuse_foreign
 from ppfleetx.core.programs.watching import watch_start
 from ppfleetx.data.build import build_dataset, open_corpora
 from ppfleetx.resilience.activity import MEETING, PROGRESS

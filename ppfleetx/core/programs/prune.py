@@ -13,9 +13,9 @@ from typing import Any
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.documents import documents_of
-from ppfleetx.checkpoint.foreign.lazy import LazyTensor
-from ppfleetx.checkpoint.foreign.weights import slices_of, with_vocabulary
+from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.checkpoint.weights import slices_of, with_vocabulary
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.compress.prune import (
     Criterion,

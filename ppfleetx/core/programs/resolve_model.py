@@ -19,18 +19,18 @@ import yaml
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.documents import OF_ONE_CALL, PORTABLE_SECTIONS, portable_model
-from ppfleetx.checkpoint.foreign.convert import Conversion, convert
-from ppfleetx.checkpoint.foreign.detect import is_hugging_face
-from ppfleetx.checkpoint.foreign.fleetx import is_fleetx, read_fleetx
-from ppfleetx.checkpoint.foreign.hub import hub_name, local_directory, may_be_of_hub
-from ppfleetx.checkpoint.foreign.ours import find_tokenizer_dir
 from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.checkpoint.weights_only import find_tokenizer_dir
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import CONFIG_FILE, load_config
 from ppfleetx.config.reading.files import MadeFile, model_in
 from ppfleetx.config.reading.overrides import Override
 from ppfleetx.config.reading.parse import Budget, read_yaml
 from ppfleetx.config.shipped import shipped_configs
+from ppfleetx.conversion.convert import Conversion, convert
+from ppfleetx.conversion.detect import is_hugging_face
+from ppfleetx.conversion.fleetx import is_fleetx, read_fleetx
+from ppfleetx.conversion.hub import hub_name, local_directory, may_be_of_hub
 from ppfleetx.core.programs.shared_directory import shared_directory
 from ppfleetx.utils.log import configure_logging, get_logger
 from ppfleetx.utils.plugins import import_named_plugins

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from ppfleetx.checkpoint.foreign.ours import load_tokenizer
+from ppfleetx.checkpoint.weights_only import load_tokenizer
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig

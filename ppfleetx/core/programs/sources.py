@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.root import RunConfig
-
-
-def sources(cfg: RunConfig) -> Iterator[tuple[str, str]]:
-    """Key and value of every source that is named."""
-    options, lora = cfg.Engine.save_load, cfg.Model.lora
-    for key, place in (
-        ("Engine.save_load.ckpt_dir", options.ckpt_dir),
-        ("Engine.save_load.init_from", options.init_from),
-        ("Model.lora.base", None if lora is None else lora.base),
-    ):
-        if place is not None:
-            yield key, place
+from ppfleetx.core.engine.run_directory import sources
 
 
 def named_checkpoint(cfg: RunConfig) -> str:
@@ -45,7 +33,7 @@ def refuse_foreign(cfg: RunConfig) -> None:
     named = list(sources(cfg))
     if not named:
         return
-    from ppfleetx.checkpoint.foreign.detect import described  # knows many formats, which takes time to load
+    from ppfleetx.conversion.detect import described  # knows many formats, which takes time to load
 
     for key, place in named:
         if sentence := described(Path(place)):

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from ppfleetx.checkpoint.foreign.convert import Conversion, convert
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
+from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.core.programs.lm_eval import find_tasks, load_model, measure, run
 from ppfleetx.core.programs.lm_eval_options import generation_options
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
