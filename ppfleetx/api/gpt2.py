@@ -15,8 +15,8 @@ import numpy as np
 
 from ppfleetx.api.model import GPT, Tokens
 from ppfleetx.checkpoint.foreign.hub import local_directory
+from ppfleetx.commands.resolve_model import resolve_model
 from ppfleetx.config.errors import CheckpointError, DataError, MissingDataError
-from ppfleetx.core.programs.resolve_model import resolve_model
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from safetensors.numpy import save_file
 from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.checkpoint.foreign.convert import Conversion, convert
 from ppfleetx.checkpoint.foreign.detect import described
+from ppfleetx.commands.check import check_report
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import load_config
-from ppfleetx.core.programs.check import check_report
 from tests.checkpoint.foreign import hf_dirs
 
 ROOT = Path(__file__).resolve().parents[2]

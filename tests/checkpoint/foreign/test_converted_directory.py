@@ -12,12 +12,12 @@ import yaml
 from ppfleetx.checkpoint.foreign.convert import Conversion, convert
 from ppfleetx.checkpoint.foreign.huggingface import write_hf
 from ppfleetx.checkpoint.foreign.lazy import LazyTensor
+from ppfleetx.commands.evaluate import evaluate, read_windows
+from ppfleetx.commands.generate import find_tokenizer, load_generator
 from ppfleetx.config.errors import DataError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.core.programs.evaluate import evaluate, read_windows
-from ppfleetx.core.programs.generate import find_tokenizer, load_generator
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.models.gpt.shape import parameter_shapes
 from tests.checkpoint.foreign import hf_dirs

@@ -19,9 +19,9 @@ from ppfleetx.checkpoint.foreign.convert import our_logits
 from ppfleetx.checkpoint.foreign.hub import HubName, hub_name, local_directory
 from ppfleetx.checkpoint.foreign.ours import read_ppfleetx
 from ppfleetx.cli.main import call
+from ppfleetx.commands.resolve_model import resolve_model
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.core.programs.resolve_model import resolve_model
 from ppfleetx.utils.installed import NotInstalledError
 from tests.checkpoint.foreign import hf_dirs
 from tests.helpers.hub_server import Hub, hub_server
