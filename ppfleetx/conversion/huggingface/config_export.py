@@ -1,4 +1,4 @@
-"""Hugging Face's ``config.json`` for a ``Model`` section: the inverse of ``models.gpt.hf.model_keys``."""
+"""Hugging Face's ``config.json`` for a ``Model`` section: the inverse of ``config_keys.model_keys``."""
 
 from __future__ import annotations
 
