@@ -21,7 +21,7 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.shipped import CONFIGS
 from ppfleetx.core.engine.run_directory import output_dir_of
-from ppfleetx.distributed.cpu.rendezvous import meeting_point
+from ppfleetx.distributed.rendezvous import meeting_point
 from ppfleetx.doctor.agreement import agreement_rows, differing, digests, host_of, in_full
 from ppfleetx.doctor.arrival import receive_guests, visit
 from ppfleetx.doctor.case import Case

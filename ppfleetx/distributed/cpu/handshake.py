@@ -20,8 +20,8 @@ import time
 import numpy as np
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.distributed.cpu.rendezvous import Members, meet
 from ppfleetx.distributed.cpu.wire import CommError, Peer, StartError, read_memory
+from ppfleetx.distributed.rendezvous import Members, meet
 
 DIRECT_VARIABLE = "PADDLE_CPU_COMM_DIRECT"
 HANDSHAKE_SECONDS = 30.0

@@ -11,8 +11,8 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.distributed.cpu import handshake as handshake
 from ppfleetx.distributed.cpu import transport as transport
 from ppfleetx.distributed.cpu.inbox import BufferPool
-from ppfleetx.distributed.cpu.rendezvous import Members
 from ppfleetx.distributed.cpu.wire import DATA, CommError, Peer, StartError, make_header
+from ppfleetx.distributed.rendezvous import Members
 
 TOKEN = bytes(range(32))
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.distributed.cpu.rendezvous import Members, meet, meeting_point
 from ppfleetx.distributed.cpu.wire import StartError
+from ppfleetx.distributed.rendezvous import Members, meet, meeting_point
 from ppfleetx.utils.start import START_VARIABLE
 from tests.helpers.ranks import free_port
 
