@@ -1,7 +1,8 @@
-"""How the ranks of a CPU job meet: each tells rank 0 its address, rank 0 tells all of them everybody's.
+"""How the processes of a job meet: the first one listens, the others find it, and each learns about all.
 
-In place of Paddle's TCPStore, which waits in C++ for ranks that do not come and cannot say which. Here every
-wait ends within a known time, with a sentence that names the address and the ranks that are missing.
+The process groups of CPU ranks begin this way instead of with Paddle's TCPStore, which waits in C++ for ranks
+that do not come and cannot name them. ``ppfleetx doctor`` meets the same way and keeps the connections. Every
+wait ends in a known time, with a sentence that names the address and who is missing.
 """
 
 from __future__ import annotations
@@ -13,56 +14,37 @@ import os
 import secrets
 import selectors
 import socket
+import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.distributed.cpu.watch import end_when_silent
-from ppfleetx.distributed.cpu.wire import StartError
 from ppfleetx.utils.log import get_logger
-from ppfleetx.utils.start import START_VARIABLE, start_timeout
 
-_SAY_AFTER_SECONDS = 10.0  # a wait this long is said in the log
-_CONNECT_SECONDS = 5.0
-_AGAIN_SECONDS = 0.02
-_LONGEST_LINE = 1 << 20
-_LONGEST_GREETING = 1 << 10
+Address = tuple[str, int]
 
-
-@dataclass(frozen=True)
-class Members:
-    """What every rank knows once all have met.
-
-    Attributes:
-        token: 256 random bits that prove that a connection belongs to this job.
-        addresses: host and port each rank listens at, by rank.
-    """
-
-    token: bytes
-    addresses: tuple[tuple[str, int], ...]
-
-    def name(self, rank: int) -> str:
-        """``rank`` for people."""
-        return "rank {} at {}:{}".format(rank, *self.addresses[rank])
+MARGIN_SECONDS = 10.0
+"""The others wait this much longer than the first process, which knows who is missing."""
+_LOG_AFTER_SECONDS = 10.0
+_CONNECT_SECONDS, _RETRY_SECONDS = 5.0, 0.05
+_ANSWER_SECONDS = 10.0
+_SEND_SECONDS = 30.0
+_LONGEST_LINE = 64 << 20
+_SAME_CURE = "start all with the same --nnodes, --nproc and --master, and no other job at that address"
 
 
-def meet(rank: int, world_size: int, own: tuple[str, int]) -> Members:
-    """Wait for all ranks of the job; every rank calls this with the address it listens at.
+class RendezvousError(Exception):
+    """The processes cannot meet; ``cure`` says what to do about it."""
 
-    Raises:
-        StartError: not all ranks came within :func:`start_timeout`, one of them ended, or the meeting point
-            cannot be used.
-    """
-    host, port = meeting_point()
-    seconds = start_timeout()
-    if rank == 0:
-        return _Host(world_size, own, f"{host}:{port}", seconds).gather(port)
-    return _Guest(rank, world_size, own, (host, port), seconds).join()
+    def __init__(self, found: str, cure: str) -> None:
+        super().__init__(found)
+        self.cure = cure
 
 
-def meeting_point() -> tuple[str, int]:
-    """Where rank 0 is met: the endpoint at which Paddle would keep the job's store.
+def meeting_point() -> Address:
+    """The address at which rank 0 listens: the one that Paddle would use for the job's store.
 
     Raises:
         ConfigError: the environment names none.
@@ -82,215 +64,333 @@ def meeting_point() -> tuple[str, int]:
     return host, int(port)
 
 
-class _Host:
-    """Rank 0: collects the others' addresses."""
+class Line:
+    """A connection that carries one JSON value per line. One thread may receive while others send."""
 
-    def __init__(self, world_size: int, own: tuple[str, int], point: str, seconds: float) -> None:
-        self._world_size, self._point, self._seconds = world_size, point, seconds
-        self._addresses: dict[int, tuple[str, int]] = {0: own}
-        self._visitors: dict[int, _Visitor] = {}  # by rank
-        self._connections = contextlib.ExitStack()
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection, self._read = connection, bytearray()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._out, self._lock = connection.dup(), threading.Lock()
+        self._out.settimeout(_SEND_SECONDS)
 
-    def gather(self, port: int) -> Members:
-        """Listen at ``port`` until everybody has come, and tell everybody who has."""
-        try:
-            listener = socket.create_server(("", port), backlog=self._world_size + 16)
-        except OSError as error:
-            raise StartError(
-                f"rank 0 cannot listen at {self._point}, where the ranks of this job are to meet "
-                f"({error.strerror}): another program holds the port. Start again, then the launcher takes "
-                "another one; or say which with MASTER_ADDR and MASTER_PORT"
-            ) from error
-        with listener, self._connections:
-            try:
-                self._receive_all(listener)
-            except StartError as error:
-                self._answer({"error": str(error)})
-                raise
-            by_rank = tuple(self._addresses[rank] for rank in range(self._world_size))
-            members = Members(secrets.token_bytes(32), by_rank)
-            self._answer({"token": members.token.hex(), "addresses": by_rank})
-            return members
+    def send(self, value: Any) -> None:
+        with self._lock:
+            self._out.sendall(json.dumps(value).encode() + b"\n")
 
-    def _receive_all(self, listener: socket.socket) -> None:
-        deadline = _Deadline(self._seconds)
-        selector = self._connections.enter_context(selectors.DefaultSelector())
-        listener.setblocking(False)
-        selector.register(listener, selectors.EVENT_READ)
-        while missing := sorted(set(range(self._world_size)) - set(self._addresses)):
-            text = f"{_ranks(missing)} to come to {self._point}"
-            if deadline.passed(f"rank 0 waits for {text}"):
-                raise StartError(
-                    f"rank 0 waited {self._seconds:g} s for {text}: were they started, and do they reach "
-                    f"that address? {START_VARIABLE} sets the limit"
-                )
-            for key, _ in selector.select(deadline.next_look()):
-                if key.fileobj is listener:
-                    with contextlib.suppress(OSError):
-                        visitor = self._let_in(listener)
-                        selector.register(visitor.connection, selectors.EVENT_READ, visitor)
-                elif not self._hear(key.data):
-                    selector.unregister(key.fileobj)
-                    key.data.connection.close()
+    def receive(self, deadline: float) -> Any:
+        """The next value. Raises TimeoutError at ``deadline`` (monotonic), ConnectionError at the end."""
+        while (value := self.buffered()) is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            self.connection.settimeout(left)
+            self.fill()
+        return value
 
-    def _let_in(self, listener: socket.socket) -> _Visitor:
-        connection = self._connections.enter_context(listener.accept()[0])
-        connection.setblocking(False)
-        end_when_silent(connection)
-        return _Visitor(connection)
-
-    def _hear(self, visitor: _Visitor) -> bool:
-        """Take what a visitor says; False when there is nothing more to hear from it.
-
-        Raises:
-            StartError: a rank that had come has gone.
-        """
-        try:
-            data = visitor.connection.recv(1 << 12)
-        except OSError as error:
-            data, visitor.reason = b"", str(error.strerror)
+    def fill(self) -> None:
+        """Read what has arrived."""
+        data = self.connection.recv(1 << 16)
         if not data:
-            if visitor.rank is None:
-                return False  # a stranger
-            raise StartError(
-                "rank {} at {}:{} ended before all ranks were there: {}".format(
-                    visitor.rank, *self._addresses[visitor.rank], visitor.reason
-                )
-            )
-        visitor.said += data
-        if visitor.rank is None and b"\n" in visitor.said:
-            return self._admit(visitor)
-        return len(visitor.said) <= _LONGEST_GREETING
+            raise ConnectionResetError(errno.ECONNRESET, "connection closed")
+        self._read += data
+        if len(self._read) > _LONGEST_LINE:
+            raise ConnectionAbortedError(errno.EMSGSIZE, "the message is too long")
 
-    def _admit(self, visitor: _Visitor) -> bool:
+    def buffered(self) -> Any:
+        """The next value that has arrived completely, or None."""
+        line, end, rest = self._read.partition(b"\n")
+        if not end:
+            return None
+        self._read = rest
         try:
-            said = json.loads(visitor.said)
-            rank, world_size, (host, port) = said["rank"], said["world_size"], said["address"]
-            address = str(host), int(port)
-        except (ValueError, TypeError, KeyError):
-            return False
-        if world_size != self._world_size or rank not in range(1, self._world_size):
-            size = f"{self._world_size} ranks, not {world_size}"
-            visitor.answer({"error": f"the job that meets at {self._point} has {size}"})
-            return False
-        if rank in self._addresses:
-            visitor.answer({"error": f"rank {rank} is there already: two jobs meet at {self._point}"})
-            return False
-        visitor.rank, self._addresses[rank], self._visitors[rank] = rank, address, visitor
-        return True
+            return json.loads(line)
+        except ValueError:
+            raise ConnectionAbortedError(errno.EPROTO, "it sends something else than JSON") from None
 
-    def _answer(self, message: dict[str, Any]) -> None:
-        for visitor in self._visitors.values():
-            visitor.answer(message)
+    def close(self) -> None:
+        self.connection.close()
+        self._out.close()
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a process says about itself.
+
+    Attributes:
+        name: for messages, e.g. ``rank 3``.
+        number: its place in the job, 0 for the process that listens; None in a job whose members are numbered
+            as they come.
+        address: where it can be reached later, if the others need to know.
+    """
+
+    name: str
+    number: int | None = None
+    address: Address | None = None
 
 
 @dataclass
-class _Visitor:
-    """Somebody who has connected to rank 0."""
+class Members:
+    """What every process knows once all have met.
 
-    connection: socket.socket
-    said: bytearray = field(default_factory=bytearray)
-    rank: int | None = None
-    reason: str = "connection closed"
+    Attributes:
+        number: the place of this process.
+        names, addresses: of all processes, by number.
+        token: 256 random bits that prove that a connection belongs to this job.
+        lines: the connections that are open, by number: the first process has one to each of the others,
+            and these have one to it.
+    """
 
-    def answer(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # then it is gone, which it tells by itself
-            self.connection.settimeout(_CONNECT_SECONDS)
-            self.connection.sendall(json.dumps(message).encode() + b"\n")
+    number: int
+    names: list[str]
+    addresses: list[Address | None]
+    token: bytes
+    lines: dict[int, Line] = field(default_factory=dict)
 
-
-class _Guest:
-    """Another rank: finds rank 0 and waits for its answer."""
-
-    def __init__(
-        self, rank: int, world_size: int, own: tuple[str, int], point: tuple[str, int], seconds: float
-    ) -> None:
-        self._rank, self._world_size, self._own = rank, world_size, own
-        self._point, self._seconds = point, seconds
-        self._where = "{}:{}".format(*point)
-
-    def join(self) -> Members:
-        deadline = _Deadline(self._seconds)
-        with self._connect(deadline) as connection:
-            greeting = {"rank": self._rank, "world_size": self._world_size, "address": self._own}
-            try:
-                connection.sendall(json.dumps(greeting).encode() + b"\n")
-                answer = json.loads(self._read(connection))
-                if "error" not in answer:
-                    addresses = tuple((str(host), int(port)) for host, port in answer["addresses"])
-                    return Members(bytes.fromhex(answer["token"]), addresses)
-            except OSError as error:
-                raise StartError(self._lost(error.strerror or "connection closed")) from error
-            except (ValueError, TypeError, KeyError) as error:
-                raise StartError(
-                    f"rank {self._rank}: what answers at {self._where} is not rank 0 of this job: another "
-                    "program holds the port"
-                ) from error
-        raise StartError(f"rank {self._rank}: rank 0 at {self._where} says: {answer['error']}")
-
-    def _connect(self, deadline: _Deadline) -> socket.socket:
-        waiting = f"rank {self._rank} waits for rank 0 to listen at {self._where}"
-        while True:
-            try:
-                connection = socket.create_connection(self._point, _CONNECT_SECONDS)
-                if connection.getsockname() == connection.getpeername():
-                    # To a port of one's own that nobody listens at yet, TCP may connect to itself.
-                    connection.close()
-                    raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-            except OSError as error:
-                if deadline.passed(f"{waiting} ({error})"):
-                    raise StartError(
-                        f"rank {self._rank}: no connection to rank 0 at {self._where} within "
-                        f"{self._seconds:g} s ({error}): was it started, is the address right, and does a "
-                        f"firewall let this machine through? {START_VARIABLE} sets the limit"
-                    ) from error
-                time.sleep(_AGAIN_SECONDS)
-            else:
-                end_when_silent(connection)
-                return connection
-
-    def _read(self, connection: socket.socket) -> bytes:
-        """Rank 0's answer, which began to wait before this rank came and gives up by itself."""
-        deadline = _Deadline(self._seconds + _CONNECT_SECONDS)
-        waiting = f"rank {self._rank} has told rank 0 at {self._where} and waits for the others"
-        line = bytearray()
-        while not line.endswith(b"\n"):
-            if deadline.passed(waiting):
-                raise OSError(0, f"no answer within {self._seconds:g} s")
-            connection.settimeout(deadline.next_look())
-            with contextlib.suppress(TimeoutError):
-                data = connection.recv(1 << 16)
-                if not data:
-                    raise ConnectionError(0, "connection closed")
-                line += data
-            if len(line) > _LONGEST_LINE:
-                raise ValueError("not an answer")
-        return bytes(line)
-
-    def _lost(self, reason: str) -> str:
-        return f"rank {self._rank}: rank 0 at {self._where} is gone before all ranks had met: {reason}"
+    def close(self) -> None:
+        for line in self.lines.values():
+            line.close()
 
 
-class _Deadline:
-    """A limited wait that is said in the log when it takes long."""
+class _Wait:
+    """A limited wait; the log says once what it is for when it takes long."""
 
     def __init__(self, seconds: float) -> None:
-        self._begin, self._seconds, self._said = time.monotonic(), seconds, False
+        self._begin, self.seconds, self._is_logged = time.monotonic(), seconds, False
 
-    def passed(self, what: str) -> bool:
-        """Whether the time is up; otherwise ``what`` is logged once, when some time has gone by."""
+    def is_over(self, what: str) -> bool:
         waited = time.monotonic() - self._begin
-        if waited > _SAY_AFTER_SECONDS and not self._said:
-            self._said = True
-            get_logger().info(f"{what}, for {self._seconds:g} s at most")
-        return waited >= self._seconds
+        if waited > _LOG_AFTER_SECONDS and not self._is_logged:
+            self._is_logged = True
+            get_logger().info(f"{what}, for {self.seconds:g} s at most")
+        return waited >= self.seconds
 
     def next_look(self) -> float:
-        """Seconds to wait before asking again, more than 0."""
-        waited = time.monotonic() - self._begin
-        until = self._seconds if self._said else min(self._seconds, _SAY_AFTER_SECONDS)
-        return max(until - waited, 0.0) + 0.001
+        """Seconds until the limit or the line in the log, whichever is next."""
+        until = self.seconds if self._is_logged else min(self.seconds, _LOG_AFTER_SECONDS)
+        return max(self._begin + until - time.monotonic(), 0.0) + 0.001
 
 
-def _ranks(numbers: list[int]) -> str:
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+# -- the process that listens ---------------------------------------------------------------------
+
+
+def receive(point: Address, size: int, own: Member, seconds: float) -> Members:
+    """Listen at ``point`` until all ``size`` processes have come.
+
+    Raises:
+        RendezvousError: the port cannot be opened, somebody did not come or is gone again. The others get
+            the same sentence.
+    """
+    try:
+        listener = socket.create_server(("", point[1]), backlog=size + 16)
+    except OSError as error:
+        raise RendezvousError(
+            f"port {point[1]} of this machine cannot be opened: {error.strerror}",
+            "another program, or a job that still runs, holds it: name another free port",
+        ) from error
+    reception = _Reception(point, size, own)
+    with listener:
+        try:
+            reception.wait_for_all(listener, _Wait(seconds))
+        except RendezvousError as error:
+            reception.refuse_all(error)
+            raise
+    return reception.welcome_all()
+
+
+class _Reception:
+    """Who has come so far."""
+
+    def __init__(self, point: Address, size: int, own: Member) -> None:
+        self._where, self._size = "{}:{}".format(*point), size
+        self._came: dict[int, Member] = {0: own}
+        self._lines: dict[int, Line] = {}
+        self._numbers: dict[Line, int] = {}
+        self._strangers: dict[Line, str] = {}  # connections that have not said who they are, and from where
+        self._refused: list[str] = []
+        self._selector = selectors.DefaultSelector()
+
+    def wait_for_all(self, listener: socket.socket, wait: _Wait) -> None:
+        self._selector.register(listener, selectors.EVENT_READ)
+        try:
+            while missing := [number for number in range(self._size) if number not in self._came]:
+                if wait.is_over(f"{self._came[0].name} waits for {self._listed(missing)} at {self._where}"):
+                    raise self._incomplete(missing, wait.seconds)
+                for key, _ in self._selector.select(wait.next_look()):
+                    if key.fileobj is listener:
+                        self._accept(listener)
+                    elif not self._hear(key.data):
+                        self._selector.unregister(key.fileobj)
+                        self._strangers.pop(key.data, None)
+                        key.data.close()
+        finally:
+            self._selector.close()
+            for line in self._strangers:
+                line.close()
+
+    def welcome_all(self) -> Members:
+        members = [self._came[number] for number in range(self._size)]
+        names, addresses = [one.name for one in members], [one.address for one in members]
+        token = secrets.token_bytes(32)
+        for number, line in self._lines.items():
+            with contextlib.suppress(OSError):  # it is gone; whoever needs it next finds out
+                line.send({"number": number, "names": names, "addresses": addresses, "token": token.hex()})
+        return Members(0, names, addresses, token, self._lines)
+
+    def refuse_all(self, error: RendezvousError) -> None:
+        for line in self._lines.values():
+            with contextlib.suppress(OSError):
+                line.send({"refused": str(error), "cure": error.cure})
+            line.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # it is gone already
+            connection, address = listener.accept()
+            line = Line(connection)
+            self._strangers[line] = address[0]
+            self._selector.register(connection, selectors.EVENT_READ, line)
+
+    def _hear(self, line: Line) -> bool:
+        """Read what has arrived; False when nothing more is wanted from there.
+
+        Raises:
+            RendezvousError: a member that had come is gone.
+        """
+        try:
+            line.fill()
+            said = line.buffered() if line in self._strangers else None
+        except OSError as error:
+            if line in self._strangers:
+                return False
+            name = self._came[self._numbers[line]].name
+            raise RendezvousError(
+                f"{name} ended before all had come ({error.strerror})",
+                "look at its log (workerlog.N of its machine)",
+            ) from error
+        return True if said is None else self._admit(line, said)
+
+    def _admit(self, line: Line, said: Any) -> bool:
+        try:
+            name, number, size, address = (said[key] for key in ("name", "number", "size", "address"))
+        except (KeyError, TypeError):
+            return False
+        if number is None:
+            name, number = f"{name} ({self._strangers[line]})", len(self._came)
+        why = ""
+        if size != self._size:
+            why = f"the job that meets at {self._where} has {self._size} members, not {size}"
+        elif number in self._came or not 0 < number < self._size:
+            why = f"number {number} is there already: two jobs meet at {self._where}"
+        with contextlib.suppress(OSError):
+            line.send({"refused": why, "cure": _SAME_CURE} if why else {})
+        if why:
+            self._refused.append(f"{name}: {why}")
+            return False
+        del self._strangers[line]
+        self._came[number] = Member(name, number, address and tuple(address))
+        self._lines[number], self._numbers[line] = line, number
+        return True
+
+    def _listed(self, numbers: Sequence[int]) -> str:
+        if self._came[0].number is None:
+            return f"{len(numbers)} of {self._size - 1} others"
+        return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+    def _incomplete(self, missing: Sequence[int], seconds: float) -> RendezvousError:
+        text = f"{self._listed(missing)} did not come to {self._where} within {seconds:g} s"
+        refused = [*dict.fromkeys(self._refused)]
+        refused += [f"{origin}, which connected and sent nothing" for origin in self._strangers.values()]
+        if refused:
+            text += f"; turned away: {'; '.join(refused)}"
+        return RendezvousError(
+            text,
+            "start all of them, with the same address to meet at, and let them through a firewall; of one "
+            "that was started, look at its log (workerlog.N of its machine)",
+        )
+
+
+# -- the others -----------------------------------------------------------------------------------
+
+
+def visit(point: Address, size: int, own: Member, seconds: float) -> Members:
+    """Find the process that listens at ``point``, and wait until all have come.
+
+    Raises:
+        RendezvousError: nobody listens there, nothing comes through, or the first one names who is missing.
+    """
+    where, deadline = "{}:{}".format(*point), time.monotonic() + seconds
+    line = Line(_connect(point, own.name, _Wait(seconds)))
+    is_heard = False
+    try:
+        line.send({"name": own.name, "number": own.number, "size": size, "address": own.address})
+        said = line.receive(time.monotonic() + _ANSWER_SECONDS)
+        is_heard = True
+        if "refused" not in said:
+            said = line.receive(deadline + MARGIN_SECONDS)
+        if "refused" not in said:
+            addresses = [one and (str(one[0]), int(one[1])) for one in said["addresses"]]
+            token = bytes.fromhex(said["token"])
+            return Members(said["number"], said["names"], addresses, token, {0: line})
+    except TimeoutError as error:
+        line.close()
+        raise _silent(where, seconds, is_heard=is_heard) from error
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        line.close()
+        raise RendezvousError(
+            f"what answers at {where} is not the first process of this job, or ended: {error}",
+            "another program holds that port, or the first process ended there: look at its log",
+        ) from error
+    line.close()
+    raise RendezvousError(f"the first process at {where} says: {said['refused']}", str(said.get("cure")))
+
+
+def _connect(point: Address, name: str, wait: _Wait) -> socket.socket:
+    """Try until it succeeds or the time is up."""
+    where = "{}:{}".format(*point)
+    while True:
+        try:
+            connection = socket.create_connection(point, max(0.2, min(_CONNECT_SECONDS, wait.next_look())))
+            if connection.getsockname() != connection.getpeername():
+                return connection
+            # TCP may connect a local port to itself while nobody listens there.
+            connection.close()
+            problem: OSError = ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+        except OSError as error:
+            problem = error
+        if wait.is_over(f"{name} waits for the first process to listen at {where} ({problem})"):
+            raise _unreachable(point, problem, wait.seconds) from problem
+        time.sleep(_RETRY_SECONDS)
+
+
+def _silent(where: str, seconds: float, *, is_heard: bool) -> RendezvousError:
+    if is_heard:
+        return RendezvousError(
+            f"the first process at {where} gave no answer within {seconds:g} s",
+            "it is stopped, or its machine does not answer: look at its log and its machine",
+        )
+    return RendezvousError(
+        f"a connection to {where} opens, and nothing comes through it",
+        "a firewall or proxy drops the data, or another program holds that port: let it through, or name "
+        "another port",
+    )
+
+
+def _unreachable(point: Address, error: OSError, seconds: float) -> RendezvousError:
+    where = "{}:{}".format(*point)
+    if isinstance(error, socket.gaierror):
+        return RendezvousError(
+            f"the name {point[0]} is not known here ({error.strerror})",
+            "give the address instead of the name, or add it to /etc/hosts of this machine",
+        )
+    if isinstance(error, ConnectionRefusedError):
+        return RendezvousError(
+            f"nobody listens at {where}, tried for {seconds:g} s ({error.strerror})",
+            "start the first process; is this its address and port?",
+        )
+    if isinstance(error, TimeoutError):
+        return RendezvousError(
+            f"nothing comes back from {where}, tried for {seconds:g} s",
+            "a firewall drops what goes to that port, or the address is of another network: open the port",
+        )
+    return RendezvousError(
+        f"{where} cannot be reached: {error.strerror}", "is the address right, and is the network up?"
+    )

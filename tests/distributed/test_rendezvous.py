@@ -1,4 +1,4 @@
-"""The ranks of a job meet, or each of them says within a known time why not."""
+"""Processes meet, or each of them says in a known time why not: real ports, each process a thread."""
 
 from __future__ import annotations
 
@@ -11,47 +11,68 @@ from collections.abc import Iterator
 import pytest
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.distributed import rendezvous
+from ppfleetx.distributed.cpu.handshake import meet
 from ppfleetx.distributed.cpu.wire import StartError
-from ppfleetx.distributed.rendezvous import Members, meet, meeting_point
+from ppfleetx.distributed.rendezvous import (
+    Member,
+    Members,
+    RendezvousError,
+    meeting_point,
+    receive,
+    visit,
+)
 from ppfleetx.utils.start import START_VARIABLE
 from tests.helpers.ranks import free_port
 
 
 @pytest.fixture
-def point(monkeypatch) -> tuple[str, int]:
-    """Where the ranks of the test meet."""
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    port = free_port()
-    monkeypatch.setenv("PADDLE_MASTER", f"127.0.0.1:{port}")
-    monkeypatch.setenv(START_VARIABLE, "1.5")
-    return "127.0.0.1", port
+def point() -> tuple[str, int]:
+    return "127.0.0.1", free_port()
 
 
 class Meeting:
-    """Ranks that come to meet, each in a thread."""
+    """Members that come to one place, each in a thread."""
 
-    def __init__(self) -> None:
-        self.results: dict[object, Members | StartError] = {}
+    def __init__(self, point: tuple[str, int], seconds: float = 1.5) -> None:
+        self.point, self.seconds = point, seconds
+        self.results: dict[object, Members | RendezvousError] = {}
         self._threads: list[threading.Thread] = []
 
-    def come(self, rank: int, world_size: int, name: object = None) -> None:
+    def come(self, number: int | None, size: int, name: str = "", *, first: bool = False) -> None:
+        member = Member(name or f"rank {number}", number, None if number is None else ("10.0.0.1", number))
+
         def run() -> None:
+            act = receive if first or number == 0 else visit
             try:
-                found = meet(rank, world_size, ("127.0.0.1", 1000 + rank))
-            except StartError as error:
+                found = act(self.point, size, member, self.seconds)
+                found.close()
+            except RendezvousError as error:
                 found = error
-            self.results[rank if name is None else name] = found
+            self.results[name or number] = found
 
         self._threads.append(threading.Thread(target=run))
         self._threads[-1].start()
 
-    def end(self, within: float) -> dict[object, str]:
-        """What each rank was told instead of meeting, all within so many seconds."""
+    def end(self, within: float = 10.0) -> dict[object, str]:
+        """The errors, all within so many seconds."""
         deadline = time.monotonic() + within
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
             assert not thread.is_alive(), self.results
-        return {rank: str(found) for rank, found in self.results.items() if isinstance(found, StartError)}
+        return {
+            name: f"{error}; {error.cure}"
+            for name, error in self.results.items()
+            if isinstance(error, RendezvousError)
+        }
+
+
+def listens(point: tuple[str, int]) -> None:
+    """Wait until somebody does."""
+    deadline = time.monotonic() + 5.0
+    with socket.socket() as probe:
+        while probe.connect_ex(point) and time.monotonic() < deadline:
+            time.sleep(0.02)
 
 
 @pytest.fixture
@@ -61,85 +82,124 @@ def listener(point) -> Iterator[socket.socket]:
         yield server
 
 
-def greet(point: tuple[str, int], **greeting: object) -> socket.socket:
+def test_all_members_know_the_same(point) -> None:
+    meeting = Meeting(point)
+    for number in (2, 1, 0):  # whoever comes first waits
+        meeting.come(number, 3)
+        time.sleep(0.05)
+    assert meeting.end() == {}
+    first = meeting.results[0]
+    assert first.names == ["rank 0", "rank 1", "rank 2"] and len(first.token) == 32
+    assert first.addresses == [("10.0.0.1", number) for number in range(3)]
+    for number, members in meeting.results.items():
+        assert (members.number, members.token, members.names) == (number, first.token, first.names)
+        assert members.addresses == first.addresses
+
+
+def test_who_does_not_come_is_named_to_all_who_came(point) -> None:
+    meeting = Meeting(point)
+    for number in (0, 2):
+        meeting.come(number, 5)
+    told = meeting.end()
+    for number in (0, 2):
+        assert f"ranks 1, 3, 4 did not come to 127.0.0.1:{point[1]} within 1.5 s" in told[number]
+
+
+def test_members_without_numbers_are_counted_as_they_come(point) -> None:
+    meeting = Meeting(point)
+    meeting.come(None, 3, "node a", first=True)
+    meeting.come(None, 3, "node b")
+    assert "1 of 2 others did not come" in meeting.end()["node b"]
+    meeting = Meeting(point)
+    meeting.come(None, 2, "node a", first=True)
+    meeting.come(None, 2, "node b")
+    assert meeting.end() == {}
+    assert meeting.results["node b"].names == ["node a", "node b (127.0.0.1)"]
+
+
+def test_nobody_at_the_meeting_point_and_an_unknown_name(point) -> None:
+    with pytest.raises(RendezvousError, match=rf"nobody listens at 127.0.0.1:{point[1]}"):
+        visit(point, 2, Member("rank 1", 1), 0.3)
+    with pytest.raises(RendezvousError, match=r"the name no\.such\.host\.invalid is not known here"):
+        visit(("no.such.host.invalid", 8000), 2, Member("rank 1", 1), 0.3)
+
+
+def test_dropped_packets_are_a_firewall(monkeypatch) -> None:
+    def dropped(address, timeout):
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(socket, "create_connection", dropped)
+    with pytest.raises(RendezvousError, match=r"nothing comes back from 10\.0\.0\.1:8000") as error:
+        visit(("10.0.0.1", 8000), 2, Member("rank 1", 1), 0.2)
+    assert "firewall" in error.value.cure
+
+
+def test_a_member_that_ends_meanwhile_is_named_at_once(point) -> None:
+    meeting = Meeting(point, 60.0)
+    for number in (0, 1):
+        meeting.come(number, 4)
+    listens(point)
+    greeting = {"name": "rank 2", "number": 2, "size": 4, "address": None}
     connection = socket.create_connection(point, 5)
     connection.sendall(json.dumps(greeting).encode() + b"\n")
-    return connection
-
-
-def test_all_ranks_know_the_same(point) -> None:
-    meeting = Meeting()
-    for rank in (2, 1, 0):  # whoever comes first waits
-        meeting.come(rank, 3)
-        time.sleep(0.05)
-    assert meeting.end(within=5) == {}
-    first = meeting.results[0]
-    assert first.addresses == (("127.0.0.1", 1000), ("127.0.0.1", 1001), ("127.0.0.1", 1002))
-    assert len(first.token) == 32
-    assert all(members == first for members in meeting.results.values())
-
-
-def test_who_does_not_come_is_named_by_all_who_came(point) -> None:
-    meeting = Meeting()
-    for rank in (0, 2):
-        meeting.come(rank, 5)
-    told = meeting.end(within=8)
-    for rank in (0, 2):
-        assert f"waited 1.5 s for ranks 1, 3, 4 to come to 127.0.0.1:{point[1]}" in told[rank]
-        assert START_VARIABLE in told[rank]
-
-
-def test_nobody_at_the_meeting_point_is_said(point) -> None:
-    meeting = Meeting()
-    meeting.come(1, 2)
-    told = meeting.end(within=8)[1]
-    assert f"rank 1: no connection to rank 0 at 127.0.0.1:{point[1]} within 1.5 s" in told
-    assert "Connection refused" in told
-
-
-def test_a_rank_that_ends_meanwhile_is_named_at_once(point, monkeypatch) -> None:
-    monkeypatch.setenv(START_VARIABLE, "60")
-    meeting = Meeting()
-    for rank in (0, 1):
-        meeting.come(rank, 4)
-    time.sleep(0.2)
-    connection = greet(point, rank=2, world_size=4, address=["127.0.0.1", 4711])
-    time.sleep(0.2)
+    time.sleep(0.3)
     connection.close()
-    told = meeting.end(within=5)
-    assert all("rank 2 at 127.0.0.1:4711 ended before all ranks were there" in told[rank] for rank in (0, 1))
+    told = meeting.end(within=8)
+    assert all("rank 2 ended before all had come" in told[number] for number in (0, 1))
 
 
 def test_two_jobs_at_one_place_are_told_apart(point) -> None:
-    meeting = Meeting()
+    meeting = Meeting(point, 3.0)
     meeting.come(0, 3)
     meeting.come(1, 3)
-    time.sleep(0.3)
+    time.sleep(0.5)
     meeting.come(1, 3, name="again")
     meeting.come(1, 2, name="other size")
-    told = meeting.end(within=8)
-    assert "rank 1 is there already: two jobs meet at" in told["again"]
-    assert "has 3 ranks, not 2" in told["other size"]
-    assert "for rank 2" in told[0]
+    told = meeting.end()
+    assert "number 1 is there already: two jobs meet at" in told["again"]
+    assert "has 3 members, not 2" in told["other size"] and "--nnodes" in told["other size"]
+    assert all(words in told[0] for words in ("rank 2 did not come", "turned away: ", "again: number 1"))
 
 
-def test_a_port_in_use_is_said_by_rank_0(point, listener) -> None:
-    meeting = Meeting()
-    meeting.come(0, 2)
-    told = meeting.end(within=1)[0]
-    assert f"rank 0 cannot listen at 127.0.0.1:{point[1]}" in told
-    assert "another program holds the port" in told
+def test_a_port_in_use(point, listener) -> None:
+    with pytest.raises(RendezvousError, match=f"port {point[1]} of this machine cannot be opened") as error:
+        receive(point, 2, Member("rank 0", 0), 1.0)
+    assert "another free port" in error.value.cure
 
 
 @pytest.mark.parametrize("speaks", [True, False])
-def test_another_program_is_not_taken_for_rank_0(point, listener, speaks) -> None:
-    meeting = Meeting()
+def test_another_program_is_not_taken_for_the_first_process(point, listener, speaks, monkeypatch) -> None:
+    monkeypatch.setattr(rendezvous, "_ANSWER_SECONDS", 0.5)
+    meeting = Meeting(point)
     meeting.come(1, 2)
     with listener.accept()[0] as connection:
         if speaks:
             connection.sendall(b"HTTP/1.1 400 Bad Request\r\n")
-        told = meeting.end(within=9)[1]  # the time to wait, and to connect
-    assert ("another program holds the port" if speaks else "no answer within 1.5 s") in told
+        told = meeting.end()[1]
+    assert ("another program holds that port" if speaks else "nothing comes through it") in told
+
+
+def test_strangers_delay_nobody(point) -> None:
+    meeting = Meeting(point)
+    meeting.come(0, 2)
+    listens(point)
+    with socket.create_connection(point), socket.create_connection(point) as speaks:
+        speaks.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        meeting.come(1, 2)
+        assert meeting.end() == {}
+    meeting = Meeting(point)
+    meeting.come(0, 2)
+    listens(point)
+    with socket.create_connection(point):
+        assert "turned away: 127.0.0.1, which connected and sent nothing" in meeting.end()[0]
+
+
+def test_cpu_ranks_end_with_a_start_error(point, monkeypatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("PADDLE_MASTER", f"127.0.0.1:{point[1]}")
+    monkeypatch.setenv(START_VARIABLE, "1")
+    with pytest.raises(StartError, match=r"^rank 0: rank 1 did not come .*PPFLEETX_START_TIMEOUT"):
+        meet(0, 2, ("127.0.0.1", 1))
 
 
 def test_no_meeting_point_is_a_mistake(monkeypatch) -> None:
