@@ -40,8 +40,8 @@ def generate_with_few_bits(run: str, device: str, dtype: str) -> list[str]:
 
     import paddle
 
+    from ppfleetx.commands.generate import load_generator
     from ppfleetx.config.loader import load_config
-    from ppfleetx.core.programs.generate import load_generator
     from ppfleetx.distributed.init import init_distributed
 
     allow_tf32(False)
