@@ -255,10 +255,10 @@ def serve(checkpoint: str) -> None:
     from contextlib import ExitStack
 
     from benchmarks import decode
+    from ppfleetx.commands.generate import load_generator
+    from ppfleetx.commands.resolve_model import resolve_model
+    from ppfleetx.commands.start_process import start_with
     from ppfleetx.config.loader import load_config
-    from ppfleetx.core.programs.generate import load_generator
-    from ppfleetx.core.programs.launch import start_with
-    from ppfleetx.core.programs.resolve_model import resolve_model
 
     with ExitStack() as stack:
         place = resolve_model(checkpoint, stack)

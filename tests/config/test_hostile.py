@@ -5,10 +5,10 @@ import time
 
 import pytest
 
+from ppfleetx.commands.check import check_report
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.plan import ParallelPlan, Workload, nearest_plan
-from ppfleetx.core.programs.check import check_report
 from tests.config.conftest import SMALL
 
 SECONDS = 5  # of the processor

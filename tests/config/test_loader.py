@@ -283,7 +283,7 @@ def test_fast_and_without_paddle():
         "import numpy, pydantic, yaml\n"
         "libraries = time.process_time()\n"
         "from ppfleetx.config.loader import load_config\n"
-        "from ppfleetx.core.programs.check import check_report\n"
+        "from ppfleetx.commands.check import check_report\n"
         "text = check_report(load_config(sys.argv[1])); assert 'paddle' not in sys.modules; print(text)\n"
         "print(time.process_time() / libraries)"
     )

@@ -20,8 +20,17 @@ import time
 import numpy as np
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.distributed.cpu.rendezvous import Members, meet
 from ppfleetx.distributed.cpu.wire import CommError, Peer, StartError, read_memory
+from ppfleetx.distributed.rendezvous import (
+    Address,
+    Member,
+    Members,
+    RendezvousError,
+    meeting_point,
+    receive,
+    visit,
+)
+from ppfleetx.utils.start import START_VARIABLE, start_timeout
 
 DIRECT_VARIABLE = "PADDLE_CPU_COMM_DIRECT"
 HANDSHAKE_SECONDS = 30.0
@@ -49,19 +58,37 @@ def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
         ) from error
     with listener:
         members = meet(rank, world_size, (address, listener.getsockname()[1]))
-        meeting = _Meeting(rank, members)
+        connections = _Connections(rank, members)
         listener.settimeout(0.02)
-        acceptor = threading.Thread(target=meeting.accept, args=(listener,), daemon=True)
+        acceptor = threading.Thread(target=connections.accept, args=(listener,), daemon=True)
         acceptor.start()
         for other in range(rank):
-            for role in meeting.roles(other):
-                meeting.add(_dial(rank, other, members, role), role)
+            for role in connections.roles(other):
+                connections.add(_dial(rank, other, members, role), role)
         acceptor.join(HANDSHAKE_SECONDS + 1.0)
-    return meeting.peers()
+    return connections.peers()
 
 
-class _Meeting:
-    """Who has connected so far."""
+def meet(rank: int, world_size: int, own: Address) -> Members:
+    """Learn the token of the job and the addresses at which all ranks listen; ``own`` is this one's.
+
+    Raises:
+        ConfigError: the environment does not say where the ranks meet.
+        StartError: not all ranks came in time, one of them ended, or they cannot meet there.
+    """
+    point, seconds = meeting_point(), start_timeout()
+    member = Member("rank {} at {}:{}".format(rank, *own), rank, own)
+    try:
+        members = (visit if rank else receive)(point, world_size, member, seconds)
+    except RendezvousError as error:
+        limit = f"{START_VARIABLE} sets the limit of the wait"
+        raise StartError(f"rank {rank}: {error}; {error.cure}. {limit}") from error
+    members.close()
+    return members
+
+
+class _Connections:
+    """The connections that have been made so far."""
 
     def __init__(self, rank: int, members: Members) -> None:
         self._rank, self._members = rank, members
@@ -122,11 +149,11 @@ class _Meeting:
             connections = [self._connected.get((other, role)) for role in self.roles(other)]
             if None in connections:
                 raise StartError(
-                    f"rank {self._rank}: {self._members.name(other)} did not connect within "
+                    f"rank {self._rank}: {self._members.names[other]} did not connect within "
                     f"{HANDSHAKE_SECONDS:g} s"
                 )
             peers[other] = peer = connections[MESSAGES]
-            peer.name = self._members.name(other)
+            peer.name = self._members.names[other]
             peer.watch = connections[WATCH].connection if len(connections) > 1 else None
         return peers
 
@@ -176,11 +203,11 @@ def _dial(rank: int, other: int, members: Members, role: int) -> Peer:
         connection.sendall(ends + ours + _proof(members.token, "dial", theirs, ours, ends))
         proof = _proof(members.token, "welcome", ours, theirs, ends)
         if not hmac.compare_digest(_receive_bytes(peer, 32), proof):
-            raise StartError(f"rank {rank}: {members.name(other)} does not know this job's token")
+            raise StartError(f"rank {rank}: {members.names[other]} does not know this job's token")
         if role == MESSAGES:
             _probe_memory(peer)
     except (OSError, EOFError) as error:
-        raise StartError(f"rank {rank}: no connection to {members.name(other)}: {error}") from error
+        raise StartError(f"rank {rank}: no connection to {members.names[other]}: {error}") from error
     return peer
 
 
