@@ -1,6 +1,5 @@
 """The check of conversions: what it finds, and what it asks transformers."""
 
-import json
 import sys
 from importlib.util import find_spec
 
@@ -14,7 +13,6 @@ from ppfleetx.conversion.convert import Conversion, check_logits, convert, model
 from ppfleetx.conversion.huggingface.directory import read_hf
 from ppfleetx.conversion.logits import our_logits
 from tests.conversion import hf_dirs
-from tests.models.gpt_builders import GOLDENS, load_golden
 
 
 def change(directory, name, by):
@@ -22,20 +20,6 @@ def change(directory, name, by):
     tensors = dict(load_file(directory / "model.safetensors"))
     tensors[name] = by(tensors[name])
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-
-
-@pytest.mark.parametrize("name", ["short linear", "short llama3", "short yarn", "short both"])
-def test_scaled_positions_give_the_logits_of_transformers(tmp_path, name):
-    with np.load(GOLDENS / "hf_rope.npz") as arrays:
-        changes = json.loads(str(arrays["cases"]))[name]
-        tokens, expected = arrays["tokens"], arrays[f"logits/{name}"]
-    source = hf_dirs.write(tmp_path / "hf", "hf_llama")
-    config = load_golden("hf_llama")[0] | changes
-    config = {key: value for key, value in config.items() if value != "absent"}
-    (source / "config.json").write_text(json.dumps(config))
-    weights = read_hf(source)
-    found = our_logits(weights, model_of(weights, None), tokens)[:, ::5]
-    np.testing.assert_allclose(found, expected, rtol=0, atol=3e-5)
 
 
 @pytest.mark.parametrize("dtype", [None, "float16", "bfloat16"])
