@@ -109,7 +109,7 @@ def _headers() -> Iterator[Case]:
 
         return write
 
-    for name, (header, _) in HEADERS.items():
+    for name, header in HEADERS.items():
         yield Case(f"safetensors: {name}", make(header), HF)
 
 
