@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.plan import ParallelPlan
-from ppfleetx.planner.case import Recompute
+from ppfleetx.nn.cost import Recompute
 
 _DEGREES = {
     **{axis: axis for axis in ("dp", "mp", "pp", "sharding", "sep")},

@@ -34,7 +34,7 @@ from ppfleetx.data.tokenizer.files import CONFIG as TOKENIZER_CONFIG
 from ppfleetx.models.gpt.hf import GPT2_PREFIX, Rule, rules
 from ppfleetx.models.gpt.hf_keys import model_keys, unknown_keys, without_paddle
 from ppfleetx.models.gpt.hf_rope import rope_notes
-from ppfleetx.models.gpt.shape import parameter_shapes
+from ppfleetx.models.gpt.spec import parameter_shapes
 from ppfleetx.utils.files import atomic_write
 
 TOKENIZER_FILES = (

@@ -11,7 +11,7 @@ from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.models.gpt.hf_keys import model_keys
 from ppfleetx.models.gpt.hf_rope import hf_neox_rope, hf_rope
-from ppfleetx.models.gpt.shape import parameter_shapes
+from ppfleetx.models.gpt.spec import parameter_shapes
 
 _TORCH_DTYPE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 _ACTIVATION = {"gelu": "gelu_new", "gelu_exact": "gelu", "quick_gelu": "quick_gelu", "relu": "relu"}

@@ -35,7 +35,7 @@ from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.programs.launch import start_with, world_size
 from ppfleetx.core.programs.shrinking import calibration_samples, check_request, open_model, refuse_adapters
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.models.gpt.shape import flops_per_step, parameter_count
+from ppfleetx.models.gpt.spec import flops_per_step, parameter_count
 from ppfleetx.utils.log import configure_logging, get_logger
 
 REPORT_FILE = "pruning.json"

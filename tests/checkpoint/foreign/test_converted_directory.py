@@ -19,7 +19,7 @@ from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.core.programs.evaluate import evaluate, read_windows
 from ppfleetx.core.programs.generate import find_tokenizer, load_generator
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.models.gpt.shape import parameter_shapes
+from ppfleetx.models.gpt.spec import parameter_shapes
 from tests.checkpoint.foreign import hf_dirs
 from tests.models.gpt_builders import LLAMA_STYLE, tiny_config
 

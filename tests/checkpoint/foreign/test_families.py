@@ -28,7 +28,7 @@ from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.generation.generator import Generation, Generator
 from ppfleetx.models.gpt.hf import rules
 from ppfleetx.models.gpt.hf_keys import model_keys
-from ppfleetx.models.gpt.shape import parameter_shapes
+from ppfleetx.models.gpt.spec import parameter_shapes
 from tests.generation.hf_weights import PROMPTS, random_weight
 
 GOLDENS = Path(__file__).parents[2] / "goldens"

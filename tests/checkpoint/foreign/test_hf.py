@@ -20,7 +20,7 @@ from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.hf import model_keys
-from ppfleetx.models.gpt.shape import parameter_shapes
+from ppfleetx.models.gpt.spec import parameter_shapes
 from tests.checkpoint.foreign import hf_dirs
 from tests.models.gpt_builders import LLAMA_STYLE, load_golden, tiny_config
 
