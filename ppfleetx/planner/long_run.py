@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.models.gpt.shape import parameter_count
+from ppfleetx.models.gpt.spec import parameter_count
 from ppfleetx.planner.case import Case
 from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.prediction import Prediction
