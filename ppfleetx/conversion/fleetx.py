@@ -22,7 +22,7 @@ from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.fused import join_parts
 from ppfleetx.conversion.paddle_file import read_paddle_file
-from ppfleetx.nn.layer_params import qkv_parts
+from ppfleetx.nn.attention_spec import qkv_parts
 from ppfleetx.nn.param_spec import Part
 
 MODEL_FILE = "model.pdparams"
