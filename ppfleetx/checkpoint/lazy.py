@@ -15,7 +15,7 @@ from ppfleetx.config.errors import CheckpointError
 from ppfleetx.utils.foreign_files import opened
 
 FLOAT_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
-_NAME_OF_DTYPE = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
+NAME_OF_DTYPE = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,11 @@ def finite(tensor: LazyTensor, name: str, place: str) -> LazyTensor:
             limit = ", which holds nothing beyond 65504" if tensor.dtype == "F16" else ""
             raise CheckpointError(
                 f"{place}: {name} is NaN or infinite in {count} of {values.size} numbers as "
-                f"{_NAME_OF_DTYPE[tensor.dtype]}{limit}"
+                f"{NAME_OF_DTYPE[tensor.dtype]}{limit}"
             )
         return values
 
-    return LazyTensor(tensor.dtype, tensor.shape, load) if tensor.dtype in _NAME_OF_DTYPE else tensor
+    return LazyTensor(tensor.dtype, tensor.shape, load) if tensor.dtype in NAME_OF_DTYPE else tensor
 
 
 def _is_finite(values: np.ndarray, dtype: str) -> np.ndarray:

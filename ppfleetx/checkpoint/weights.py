@@ -17,7 +17,7 @@ from ppfleetx.checkpoint.slices import MODEL, NUMPY_OF_DTYPE, Index, TensorSlice
 from ppfleetx.config.errors import CheckpointError, ConfigError, shown
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.validate import section_of
-from ppfleetx.models.gpt.shape import parameter_shapes
+from ppfleetx.models.gpt.spec import parameter_shapes
 
 # Dimension that counts vocabulary entries, by canonical name.
 VOCAB_DIM = {"embedding.word_embeddings.weight": 0, "head.weight": 1, "head.bias": 0}

@@ -35,7 +35,7 @@ from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.models.gpt.shape import flops_per_step, parameter_count
+from ppfleetx.models.gpt.spec import flops_per_step, parameter_count
 from ppfleetx.utils.log import configure_logging, get_logger
 
 REPORT_FILE = "pruning.json"

@@ -26,7 +26,7 @@ from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import CONFIG_FILE, load_config
 from ppfleetx.config.reading.files import MadeFile, model_in
 from ppfleetx.config.reading.overrides import Override
-from ppfleetx.config.reading.parse import Budget, read_yaml
+from ppfleetx.config.reading.parse import read_yaml
 from ppfleetx.config.shipped import shipped_configs
 from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.conversion.detect import is_hugging_face
@@ -141,7 +141,7 @@ def refuse_absent(place: str | Path) -> None:
 
 def _refuse_more_than_a_model(config: Path) -> None:
     """Whoever made a checkpoint must not choose what is overwritten here, or where a server listens."""
-    tree = read_yaml(config, Budget())
+    tree = read_yaml(config)
     nodes = {key: node for key, node in tree.value.items() if key not in _OWN_SECTIONS}
     for section, allowed in (("Global", lambda key: key in _OWN_GLOBAL), ("Generation", _is_lasting)):
         keys = tree.value[section].value if section in tree.value else None

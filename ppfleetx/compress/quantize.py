@@ -41,7 +41,7 @@ from ppfleetx.config.sections.compress import (
     is_of_quantizer,
 )
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.models.gpt.shape import parameter_shapes
+from ppfleetx.models.gpt.spec import parameter_shapes
 from ppfleetx.models.gpt.stages import model_stages
 from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.loss import token_loss

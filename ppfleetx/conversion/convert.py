@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ppfleetx.checkpoint.layout import merge, reshard
 from ppfleetx.checkpoint.lazy import FLOAT_DTYPES
 from ppfleetx.checkpoint.weights import Weights, fitted, network_of
@@ -19,7 +21,8 @@ from ppfleetx.config.sections.rope import RopeScalingConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.conversion.fleetx import read_fleetx
 from ppfleetx.conversion.huggingface.directory import read_hf, write_hf
-from ppfleetx.conversion.logits import Probe, our_logits
+from ppfleetx.conversion.huggingface.files import read_stored
+from ppfleetx.conversion.logits import Probe, difference, our_logits, own_transformers, transformers_logits
 from ppfleetx.conversion.megatron import read_megatron
 from ppfleetx.utils.files import is_taken
 from ppfleetx.utils.foreign_files import os_errors
@@ -143,18 +146,19 @@ def check_logits(
     seed: int = 0,
     python_with_transformers: str | None = None,
 ) -> float:
-    """Largest difference between logits of Hugging Face's files and of our network, on random tokens.
+    """Largest difference between logits of what was converted and of Hugging Face's files, on random tokens.
 
-    Hugging Face's side is computed in NumPy from the configuration and the tensors as they lie in its files
-    (of the source, of the result, or of both), ours by our layers from the checkpoint as it was written (or,
-    converting to Hugging Face, as it was read). Where the conversion rounds, the source's tensors are
-    rounded to the same element type first.
+    Our network computes both: from the checkpoint as it was written (or, converting to Hugging Face, as it
+    was read), and from Hugging Face's files of the source, the result, or both. Where the conversion rounds,
+    the source's tensors are rounded first. If transformers is installed, its logits of Hugging Face's files
+    are compared with ours too.
 
     Args:
         job, written: the conversion, and what :func:`convert` returned.
         length: tokens of each of the two sequences.
         seed: of the tokens.
-        python_with_transformers: an interpreter that has `torch` and `transformers`, which is asked as well.
+        python_with_transformers: an interpreter with `torch` and `transformers`; None: this one, if it has
+            them.
 
     Raises:
         CheckpointError: neither side of the conversion is Hugging Face's, or the logits differ by more
@@ -162,20 +166,45 @@ def check_logits(
     """
     if job.source != "hf" and job.target != "hf":
         raise CheckpointError("--check-logits needs Hugging Face's format on one side")
-    if job.target == "ppfleetx":
-        weights = read_ppfleetx(written)
-        model = network_of(weights.model, weights.place)
-    else:
-        weights = read_weights(job)
-        model = model_of(weights, job.model)
+    converted = read_ppfleetx(written) if job.target == "ppfleetx" else read_weights(job)
+    model = model_of(converted, job.model)
+    probe = Probe.of(model, length, seed)
+    ours = our_logits(converted, model, probe.tokens, probe.positions)
     sides = [(job.input, job.dtype)] if job.source == "hf" else []
     sides += [(job.output, None)] if job.target == "hf" else []
-    probe = Probe.of(model, length, seed)
-    found = our_logits(weights, model, probe.tokens, probe.positions)
     return max(
-        probe.compare(found, directory, rounded_to, python_with_transformers)
-        for directory, rounded_to in sides
+        _compare(ours, probe, directory, dtype, python_with_transformers) for directory, dtype in sides
     )
+
+
+def _compare(ours: np.ndarray, probe: Probe, directory: Path, dtype: str | None, python: str | None) -> float:
+    """Largest difference between our logits and those of a Hugging Face directory."""
+    stored = read_hf(directory)
+    rounded = stored if dtype is None else stored.cast(FLOAT_DTYPES[dtype])
+    largest = difference(ours, probe.logits(rounded), f"of {directory} and of what was converted")
+    python = _python_with_transformers(python, directory)
+    if python is None:
+        return largest
+    near = probe.within_float32_angles()
+    theirs = transformers_logits(python, directory, near)
+    return max(largest, difference(near.logits(stored), theirs, f"of {directory} here and in transformers"))
+
+
+def _python_with_transformers(given: str | None, directory: Path) -> str | None:
+    """The interpreter to ask about a Hugging Face directory; None: there is none, which the log says."""
+    if read_stored(directory).is_paddle:
+        if given is not None:
+            raise CheckpointError(
+                f"transformers does not read {directory}, which PaddleNLP or PaddleFormers wrote"
+            )
+        return None
+    python = given or own_transformers()
+    if python is None:
+        get_logger().info(
+            f"transformers is not installed here: {directory} is checked with our own network alone "
+            "(--transformers PYTHON names an interpreter that has it)"
+        )
+    return python
 
 
 def _check(job: Conversion) -> None:

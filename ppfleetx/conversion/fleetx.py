@@ -9,7 +9,7 @@ Every sharding rank writes all parameters, so the first one's are taken.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,10 @@ from ppfleetx.checkpoint.manifest import parse_step_directory
 from ppfleetx.checkpoint.weights import ForeignCheckpoint, Weights
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.conversion.fused import join_parts
 from ppfleetx.conversion.paddle_file import read_paddle_file
+from ppfleetx.nn.attention_spec import qkv_parts
+from ppfleetx.nn.param_spec import Part
 
 MODEL_FILE = "model.pdparams"
 _RANK = re.compile(r"mp_(\d{2,})_sharding_(\d{2,})_pp_(\d{2,})")
@@ -215,11 +218,6 @@ def _fused(tensors: dict[str, LazyTensor], model: ModelConfig | None, path: Path
             "heads; convert it with tools/convert_checkpoint.py --from fleetx --config YAML"
         )
     heads = model.num_attention_heads
-
-    def fuse(*parts: np.ndarray) -> np.ndarray:
-        lead = parts[0].shape[:-1]
-        return np.stack([part.reshape(*lead, heads, -1) for part in parts], axis=-2).reshape(*lead, -1)
-
     result = {}
     for name, tensor in tensors.items():
         head, _, kind = name.rpartition(".")
@@ -238,5 +236,11 @@ def _fused(tensors: dict[str, LazyTensor], model: ModelConfig | None, path: Path
                     f"{path}: {name} has shape {list(tensor.shape)}, which {heads} heads "
                     "(num_attention_heads) cannot share"
                 )
-            result[ours] = derive(parts, (*tensor.shape[:-1], 3 * tensor.shape[-1]), fuse, ours)
+            declared = qkv_parts(1, tensor.shape[-1] // heads)
+            shape = (*tensor.shape[:-1], 3 * tensor.shape[-1])
+            result[ours] = derive(parts, shape, _joiner(declared), ours)
     return result
+
+
+def _joiner(declared: Sequence[Part]) -> Callable[..., np.ndarray]:
+    return lambda *arrays: join_parts(declared, arrays)

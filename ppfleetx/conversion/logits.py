@@ -1,19 +1,19 @@
-"""Logits of a converted model: ours, those of its Hugging Face files, and whether they agree."""
+"""The check of a conversion: logits of our network from both sides of it, and those of transformers."""
 
 from __future__ import annotations
 
 import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 
-from ppfleetx.checkpoint.weights import ForeignCheckpoint, Weights, fitted
+from ppfleetx.checkpoint.weights import ForeignCheckpoint, Weights, fitted, network_of
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.conversion.huggingface.files import read_hf_config, read_stored
-from ppfleetx.conversion.reference import hf_logits
 from ppfleetx.utils.process_env import import_paddle
 
 TOLERANCE = 1e-4
@@ -26,8 +26,8 @@ _SCRIPT = Path(__file__).with_name("ask_transformers.py")
 class Probe:
     """Tokens to compute logits for, [b, s], and their positions, [b, s].
 
-    One sequence has its tokens side by side. The other has them spread out over all positions the model may
-    see, because a difference in slow frequencies or in later rows of a table shows there alone.
+    The first sequence has adjacent positions. The second is spread over all positions of the model, because
+    a difference in slow rotary frequencies or in late rows of a position table shows only there.
     """
 
     tokens: np.ndarray
@@ -38,43 +38,22 @@ class Probe:
         """Random tokens for a model."""
         length = min(length, model.max_position_embeddings)
         tokens = np.random.default_rng(seed).integers(0, model.vocab_size, (2, length))
-        return cls(tokens, _positions(length, model.max_position_embeddings - 1))
+        return cls(tokens, _spread(length, model.max_position_embeddings - 1))
 
-    def compare(
-        self, found: np.ndarray, directory: Path, rounded_to: str | None, python_with_transformers: str | None
-    ) -> float:
-        """Largest difference of `found`, our logits of this probe, from those of a Hugging Face directory.
+    def logits(self, weights: Weights) -> np.ndarray:
+        """Those of our network, as the weights describe it."""
+        model = network_of(weights.model, weights.place)
+        return our_logits(weights, model, self.tokens, self.positions)
 
-        Args:
-            found: [b, s, vocabulary].
-            directory: its configuration and tensors.
-            rounded_to: element type that its tensors are rounded to first.
-            python_with_transformers: as in `run.check_logits`; its answer is compared with that of NumPy.
-
-        Raises:
-            CheckpointError: they differ.
-        """
-        config, stored = read_hf_config(directory), read_stored(directory)
-        expected = hf_logits(
-            config,
-            stored.tensors,
-            self.tokens,
-            positions=self.positions,
-            rounded_to=rounded_to,
-            formats=stored.formats,
-        )
-        difference = _difference(found, expected, f"of {directory} and of our network")
-        if python_with_transformers is None:
-            return difference
-        if stored.is_paddle:
-            raise CheckpointError(
-                f"transformers does not read {directory}, which is of PaddleNLP or PaddleFormers"
-            )
+    def within_float32_angles(self) -> Probe:
+        """The same tokens at positions that transformers' float32 angles are good for."""
         last = min(int(self.positions.max()), _LAST_POSITION_OF_TRANSFORMERS)
-        near = Probe(self.tokens, _positions(self.tokens.shape[1], last))
-        theirs = _ask(python_with_transformers, directory, near)
-        ours = hf_logits(config, stored.tensors, near.tokens, positions=near.positions)
-        return max(difference, _difference(ours, theirs, f"of {directory} in NumPy and in transformers"))
+        return Probe(self.tokens, _spread(self.tokens.shape[1], last))
+
+
+def own_transformers() -> str | None:
+    """This interpreter, if it has `torch` and `transformers`."""
+    return sys.executable if find_spec("torch") and find_spec("transformers") else None
 
 
 def our_logits(
@@ -99,23 +78,29 @@ def our_logits(
     return logits.transpose([1, 0, 2]).numpy()[..., : model.vocab_size]
 
 
-def _positions(length: int, last: int) -> np.ndarray:
-    return np.stack([np.arange(length), np.linspace(0, last, length).astype(np.int64)])
+def difference(one: np.ndarray, two: np.ndarray, whose: str) -> float:
+    """The largest difference between two arrays of logits.
 
-
-def _difference(one: np.ndarray, two: np.ndarray, whose: str) -> float:
+    Raises:
+        CheckpointError: it is above TOLERANCE (times the largest logit where that is above 1).
+    """
     if not (np.isfinite(one).all() and np.isfinite(two).all()):
         raise CheckpointError(
             f"the logits {whose} are not all finite numbers (float16 holds nothing beyond 65504)"
         )
-    difference = float(np.abs(one - two).max())
-    if not difference <= TOLERANCE * max(1.0, float(np.abs(two).max())):
-        raise CheckpointError(f"the logits {whose} differ by {difference:.3g}")
-    return difference
+    largest = float(np.abs(one - two).max())
+    if not largest <= TOLERANCE * max(1.0, float(np.abs(two).max())):
+        raise CheckpointError(f"the logits {whose} differ by {largest:.3g}")
+    return largest
 
 
-def _ask(python: str, directory: Path, probe: Probe) -> np.ndarray:
-    """Logits by transformers, in a process of its own: torch and Paddle need not live in one."""
+def transformers_logits(python: str, directory: Path, probe: Probe) -> np.ndarray:
+    """Logits that transformers computes of a directory, in a process of its own: torch and Paddle need not
+    live in one.
+
+    Raises:
+        CheckpointError: the interpreter ``python`` cannot be run, or transformers cannot load the directory.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         given, answer = Path(scratch, "probe.npz"), Path(scratch, "logits.npy")
         np.savez(given, tokens=probe.tokens, positions=probe.positions)
@@ -128,3 +113,8 @@ def _ask(python: str, directory: Path, probe: Probe) -> np.ndarray:
             last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             raise CheckpointError(f"transformers could not be asked with {python}: {last}")
         return np.load(answer)
+
+
+def _spread(length: int, last: int) -> np.ndarray:
+    """Positions [2, s]: adjacent ones, and as many from 0 to ``last``."""
+    return np.stack([np.arange(length), np.linspace(0, last, length).astype(np.int64)])

@@ -23,9 +23,10 @@ from ppfleetx.checkpoint.lazy import LazyTensor, derive
 from ppfleetx.checkpoint.weights import Weights, network_of
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.conversion.huggingface.tensors import pair_columns
+from ppfleetx.conversion.fused import join_parts
 from ppfleetx.conversion.pickles import Record, flatten, reading
 from ppfleetx.conversion.torch_file import read_torch_file
+from ppfleetx.nn.mlp_spec import GATE_AND_UP
 from ppfleetx.utils.foreign_files import read_bounded
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -252,7 +253,7 @@ def _merged(part: _Part, parts: list[LazyTensor], model: ModelConfig, version: f
         if gated:  # each rank has its gate above its up
             halves = [np.split(array, 2, axis=0) for array in arrays]
             gate, up = (np.concatenate(side, axis=0) for side in zip(*halves, strict=True))
-            return pair_columns(gate.T, up.T)
+            return join_parts(GATE_AND_UP, (gate.T, up.T))
         if part.form == QKV:
             arrays = tuple(_grouped(array, model.head_size, version) for array in arrays)
         whole = np.concatenate(arrays, axis=axis)

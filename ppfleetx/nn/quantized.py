@@ -27,7 +27,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.compress import Form, WeightsConfig
 from ppfleetx.distributed.device import capability, on_gpu
 from ppfleetx.nn.cpu_ops import quantized as cpu_ops
-from ppfleetx.nn.layer_params import codes, scales
+from ppfleetx.nn.layer_spec import codes, scales
 from ppfleetx.nn.linear import add_smaller
 from ppfleetx.nn.packed_weights import PanelMatrix, use_huge_pages
 from ppfleetx.nn.param_spec import ParamSpec

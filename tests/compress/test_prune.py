@@ -27,7 +27,7 @@ from ppfleetx.config.errors import UserError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.plan import ParallelPlan as Plan
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.models.gpt.shape import parameter_shapes
+from ppfleetx.models.gpt.spec import parameter_shapes
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import LocalFactory

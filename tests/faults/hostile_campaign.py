@@ -20,7 +20,7 @@ from ppfleetx.checkpoint.slices import whole
 from ppfleetx.config.loader import load_config
 from ppfleetx.conversion.huggingface.config_keys import model_keys
 from ppfleetx.data.indexed import IndexedDatasetWriter
-from ppfleetx.models.gpt.shape import parameter_shapes
+from ppfleetx.models.gpt.spec import parameter_shapes
 from tests.checkpoint.checkpoints import save
 from tests.conversion import hf_dirs
 from tests.e2e.program import NANO, ROOT

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ppfleetx.config.errors import CheckpointError, shown
-from ppfleetx.conversion.huggingface.families import FAMILIES, Family
+from ppfleetx.conversion.huggingface.families import FAMILIES, Family, with_gpt2_sizes
 from ppfleetx.conversion.huggingface.generation import KEYS as GENERATION_KEYS
 from ppfleetx.conversion.huggingface.values import check_values
 
@@ -128,11 +128,13 @@ def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         )
     family = FAMILIES[kind]
     check_values(hf_config)
-    if absent := [key for key in family.needed if key not in hf_config]:
+    if absent := [key for key in family.required if key not in hf_config]:
         raise CheckpointError(f"config.json lacks {', '.join(absent)}")
     config = {key: value for key, value in hf_config.items() if value is not None}
+    if kind == "gpt2":
+        config = with_gpt2_sizes(config)
     _classify(config, kind, family)
-    return family.keys(config)
+    return family.model_keys(config)
 
 
 def of_paddle(config: Mapping[str, Any]) -> bool:

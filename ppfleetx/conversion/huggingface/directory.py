@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from math import prod
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from ppfleetx.checkpoint.documents import copy_tokenizer, tokenizer_files
 from ppfleetx.checkpoint.lazy import LazyTensor, derive
@@ -28,13 +25,13 @@ from ppfleetx.conversion.huggingface.files import (
 )
 from ppfleetx.conversion.huggingface.generation import generation_defaults
 from ppfleetx.conversion.huggingface.rope import rope_notes
-from ppfleetx.conversion.huggingface.tensors import GPT2_PREFIX, Rule, rules
+from ppfleetx.conversion.huggingface.tensors import Rule, rules
 from ppfleetx.conversion.paddle_layout import in_hf_layout
 from ppfleetx.conversion.safetensors_file import write_sharded
-from ppfleetx.models.gpt.shape import parameter_shapes
 from ppfleetx.utils.files import atomic_write
 
 MAX_FILE_BYTES = 5 * 1000**3
+_GPT2_PREFIX = "transformer."
 _OTHER_HEAD = {"embed_out.weight": "lm_head.weight"}
 _HEADS = {*_OTHER_HEAD, *_OTHER_HEAD.values()}
 _WORDS = ("wte.weight", "embed_tokens.weight", "embed_in.weight")
@@ -51,7 +48,7 @@ def read_hf(directory: str | Path) -> Weights:
     """
     directory = Path(directory)
     config, files = read_hf_config(directory), read_stored(directory)
-    keys, shapes = _network(config, files.tensors, directory)
+    keys = _model_keys(config, files.tensors, directory)
     stored = in_hf_layout(files, config, keys, directory)
     vocab = keys["vocab_size"]
     tensors = {}
@@ -59,7 +56,7 @@ def read_hf(directory: str | Path) -> Weights:
     for rule in rules(config):
         theirs = [_present(stored, name, directory) for name in rule.theirs]
         used.update(theirs)
-        tensors[rule.ours] = _joined(rule, [stored[name] for name in theirs], shapes[rule.ours], directory)
+        tensors[rule.ours] = _joined(rule, [stored[name] for name in theirs], directory)
     _check_left_over(set(stored) - used, keys, stored, directory)
     own = read_generation_config(directory)
     generation, notes = generation_defaults(own, config)
@@ -89,21 +86,21 @@ def _notes(config: Mapping[str, Any]) -> list[str]:
     return notes
 
 
-def _network(
+def _model_keys(
     config: Mapping[str, Any], stored: Mapping[str, LazyTensor], directory: Path
-) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
-    """Keys of the `Model` section, and the shapes of its parameters without vocabulary padding."""
+) -> dict[str, Any]:
+    """Keys of the `Model` section, checked."""
     try:
         keys = model_keys(config)
     except CheckpointError as error:
         raise CheckpointError(f"{directory}: {error}") from error
-    model = network_of(keys | {"vocab_size_divisible_unit": 1}, str(directory / CONFIG))
+    model = network_of(keys, str(directory / CONFIG))
     if model.num_layers > len(stored):  # and what follows takes time and memory for each layer
         raise CheckpointError(
             f"{directory / CONFIG} says {counted(model.num_layers, 'layer')}, but the files have "
             f"{counted(len(stored), 'tensor')}"
         )
-    return keys, parameter_shapes(model)
+    return keys
 
 
 def write_hf(
@@ -135,7 +132,7 @@ def write_hf(
     config = hf_config(model, kinds[-1], original=source.get("config"), token_ids=token_ids)
     theirs: dict[str, LazyTensor] = {}
     for rule in rules(config):
-        theirs |= _split(rule, tensors[rule.ours], part_shapes(rule, tensors[rule.ours].shape))
+        theirs |= _split(rule, tensors[rule.ours])
     directory.mkdir(parents=True, exist_ok=True)
     with shown_reading(theirs, "writing") as reading:
         write_sharded(directory, reading, max_bytes=max_file_bytes, metadata={"format": "pt"})
@@ -147,12 +144,6 @@ def write_hf(
         copy_tokenizer(tokenizer_dir, directory)
 
 
-def part_shapes(rule: Rule, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Shapes of Hugging Face's tensors for one of ours of `shape`, told without its data."""
-    # A broadcast zero has any shape and no memory; what a rule does to it costs one bit per element.
-    return [tuple(part.shape) for part in rule.split(np.broadcast_to(np.zeros((), np.bool_), shape))]
-
-
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     with atomic_write(path, "w") as file:
         json.dump(content, file, indent=2)
@@ -161,31 +152,24 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def _present(stored: Mapping[str, LazyTensor], name: str, directory: Path) -> str:
     """The name under which a tensor is there: GPT-2's prefix is optional, GPT-NeoX's head has two names."""
-    for candidate in (name, name.removeprefix(GPT2_PREFIX), _OTHER_HEAD.get(name, name)):
+    for candidate in (name, name.removeprefix(_GPT2_PREFIX), _OTHER_HEAD.get(name, name)):
         if candidate in stored:
             return candidate
     raise CheckpointError(f"{directory} lacks the tensor {name}")
 
 
-def _joined(rule: Rule, parts: list[LazyTensor], shape: tuple[int, ...], directory: Path) -> LazyTensor:
-    if prod(shape) > 8 * sum(prod(part.shape) for part in parts) + 1024:
-        # Rules move elements; a shape that the files come nowhere near is not tried out.
-        raise CheckpointError(
-            f"{directory}: {' and '.join(rule.theirs)} hold far less than the {prod(shape)} numbers that its "
-            "config.json asks for"
-        )
-    expected = part_shapes(rule, shape)
-    for name, part, wanted in zip(rule.theirs, parts, expected, strict=True):
+def _joined(rule: Rule, parts: list[LazyTensor], directory: Path) -> LazyTensor:
+    for name, part, wanted in zip(rule.theirs, parts, rule.shapes, strict=True):
         if part.shape != wanted:
             raise CheckpointError(
                 f"{directory}: {name} has shape {list(part.shape)}, its config.json asks for {list(wanted)}"
             )
-    return derive(parts, shape, rule.join, rule.ours)
+    return derive(parts, rule.shape, rule.join, rule.ours)
 
 
-def _split(rule: Rule, tensor: LazyTensor, shapes: list[tuple[int, ...]]) -> dict[str, LazyTensor]:
+def _split(rule: Rule, tensor: LazyTensor) -> dict[str, LazyTensor]:
     def part(index: int) -> LazyTensor:
-        return LazyTensor(tensor.dtype, shapes[index], lambda: rule.split(tensor.read())[index])
+        return LazyTensor(tensor.dtype, rule.shapes[index], lambda: rule.split(tensor.read())[index])
 
     return {name: part(index) for index, name in enumerate(rule.theirs)}
 

@@ -1,8 +1,7 @@
-"""The connections between the ranks of a CPU job: each pair proves to each other that it belongs to the job.
+"""The ranks of a CPU job meet and connect; both ends of each connection prove that they belong to the job.
 
-One connection for each pair carries what they communicate; two ranks on different hosts have a second one,
-which tells when the other host is gone (``cpu_watch.py``). Both ends prove that they know the job's token; a
-stranger is turned away, and delays nobody.
+One connection for each pair of ranks carries their communication. Two ranks on different hosts have a second
+one, which shows when the other host is gone (``watch.py``). Strangers are turned away and delay nobody.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from ppfleetx.utils.start import START_VARIABLE, start_timeout
 
 DIRECT_VARIABLE = "PADDLE_CPU_COMM_DIRECT"
 HANDSHAKE_SECONDS = 30.0
-MESSAGES, WATCH = range(2)  # what a connection is for
+MESSAGES, WATCH = range(2)  # the roles of connections
 
 
 def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
@@ -96,24 +95,24 @@ class _Connections:
         self._connected: dict[tuple[int, int], Peer] = {}  # (rank, role) -> connection
 
     def roles(self, other: int) -> tuple[int, ...]:
-        """What there are connections with ``other`` for; nobody's own host vanishes."""
+        """The connections with ``other``: ranks on one host need no watch."""
         addresses = self._members.addresses
         return (MESSAGES,) if addresses[other][0] == addresses[self._rank][0] else (MESSAGES, WATCH)
 
     def accept(self, listener: socket.socket) -> None:
-        """Take the connections of the higher ranks; a stranger is turned away and forgotten."""
+        """Accept the connections of the higher ranks, and turn strangers away."""
         higher = range(self._rank + 1, len(self._members.addresses))
         expected = {(other, role) for other in higher for role in self.roles(other)}
         deadline = time.monotonic() + HANDSHAKE_SECONDS
         while not expected <= set(self._connected) and time.monotonic() < deadline:
             try:
                 connection, _ = listener.accept()
-                # In a thread of its own, so that one who connects and stays silent delays nobody.
+                # In a thread of its own, so a stranger that says nothing delays nobody.
                 threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
             except TimeoutError:
                 pass
             except OSError:
-                return  # this rank has given up meanwhile, and closed it
+                return  # this rank has given up and closed the listener
             with self._state:
                 self._state.wait_for(lambda: expected <= set(self._connected), 0.001)
 
@@ -128,7 +127,7 @@ class _Connections:
             connection.close()
 
     def add(self, peer: Peer, role: int) -> bool:
-        """Take note of a connection; False where there is one already."""
+        """Note a connection; False if there is one already."""
         with self._state:
             if (peer.rank, role) in self._connected:
                 return False
@@ -159,10 +158,10 @@ class _Connections:
 
 
 def local_address() -> str:
-    """The address other ranks reach this one at.
+    """The address at which the other ranks reach this one.
 
-    ``GLOO_SOCKET_IFNAME``'s, else the host of ``PADDLE_CURRENT_ENDPOINT``, as Paddle's own Gloo takes
-    its interface from the first and the launcher announces the second.
+    It is that of the interface ``GLOO_SOCKET_IFNAME``, as for Paddle's Gloo, else the host in
+    ``PADDLE_CURRENT_ENDPOINT``, which the launcher announces.
 
     Raises:
         ConfigError: the interface has no address.
@@ -189,9 +188,9 @@ def _proof(token: bytes, side: str, *parts: bytes) -> bytes:
 
 
 def _dial(rank: int, other: int, members: Members, role: int) -> Peer:
-    """Connect to ``other`` and prove to each other that both know the job's token.
+    """Connect to ``other``; both ends prove that they know the job's token.
 
-    HMAC-SHA256 over both sides' random challenges, their ranks and what the connection is for; the token
+    The proof is HMAC-SHA256 over both random challenges, both ranks and the role of the connection; the token
     itself is not sent.
     """
     try:
@@ -212,7 +211,7 @@ def _dial(rank: int, other: int, members: Members, role: int) -> Peer:
 
 
 def _welcome(rank: int, connection: socket.socket, token: bytes) -> tuple[Peer, int]:
-    """The other end of :func:`_dial`: who has connected, and what for."""
+    """The other end of :func:`_dial`; returns who has connected, and in which role."""
     connection.settimeout(HANDSHAKE_SECONDS)
     peer = Peer(-1, connection)
     ours = secrets.token_bytes(32)
@@ -228,7 +227,7 @@ def _welcome(rank: int, connection: socket.socket, token: bytes) -> tuple[Peer, 
 
 
 def _probe_memory(peer: Peer) -> None:
-    """Find out whether each side may read the other's memory: same host, same user, kernel willing."""
+    """Find out whether each side can read the other's memory: same host and user, allowed by the kernel."""
     secret = np.frombuffer(secrets.token_bytes(32), np.uint8).copy()
     wanted = os.environ.get(DIRECT_VARIABLE, "1") != "0"
     pid = os.getpid() if wanted else 0

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from ppfleetx.config.sections.root import ModelConfig
-from ppfleetx.models.gpt.shape import flops_per_step, parameter_count, parameter_shapes
+from ppfleetx.models.gpt.spec import flops_per_step, parameter_count, parameter_shapes
 
 
 def gpt(

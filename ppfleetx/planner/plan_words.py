@@ -1,4 +1,4 @@
-"""``--plan dp=4,mp=8,...``: words to plans."""
+"""Plans as text, ``dp=4,mp=8,...``: what ``--plan`` takes and reports show."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.plan import ParallelPlan
-from ppfleetx.planner.case import Recompute
+from ppfleetx.planner.case import Case, Recompute
 
 _DEGREES = {
     **{axis: axis for axis in ("dp", "mp", "pp", "sharding", "sep")},
@@ -19,7 +19,7 @@ WORDS = (*_DEGREES, "micro", "sp", "offload", "zb", "recompute")
 
 @dataclass(frozen=True)
 class PlanWords:
-    """What ``--plan`` names: a plan, and what it says of micro batch and recompute (None: nothing)."""
+    """A plan, with the micro batch and recompute that ``--plan`` names; None: not named."""
 
     plan: ParallelPlan
     micro: int | None
@@ -27,10 +27,10 @@ class PlanWords:
 
 
 def read_words(words: str, own: ParallelPlan) -> PlanWords:
-    """``own`` with what ``words`` name in the place of its values.
+    """The plan ``own``, changed where ``words`` say so.
 
     Raises:
-        ConfigError: a word that is none, or a value that cannot be.
+        ConfigError: an unknown word, or a value that is not allowed.
     """
     given = _parse(words)
     values: dict[str, object] = {
@@ -56,6 +56,16 @@ def read_words(words: str, own: ParallelPlan) -> PlanWords:
         raise ConfigError(f"recompute is one of {', '.join(_GRANULARITIES)}", key="--plan", value=words)
     micro = _whole(given, "micro") if "micro" in given else None
     return PlanWords(replace(own, **values), micro, None if recompute == "mixed" else recompute)
+
+
+def plan_words(case: Case) -> str:
+    """The plan as ``--plan`` takes it."""
+    plan, kinds = case.plan, set(case.recomputed)
+    words = f"dp={plan.dp},mp={plan.mp},pp={plan.pp},sharding={plan.sharding},stage={plan.sharding_stage}"
+    words += f",sep={plan.sep},vpp={plan.virtual_pp_degree},micro={case.micro_batch}"
+    words += f",sp={int(plan.sequence_parallel)},offload={int(plan.sharding_offload)}"
+    words += ",zb=1" if plan.pp_schedule == "zb_h1" else ""
+    return words + f",recompute={kinds.pop() if len(kinds) == 1 else 'mixed'}"
 
 
 def _parse(words: str) -> dict[str, str]:
