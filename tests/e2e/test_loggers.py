@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from ppfleetx.config.config_notes import refuse_absent
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.loggers import refuse_absent
 from ppfleetx.config.registries import LOGGERS, LoggerTraits
 from ppfleetx.core.engine.callbacks.records import numbers_of
 from ppfleetx.core.loggers.base import LogStart

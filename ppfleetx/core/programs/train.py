@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.adapters import BASE
 from ppfleetx.checkpoint.documents import documents_of
-from ppfleetx.config.data_sets import data_sets
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registry import load_target
-from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.config.sections.root import RunConfig, data_sets
 from ppfleetx.core.engine.agreement import Fingerprints
 from ppfleetx.core.engine.beginning import begin, find_sources
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
