@@ -11,9 +11,8 @@ from pathlib import Path
 from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.checkpoint.manifest import MANIFEST_FILE
 from ppfleetx.config.counts import counted
-from ppfleetx.config.data_sets import data_sets
 from ppfleetx.config.errors import DataError, UserError
-from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.config.sections.root import RunConfig, data_sets
 from ppfleetx.config.weight_sources import sources
 from ppfleetx.conversion.detect import refuse_foreign
 from ppfleetx.data.build import build_dataset, load_tokenizer, open_corpora

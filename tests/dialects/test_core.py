@@ -10,12 +10,12 @@ import yaml
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config, load_tree
 from ppfleetx.config.reading.parse import parse_yaml
-from ppfleetx.dialects.docs import key_table
 from ppfleetx.dialects.given import given_arguments, given_in, normal_name
 from ppfleetx.dialects.keys import KeyTable, fixed, joint, mapped, refused, unused
 from ppfleetx.dialects.reading import Reading
 from ppfleetx.dialects.translate import choice, flag, translate
 from ppfleetx.dialects.translation import Translation
+from tools.gen_dialect_docs import key_table
 
 TABLE = KeyTable(
     [
