@@ -14,7 +14,7 @@ from ppfleetx.doctor.rows import Row, fail, ok, skipped, warn
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.summary import run_prediction, verdict
 from ppfleetx.utils.gpu_operators import on_the_host
-from ppfleetx.utils.memory import available_bytes
+from ppfleetx.utils.machine import available_bytes
 
 
 def plan(case: Case) -> Iterator[Row]:

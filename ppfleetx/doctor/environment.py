@@ -16,10 +16,9 @@ from ppfleetx.distributed.device import count, is_built_for_gpus, is_card, kind_
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.rows import Row, fail, ok, warn
 from ppfleetx.doctor.storage import words
-from ppfleetx.utils.cpu import read_cpuinfo
 from ppfleetx.utils.installed import not_installed, version_of
-from ppfleetx.utils.memory import available_bytes
-from ppfleetx.utils.process_env import available_cpus, import_paddle, prepare_process
+from ppfleetx.utils.machine import available_bytes, available_cpus, read_cpuinfo
+from ppfleetx.utils.process_env import import_paddle, prepare_process
 
 PADDLE = "3.3."
 """The versions of Paddle that ppfleetx supports begin with this."""

@@ -26,7 +26,7 @@ from ppfleetx.doctor.registry import CHECKS, Need, examine
 from ppfleetx.doctor.report import exit_code, in_groups
 from ppfleetx.doctor.rows import Row, Status, fail
 from ppfleetx.doctor.run import ALONE, LOCAL_SECONDS
-from ppfleetx.utils.start import START_VARIABLE
+from ppfleetx.utils.peers import START_VARIABLE
 
 DIRECTORY_VARIABLE = "PPFLEETX_DOCTOR_DIR"
 """Where the ranks of a machine leave their reports for the process that started them."""

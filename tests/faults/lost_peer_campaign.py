@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppfleetx.config.plan import ParallelPlan
-from ppfleetx.utils.start import START_VARIABLE
+from ppfleetx.utils.peers import START_VARIABLE
 from tests.e2e.program import NANO, ROOT, SETTINGS, plan_overrides
 from tests.e2e.resumption import write_corpus
 from tests.helpers import programs
