@@ -21,7 +21,7 @@ from ppfleetx.checkpoint.weights import ForeignCheckpoint, Weights
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.fused import join_parts
-from ppfleetx.conversion.paddle_file import read_paddle_file
+from ppfleetx.conversion.paddle import read_paddle_file
 from ppfleetx.nn.attention_spec import qkv_parts
 from ppfleetx.nn.param_spec import Part
 
