@@ -96,7 +96,7 @@ OPTIONS: dict[str, Option] = {
         "ppfleetx.parallel.param_broadcast:NewValues.updated", plan={**_SHARDED, "sharding_stage": 1}
     ),
     "sharding_2": Option(
-        "ppfleetx.parallel.sharding:Sharding._on_gradient", plan={**_SHARDED, "sharding_stage": 2}
+        "ppfleetx.parallel.sharding:Sharding._send_full", plan={**_SHARDED, "sharding_stage": 2}
     ),
     "sharding_3": Option(
         "ppfleetx.parallel.zero3:ParameterSharding._fetch", plan={**_SHARDED, "sharding_stage": 3}
