@@ -379,11 +379,10 @@ class TensorParallelFactory(LocalFactory):
         return maxima
 
     def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
-        """Input features sliced: A is too, and what it gives are parts of a sum. Output features: B is."""
-        has_sliced_input = _matrix_of(linear).lies("mp") == Shard(0)
-        dropout = self.dropout(cfg.dropout, inside_heads=has_sliced_input)
-        join = self._sum_parts if has_sliced_input else self._for_sliced_output
-        return self._adapter(linear, cfg, dropout, join)
+        """Where input features are sliced, A gives terms of a sum; where output features are, B is sliced."""
+        cut = _matrix_of(linear).lies("mp")
+        join = {Shard(0): self._sum_parts, Shard(1): self._for_sliced_output}.get(cut)
+        return self._adapter(linear, cfg, self.dropout(cfg.dropout, inside_heads=cut == Shard(0)), join)
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
         """Input features sliced: products are parts of a sum. Output features: its input must be whole, and
