@@ -90,7 +90,7 @@ class GPT:
             UserError: there is no such directory, it holds no sound model, or the model cannot run here. It
                 is never made up: all weights come from the directory.
         """
-        from ppfleetx.core.programs.resolve_model import resolve_model
+        from ppfleetx.commands.resolve_model import resolve_model
 
         with ExitStack() as stack:
             place = resolve_model(directory, stack, with_config=config is None)
@@ -104,8 +104,8 @@ class GPT:
     @classmethod
     def _restored(cls, cfg: RunConfig, tokenizer_dir: Path | None) -> Self:
         ctx = ready(cfg)
-        from ppfleetx.core.programs.generate import find_tokenizer
-        from ppfleetx.core.programs.train import build_runner, find_weights
+        from ppfleetx.commands.generate import find_tokenizer
+        from ppfleetx.commands.training import build_runner, find_weights
 
         start = find_weights(cfg, ctx)
         runner = build_runner(cfg, ctx, train=False)
@@ -299,8 +299,8 @@ class GPT:
         from dataclasses import asdict
 
         from ppfleetx.checkpoint.documents import documents_of
-        from ppfleetx.checkpoint.foreign.weights import in_stored_types
         from ppfleetx.checkpoint.tensors import model_slices
+        from ppfleetx.checkpoint.weights import in_stored_types
         from ppfleetx.checkpoint.writer import save_checkpoint
         from ppfleetx.config.plan import ParallelPlan
 
@@ -327,8 +327,8 @@ class GPT:
         Raises:
             CheckpointError: ``directory`` is not empty, or transformers has no such network.
         """
-        from ppfleetx.checkpoint.foreign.convert import Conversion, convert
-        from ppfleetx.checkpoint.foreign.merge_lora import merge_lora
+        from ppfleetx.checkpoint.merge_lora import merge_lora
+        from ppfleetx.conversion.convert import Conversion, convert
 
         with tempfile.TemporaryDirectory(prefix="ppfleetx-") as scratch:
             source = self.save(Path(scratch) / "model")

@@ -82,7 +82,7 @@ class GenerationModule:
             )
         import paddle
 
-        from ppfleetx.checkpoint.foreign.fleetx import place_of
+        from ppfleetx.conversion.fleetx import place_of
 
         own = {parameter.info.name: parameter for parameter in self.model.parameters()}
         given: dict[str, np.ndarray] = {}
@@ -129,6 +129,6 @@ def build_module(cfg: RunConfig) -> GenerationModule:
             f"one process holds the whole model, which this plan ({cfg.plan}) is not", key="Distributed"
         )
     ctx = ready(cfg)
-    from ppfleetx.core.programs.train import build_runner
+    from ppfleetx.commands.training import build_runner
 
     return GenerationModule(cfg, build_runner(cfg, ctx, train=False).model)

@@ -44,9 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Do what was asked for."""
     plan = None if args.plan is None else parse_plan(args.plan)
-    from ppfleetx.checkpoint.foreign.convert import Conversion, check_logits, convert, load_model_section
-    from ppfleetx.checkpoint.foreign.hub import local_directory
     from ppfleetx.config.plan import ParallelPlan
+    from ppfleetx.conversion.convert import Conversion, check_logits, convert, load_model_section
+    from ppfleetx.conversion.hub import local_directory
     from ppfleetx.utils.log import configure_logging
     from ppfleetx.utils.plugins import import_named_plugins
 

@@ -124,9 +124,9 @@ def _alone(case: Case) -> list[Row]:
 
 def _case(args: argparse.Namespace) -> Case:
     """This process's place, and the configuration where it can be read."""
+    from ppfleetx.commands.start_process import rank, world_size
     from ppfleetx.config.errors import UserError
     from ppfleetx.config.loader import load_config
-    from ppfleetx.core.programs.launch import rank, world_size
     from ppfleetx.distributed.together import local_rank
     from ppfleetx.doctor.case import Case
     from ppfleetx.doctor.rows import fail

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Merge, and say where the result is."""
-    from ppfleetx.checkpoint.foreign.merge_lora import merge_lora
+    from ppfleetx.checkpoint.merge_lora import merge_lora
     from ppfleetx.utils.log import configure_logging
     from ppfleetx.utils.plugins import import_named_plugins
 

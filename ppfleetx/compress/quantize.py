@@ -16,10 +16,10 @@ import numpy as np
 import paddle
 from paddle import nn
 
-from ppfleetx.checkpoint.foreign.weights import VOCAB_DIM, with_vocabulary
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import DTYPE_OF_NUMPY, MODEL, NUMPY_OF_DTYPE, TensorSlice
 from ppfleetx.checkpoint.tensors import load_model
+from ppfleetx.checkpoint.weights import VOCAB_DIM, with_vocabulary
 from ppfleetx.compress.report import LayerReport, Report
 from ppfleetx.compress.rounding import (
     Stored,

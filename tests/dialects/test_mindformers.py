@@ -265,7 +265,7 @@ def test_mistakes(name: str, argv: list[str], words: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("base_config: run.yaml", "run.yaml:1): the files name each other in a circle"),
+        ("base_config: run.yaml", "run.yaml:1): the files form a circle"),
         ("base_config: no.yaml", "base_config = 'no.yaml'"),
         ("base_config: [[1]]", "must be a file name"),
         ("seed: 1\nseed: 2", "given twice"),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ppfleetx.commands.check import check_report
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.loggers import refuse_absent
@@ -19,7 +20,6 @@ from ppfleetx.core.engine.callbacks.records import numbers_of
 from ppfleetx.core.loggers.base import LogStart
 from ppfleetx.core.loggers.build import build_writers
 from ppfleetx.core.loggers.csv_file import CsvFile
-from ppfleetx.core.programs.check import check_report
 from tests.docs.blocks import blocks
 from tests.e2e.conftest import NANO, ROOT, Tool, records
 

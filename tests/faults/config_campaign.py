@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from ppfleetx.commands.check import check_report
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
-from ppfleetx.core.programs.check import check_report
 from tests.faults.config_mutations import mutated, override
 
 ROOT = Path(__file__).resolve().parents[2]
