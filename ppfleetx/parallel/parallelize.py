@@ -15,7 +15,7 @@ from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.device import groups_messages
 from ppfleetx.models.module import BasicModule
 from ppfleetx.models.staged import StagedModel
-from ppfleetx.nn.column_overlap import overlapping_factory
+from ppfleetx.nn.column_overlap import column_exchange
 from ppfleetx.nn.factory import layer_factory
 from ppfleetx.nn.fake_quant import with_quantizers
 from ppfleetx.nn.fused import FusedOps, choose, say
@@ -55,7 +55,7 @@ def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, tr
         )
     factory = layer_factory(ctx, train=train)
     if train and (cfg.Distributed.mp_async_allreduce or cfg.Distributed.sp_async_reduce_scatter):
-        factory = overlapping_factory(ctx, gathers_again=cfg.Distributed.recompute_allgather)
+        factory.exchange = column_exchange(ctx, gathers_again=cfg.Distributed.recompute_allgather)
     factory.fused = _fused_ops(cfg, ctx, train)
     if train:
         factory.matmul = _matmul(cfg, ctx, factory.fused)

@@ -20,7 +20,6 @@ from ppfleetx.conversion.huggingface.config_keys import model_keys
 from ppfleetx.conversion.huggingface.directory import read_hf, write_hf
 from ppfleetx.conversion.huggingface.tensors import rules
 from ppfleetx.conversion.logits import our_logits
-from ppfleetx.commands.generate import load_generator
 from ppfleetx.data.tokenizer.files import BYTE_CHARACTERS, make_definition
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.deploy.export import export

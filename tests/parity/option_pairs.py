@@ -91,7 +91,7 @@ OPTIONS: dict[str, Option] = {
         {"Distributed.overlap_p2p_comm": True},
         {"pp": 2},
     ),
-    "sep": Option("ppfleetx.nn.factory:exchange", plan={"sep": 2}),
+    "sep": Option("ppfleetx.nn.attention_strategy:exchange", plan={"sep": 2}),
     "sharding_1": Option(
         "ppfleetx.parallel.param_broadcast:NewValues.updated", plan={**_SHARDED, "sharding_stage": 1}
     ),
