@@ -29,7 +29,7 @@ BLOCKS = list(blocks(ROOT / "docs/extending.md"))
 COMMANDS = [to_run(command) for block in BLOCKS if block.is_shell for command in commands(block)]
 EXAMPLES = [
     *("scale_norm", "parallel_gpt", "layer_scale", "penalized_gpt", "fill", "csv_log", "lion", "counting"),
-    *("small_parts", "geglu"),
+    *("small_parts", "geglu", "gathered_attention"),
 ]
 
 
@@ -119,6 +119,12 @@ def test_the_page_has_a_command_and_files_for_every_example() -> None:
     assert all(command_of(name) for name in EXAMPLES)
 
 
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_the_examples_of_the_repository_are_those_of_the_page(folder: Path, example: Path) -> None:
+    """Their tests are in tests/parity."""
+    assert (folder / example.name).read_text() == example.read_text()
+
+
 def test_a_normalization(folder: Path, pools: Pools) -> None:
     found = train(folder, "scale_norm")
     assert found[-1]["loss"] < found[0]["loss"]
@@ -156,7 +162,6 @@ def test_an_architecture_runs_under_every_plan(folder: Path, pools: Pools) -> No
 
 def test_a_loss_with_two_parts_is_in_the_log(folder: Path) -> None:
     """tests/parity/test_aux_loss.py runs it under the plans."""
-    assert (folder / "penalized_gpt.py").read_text() == (ROOT / "examples/penalized_gpt.py").read_text()
     done = run(folder, command_of("penalized_gpt"))
     assert done.returncode == 0, done.stderr
     lines = (folder / "output/penalized_gpt/metrics.jsonl").read_text().splitlines()
@@ -187,6 +192,15 @@ def test_a_layer_declares_a_parameter_of_its_own(folder: Path, pools: Pools) -> 
         "stage 3": Plan(sharding=2, sharding_stage=3),
     }.items():
         assert losses(pools, plan, folder, "layer_scale", name, **changes) == pytest.approx(one, rel=2e-5)
+
+
+def test_another_attention_strategy(folder: Path, pools: Pools) -> None:
+    """tests/parity/test_attention_strategy.py runs it under other plans."""
+    changes = {"Model.name": "GatheredGPT"}
+    one = losses(pools, Plan(), folder, "gathered_attention", "one", **changes)
+    split = losses(pools, Plan(sep=2), folder, "gathered_attention", "sep2", **changes)
+    assert split == pytest.approx(one, rel=2e-5)
+    assert len(train(folder, "gathered_attention")) == 8
 
 
 def test_a_callback_writes_a_file_and_keeps_its_state(folder: Path) -> None:
