@@ -81,7 +81,11 @@ class LinearSpec:
 
     def operation(self, name: str, part: Place, work: Work) -> Operation:
         """The product."""
-        return matmul(name, part, work.tokens, *self._here(work))
+        return matmul(name, part, self._rows(work), *self._here(work))
+
+    def _rows(self, work: Work) -> float:
+        """Positions on one rank."""
+        return work.tokens / (work.split if self.of_trunk else 1)
 
     def weight_bytes(self, work: Work) -> float:
         """Of the matrix' gradient on one rank."""
@@ -89,14 +93,15 @@ class LinearSpec:
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
         """The product, what it exchanges between ranks, and its bias."""
-        size, weights = work.bytes_of(self._here(work)[1]), self.weight_bytes(work)
+        weights = self.weight_bytes(work)
+        size = self._rows(work) * self._here(work)[1] * work.activation_bytes
         if self.cut == "rows" and work.split > 1:
             whole = Step(f"{writes} before the sum", size, (reads,), keeps=(reads,), weights=weights)
             part = size / work.split
             return [whole, Step(writes, part, (whole.writes,), scratch=part if self.bias else 0.0)]
         steps = []
         if self.cut == "columns" and work.split > 1:  # it gathers its input, and keeps that
-            steps.append(Step(f"{reads} gathered", work.bytes_of(self.in_features), (reads,)))
+            steps.append(Step(f"{writes}: input", work.bytes_of(self.in_features), (reads,)))
             reads = steps[0].writes
         if not (self.bias and work.on_cpu and work.mp == 1):
             return [*steps, Step(writes, size, (reads,), keeps=(reads,), weights=weights)]
