@@ -7,12 +7,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from ppfleetx.commands.resolve_model import override, write_config
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import ConfigSource
 from ppfleetx.config.reading.files import MadeFile
 from ppfleetx.config.record import dump_config
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.core.programs.resolve_model import override, write_config
 
 Overrides = Mapping[str, Any] | Sequence[str]
 Configuration = ConfigSource | Mapping[str, Any] | RunConfig

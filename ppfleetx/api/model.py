@@ -90,7 +90,7 @@ class GPT:
             UserError: there is no such directory, it holds no sound model, or the model cannot run here. It
                 is never made up: all weights come from the directory.
         """
-        from ppfleetx.core.programs.resolve_model import resolve_model
+        from ppfleetx.commands.resolve_model import resolve_model
 
         with ExitStack() as stack:
             place = resolve_model(directory, stack, with_config=config is None)
@@ -104,8 +104,8 @@ class GPT:
     @classmethod
     def _restored(cls, cfg: RunConfig, tokenizer_dir: Path | None) -> Self:
         ctx = ready(cfg)
-        from ppfleetx.core.programs.generate import find_tokenizer
-        from ppfleetx.core.programs.train import build_runner, find_weights
+        from ppfleetx.commands.generate import find_tokenizer
+        from ppfleetx.commands.training import build_runner, find_weights
 
         start = find_weights(cfg, ctx)
         runner = build_runner(cfg, ctx, train=False)

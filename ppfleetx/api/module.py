@@ -129,6 +129,6 @@ def build_module(cfg: RunConfig) -> GenerationModule:
             f"one process holds the whole model, which this plan ({cfg.plan}) is not", key="Distributed"
         )
     ctx = ready(cfg)
-    from ppfleetx.core.programs.train import build_runner
+    from ppfleetx.commands.training import build_runner
 
     return GenerationModule(cfg, build_runner(cfg, ctx, train=False).model)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ppfleetx.commands.start_process import expected_device
 from ppfleetx.config.config_notes import not_supported_reasons
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.core.programs.launch import expected_device
 from ppfleetx.utils.process_env import import_paddle, prepare_process
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from ppfleetx.api.configuration import Configuration, Overrides, override_texts
 from ppfleetx.api.gpt2 import GPT2LMHeadModel, GPT2Tokenizer
 from ppfleetx.api.model import GPT
 from ppfleetx.api.trainer import Trainer as NativeTrainer
+from ppfleetx.commands.finetune import finetuning_defaults
+from ppfleetx.commands.resolve_model import ModelPlace, override, resolve_model
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections.generation import READ_BY
 from ppfleetx.config.shipped import shipped_configs
-from ppfleetx.core.programs.finetune import finetuning_defaults
-from ppfleetx.core.programs.resolve_model import ModelPlace, override, resolve_model
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.generation.prompts import as_texts
 from ppfleetx.utils.log import get_logger

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Self
 from ppfleetx.api.configuration import Configuration, Overrides, config_file, override_texts
 from ppfleetx.api.corpus import corpus_prefix
 from ppfleetx.api.model import GPT
+from ppfleetx.commands.resolve_model import override
+from ppfleetx.commands.start_process import start_with, world_size
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config, read_config
 from ppfleetx.config.plan import ParallelPlan
-from ppfleetx.core.programs.launch import start_with, world_size
-from ppfleetx.core.programs.resolve_model import override
 from ppfleetx.data.build import load_tokenizer
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
@@ -87,7 +87,7 @@ class Trainer:
         """
         cfg, ctx = start_with(self.cfg, reads=("Train", "Eval"))
         from ppfleetx.api.history import History
-        from ppfleetx.core.programs.train import train
+        from ppfleetx.commands.training import train
 
         engine = train(cfg, ctx, [History(self.history, _KEPT), *self._callbacks])
         if _is_whole(cfg.plan):
@@ -108,7 +108,7 @@ class Trainer:
             UserError: there is no checkpoint, or no evaluation set.
         """
         cfg, ctx = start_with(self._with_checkpoint(), reads=("Eval",))
-        from ppfleetx.core.programs.train import evaluate
+        from ppfleetx.commands.training import evaluate
 
         records = evaluate(cfg, ctx)
         return {record.name: record for record in records} if cfg.Data.Eval.sets else records[0]

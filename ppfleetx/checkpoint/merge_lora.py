@@ -17,7 +17,7 @@ from ppfleetx.checkpoint.weights_only import model_section, read_ppfleetx, write
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.lora import LoraConfig
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.models.gpt.shape import parameter_shapes
+from ppfleetx.models.gpt.spec import parameter_shapes
 from ppfleetx.utils.files import is_taken
 
 _FEATURES_IN_A_ROW = {"I8": 1, "U8": 2}

@@ -18,7 +18,7 @@ from ppfleetx.checkpoint.slices import MODEL, NUMPY_OF_DTYPE, Index, TensorSlice
 from ppfleetx.config.errors import CheckpointError, ConfigError, shown
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.validate import section_of
-from ppfleetx.models.gpt.shape import parameter_shapes
+from ppfleetx.models.gpt.spec import parameter_shapes
 from ppfleetx.utils.progress import ProgressBar
 
 # Dimension that counts vocabulary entries, by canonical name.

@@ -24,7 +24,7 @@ from ppfleetx.config.errors import CheckpointError, ConfigError, DataError
 from ppfleetx.config.loader import CONFIG_FILE, load_config
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.reading.files import MadeFile, model_in
-from ppfleetx.config.reading.parse import Budget, parse_yaml
+from ppfleetx.config.reading.parse import parse_yaml
 from ppfleetx.config.reading.tree import Node
 from ppfleetx.config.sections.generation import GenerationConfig
 from ppfleetx.config.sections.model import ModelConfig
@@ -83,7 +83,7 @@ def model_section(manifest: Manifest) -> dict[str, Any]:
     """The `Model` section a checkpoint was saved with; empty when it does not say."""
     config = manifest.config
     if isinstance(config, str):
-        node = parse_yaml(config, "the configuration in the manifest", Budget())
+        node = parse_yaml(config, "the configuration in the manifest")
         config = None if node is None else _plain(node)
     section = config.get("Model") if isinstance(config, Mapping) else None
     return dict(section) if isinstance(section, Mapping) else {}

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Talk until the input ends."""
-    from ppfleetx.core.programs.chat import run as run_program
+    from ppfleetx.commands.chat import run as run_program
 
     with job_of(args) as job:
         run_program(job.config, job.overrides, system=args.system, template=args.template)

@@ -22,10 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the report."""
+    from ppfleetx.commands.check import check_report
     from ppfleetx.config.loader import load_config
     from ppfleetx.core.engine.run_directory import check_beginning
-    from ppfleetx.core.programs.check import check_report
-    from ppfleetx.core.programs.token_ids import token_id_lines
+    from ppfleetx.data.token_ids import token_id_lines
 
     cfg = load_config(args.config, args.override)
     report = check_report(cfg)

@@ -37,10 +37,10 @@ def run(args: argparse.Namespace) -> None:
 
 def table() -> str:
     """Name, parameters, cards and purpose of each."""
+    from ppfleetx.commands.check import human_count
     from ppfleetx.config.loader import load_config
     from ppfleetx.config.shipped import purpose, shipped_configs
-    from ppfleetx.core.programs.check import human_count
-    from ppfleetx.models.gpt.shape import parameter_count
+    from ppfleetx.models.gpt.spec import parameter_count
 
     rows = [("NAME", "SIZE", "CARDS", "PURPOSE")]
     for name, path in shipped_configs().items():

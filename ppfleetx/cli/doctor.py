@@ -67,7 +67,7 @@ def launching(args: argparse.Namespace, arguments: Sequence[str], start: Callabl
 
     try:
         from ppfleetx.doctor.launch import DIRECTORY_VARIABLE, command_of, job_rows
-        from ppfleetx.utils.orphans import end_child_with_parent
+        from ppfleetx.utils.processes import end_child_with_parent
     except Exception as error:  # noqa: BLE001  (whatever a damaged library raises is a finding)
         return _show([broken_row(error)], 1, as_object=args.json)
 
@@ -124,9 +124,9 @@ def _alone(case: Case) -> list[Row]:
 
 def _case(args: argparse.Namespace) -> Case:
     """This process's place, and the configuration where it can be read."""
+    from ppfleetx.commands.start_process import rank, world_size
     from ppfleetx.config.errors import UserError
     from ppfleetx.config.loader import load_config
-    from ppfleetx.core.programs.launch import rank, world_size
     from ppfleetx.distributed.together import local_rank
     from ppfleetx.doctor.case import Case
     from ppfleetx.doctor.rows import fail

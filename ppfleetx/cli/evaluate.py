@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Evaluate and print the result."""
-    from ppfleetx.core.programs.evaluate import run as run_program
-    from ppfleetx.core.programs.resolve_model import override
+    from ppfleetx.commands.evaluate import run as run_program
+    from ppfleetx.commands.resolve_model import override
 
     more = [] if args.output is None else [override("Engine.save_load.output_dir", args.output, "--output")]
     if args.text is not None:

@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Export to ``Engine.save_load.output_dir``."""
-    from ppfleetx.core.programs.resolve_model import override
-    from ppfleetx.deploy.export import run as run_program
+    from ppfleetx.commands.export import run as run_program
+    from ppfleetx.commands.resolve_model import override
 
     more = [] if args.output is None else [override("Engine.save_load.output_dir", args.output, "--output")]
     with job_of(args, *more) as job:

@@ -34,9 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Train."""
-    from ppfleetx.core.programs.finetune import finetuning_defaults, up_to
-    from ppfleetx.core.programs.launch import start_process
-    from ppfleetx.core.programs.resolve_model import override
+    from ppfleetx.commands.finetune import finetuning_defaults, up_to
+    from ppfleetx.commands.resolve_model import override
+    from ppfleetx.commands.start_process import start_process
 
     more = [] if args.output is None else [override("Engine.save_load.output_dir", args.output, "--output")]
     with job_of(args, *more, key="Engine.save_load.init_from", option="--from") as job:
@@ -46,6 +46,6 @@ def run(args: argparse.Namespace) -> None:
         if args.config is None:
             overrides = [*overrides, *finetuning_defaults(job.config, overrides)]
         cfg, ctx = start_process(job.config, overrides, reads=("Train", "Eval"))
-        from ppfleetx.core.programs.train import train
+        from ppfleetx.commands.training import train
 
         train(cfg, ctx)

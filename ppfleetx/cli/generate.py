@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Generate; results go to standard output."""
-    from ppfleetx.core.programs.generate import run as run_program
-    from ppfleetx.core.programs.resolve_model import override
+    from ppfleetx.commands.generate import run as run_program
+    from ppfleetx.commands.resolve_model import override
 
     prompts = [override("Generation.prompt", args.prompt, "PROMPT")] if args.prompt else []
     with job_of(args, *prompts) as job:

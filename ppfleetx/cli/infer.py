@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Answer the prompts with the exported model."""
-    from ppfleetx.core.programs.resolve_model import override
-    from ppfleetx.deploy.inference import run as run_program
+    from ppfleetx.commands.infer import run as run_program
+    from ppfleetx.commands.resolve_model import override
 
     if args.export is None and args.config is None:
         raise ConfigError("give EXPORT, the directory of an exported model, or -c FILE")
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
 def _config_of(export: str, stack: ExitStack) -> MadeFile:
     """A configuration with the network that the export says."""
     from ppfleetx.checkpoint.documents import portable_model
-    from ppfleetx.core.programs.resolve_model import ONE_SEQUENCE, write_config
+    from ppfleetx.commands.resolve_model import ONE_SEQUENCE, write_config
     from ppfleetx.deploy.export_dir import open_export
 
     _, manifest = open_export(export, verify=False)

@@ -103,7 +103,7 @@ def _refuse_what_every_rank_would(verb: str, args: argparse.Namespace) -> None:
     """Raise once, before any rank starts: a mistake in the configuration, or a model that is not there."""
     checkpoint = getattr(args, "checkpoint", None)
     if checkpoint is not None:
-        from ppfleetx.core.programs.resolve_model import refuse_absent
+        from ppfleetx.commands.resolve_model import refuse_absent
 
         refuse_absent(checkpoint)
     elif args.config is not None:

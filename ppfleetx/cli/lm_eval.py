@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run the harness and print its table."""
-    from ppfleetx.core.programs.lm_eval import run as run_program
+    from ppfleetx.commands.lm_eval import run as run_program
 
     with job_of(args) as job:
         run_program(

@@ -55,7 +55,7 @@ def job_of(
     if args.checkpoint is None:
         yield Job(args.config, [*args.override, *more])
         return
-    from ppfleetx.core.programs.resolve_model import resolve_model
+    from ppfleetx.commands.resolve_model import resolve_model
 
     with ExitStack() as stack:
         place = resolve_model(args.checkpoint, stack, with_config=args.config is None)

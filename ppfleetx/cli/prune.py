@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Prune, and print the sizes before and after."""
-    from ppfleetx.core.programs.prune import Request, run
+    from ppfleetx.commands.prune import Request, run
 
     run(
         Request(

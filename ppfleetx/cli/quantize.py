@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Quantise, and print what that did to each layer."""
-    from ppfleetx.core.programs.quantize import Request, run
+    from ppfleetx.commands.quantize import Request, run
 
     run(
         Request(

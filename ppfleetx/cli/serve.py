@@ -22,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Serve until told to stop."""
-    from ppfleetx.core.programs.resolve_model import override
-    from ppfleetx.deploy.server.run import run as run_program
+    from ppfleetx.commands.resolve_model import override
+    from ppfleetx.commands.serve import run as run_program
 
     port = [] if args.port is None else [override("Serve.port", args.port, "--port")]
     with job_of(args, *port) as job:

@@ -31,16 +31,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Train, or with ``--check`` only look at the configuration."""
-    from ppfleetx.core.programs.finetune import up_to
+    from ppfleetx.commands.finetune import up_to
 
     if args.max_steps is not None:
         args.override = [*args.override, *up_to(args.max_steps, args.config, args.override)]
     if args.check:
         check.run(args)
         return
-    from ppfleetx.core.programs.launch import start_process
+    from ppfleetx.commands.start_process import start_process
 
     cfg, ctx = start_process(args.config, args.override, reads=("Train", "Eval"))
-    from ppfleetx.core.programs.train import train
+    from ppfleetx.commands.training import train
 
     train(cfg, ctx)

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.checkpoint.manifest import BEST_FILE, LATEST_FILE, MANIFEST_FILE, MARKER_FILE, is_rank_directory
-from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.errors import CheckpointError, ConfigError
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.config.weight_sources import sources
 from ppfleetx.conversion.fleetx import MODEL_FILE as FLEETX_FILE
 from ppfleetx.conversion.fleetx import is_fleetx
 from ppfleetx.conversion.huggingface.config_keys import model_keys, of_paddle
@@ -66,6 +68,17 @@ def described(path: Path) -> str | None:
     if not path.is_dir() or is_fleetx(path) or is_rank_directory(path.name):
         return None
     return _megatron(path) or _distributed(path) or _hugging_face(path) or _other(path)
+
+
+def refuse_foreign(cfg: RunConfig) -> None:
+    """Refuse weights that another program wrote, and say how to convert them. Missing ones pass.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    for key, place in sources(cfg):
+        if sentence := described(Path(place)):
+            raise ConfigError(sentence, key=key, value=place, place=cfg.origins.get(key))
 
 
 def _is_ours(path: Path) -> bool:

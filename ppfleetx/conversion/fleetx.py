@@ -22,7 +22,7 @@ from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.fused import join_parts
 from ppfleetx.conversion.paddle import read_paddle_file
 from ppfleetx.conversion.ranks import check_complete, joined, ranks_of_stage
-from ppfleetx.nn.layer_params import qkv_parts
+from ppfleetx.nn.attention_spec import qkv_parts
 from ppfleetx.nn.param_spec import Part
 
 MODEL_FILE = "model.pdparams"

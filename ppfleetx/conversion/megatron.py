@@ -26,7 +26,7 @@ from ppfleetx.conversion.fused import join_parts
 from ppfleetx.conversion.pickles import Record, flatten, reading
 from ppfleetx.conversion.ranks import check_complete, joined, ranks_of_stage
 from ppfleetx.conversion.torch_file import read_torch_file
-from ppfleetx.nn.layer_params import GATE_AND_UP
+from ppfleetx.nn.mlp_spec import GATE_AND_UP
 from ppfleetx.utils.foreign_files import read_bounded
 
 TRACKER = "latest_checkpointed_iteration.txt"

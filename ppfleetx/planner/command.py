@@ -1,4 +1,4 @@
-"""``ppfleetx plan``: arguments to predictions, predictions to text, JSON, files."""
+"""``ppfleetx plan``: from arguments to predictions, from predictions to text, JSON and files."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ppfleetx.planner.calibration import calibrate
 from ppfleetx.planner.cards import Card, card_names, load_card
 from ppfleetx.planner.case import Case, case_of
 from ppfleetx.planner.configured import Written, read_written, write_config
+from ppfleetx.planner.long_run import Questions, add_question_arguments, answers, questions_of
 from ppfleetx.planner.network import Cluster
+from ppfleetx.planner.plan_words import WORDS, read_words
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.report import account, constants, ranking
 from ppfleetx.planner.search import Found, search
-from ppfleetx.planner.what_if import Questions, add_question_arguments, answers, questions_of
-from ppfleetx.planner.words import WORDS, read_words
 
 _ANY_CARD = "A100-80GB"
 
@@ -82,14 +82,14 @@ def run_plan(args: argparse.Namespace) -> str:
     """What the command prints.
 
     Raises:
-        ConfigError: an argument or a plan that cannot be.
+        ConfigError: an argument or the plan is not valid.
     """
     written = read_written(args.config, args.override)
     card = load_card(args.card or written.cfg.Global.card or _ANY_CARD)
-    told = ""
+    calibration = ""
     cluster = _cluster(args, card)
     if args.calibrate:
-        card, told = calibrate(args.calibrate, cluster, args.write_card)
+        card, calibration = calibrate(args.calibrate, cluster, args.write_card)
         cluster = replace(cluster, card=card)
     elif args.write_card:
         raise ConfigError("is written by --calibrate RUN_DIR", key="--write-card", value=args.write_card)
@@ -105,9 +105,9 @@ def run_plan(args: argparse.Namespace) -> str:
     if prediction is not None:
         _files(args, cfg, prediction, found)
     if args.json:
-        calibrated = {"calibration": told.splitlines()} if told else {}
+        calibrated = {"calibration": calibration.splitlines()} if calibration else {}
         return json.dumps({**_json(written, prediction, found, questions, args), **calibrated})
-    lines = [*([told] if told else []), _text(args, prediction, found, cluster)]
+    lines = [*([calibration] if calibration else []), _text(args, prediction, found, cluster)]
     if prediction is not None:
         lines += answers(prediction, _tokens(written, prediction, args), questions)
         if found is not None:
@@ -117,7 +117,7 @@ def run_plan(args: argparse.Namespace) -> str:
 
 
 def _words(args: argparse.Namespace) -> str | None:
-    """The plan that ``--plan`` or ``--explain`` name."""
+    """The plan named by ``--plan`` or ``--explain``."""
     if args.plan is not None and args.explain:
         raise ConfigError("names a plan, and --plan does too; give one", key="--explain", value=args.explain)
     return args.plan if args.plan is not None else (args.explain or None)
@@ -140,7 +140,7 @@ def _axes(words: str | None) -> tuple[str, ...]:
 def _one(
     written: Written, words: str, args: argparse.Namespace, cluster: Cluster
 ) -> tuple[RunConfig, Prediction]:
-    """The configuration under the plan that ``words`` name; what they leave out stays."""
+    """The configuration under the plan ``words``; whatever they do not name stays."""
     named = read_words(words, written.plan)
     plan, batch = named.plan, _batch(written, args)
     if args.devices is not None and plan.world_size != args.devices:

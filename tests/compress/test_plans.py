@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ppfleetx.commands.quantize import Request, run
 from ppfleetx.config.loader import load_config
-from ppfleetx.core.programs.quantize import Request, run
 from tests.compress.plans import adapt, use
 from tests.compress.runs import MODELS, write_run
 from tests.helpers.ranks import Pools, RanksFailedError

@@ -10,16 +10,16 @@ import pytest
 import yaml
 
 from ppfleetx.checkpoint.lazy import LazyTensor
+from ppfleetx.commands.evaluate import evaluate, read_windows
+from ppfleetx.commands.generate import find_tokenizer, load_generator
 from ppfleetx.config.errors import DataError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.conversion.huggingface.directory import write_hf
-from ppfleetx.core.programs.evaluate import evaluate, read_windows
-from ppfleetx.core.programs.generate import find_tokenizer, load_generator
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.models.gpt.shape import parameter_shapes
+from ppfleetx.models.gpt.spec import parameter_shapes
 from tests.conversion import hf_dirs
 from tests.models.gpt_builders import LLAMA_STYLE, tiny_config
 

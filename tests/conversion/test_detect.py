@@ -10,11 +10,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from ppfleetx.checkpoint.directory import resolve_checkpoint
+from ppfleetx.commands.check import check_report
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.conversion.detect import described
-from ppfleetx.core.programs.check import check_report
 from tests.conversion import hf_dirs
 
 ROOT = Path(__file__).resolve().parents[2]

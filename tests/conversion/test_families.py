@@ -9,6 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from ppfleetx.checkpoint.weights import fitted
 from ppfleetx.checkpoint.weights_only import read_ppfleetx
+from ppfleetx.commands.generate import load_generator
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.model import ModelConfig
@@ -19,7 +20,6 @@ from ppfleetx.conversion.huggingface.config_keys import model_keys
 from ppfleetx.conversion.huggingface.directory import read_hf, write_hf
 from ppfleetx.conversion.huggingface.tensors import rules
 from ppfleetx.conversion.logits import our_logits
-from ppfleetx.core.programs.generate import load_generator
 from ppfleetx.data.tokenizer.files import BYTE_CHARACTERS, make_definition
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.deploy.export import export
@@ -121,8 +121,8 @@ def test_greedy_search_gives_transformers_tokens(tmp_path, name):
 def test_an_exported_program_gives_them_too(tmp_path):
     """With normalised heads and a window; other blocks as programs are in tests/models/test_export.py."""
     name = "qwen3_window"
-    cfg, _ = generator_of(tmp_path, name)
-    engine = InferenceEngine(InferenceConfig(model_dir=str(export(cfg, CTX)), cpu_threads=1))
+    cfg, generator = generator_of(tmp_path, name)
+    engine = InferenceEngine(InferenceConfig(model_dir=str(export(cfg, CTX, generator)), cpu_threads=1))
     for guesses in (0, 10):
         options = GenerationConfig(**GREEDY, prompt_lookup_num_tokens=guesses)
         assert tokens_of(engine.generate(PROMPTS, options)) == TOLD[name]["ids"]

@@ -19,7 +19,7 @@ from ppfleetx.conversion.huggingface.config_export import hf_config
 from ppfleetx.conversion.huggingface.config_keys import model_keys
 from ppfleetx.conversion.huggingface.directory import read_hf, write_hf
 from ppfleetx.conversion.safetensors_file import read_safetensors, write_sharded
-from ppfleetx.models.gpt.shape import parameter_shapes
+from ppfleetx.models.gpt.spec import parameter_shapes
 from tests.conversion import hf_dirs
 from tests.models.gpt_builders import LLAMA_STYLE, load_golden, tiny_config
 

@@ -17,11 +17,11 @@ from safetensors.numpy import load_file
 
 from ppfleetx.checkpoint.weights_only import read_ppfleetx
 from ppfleetx.cli.main import call
+from ppfleetx.commands.resolve_model import resolve_model
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.convert import our_logits
 from ppfleetx.conversion.hub import HubName, hub_name, local_directory
-from ppfleetx.core.programs.resolve_model import resolve_model
 from ppfleetx.utils.installed import NotInstalledError
 from tests.conversion import hf_dirs
 from tests.helpers.hub_server import Hub, hub_server

@@ -13,16 +13,16 @@ import paddle
 import pytest
 
 from ppfleetx.checkpoint.directory import resolve_checkpoint
+from ppfleetx.commands.export import run as run_export
+from ppfleetx.commands.infer import merge_settings
+from ppfleetx.commands.infer import run as run_inference
+from ppfleetx.commands.replicas import as_replicas
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import GenerationConfig
-from ppfleetx.core.programs.replicas import as_replicas
 from ppfleetx.deploy import capabilities
 from ppfleetx.deploy.capabilities import check_inference, check_onednn, has_bfloat16
 from ppfleetx.deploy.export import check_target
-from ppfleetx.deploy.export import run as run_export
-from ppfleetx.deploy.inference import merge_settings
-from ppfleetx.deploy.inference import run as run_inference
 from ppfleetx.deploy.static.linear import Matrix, use_panels
 from ppfleetx.deploy.tracing import quick_conversion
 from ppfleetx.nn.packed_weights import WIDTH

@@ -8,13 +8,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from ppfleetx.commands.generate import load_generator
+from ppfleetx.commands.quantize import Request, run
+from ppfleetx.commands.resolve_model import resolve_model
+from ppfleetx.commands.training import evaluate
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import InferenceConfig
-from ppfleetx.core.programs.generate import load_generator
-from ppfleetx.core.programs.quantize import Request, run
-from ppfleetx.core.programs.resolve_model import resolve_model
-from ppfleetx.core.programs.train import evaluate
 from ppfleetx.deploy import inference_engine
 from ppfleetx.deploy.export import check_adapters, export
 from ppfleetx.deploy.export_dir import PROGRAM_FILE, WEIGHTS_FILE, blocks_file
@@ -106,4 +106,5 @@ def _configuration(place: Path, overrides=()):
 
 def _export(place: Path, output: Path):
     cfg = _configuration(place, [f"Engine.save_load.output_dir={output}"])
-    return cfg, export(cfg, ParallelContext.single())
+    ctx = ParallelContext.single()
+    return cfg, export(cfg, ctx, load_generator(cfg, ctx))

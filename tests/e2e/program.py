@@ -84,9 +84,9 @@ def train(values: Mapping[str, Any], world: int, fault: str = "") -> str:
     """
     import paddle
 
+    from ppfleetx.commands.training import train
     from ppfleetx.config.errors import UserError
     from ppfleetx.config.loader import load_config
-    from ppfleetx.core.programs.train import train
     from ppfleetx.distributed.init import init_distributed
 
     cfg = load_config(NANO, [f"{key}={value}" for key, value in values.items()], world_size=world)
@@ -104,8 +104,8 @@ def train(values: Mapping[str, Any], world: int, fault: str = "") -> str:
 def _fault(name: str) -> Iterator[None]:
     """The program with a fault in it."""
     from ppfleetx.checkpoint.shared_save import SharedSave
+    from ppfleetx.commands import training as build
     from ppfleetx.core.engine.engine import Engine
-    from ppfleetx.core.programs import train as build
 
     read, build_dataloader, write = Engine._read, build.build_dataloader, SharedSave.write
     if name == "same_data_rank":

@@ -38,7 +38,7 @@ for override in (
 
 @pytest.fixture(scope="module")
 def pools():
-    pools = Pools(preload=["sklearn.metrics", "ppfleetx.core.programs.train"])
+    pools = Pools(preload=["sklearn.metrics", "ppfleetx.commands.training"])
     yield pools
     pools.close()
 

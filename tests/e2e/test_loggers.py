@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from ppfleetx.commands.check import check_report
+from ppfleetx.config.config_notes import refuse_absent
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.loggers import refuse_absent
 from ppfleetx.config.registries import LOGGERS, LoggerTraits
 from ppfleetx.core.engine.callbacks.records import numbers_of
 from ppfleetx.core.loggers.base import LogStart
 from ppfleetx.core.loggers.build import build_writers
 from ppfleetx.core.loggers.csv_file import CsvFile
-from ppfleetx.core.programs.check import check_report
 from tests.docs.blocks import blocks
 from tests.e2e.conftest import NANO, ROOT, Tool, records
 

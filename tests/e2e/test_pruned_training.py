@@ -10,9 +10,9 @@ import paddle
 import pytest
 
 from ppfleetx.checkpoint.reader import Checkpoint, open_checkpoint
+from ppfleetx.commands.prune import REPORT_FILE, Request, run
 from ppfleetx.compress.prune import parts_of
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.core.programs.prune import REPORT_FILE, Request, run
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import LocalFactory

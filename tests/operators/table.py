@@ -37,7 +37,7 @@ def write_runs(directory: Path, small: Iterable[str] = ()) -> dict[str, Path]:
 
 def _quantized(directory: Path, style: str, way: str) -> Path:
     """A quantised model of widths that the GPU's kernel of 8-bit weights takes."""
-    from ppfleetx.core.programs.quantize import Request, run
+    from ppfleetx.commands.quantize import Request, run
     from tests.compress.runs import MODELS, write_run
 
     place, source = directory / f"{style} {way}", directory / f"{style} wide"

@@ -9,12 +9,10 @@ from typing import Any
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, shown
+from ppfleetx.config.field_types import field_types, is_text_only, item_type, section_in
 from ppfleetx.config.fields import Section
-from ppfleetx.config.reading.parse import MAX_DEPTH, Budget, key_problem, parse_yaml
+from ppfleetx.config.reading.parse import key_problem, parse_yaml
 from ppfleetx.config.reading.tree import Node, copy_tree, is_index, plain_value, same_value
-from ppfleetx.config.words import field_types, is_text_only, item_type, section_in
-
-_MAX_OVERRIDES = 1000
 
 
 class Override(str):
@@ -53,12 +51,9 @@ def apply_overrides(tree: Node, overrides: Sequence[str], root: type[Section]) -
     Raises:
         ConfigError: an override cannot be read, contradicts another, or does not fit the tree.
     """
-    if len(overrides) > _MAX_OVERRIDES:
-        raise ConfigError(f"{len(overrides):,} overrides are given; a file holds more than {_MAX_OVERRIDES}")
-    budget = Budget()
     numbers = count(1)
     places = [one.place if isinstance(one, Override) else f"-o override {next(numbers)}" for one in overrides]
-    read = [_read(text, place, root, budget) for text, place in zip(overrides, places, strict=True)]
+    read = [_read(text, place, root) for text, place in zip(overrides, places, strict=True)]
     _refuse_contradictions(read)
     tree = copy_tree(tree)
     for one in read:
@@ -66,7 +61,7 @@ def apply_overrides(tree: Node, overrides: Sequence[str], root: type[Section]) -
     return tree
 
 
-def _read(text: str, place: str, root: type[Section], budget: Budget) -> _Read:
+def _read(text: str, place: str, root: type[Section]) -> _Read:
     key, equals, value = text.partition("=")
     key = key.strip()
     path = tuple(key.split("."))
@@ -76,12 +71,10 @@ def _read(text: str, place: str, root: type[Section], budget: Budget) -> _Read:
             place=place,
             hint="Example: Engine.max_steps=10.",
         )
-    if len(path) > MAX_DEPTH:
-        raise ConfigError(f"has {len(path):,} parts; no key has so many", key=key, place=place)
     for part in path:
         if problem := key_problem(part):
             raise ConfigError(problem, key=key, place=place)
-    return _Read(key, path, _read_value(value, _annotation_at(root, path), key, place, budget))
+    return _Read(key, path, _read_value(value, _annotation_at(root, path), key, place))
 
 
 def _refuse_contradictions(read: Sequence[_Read]) -> None:
@@ -129,15 +122,14 @@ def _annotation_at(root: type[Section], path: Sequence[str]) -> Any:
     return annotation
 
 
-def _read_value(text: str, annotation: Any, key: str, place: str, budget: Budget) -> Node:
+def _read_value(text: str, annotation: Any, key: str, place: str) -> Node:
     text_field = annotation is not None and is_text_only(annotation)
     if problem := _unusable(text):
         raise ConfigError(problem, key=key, value=text, place=place)
     try:
-        node = parse_yaml(text, place, budget)
+        node = parse_yaml(text, place)
     except ConfigError as error:
         if text_field:
-            budget.take(1, len(text), place)
             return Node(text, place)
         inner = "" if error.key is None else f" (at {error.key})"
         about = f"in the value{inner}," if error.rule.startswith("the ") else f"the value{inner}"

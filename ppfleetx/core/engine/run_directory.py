@@ -6,7 +6,6 @@ Imports no Paddle: what can be refused is refused before it is loaded.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -27,18 +26,6 @@ from ppfleetx.utils.files import exclusive_lock
 _KEY = "Engine.save_load.output_dir"
 RESUME, CKPT_DIR, INIT_FROM = (f"Engine.save_load.{name}" for name in ("resume", "ckpt_dir", "init_from"))
 CONFIG_FILE, METRICS_FILE = "config.yaml", "metrics.jsonl"
-
-
-def sources(cfg: RunConfig) -> Iterator[tuple[str, str]]:
-    """Key and value of each checkpoint that the configuration names as a source of weights."""
-    options, lora = cfg.Engine.save_load, cfg.Model.lora
-    for key, place in (
-        ("Engine.save_load.ckpt_dir", options.ckpt_dir),
-        ("Engine.save_load.init_from", options.init_from),
-        ("Model.lora.base", None if lora is None else lora.base),
-    ):
-        if place is not None:
-            yield key, place
 
 
 # ---- before anything is written

@@ -1,0 +1,106 @@
+"""What a finetuning run does where nobody says otherwise, and what takes a run further than it went."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ppfleetx.checkpoint.directory import newest_complete
+from ppfleetx.checkpoint.manifest import parse_step_directory
+from ppfleetx.checkpoint.ownership import read_run
+from ppfleetx.commands.resolve_model import override
+from ppfleetx.commands.start_process import rank
+from ppfleetx.config.loader import ConfigSource, read_config
+from ppfleetx.utils.log import configure_logging, get_logger
+
+EPOCHS = 3
+BATCH = 8
+"""Sequences that a data-parallel rank has of a step, at least."""
+FULL_RATE, ADAPTER_RATE = 5e-5, 5e-4
+_LENGTH_KEYS = ("Engine.max_steps", "Engine.run_mode", "Engine.num_train_epochs")
+_BATCH_KEYS = (
+    *(f"Global.{name}_batch_size" for name in ("global", "local", "micro")),
+    "Engine.accumulate_steps",
+)
+_LR = "Optimizer.lr"
+_COURSE = {
+    "name": None,
+    "decay_style": "linear",
+    "min_lr": 0.0,
+    "decay_steps": None,
+    "warmup_steps": None,
+    "warmup_rate": 0.03,
+    "wsd_decay_steps": None,
+}
+
+
+def finetuning_defaults(config: ConfigSource, given: Sequence[str]) -> list[str]:
+    """Overrides for a configuration that describes a pretrained model: length, batch and learning rate of
+    finetuning. What the user gives holds.
+
+    Args:
+        config: the configuration that the checkpoint says of itself.
+        given: the user's overrides.
+
+    Raises:
+        ConfigError: the configuration or an override cannot be read.
+    """
+    cfg = read_config(config, given)[0]
+    named = {text.partition("=")[0].strip() for text in given}
+
+    def is_given(*keys: str) -> bool:
+        return any(key == name or key.startswith(f"{name}.") for key in keys for name in named)
+
+    values: dict[str, Any] = {}
+    if not is_given(*_LENGTH_KEYS):
+        values |= {"Engine.run_mode": "epoch", "Engine.num_train_epochs": EPOCHS}
+        if cfg.Data.Eval is not None and not is_given("Engine.eval_freq"):
+            values["Engine.eval_freq"] = 1
+    if not is_given("Engine.logging_freq"):
+        lines = 10 if not is_given("Engine.max_steps") else cfg.Engine.max_steps // 10
+        values["Engine.logging_freq"] = next((steps for steps in (10, 5, 2) if steps <= lines), 1)
+    if not is_given(*_BATCH_KEYS):
+        micro = cfg.Global.micro_batch_size or 1
+        values |= {"Global.micro_batch_size": micro, "Global.local_batch_size": -(-BATCH // micro) * micro}
+    if _LR not in named:
+        course = {**_COURSE, "max_lr": FULL_RATE if cfg.Model.lora is None else ADAPTER_RATE}
+        if is_given(f"{_LR}.warmup_steps"):
+            del course["warmup_rate"]
+        if is_given(f"{_LR}.name"):
+            del course["decay_style"]
+        values |= {f"{_LR}.{name}": value for name, value in course.items() if not is_given(f"{_LR}.{name}")}
+    return [override(key, value, "the defaults of finetuning") for key, value in values.items()]
+
+
+def up_to(max_steps: int, config: ConfigSource, given: Sequence[str]) -> list[str]:
+    """Overrides that train to step ``max_steps``; a run that is in the output directory goes on to there.
+
+    Args:
+        max_steps: optimizer steps of the whole run.
+        config: the configuration's file.
+        given: the user's overrides.
+
+    Raises:
+        ConfigError: the configuration or an override cannot be read.
+    """
+    cfg = read_config(config, given)[0]
+    options, output_dir = cfg.Engine.save_load, Path(cfg.Engine.save_load.output_dir)
+    values: dict[str, Any] = {"Engine.max_steps": max_steps}
+    key = "Engine.num_train_epochs"
+    if cfg.Engine.run_mode == "epoch" and not any(text.partition("=")[0].strip() == key for text in given):
+        values[key] = max(max_steps, cfg.Engine.num_train_epochs)  # an epoch has a step at least
+    newest = None if read_run(output_dir) is None else newest_complete(output_dir)
+    if newest is not None and not options.overwrite and options.ckpt_dir is None:
+        if parse_step_directory(newest.name)[1] < max_steps:
+            configure_logging(quiet=rank(os.environ) != 0)
+            get_logger().info(
+                f"the run in {output_dir} goes on from {newest.name} to step {max_steps}; its learning rate "
+                "follows the configuration's schedule for so many steps"
+            )
+        if not options.resume:
+            values["Engine.save_load.resume"] = "auto"
+        if options.lr_schedule == "strict":
+            values["Engine.save_load.lr_schedule"] = "config"
+    return [override(key, value, "--max-steps") for key, value in values.items()]

@@ -1,0 +1,191 @@
+"""Wiring of pruning: from a checkpoint of any kind to one of a smaller model.
+
+What a user may have got wrong is looked at before Paddle is loaded, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.documents import documents_of
+from ppfleetx.checkpoint.lazy import LazyTensor
+from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.checkpoint.weights import slices_of, with_vocabulary
+from ppfleetx.checkpoint.writer import save_checkpoint
+from ppfleetx.commands.shrinking import calibration_samples, check_request, open_model, refuse_adapters
+from ppfleetx.commands.start_process import start_with, world_size
+from ppfleetx.compress.prune import (
+    Criterion,
+    Kept,
+    Part,
+    Scores,
+    Sizes,
+    kept_of,
+    magnitude_scores,
+    pruned_model,
+    pruned_tensors,
+    sizes_after,
+)
+from ppfleetx.config.errors import CheckpointError, ConfigError
+from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.models.gpt.spec import flops_per_step, parameter_count
+from ppfleetx.utils.log import configure_logging, get_logger
+
+REPORT_FILE = "pruning.json"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What ``ppfleetx prune`` was asked for; the fields are its options."""
+
+    checkpoint: str
+    output: str
+    ratio: float = 0.0
+    criterion: Criterion = "l1_norm"
+    part: Part = "both"
+    multiple: int = 1
+    drop_layers: tuple[int, ...] = ()
+    calibration: str | None = None
+    samples: int = 64
+    config: str | None = None
+    override: tuple[str, ...] = ()
+
+
+def run(request: Request) -> Path:
+    """Write the smaller model and the report; return its step directory.
+
+    Raises:
+        UserError: what cannot be pruned, or not so, in words.
+    """
+    configure_logging()
+    output = Path(request.output)
+    _check(request, output)
+    with open_model(request) as (cfg, directory, tokenizer):
+        _check_model(cfg, request.checkpoint)
+        sizes = sizes_after(
+            cfg.Model,
+            request.ratio,
+            part=request.part,
+            multiple=request.multiple,
+            drop_layers=request.drop_layers,
+        )
+        checkpoint = open_resolved(resolve_checkpoint(directory, verify=True))
+        scores = _scores(cfg, checkpoint, request, sizes, tokenizer)
+        return _write(cfg, checkpoint, request, sizes, scores, tokenizer, output)
+
+
+def _check(request: Request, output: Path) -> None:
+    check_request(request, output)
+    if world_size(os.environ) > 1:
+        raise ConfigError("one process prunes; the result loads under any plan")
+    if request.criterion == "saliency" and request.calibration is None:
+        raise ConfigError(
+            "looks at what the loss would lose: give --calibration DATA", key="--criterion", value="saliency"
+        )
+    if request.criterion != "saliency" and request.calibration is not None:
+        raise ConfigError("is read with --criterion saliency only", key="--calibration")
+
+
+def _check_model(cfg: RunConfig, place: str) -> None:
+    if cfg.Compress.Weights is not None:
+        raise CheckpointError(
+            f"{place} is quantised (Compress.Weights in its configuration): prune the checkpoint it was made "
+            "from, and quantise the result"
+        )
+    refuse_adapters(cfg, place)
+
+
+def _scores(
+    cfg: RunConfig, checkpoint: Checkpoint, request: Request, sizes: Sizes, tokenizer: Tokenizer | None
+) -> dict[int, Scores]:
+    samples = calibration_samples(cfg, request, tokenizer, fewest=1)
+    if samples is None:
+        tensors = _tensors(checkpoint, cfg)
+        return {i: magnitude_scores(tensors, cfg.Model, i, request.criterion) for i in sizes.layers}
+    cfg, _ = start_with(cfg)
+    from ppfleetx.compress.saliency import saliency_scores
+
+    return saliency_scores(checkpoint, cfg.Model, samples.calibration)
+
+
+def _tensors(checkpoint: Checkpoint, cfg: RunConfig) -> dict[str, LazyTensor]:
+    source = with_vocabulary(checkpoint, cfg.Model.vocab_size)
+
+    def lazy(name: str) -> LazyTensor:
+        entry = source.entry(name)
+        return LazyTensor(entry.dtype, tuple(entry.shape), lambda: source.read(name))
+
+    return {name: lazy(name) for name in source.names()}
+
+
+def _write(
+    cfg: RunConfig,
+    checkpoint: Checkpoint,
+    request: Request,
+    sizes: Sizes,
+    scores: dict[int, Scores],
+    tokenizer: Tokenizer | None,
+    output: Path,
+) -> Path:
+    kept = {layer: kept_of(scores[layer], sizes) for layer in sizes.layers}
+    small = cfg.model_copy(update={"Model": pruned_model(cfg.Model, sizes)})
+    tensors = dict(pruned_tensors(_tensors(checkpoint, cfg), cfg.Model, sizes, kept))
+    step = save_checkpoint(
+        output,
+        epoch=checkpoint.manifest.epoch,
+        step=checkpoint.manifest.step,
+        tensors=slices_of(tensors),
+        state={"source": {"pruned": asdict(request), "from": checkpoint.path.name}},
+        plan=asdict(ParallelPlan()),
+        config=small.model_dump(mode="json"),
+        fingerprints={"tokenizer": tokenizer.fingerprint} if tokenizer is not None else {},
+        vocab_size=cfg.Model.vocab_size,
+        documents=documents_of(small, tokenizer),
+    )
+    report = _report(cfg, small, sizes, kept)
+    (output / REPORT_FILE).write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    get_logger().info(f"written: {step}; what stayed of each layer is in {output / REPORT_FILE}")
+    print(_table(cfg, small, report), flush=True)
+    return step
+
+
+def _report(cfg: RunConfig, small: RunConfig, sizes: Sizes, kept: dict[int, Kept]) -> dict[str, Any]:
+    seq_len = cfg.Model.max_position_embeddings
+    return {
+        name: {
+            "parameters": parameter_count(one.Model),
+            "flops_per_token": flops_per_step(one.Model, 1, seq_len) // (3 * seq_len),
+        }
+        for name, one in (("before", cfg), ("after", small))
+    } | {
+        "layers": [
+            {"was": layer, "groups": kept[layer].groups.tolist(), "units": kept[layer].units.tolist()}
+            for layer in sizes.layers
+        ]
+    }
+
+
+def _table(cfg: RunConfig, small: RunConfig, report: dict[str, Any]) -> str:
+    rows = [
+        ("layers", cfg.Model.num_layers, small.Model.num_layers),
+        ("attention heads", cfg.Model.num_attention_heads, small.Model.num_attention_heads),
+        ("key/value heads", cfg.Model.kv_heads, small.Model.kv_heads),
+        ("feed-forward units", cfg.Model.ffn_size, small.Model.ffn_size),
+        *(
+            (words, report["before"][key], report["after"][key])
+            for words, key in (
+                ("parameters", "parameters"),
+                ("operations per token, forward", "flops_per_token"),
+            )
+        ),
+    ]
+    lines = [f"{'':30} {'before':>16} {'after':>16} {'share':>7}"]
+    lines += [f"{what:30} {before:16,} {after:16,} {after / before:7.1%}" for what, before, after in rows]
+    return "\n".join(lines)

@@ -1,0 +1,223 @@
+"""A directory with a model, whoever wrote it, as a configuration and a checkpoint that programs take.
+
+Of ours, what the checkpoint says of itself is used (`checkpoint/documents.py`). A directory of Hugging Face
+is converted into a temporary place, and so is a model of its hub (`hf:NAME`), once it is downloaded. FleetX's
+is read as it is: its network is that of the shipped configuration which has its sizes.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.documents import OF_ONE_CALL, PORTABLE_SECTIONS, portable_model
+from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.checkpoint.weights_only import find_tokenizer_dir
+from ppfleetx.commands.shared_directory import shared_directory
+from ppfleetx.config.errors import CheckpointError, ConfigError
+from ppfleetx.config.loader import CONFIG_FILE, load_config
+from ppfleetx.config.reading.files import MadeFile, model_in
+from ppfleetx.config.reading.overrides import Override
+from ppfleetx.config.reading.parse import read_yaml
+from ppfleetx.config.shipped import shipped_configs
+from ppfleetx.conversion.convert import Conversion, convert
+from ppfleetx.conversion.detect import is_hugging_face
+from ppfleetx.conversion.fleetx import is_fleetx, read_fleetx
+from ppfleetx.conversion.hub import hub_name, local_directory, may_be_of_hub
+from ppfleetx.utils.log import configure_logging, get_logger
+from ppfleetx.utils.plugins import import_named_plugins
+
+ONE_SEQUENCE = {"Global": {"local_batch_size": 1}}
+"""Batch sizes of a configuration that says none: those of a program that has no batches."""
+# What the configuration in a checkpoint may hold: what `portable_config` writes.
+_OWN_SECTIONS = ("Global", "Model", "Data", "Compress", *PORTABLE_SECTIONS)
+_OWN_GLOBAL = ("seed", "local_batch_size", "micro_batch_size")
+# Keys that the shapes of FleetX's tensors tell -> what says the same of our section.
+_SAID_BY_FLEETX = {
+    "hidden_size": "hidden_size",
+    "num_layers": "num_layers",
+    "ffn_hidden_size": "ffn_size",
+    "max_position_embeddings": "max_position_embeddings",
+}
+
+
+@dataclass(frozen=True)
+class ModelPlace:
+    """A model that is ready to be loaded.
+
+    Attributes:
+        name: the directory as it was given.
+        config: the configuration that the checkpoint says of itself; None: it was not looked for.
+        checkpoint: what ``Engine.save_load.ckpt_dir`` and ``init_from`` take.
+        tokenizer: directory of the tokenizer's files, where they are known.
+    """
+
+    name: str
+    config: Path | MadeFile | None
+    checkpoint: Path
+    tokenizer: Path | None
+
+    def overrides(
+        self, given: Sequence[str] = (), *, option: str = "CHECKPOINT", key: str = "Engine.save_load.ckpt_dir"
+    ) -> list[str]:
+        """Overrides that make a program load the model, before those of the user.
+
+        Args:
+            given: the user's; a tokenizer named there holds.
+            option: how the user named the directory, for messages.
+            key: what is to name the checkpoint.
+        """
+        named = {text.partition("=")[0].strip() for text in given}
+        ours = [override(key, str(self.checkpoint), option)]
+        if self.tokenizer is not None and not any(name.startswith("Data.tokenizer") for name in named):
+            ours.append(override("Data.tokenizer.dir", str(self.tokenizer), model_in(self.name)))
+        return [*ours, *given]
+
+
+def override(key: str, value: Any, place: str) -> Override:
+    """``key=value`` as ``-o`` takes it, whatever characters are in ``value``; ``place`` is what said so."""
+    text = yaml.safe_dump(
+        [value], default_flow_style=True, allow_unicode=True, width=1 << 30, sort_keys=False
+    )
+    return Override(f"{key}={text.strip()[1:-1]}", place)
+
+
+def resolve_model(place: str | Path, stack: ExitStack, *, with_config: bool = True) -> ModelPlace:
+    """The model in ``place``: a run, a step directory, a directory of Hugging Face or FleetX, or ``hf:NAME``.
+
+    Args:
+        place: the directory, or the name of a model on the Hugging Face hub, which is downloaded.
+        stack: what was made for it is removed when this ends.
+        with_config: look for its configuration too; not needed where the user gives one.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it does not say what network it is.
+        ConfigError: its configuration sets more than a model and its data; a plugin that PPFLEETX_PLUGINS
+            names cannot be imported.
+    """
+    import_named_plugins()  # those of the environment, whose parts the model may have
+    is_of_hub = hub_name(place) is not None
+    if is_of_hub:
+        configure_logging()
+    refuse_absent(place)
+    path = local_directory(place)
+    if is_hugging_face(path):
+        return _converted(place, path, stack)
+    if is_of_hub:
+        raise CheckpointError(f"{place} is not whole in {path}, and the hub cannot be asked for the rest")
+    checkpoint = open_resolved(resolve_checkpoint(path, verify=False))
+    tokenizer = find_tokenizer_dir(checkpoint.path)
+    if not with_config:
+        return ModelPlace(str(place), None, checkpoint.path, tokenizer)
+    config: Path | MadeFile
+    if is_fleetx(checkpoint.path):
+        config = write_config(_sections_of_fleetx(checkpoint.path), stack, model_in(place))
+    elif CONFIG_FILE in checkpoint.manifest.documents:
+        config = checkpoint.path / CONFIG_FILE
+        _refuse_more_than_a_model(config)
+    else:
+        config = write_config(_sections_of_manifest(checkpoint, tokenizer), stack, model_in(place))
+    return ModelPlace(str(place), config, checkpoint.path, tokenizer)
+
+
+def refuse_absent(place: str | Path) -> None:
+    """Raise CheckpointError where ``place`` is a path that leads nowhere."""
+    if not str(place).strip():
+        raise CheckpointError("the name of the model's directory is empty")
+    if hub_name(place) is None and not Path(place).exists():
+        if may_be_of_hub(place):
+            hint = f"; a model of the Hugging Face hub is hf:{place}"
+            raise CheckpointError(f"there is no directory {place}{hint}")
+        resolve_checkpoint(place, verify=False)
+
+
+def _refuse_more_than_a_model(config: Path) -> None:
+    """Whoever made a checkpoint must not choose what is overwritten here, or where a server listens."""
+    tree = read_yaml(config)
+    nodes = {key: node for key, node in tree.value.items() if key not in _OWN_SECTIONS}
+    for section, allowed in (("Global", lambda key: key in _OWN_GLOBAL), ("Generation", _is_lasting)):
+        keys = tree.value[section].value if section in tree.value else None
+        if isinstance(keys, dict):
+            nodes |= {f"{section}.{key}": node for key, node in keys.items() if not allowed(key)}
+    for key, node in nodes.items():
+        raise ConfigError(
+            "the configuration in a checkpoint may describe the model and its data, and no more. If you "
+            "trust this one, name it yourself with -c FILE",
+            key=key,
+            place=node.place,
+        )
+
+
+def _is_lasting(key: str) -> bool:
+    return key not in OF_ONE_CALL
+
+
+def _converted(place: str | Path, path: Path, stack: ExitStack) -> ModelPlace:
+    """One process of a machine converts, for all of its job."""
+
+    def fill(target: Path) -> None:
+        _log().info(
+            f"{path} is Hugging Face's; it is converted into {target}, which is removed at the end "
+            "(`ppfleetx convert` makes a copy that stays)"
+        )
+        convert(Conversion("hf", "ppfleetx", path, target))
+
+    target = shared_directory(path, os.environ, fill, stack)
+    step = resolve_checkpoint(target)
+    config = MadeFile(step / CONFIG_FILE, model_in(place))
+    return ModelPlace(str(place), config, step, find_tokenizer_dir(step))
+
+
+def _sections_of_manifest(checkpoint: Checkpoint, tokenizer: Path | None) -> dict[str, Any]:
+    """The configuration in the manifest of an earlier version, without plan and machine."""
+    saved = checkpoint.manifest.config
+    if not isinstance(saved, Mapping) or not saved.get("Model"):
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} does not say what network it is; give a configuration with -c FILE"
+        )
+    found = f"that in {tokenizer}" if tokenizer else "none; if needed give -o Data.tokenizer.dir=DIR"
+    _log().warning(
+        f"checkpoint {checkpoint.path} was saved by an earlier version and holds no {CONFIG_FILE} and no "
+        f"tokenizer. Configuration: that in its manifest. Tokenizer: {found}"
+    )
+    sections = {name: saved[name] for name in PORTABLE_SECTIONS if saved.get(name) is not None}
+    if isinstance(generation := sections.get("Generation"), Mapping):  # no prompt of whoever saved it
+        sections["Generation"] = {key: value for key, value in generation.items() if _is_lasting(key)}
+    data = {key: value for key, value in (saved.get("Data") or {}).items() if key != "tokenizer"}
+    return {**ONE_SEQUENCE, **sections, "Model": portable_model(saved["Model"]), "Data": data}
+
+
+def _sections_of_fleetx(path: Path) -> dict[str, Any]:
+    told = read_fleetx(path).model
+    for name, file in shipped_configs().items():
+        model = load_config(file).Model
+        if all(told.get(key) == getattr(model, ours) for key, ours in _SAID_BY_FLEETX.items()):
+            _log().info(f"{path} is FleetX's; it has the sizes of {name}, whose Model section is used")
+            plain = model.model_dump(mode="json") | {"module": "GPTModule", "lora": None, "num_classes": None}
+            return {**ONE_SEQUENCE, "Model": portable_model(plain)}
+    sizes = ", ".join(f"{key} {value}" for key, value in told.items())
+    raise CheckpointError(
+        f"{path} is FleetX's and has other sizes ({sizes}) than any shipped configuration. It does not say "
+        "the number of attention heads: give a configuration with -c FILE"
+    )
+
+
+def write_config(sections: dict[str, Any], stack: ExitStack, place: str) -> MadeFile:
+    """A file with these sections, removed when ``stack`` ends; ``place`` is where they come from."""
+    directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ppfleetx-")))
+    path = directory / CONFIG_FILE
+    path.write_text(yaml.safe_dump(sections, sort_keys=False, allow_unicode=True), "utf-8")
+    return MadeFile(path, place)
+
+
+def _log() -> Any:
+    configure_logging()
+    return get_logger()
