@@ -9,8 +9,7 @@ from typing import Any
 
 from ppfleetx.checkpoint.documents import copy_tokenizer, tokenizer_files
 from ppfleetx.checkpoint.lazy import LazyTensor, derive
-from ppfleetx.checkpoint.progress import shown_reading
-from ppfleetx.checkpoint.weights import Weights, network_of
+from ppfleetx.checkpoint.weights import Weights, network_of, shown_reading
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.model import ModelConfig
