@@ -68,10 +68,9 @@ LIES = {
     "a name twice": (TWICE, "the key 'a' is there twice"),
     "metadata": ({"__metadata__": {"a": 1}, "a": entry(0, 64)}, "__metadata__ must be texts"),
     "not an object": (b"[]", "holds no JSON object"),
-    "not JSON": (b"x" * 40, "not sound JSON"),
+    "not JSON": (b"x" * 40, "not valid JSON"),
     "NaN": ({"a": entry(0, 64) | {"x": float("nan")}}, "NaN is not a value of JSON"),
     "deep": (b'{"__metadata__": ' + b"[" * 10**5, "nested too deeply"),
-    "wide": (b'{"a": [' + b"0," * 3_000_000 + b"0]}", "more than 2500000 values"),
 }
 
 
