@@ -25,8 +25,10 @@ from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.utils.files import atomic_write
 
 _NO_LIMIT = 1 << 62
-# Linears whose output (columns) tensor parallelism cuts, and those whose input (rows) it cuts.
-_CUT_COLUMNS, _CUT_ROWS = ("attention.qkv", "mlp.fc1"), ("attention.out_proj", "mlp.fc2")
+# Linears of which tensor parallelism cuts the output (columns), and those of which it cuts the input (rows).
+# FleetX can have q, k and v apart.
+_CUT_COLUMNS = ("attention.qkv", "attention.q", "attention.k", "attention.v", "mlp.fc1")
+_CUT_ROWS = ("attention.out_proj", "mlp.fc2")
 
 
 def merge(path: str | Path, output: str | Path) -> Path:
@@ -118,7 +120,7 @@ def _box(
 
 def _pieces(checkpoint: Checkpoint, entry: TensorEntry, rank: int, degree: int) -> Iterator[TensorSlice]:
     """The part of a tensor that one tensor-parallel rank keeps; whole ones stay with the first rank."""
-    dim = _cut_dim(entry.name)
+    dim = cut_dim(entry.name)
     if dim is not None and _follows(checkpoint, entry):
         if entry.shape[dim] % degree:
             raise CheckpointError(
@@ -138,7 +140,8 @@ def _follows(checkpoint: Checkpoint, entry: TensorEntry) -> bool:
     return parameter is not None and parameter.shape == entry.shape and prod(entry.shape) > 1
 
 
-def _cut_dim(name: str) -> int | None:
+def cut_dim(name: str) -> int | None:
+    """The dimension in which tensor parallelism cuts the parameter of this canonical name, if it does."""
     if name in VOCAB_DIM:
         return VOCAB_DIM[name]
     part, _, kind = name.rpartition(".")

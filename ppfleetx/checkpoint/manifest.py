@@ -14,18 +14,21 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
 from ppfleetx.checkpoint.entries import (
     CHUNK_BYTES,
+    MAX_DOCUMENTS,
+    Count,
     DocumentEntry,
+    DocumentPath,
     FileEntry,
+    RelativePath,
     TensorEntry,
     check_together,
-    read_documents,
-    read_files,
-    read_tensors,
 )
 from ppfleetx.config.errors import CheckpointError, shown
-from ppfleetx.utils.foreign_files import MAX_JSON_DEPTH, MAX_JSON_VALUES, parse_json, read_bounded
+from ppfleetx.utils.foreign_files import parse_json, read_bounded
 
 FORMAT, VERSION = "ppfleetx-checkpoint", 1
 MANIFEST_FILE, MARKER_FILE, LATEST_FILE = "manifest.json", "COMPLETE", "latest"
@@ -80,23 +83,17 @@ class Manifest:
         return text.encode()
 
     @classmethod
-    def from_bytes(cls, content: bytes, where: str, *, data_bytes: int = 0) -> Manifest:
+    def from_bytes(cls, content: bytes, where: str) -> Manifest:
         """Parse and check.
 
         Args:
             content: the file's content.
             where: its name, for messages.
-            data_bytes: size of the files it is about, as far as known: so many checksums it may have more.
 
         Raises:
             CheckpointError: it is of another format or version, or says what cannot be.
         """
-        document = parse_json(
-            content,
-            where,
-            max_values=MAX_JSON_VALUES + data_bytes // CHUNK_BYTES,
-            max_depth=MAX_JSON_DEPTH + 8,  # a configuration of others is kept a few levels down
-        )
+        document = parse_json(content, where)
         if document.pop("format", None) != FORMAT:
             raise CheckpointError(f"{where} is not the manifest of a ppfleetx checkpoint")
         version = document.pop("version", None)
@@ -107,9 +104,36 @@ class Manifest:
         if document.pop("chunk_bytes", None) != CHUNK_BYTES:
             raise CheckpointError(f"{where}: checksums over chunks of another size than {CHUNK_BYTES}")
         try:
-            return cls(**_checked(document))
+            read = _Document.model_validate(document)
+            check_together(read.files, read.tensors)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            raise CheckpointError(
+                f"{where}: {key} = {shown(first['input'])}: {first['msg'].removeprefix('Value error, ')}"
+            ) from error
         except ValueError as error:
             raise CheckpointError(f"{where}: {error}") from error
+        return cls(**{**dict(read), "tensors": {entry.key: entry for entry in read.tensors}})
+
+
+class _Document(BaseModel):
+    """The keys of manifest.json behind format, version and chunk_bytes; see :class:`Manifest`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    step: Count
+    epoch: Count
+    files: dict[RelativePath, FileEntry]
+    tensors: list[TensorEntry]
+    state: dict[str, Any] = {}
+    plan: dict[str, Any] = {}
+    ranks: tuple[dict[str, Any], ...] = ()
+    vocab_size: Count | None = None
+    config: dict[str, Any] | str | None = None
+    fingerprints: dict[str, Any] = {}
+    run: str | None = None
+    documents: dict[DocumentPath, DocumentEntry] = Field(default={}, max_length=MAX_DOCUMENTS)
 
 
 def rank_directory(mp: int = 0, sharding: int = 0, pp: int = 0, dp: int = 0, sep: int = 0) -> str:
@@ -166,53 +190,3 @@ def marker_of(manifest: bytes, saved_at_ns: int) -> bytes:
         manifest_bytes=len(manifest),
         saved_at_ns=saved_at_ns,
     )
-
-
-_OBJECT, _OPTIONAL_OBJECT = (dict,), (dict, type(None))
-# Types of what a manifest says beside files and tensors, and of what this program itself keeps in `state`.
-_TYPES: dict[str, tuple[type, ...]] = {
-    "step": (int,),
-    "epoch": (int,),
-    "state": _OBJECT,
-    "plan": _OBJECT,
-    "ranks": (list,),
-    "vocab_size": (int, type(None)),
-    "config": (dict, str, type(None)),
-    "fingerprints": _OBJECT,
-    "run": (str, type(None)),
-}
-_STATE_TYPES = dict.fromkeys(
-    ("train", "progress", "schedule", "scaler", "source", "rng", "rng_of_ranks"), _OPTIONAL_OBJECT
-)
-
-
-def _checked(document: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `Manifest` from the parsed file. Raises ValueError naming what is wrong."""
-    if absent := {"step", "epoch", "files", "tensors"} - document.keys():
-        raise ValueError(f"it lacks {', '.join(sorted(absent))}")
-    if unknown := sorted(document.keys() - Manifest.__dataclass_fields__):
-        raise ValueError(f"it has the unknown key {shown(unknown[0])}")
-    _check_types(document, _TYPES, "")
-    _check_types(document.get("state", {}), _STATE_TYPES, "state.")
-    config = document.get("config")
-    if isinstance(config, dict):
-        _check_types(config, {"Model": _OPTIONAL_OBJECT}, "config.")
-        _check_types(config.get("Model") or {}, {"lora": _OPTIONAL_OBJECT}, "config.Model.")
-    ranks = document.get("ranks", [])
-    for rank in ranks:
-        if not isinstance(rank, dict) or not isinstance(rank.get("directory"), str | None):
-            raise ValueError("one of ranks is no object with a directory")
-    files, tensors = read_files(document["files"]), read_tensors(document["tensors"])
-    check_together(files, tensors)
-    keyed = {entry.key: entry for entry in tensors}
-    documents = read_documents(document.get("documents", {}))
-    return {**document, "files": files, "tensors": keyed, "ranks": tuple(ranks), "documents": documents}
-
-
-def _check_types(values: dict[str, Any], types: Mapping[str, tuple[type, ...]], prefix: str) -> None:
-    for key, allowed in types.items():
-        if key in values:
-            value = values[key]
-            is_count = type(value) is not int or 0 <= value < 1 << 63
-            if type(value) not in allowed or not is_count:
-                raise ValueError(f"{prefix}{key} is {shown(value)}, which it cannot be")

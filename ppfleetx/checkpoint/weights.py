@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ppfleetx.config.errors import CheckpointError, ConfigError, shown
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.models.gpt.spec import parameter_shapes
+from ppfleetx.utils.progress import ProgressBar
 
 # Dimension that counts vocabulary entries, by canonical name.
 VOCAB_DIM = {"embedding.word_embeddings.weight": 0, "head.weight": 1, "head.bias": 0}
@@ -118,6 +120,23 @@ def slices_of(tensors: Mapping[str, LazyTensor]) -> Iterator[TensorSlice]:
             tensor.read,
             vocab_dim=VOCAB_DIM.get(name),
         )
+
+
+@contextmanager
+def shown_reading(tensors: Mapping[str, LazyTensor], description: str) -> Iterator[dict[str, LazyTensor]]:
+    """The same tensors, with a progress bar that counts their bytes as they are read."""
+    total = sum(tensor.num_bytes for tensor in tensors.values())
+    with ProgressBar(description, total=total / 1e6, unit="MB") as bar:
+        yield {name: _counted(tensor, bar) for name, tensor in tensors.items()}
+
+
+def _counted(tensor: LazyTensor, bar: ProgressBar) -> LazyTensor:
+    def load() -> np.ndarray:
+        values = tensor.load()
+        bar.advance(tensor.num_bytes / 1e6)
+        return values
+
+    return LazyTensor(tensor.dtype, tensor.shape, load)
 
 
 def in_stored_types(pieces: Sequence[TensorSlice], stored: Mapping[str, str]) -> list[TensorSlice]:

@@ -15,11 +15,10 @@ from ppfleetx.checkpoint.documents import OF_ONE_CALL, TOKENIZER_DIR, copy_token
 from ppfleetx.checkpoint.entries import MAX_DOCUMENT_BYTES
 from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.checkpoint.manifest import Manifest
-from ppfleetx.checkpoint.progress import shown_reading
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import MODEL, OPTIMIZER
 from ppfleetx.checkpoint.tensors import MASTER_WEIGHT
-from ppfleetx.checkpoint.weights import Weights, slices_of
+from ppfleetx.checkpoint.weights import Weights, shown_reading, slices_of
 from ppfleetx.checkpoint.writer import MAX_FILE_BYTES, save_checkpoint
 from ppfleetx.config.errors import CheckpointError, ConfigError, DataError
 from ppfleetx.config.loader import CONFIG_FILE, load_config

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do what was asked for."""
-    from ppfleetx.data.prefixes import find_prefixes
+    from ppfleetx.data.corpus_paths import find_prefixes
 
     code = 0
     for prefix in [prefix for entry in args.corpus for prefix in find_prefixes(entry)]:

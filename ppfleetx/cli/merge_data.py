@@ -18,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Merge, and say what was written."""
+    from ppfleetx.data.corpus_paths import find_prefixes
     from ppfleetx.data.indexed import IndexedDataset
-    from ppfleetx.data.prefixes import find_prefixes
     from ppfleetx.data.prepare.merging import merge
 
     prefixes = [prefix for path in args.input for prefix in find_prefixes(path)]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from itertools import islice
 
 from ppfleetx.commands.start_process import refuse_foreign_weights
-from ppfleetx.config.config_notes import missing, not_supported_reasons
+from ppfleetx.config.config_notes import absent_loggers, missing, not_supported_reasons
 from ppfleetx.config.counts import counted
-from ppfleetx.config.loggers import absent_loggers
 from ppfleetx.config.plan import AXES, ParallelPlan
 from ppfleetx.config.registries import OPTIMIZERS, SCHEDULES
 from ppfleetx.config.sections.engine import EngineConfig

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from ppfleetx.utils.devices import expected_device
 from ppfleetx.utils.launcher_watch import watch_launcher
-from ppfleetx.utils.orphans import LAUNCHER_VARIABLE
+from ppfleetx.utils.processes import LAUNCHER_VARIABLE
 
 LAUNCHER = "paddle.distributed.launch"
 HOOK = "ppfleetx_cpu_launcher.pth"

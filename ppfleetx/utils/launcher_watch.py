@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.utils.cli import EXIT_DEVICE, EXIT_HUNG, EXIT_NO_MEMORY, EXIT_PEER_LOST, EXIT_USER_ERROR
-from ppfleetx.utils.start import START_VARIABLE, start_timeout
+from ppfleetx.utils.peers import START_VARIABLE, start_timeout
 
 _ANSWER_SECONDS = 5.0
 _LOOK_SECONDS = 0.05

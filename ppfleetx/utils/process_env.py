@@ -23,11 +23,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ppfleetx.utils.cpu import AVX512, flags_in, read_cpuinfo
 from ppfleetx.utils.devices import refused_at_import
 from ppfleetx.utils.installed import not_installed
 from ppfleetx.utils.log import get_logger
-from ppfleetx.utils.orphans import end_with_launcher
+from ppfleetx.utils.machine import AVX512, available_cpus, flags_in, read_cpuinfo
+from ppfleetx.utils.processes import end_with_launcher
 
 SWITCH = "PPFLEETX_TUNE_CPU"
 
@@ -265,8 +265,3 @@ def _undo_root_logging(stream: io.StringIO) -> None:
         if isinstance(handler, logging.StreamHandler) and handler.stream is stream:
             logging.root.removeHandler(handler)
             logging.root.setLevel(logging.WARNING)
-
-
-def available_cpus() -> int:
-    """CPUs this process may run on (its affinity, not the machine's total)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

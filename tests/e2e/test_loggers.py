@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.commands.check import check_report
+from ppfleetx.config.config_notes import refuse_absent
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.loggers import refuse_absent
 from ppfleetx.config.registries import LOGGERS, LoggerTraits
 from ppfleetx.core.engine.callbacks.records import numbers_of
 from ppfleetx.core.loggers.base import LogStart

@@ -8,10 +8,9 @@ import string
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, get_args, get_origin
 
+from ppfleetx.config.field_types import all_keys, field_types, members, section_in
 from ppfleetx.config.registry import Registered
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.config.suggest import all_keys
-from ppfleetx.config.words import field_types, members, section_in
 
 _KEY = re.compile(rb"^(\s*)([A-Za-z_0-9]+):", re.MULTILINE)
 _VALUE = re.compile(rb"^(\s*[A-Za-z_0-9]+: )(\S.*)$", re.MULTILINE)

@@ -314,7 +314,7 @@ def _fleetx() -> Iterator[Case]:
 
 
 def _manifests() -> Iterator[Case]:
-    for name, (change, _) in MANIFESTS.items():
+    for name, change in MANIFESTS.items():
         yield Case(f"manifest: {name}", lambda d, c=change: reseal(saved(d), c), OURS)
     for name, state in {
         "progress of texts": {"train": {"step": "1", "consumed_samples": 0, "epoch": 0}},

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from ppfleetx.config.plan import ParallelPlan
-from ppfleetx.utils.start import START_VARIABLE
+from ppfleetx.utils.peers import START_VARIABLE
 from tests.faults.harness import Job, command_line, run_cases
 from tests.multinode.nodes import Node, two_nodes
 
