@@ -1,7 +1,6 @@
 """Generation on the card against the CPU's tokens, and programs exported here and there."""
 
 import json
-import os
 from functools import partial
 
 import pytest
@@ -94,7 +93,7 @@ def test_weights_of_few_bits(alone, need_type, device, style, tmp_path, record_p
     for dtype in ("float16", "bfloat16"):
         need_type(dtype)
         pairs = zip(texts(device=device, dtype=dtype), expected, strict=True)
-        same = [len(os.path.commonprefix(pair)) / len(pair[1]) for pair in pairs]
+        same = [sum(a == b for a, b in zip(*pair, strict=False)) / len(pair[1]) for pair in pairs]
         record_property(dtype, same)
         assert max(same) > 0.5
 
