@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import numpy as np
 
-from ppfleetx.api.configuration import Configuration, Overrides, config_file, override_texts
+from ppfleetx.api.configuration import Configuration, Overrides, config_source, settings_of
 from ppfleetx.api.process import ready
 from ppfleetx.api.streaming import stream_of
 from ppfleetx.config.errors import ConfigError, DataError
@@ -94,8 +94,8 @@ class GPT:
 
         with ExitStack() as stack:
             place = resolve_model(directory, stack, with_config=config is None)
-            file = place.config if config is None else config_file(config, stack)
-            cfg = load_config(file, place.overrides(override_texts(overrides), option="directory"))
+            source = place.config if config is None else config_source(config)
+            cfg = load_config(source, place.overrides(settings_of(overrides), option="directory"))
             if cfg.Model.task.classifies:
                 rule = "a classifier has no next token; ppfleetx.load takes models that continue text"
                 raise ConfigError(rule, key="Model.module", value=cfg.Model.module)

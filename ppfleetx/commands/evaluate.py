@@ -1,6 +1,6 @@
-"""Wiring of evaluation: the loss on ``Data.Eval``, and what ``Offline_Eval`` asks for.
+"""The verb ``eval``: the loss on ``Data.Eval``, or what ``Offline_Eval`` asks for.
 
-Files and tokenizer of the latter are looked at before Paddle is loaded, which takes seconds.
+Files and tokenizer of the latter are checked before Paddle is loaded, which takes seconds.
 """
 
 from __future__ import annotations
@@ -9,16 +9,19 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.commands.generate import check_checkpoint, find_tokenizer
+from ppfleetx.commands.launching import LaunchOptions
+from ppfleetx.commands.model_options import Job, ModelOptions
+from ppfleetx.commands.options import option
 from ppfleetx.commands.start_process import start_with, world_size
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.loader import ConfigSource, load_config
+from ppfleetx.config.loader import load_config, read_config
+from ppfleetx.config.reading.overrides import Setting, overridden_keys
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.device_errors import OF_EVALUATION, explained_device_errors
 from ppfleetx.core.engine.watching import EVALUATION_DIR, watched
@@ -91,17 +94,58 @@ class Accuracy:
 Result = Perplexity | Accuracy
 
 
-def run(path: ConfigSource, overrides: Sequence[str]) -> None:
-    """The program ``tools/eval.py``; arguments as of ``start_process``.
+@dataclass(frozen=True, kw_only=True)
+class Evaluate(LaunchOptions, ModelOptions):
+    """Evaluate a checkpoint.
 
-    Raises:
-        UserError: data, tokenizer, checkpoint or plan that cannot be evaluated with, in words.
+    With the configuration of pretraining, which the checkpoint holds: token-weighted loss and perplexity on
+    Data.Eval. With --text, or Model.module: GPTEvalModule: perplexity of a text file, or accuracy of last
+    words (Offline_Eval, docs/evaluation.md).
     """
-    run_loaded(load_config(path, overrides, world_size=world_size(os.environ)))
+
+    examples = """\
+examples:
+  ppfleetx eval output
+  ppfleetx eval output --text wiki.test.tokens
+  ppfleetx eval -c gpt/eval_gpt_345M_single_card -o Engine.save_load.ckpt_dir=output
+"""
+    text: str | None = option(
+        "--text",
+        key="Offline_Eval.eval_path",
+        metavar="FILE",
+        help="perplexity of this text (Offline_Eval.eval_path)",
+    )
+    output: str | None = option(
+        "--output",
+        key="Engine.save_load.output_dir",
+        metavar="DIR",
+        help="where results are written (Engine.save_load.output_dir)",
+    )
+
+    def run(self) -> None:
+        """Evaluate and print the result."""
+        module = [] if self.text is None else [Setting("Model.module", "GPTEvalModule", "--text")]
+        with self.job(*module) as job:
+            window = [] if self.text is None else _window(job)
+            overrides = [*job.overrides, *window]
+            run_loaded(load_config(job.config, overrides, world_size=world_size(os.environ)))
+
+
+def _window(job: Job) -> list[Setting]:
+    """Windows that are no longer than the model's positions, where nobody chose them."""
+    cfg, origins, _ = read_config(job.config, job.overrides)
+    positions, window = cfg.Model.max_position_embeddings, cfg.Offline_Eval.max_seq_len
+    if positions >= window or "Offline_Eval.max_seq_len" in overridden_keys(job.overrides):
+        return []
+    place = origins.get("Model.max_position_embeddings", "--text")
+    return [
+        Setting("Offline_Eval.max_seq_len", positions, place),
+        Setting("Offline_Eval.overlapping_eval", min(cfg.Offline_Eval.overlapping_eval, positions), place),
+    ]
 
 
 def run_loaded(cfg: RunConfig) -> None:
-    """:func:`run` for a configuration that is loaded already."""
+    """What :class:`Evaluate` does with a configuration that is loaded already."""
     if cfg.Model.task.offline_evaluation:
         _run_offline(cfg)
         return

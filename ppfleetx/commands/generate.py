@@ -1,6 +1,6 @@
-"""Wiring of generation: from a configuration to a generator, and from prompts to printed text.
+"""The verb ``generate``: from a configuration to a generator, and from prompts to printed text.
 
-What a user may have got wrong is looked at before Paddle is loaded, which takes seconds.
+Most mistakes are found before Paddle is loaded, which takes seconds.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.checkpoint.foreign.ours import find_tokenizer_dir
+from ppfleetx.commands.launching import LaunchOptions
+from ppfleetx.commands.model_options import ModelOptions
+from ppfleetx.commands.options import option, positional
 from ppfleetx.commands.start_process import start_with, world_size
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.loader import ConfigSource, load_config
+from ppfleetx.config.loader import load_config
 from ppfleetx.config.reading.tree import is_argument
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.weight_sources import named_checkpoint
@@ -40,13 +43,35 @@ _LONGEST_PROMPT = 1 << 24  # bytes of a file that may be earlier results
 DEFAULT_PROMPT = "The first thing she saw when she opened the window was"
 
 
-def run(path: ConfigSource, overrides: Sequence[str], output: str | None = None) -> None:
-    """The program ``tasks/gpt/generation.py``; arguments as of :func:`generate` and ``start_process``."""
-    run_loaded(load_config(path, overrides, world_size=world_size(os.environ)), output)
+@dataclass(frozen=True, kw_only=True)
+class Generate(LaunchOptions, ModelOptions):
+    """Continue prompts with a checkpoint.
+
+    CHECKPOINT is the directory of a run, of one of its checkpoints, of Hugging Face or of FleetX. How text is
+    continued is what the checkpoint says; -o Generation.KEY=VALUE changes it. Prompts are also taken from
+    Generation.prompt and .prompt_file.
+    """
+
+    examples = """\
+examples:
+  ppfleetx generate output "Once upon a time"
+  ppfleetx generate output/epoch_0_step_500 -o Generation.temperature=0.7 -o Generation.max_dec_len=50 "def "
+  ppfleetx generate -c FILE -o Engine.save_load.ckpt_dir=output -o Generation.prompt_file=prompts.txt
+"""
+    prompt: tuple[str, ...] = positional(
+        "PROMPT", default=(), key="Generation.prompt", help="texts to continue"
+    )
+    output: str | None = option("--output", metavar="FILE", help="also write prompts and results as jsonl")
+
+    def run(self) -> None:
+        """Generate; results go to standard output."""
+        with self.job() as job:
+            cfg = load_config(job.config, job.overrides, world_size=world_size(os.environ))
+            run_loaded(cfg, self.output)
 
 
 def run_loaded(cfg: RunConfig, output: str | None = None) -> None:
-    """:func:`run` for a configuration that is loaded already."""
+    """What :class:`Generate` does with a configuration that is loaded already."""
     check_plan(cfg)
     check_options(cfg)
     prompts = read_prompts(cfg)

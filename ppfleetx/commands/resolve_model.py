@@ -1,21 +1,18 @@
-"""A directory with a model, whoever wrote it, as a configuration and a checkpoint that programs take.
+"""A model's directory, whoever wrote it, as a configuration and a checkpoint that commands take.
 
-Of ours, what the checkpoint says of itself is used (`checkpoint/documents.py`). A directory of Hugging Face
-is converted into a temporary place, and so is a model of its hub (`hf:NAME`), once it is downloaded. FleetX's
-is read as it is: its network is that of the shipped configuration which has its sizes.
+Our own checkpoints hold their configuration (`checkpoint/documents.py`). A directory of Hugging Face is
+converted into a temporary one, and so is a model of its hub (`hf:NAME`) once it is downloaded. FleetX's is
+read as it is, with the network of the shipped configuration that has its sizes.
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.documents import OF_ONE_CALL, PORTABLE_SECTIONS, portable_model
@@ -28,9 +25,10 @@ from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.commands.shared_directory import shared_directory
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import CONFIG_FILE, load_config
-from ppfleetx.config.reading.files import MadeFile, model_in
-from ppfleetx.config.reading.overrides import Override
+from ppfleetx.config.reading.files import MadeFile, Sections, model_in
+from ppfleetx.config.reading.overrides import Override, Setting, overridden_keys
 from ppfleetx.config.reading.parse import Budget, read_yaml
+from ppfleetx.config.sections.root import DistributedConfig, RunConfig
 from ppfleetx.config.shipped import shipped_configs
 from ppfleetx.utils.log import configure_logging, get_logger
 from ppfleetx.utils.plugins import import_named_plugins
@@ -61,33 +59,30 @@ class ModelPlace:
     """
 
     name: str
-    config: Path | MadeFile | None
+    config: Path | MadeFile | Sections | None
     checkpoint: Path
     tokenizer: Path | None
 
     def overrides(
-        self, given: Sequence[str] = (), *, option: str = "CHECKPOINT", key: str = "Engine.save_load.ckpt_dir"
-    ) -> list[str]:
-        """Overrides that make a program load the model, before those of the user.
+        self,
+        given: Iterable[Override] = (),
+        *,
+        option: str = "CHECKPOINT",
+        key: str = "Engine.save_load.ckpt_dir",
+    ) -> list[Override]:
+        """The user's overrides, after those that make a program load the model.
 
         Args:
-            given: the user's; a tokenizer named there holds.
+            given: the user's; a tokenizer named there wins.
             option: how the user named the directory, for messages.
             key: what is to name the checkpoint.
         """
-        named = {text.partition("=")[0].strip() for text in given}
-        ours = [override(key, str(self.checkpoint), option)]
-        if self.tokenizer is not None and not any(name.startswith("Data.tokenizer") for name in named):
-            ours.append(override("Data.tokenizer.dir", str(self.tokenizer), model_in(self.name)))
+        given = list(given)
+        ours = [Setting(key, self.checkpoint, option)]
+        names_one = any(name.startswith("Data.tokenizer") for name in overridden_keys(given))
+        if self.tokenizer is not None and not names_one:
+            ours.append(Setting("Data.tokenizer.dir", self.tokenizer, model_in(self.name)))
         return [*ours, *given]
-
-
-def override(key: str, value: Any, place: str) -> Override:
-    """``key=value`` as ``-o`` takes it, whatever characters are in ``value``; ``place`` is what said so."""
-    text = yaml.safe_dump(
-        [value], default_flow_style=True, allow_unicode=True, width=1 << 30, sort_keys=False
-    )
-    return Override(f"{key}={text.strip()[1:-1]}", place)
 
 
 def resolve_model(place: str | Path, stack: ExitStack, *, with_config: bool = True) -> ModelPlace:
@@ -117,14 +112,14 @@ def resolve_model(place: str | Path, stack: ExitStack, *, with_config: bool = Tr
     tokenizer = find_tokenizer_dir(checkpoint.path)
     if not with_config:
         return ModelPlace(str(place), None, checkpoint.path, tokenizer)
-    config: Path | MadeFile
+    config: Path | Sections
     if is_fleetx(checkpoint.path):
-        config = write_config(_sections_of_fleetx(checkpoint.path), stack, model_in(place))
+        config = Sections(_sections_of_fleetx(checkpoint.path), model_in(place))
     elif CONFIG_FILE in checkpoint.manifest.documents:
         config = checkpoint.path / CONFIG_FILE
         _refuse_more_than_a_model(config)
     else:
-        config = write_config(_sections_of_manifest(checkpoint, tokenizer), stack, model_in(place))
+        config = Sections(_sections_of_manifest(checkpoint, tokenizer), model_in(place))
     return ModelPlace(str(place), config, checkpoint.path, tokenizer)
 
 
@@ -210,12 +205,22 @@ def _sections_of_fleetx(path: Path) -> dict[str, Any]:
     )
 
 
-def write_config(sections: dict[str, Any], stack: ExitStack, place: str) -> MadeFile:
-    """A file with these sections, removed when ``stack`` ends; ``place`` is where they come from."""
-    directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ppfleetx-")))
-    path = directory / CONFIG_FILE
-    path.write_text(yaml.safe_dump(sections, sort_keys=False, allow_unicode=True), "utf-8")
-    return MadeFile(path, place)
+def as_replicas(cfg: RunConfig, processes: int) -> tuple[RunConfig, list[str]]:
+    """``cfg`` for data-parallel processes that each hold the whole model in float32, and notes for the user.
+
+    Export, inference, quantising and pruning run so, whatever the plan was.
+    """
+    notes = []
+    plan = cfg.plan
+    if plan.world_size not in (1, processes) or plan.mp * plan.pp * plan.sep > 1:
+        notes.append(f"the plan of the configuration ({plan}) is not used: a process holds the whole model")
+    if cfg.Engine.mix_precision.enable:
+        notes.append("Engine.mix_precision is disabled: the model computes in float32")
+    distributed = DistributedConfig(dp_degree=processes)
+    model = cfg.Model.model_copy(update={"sequence_parallel": False, "virtual_pp_degree": 1})
+    precision = cfg.Engine.mix_precision.model_copy(update={"enable": False})
+    engine = cfg.Engine.model_copy(update={"mix_precision": precision})
+    return cfg.model_copy(update={"Distributed": distributed, "Model": model, "Engine": engine}), notes
 
 
 def _log() -> Any:

@@ -1,8 +1,7 @@
-"""What every tool's command line shares: ``-c``, ``-o``, and how errors end."""
+"""How every program ends: its errors as one message and an exit code."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import os
@@ -13,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 from ppfleetx.config.errors import DeviceError, OutOfMemoryError, UserError
 from ppfleetx.utils.installed import not_installed
@@ -34,59 +32,6 @@ _OF_LAUNCHER = "PADDLE_TRAINER_ID"
 _LAUNCHER_LOOKS_SECONDS = 5.0
 # So long after the loss of another process this one may go on with what is no communication.
 _GRACE_SECONDS = 20.0
-
-
-class WithPlugins(argparse.Action):
-    """Stores what it is given, and imports the plugins that the command line or the environment names."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        from ppfleetx.utils.plugins import import_named_plugins
-
-        if self.dest == "plugin":
-            import_named_plugins([values])
-            values = [*getattr(namespace, self.dest), values]
-        else:
-            import_named_plugins()
-        setattr(namespace, self.dest, values)
-
-
-def add_config_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Add ``-c FILE``, any number of ``-o Section.key=value``, and any number of ``--plugin MODULE``."""
-    parser.add_argument(
-        "-c",
-        "--config",
-        required=required,
-        action=WithPlugins,
-        metavar="FILE",
-        help="YAML configuration, a directory with a config.yaml, or a name that `ppfleetx configs` lists",
-    )
-    parser.add_argument(
-        "-o",
-        "--override",
-        action="append",
-        default=[],
-        metavar="Section.key=value",
-        help="replace one value of the configuration; may be given many times",
-    )
-    add_plugin_argument(parser)
-
-
-def add_plugin_argument(parser: argparse.ArgumentParser) -> None:
-    """Add any number of ``--plugin MODULE``; the modules are imported as the command line is read."""
-    parser.add_argument(
-        "--plugin",
-        action=WithPlugins,
-        default=[],
-        metavar="MODULE",
-        help="import a Python module of yours that registers callbacks, optimizers, layers, ...; may be "
-        "given many times (PPFLEETX_PLUGINS=module,module does the same)",
-    )
 
 
 def run_tool(main: Callable[[], int | None]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ppfleetx.checkpoint.foreign.convert import Conversion, convert
-from ppfleetx.commands.lm_eval import find_tasks, load_model, measure, run
+from ppfleetx.commands.lm_eval import LmEval, find_tasks, load_model, measure
 from ppfleetx.commands.lm_eval_options import generation_options
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
@@ -170,13 +170,13 @@ def test_mistakes_are_found_before_paddle_is_loaded(
         "ppfleetx.commands.lm_eval.start_with", lambda cfg: pytest.fail("a process was started")
     )
     with pytest.raises(ConfigError, match=words):
-        run(str(NANO), [], ["a task"], **options)
+        LmEval(config=str(NANO), tasks="a task", **options).run()
 
 
 def test_a_missing_harness_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ppfleetx.commands.lm_eval.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'ppfleetx\[lm_eval\]'"):
-        run("there is no such file", [], ["a task"])
+        LmEval(config="there is no such file", tasks="a task").run()
 
 
 def test_bos_begins_a_text_once(monkeypatch: pytest.MonkeyPatch) -> None:

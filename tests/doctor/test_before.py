@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.cli.main import call
+from ppfleetx.commands.main import call
 from ppfleetx.doctor import before, launch
 from ppfleetx.doctor.before import launcher_rows
 from ppfleetx.doctor.case import Case

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.cli.inspect_checkpoint import verify
+from ppfleetx.commands.inspect_checkpoint import verify
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.plan import ParallelPlan
 from tests.e2e.program import run

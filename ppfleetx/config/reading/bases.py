@@ -9,9 +9,9 @@ from typing import Any
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.other_toolkits.fleetx import modernize
-from ppfleetx.config.reading.files import MadeFile, shown_path
+from ppfleetx.config.reading.files import MadeFile, Sections, shown_path
 from ppfleetx.config.reading.parse import Budget, read_yaml
-from ppfleetx.config.reading.tree import Node, merge, plain_value, strip_marks
+from ppfleetx.config.reading.tree import Node, merge, node_of, plain_value, strip_marks
 
 MAX_CHAIN = 32
 """Files that name each other in a chain."""
@@ -19,7 +19,7 @@ MAX_FILES = 256
 """Files that are named in all, each as often as it is."""
 
 
-def read_with_bases(path: Path | MadeFile) -> tuple[Node, tuple[str, ...]]:
+def read_with_bases(path: Path | MadeFile | Sections) -> tuple[Node, tuple[str, ...]]:
     """The tree of ``path`` merged over its ``_base_`` files (the last of a list is strongest), and warnings.
 
     Old spellings are rewritten file by file, so that a file's old spelling replaces its base's new one.
@@ -27,8 +27,11 @@ def read_with_bases(path: Path | MadeFile) -> tuple[Node, tuple[str, ...]]:
     Raises:
         ConfigError: a file that cannot be read, files that form a circle, or more than a configuration needs.
     """
-    made = path if isinstance(path, MadeFile) else None
-    found = _Reader().read(made.path, (), shown=made.place) if made else _Reader().read(path, ())
+    reader = _Reader()
+    if isinstance(path, Sections):
+        return reader.merged(node_of(path.values, path.place), Path("config.yaml"), ())
+    made = isinstance(path, MadeFile)
+    found = reader.read(path.path, (), shown=path.place) if made else reader.read(path, ())
     return found.tree, found.warnings
 
 
@@ -77,14 +80,15 @@ class _Reader:
             return known
         before = self._budget.values, self._budget.characters
         tree = read_yaml(path, self._budget, **entry)
-        tree, warnings = self._merged(tree, path, (*chain, (here, path)))
+        tree, warnings = self.merged(tree, path, (*chain, (here, path)))
         values, characters = self._budget.values - before[0], self._budget.characters - before[1]
         found = self._found[here] = _Found(tree, warnings, values, characters)
         return found
 
-    def _merged(
+    def merged(
         self, tree: Node, path: Path, chain: tuple[tuple[str, Path], ...]
     ) -> tuple[Node, tuple[str, ...]]:
+        """``tree``, which stands in ``path``, merged over its bases; ``chain``: the files that lead here."""
         base_node = tree.value.pop("_base_", None)
         tree, warnings = modernize(tree)
         merged: Node | None = None

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from ppfleetx.checkpoint.foreign.convert import our_logits
 from ppfleetx.checkpoint.foreign.hub import HubName, hub_name, local_directory
 from ppfleetx.checkpoint.foreign.ours import read_ppfleetx
-from ppfleetx.cli.main import call
+from ppfleetx.commands.main import call
 from ppfleetx.commands.resolve_model import resolve_model
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.model import ModelConfig

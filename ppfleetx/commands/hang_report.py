@@ -1,50 +1,51 @@
-"""Say why a job came to a halt, from what its ranks have left in OUTPUT_DIR/hang.
-
-The first line is the sentence that the job ended with: who is missing where. Reports of an evaluation or a
-generation in the same directory are read too; the newest ones count. A line for each rank follows.
-The files rank_*.txt beside the reports have each rank's last collectives and the stacks of all its threads.
-"""
+"""The verb ``hang-report``."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
 
+from ppfleetx.commands.options import Command, option, positional
 from ppfleetx.config.errors import UserError
 from ppfleetx.resilience.explain import explain
 from ppfleetx.resilience.hang_report import Report, latest, read_reports
 from ppfleetx.resilience.report_dir import HANG_DIRS
 
 _SHOWN_FAULTS = 5
-EXAMPLES = """\
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangReport(Command):
+    """Say why a job came to a halt, from what its ranks have left in OUTPUT_DIR/hang.
+
+    The first line is the sentence that the job ended with: who is missing where. Reports of an evaluation or
+    a generation in the same directory are read too; the newest ones count. A line for each rank follows.
+    The files rank_*.txt beside the reports have each rank's last collectives and the stacks of its threads.
+    """
+
+    examples = """\
 examples:
   ppfleetx hang-report output
   ppfleetx hang-report output/hang --json
 """
+    directory: Path = positional("DIR", default=MISSING, help="a run's output directory, or its hang/")
+    json: bool = option("--json", default=False, help="print one JSON object")
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line."""
-    parser.add_argument("directory", metavar="DIR", type=Path, help="a run's output directory, or its hang/")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def run(args: argparse.Namespace) -> None:
-    """Read the reports, join them, and print what they say."""
-    reports = _newest(args.directory)
-    explanation = explain(reports)
-    if args.json:
-        ranks = {rank: _facts(report) for rank, report in sorted(reports.items())}
-        print(json.dumps({**asdict(explanation), "ranks": ranks}, indent=2))
-        return
-    print(explanation.sentence)
-    print()
-    for line in _table(reports):
-        print(line)
+    def run(self) -> None:
+        """Read the reports, join them, and print what they say."""
+        reports = _newest(self.directory)
+        explanation = explain(reports)
+        if self.json:
+            ranks = {rank: _facts(report) for rank, report in sorted(reports.items())}
+            print(json.dumps({**asdict(explanation), "ranks": ranks}, indent=2))
+            return
+        print(explanation.sentence)
+        print()
+        for line in _table(reports):
+            print(line)
 
 
 def _newest(directory: Path) -> dict[int, Report]:
