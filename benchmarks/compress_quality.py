@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What smaller models cost in quality: the numbers of docs/compress.md, from nothing but this repository.
+"""What smaller models cost in quality: the numbers of docs/numerics.md, from nothing but this repository.
 
     python benchmarks/compress_quality.py --room DIR --hf-python PYTHON [--models quickstart ...]
 

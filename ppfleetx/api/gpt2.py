@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 
 from ppfleetx.api.model import GPT, Tokens
-from ppfleetx.checkpoint.foreign.hub import local_directory
 from ppfleetx.commands.resolve_model import resolve_model
 from ppfleetx.config.errors import CheckpointError, DataError, MissingDataError
+from ppfleetx.conversion.hub import local_directory
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

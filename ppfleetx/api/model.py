@@ -299,8 +299,8 @@ class GPT:
         from dataclasses import asdict
 
         from ppfleetx.checkpoint.documents import documents_of
-        from ppfleetx.checkpoint.foreign.weights import in_stored_types
         from ppfleetx.checkpoint.tensors import model_slices
+        from ppfleetx.checkpoint.weights import in_stored_types
         from ppfleetx.checkpoint.writer import save_checkpoint
         from ppfleetx.config.plan import ParallelPlan
 
@@ -327,8 +327,8 @@ class GPT:
         Raises:
             CheckpointError: ``directory`` is not empty, or transformers has no such network.
         """
-        from ppfleetx.checkpoint.foreign.convert import Conversion, convert
-        from ppfleetx.checkpoint.foreign.merge_lora import merge_lora
+        from ppfleetx.checkpoint.merge_lora import merge_lora
+        from ppfleetx.conversion.convert import Conversion, convert
 
         with tempfile.TemporaryDirectory(prefix="ppfleetx-") as scratch:
             source = self.save(Path(scratch) / "model")

@@ -82,7 +82,7 @@ class GenerationModule:
             )
         import paddle
 
-        from ppfleetx.checkpoint.foreign.fleetx import place_of
+        from ppfleetx.conversion.fleetx import place_of
 
         own = {parameter.info.name: parameter for parameter in self.model.parameters()}
         given: dict[str, np.ndarray] = {}

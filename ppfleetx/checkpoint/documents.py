@@ -6,21 +6,42 @@ places of output. With it, `ppfleetx generate CHECKPOINT "text"` needs nothing e
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.loader import CONFIG_FILE
 from ppfleetx.config.resume_policy import Effect, effect_of
 from ppfleetx.config.sections.root import ModelConfig, RunConfig
 from ppfleetx.data.chat.templates import DEFAULT
 from ppfleetx.data.tasks.chats import NAME, template_of
-from ppfleetx.data.tokenizer.files import CHAT_TEMPLATE
+from ppfleetx.data.tokenizer.files import (
+    CHAT_TEMPLATE,
+    GENERATION_CONFIG,
+    NAMED_TEMPLATES,
+    with_named_templates,
+    write_files,
+)
+from ppfleetx.data.tokenizer.files import CONFIG as TOKENIZER_CONFIG
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 TOKENIZER_DIR = "tokenizer"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
 _HEAD = """\
 # The model of this checkpoint: its network, the data it was trained and evaluated on, how it continues text.
 # Nothing here depends on the plan or the machines of the run. The tokenizer lies beside this file.
@@ -94,3 +115,37 @@ def _without_derived(section: dict[str, Any], prefix: str, cfg: RunConfig) -> di
         for key, value in section.items()
         if f"{prefix}{key}" not in cfg.derived
     }
+
+
+def tokenizer_files(directory: Path) -> list[Path]:
+    """The tokenizer files that ``directory`` has.
+
+    Raises:
+        CheckpointError: one of them is a directory or a dangling link.
+    """
+    files = [directory / name for name in TOKENIZER_FILES if os.path.lexists(directory / name)]
+    for file in files:
+        if not file.is_file():
+            what = "a directory" if file.is_dir() else "a dangling link"
+            raise CheckpointError(f"{file} is {what}, not a tokenizer file")
+    return files
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the tokenizer files that ``source`` has, and its ``generation_config.json``."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in (*tokenizer_files(source), source / GENERATION_CONFIG):
+        if file.is_file() and source.resolve() != target.resolve():
+            shutil.copyfile(file, target / file.name)
+    if source.resolve() != target.resolve() and (source / NAMED_TEMPLATES).is_dir():
+        _list_templates(source, target)
+
+
+def _list_templates(source: Path, target: Path) -> None:
+    """Move the templates of ``additional_chat_templates/`` into ``tokenizer_config.json``."""
+    names = (TOKENIZER_CONFIG, CHAT_TEMPLATE)
+    texts = {name: (target / name).read_text("utf-8") for name in names if (target / name).is_file()}
+    listed = with_named_templates(texts, source)
+    write_files(listed, target)
+    if CHAT_TEMPLATE not in listed:
+        (target / CHAT_TEMPLATE).unlink(missing_ok=True)  # copied a moment ago

@@ -14,7 +14,7 @@ import numpy as np
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.entries import TensorEntry
-from ppfleetx.checkpoint.foreign.lazy import cast
+from ppfleetx.checkpoint.lazy import cast
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import MODEL
 

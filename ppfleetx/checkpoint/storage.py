@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -31,13 +31,13 @@ _CHECKERS = 2  # threads that compare checksums
 
 
 def write_safetensors(
-    path: Path, relative: str, pieces: Sequence[TensorSlice]
+    path: Path, relative: str, pieces: Sequence[TensorSlice], metadata: Mapping[str, str] | None = None
 ) -> tuple[FileEntry, list[SliceEntry]]:
     """Write the pieces into one safetensors file and flush it to disk; only one piece is held at a time.
 
     Returns the file's entry and one entry per piece. `relative` is the file's path in the manifest.
     """
-    header = _header(pieces)
+    header = _header(pieces, metadata)
     entries = []
     position = len(header)
     with path.open("wb", buffering=1 << 16) as file:
@@ -221,9 +221,10 @@ def _write_chunks(file: BinaryIO, array: np.ndarray) -> tuple[str, ...]:
     return tuple(checksums)
 
 
-def _header(pieces: Sequence[TensorSlice]) -> bytes:
+def _header(pieces: Sequence[TensorSlice], metadata: Mapping[str, str] | None) -> bytes:
     """Header of a safetensors file: its length in 8 bytes (little endian), then JSON, padded to 8 bytes."""
-    table, position = {}, 0
+    table: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    position = 0
     for piece in pieces:
         key = base = f"{piece.name}/{piece.state}" if piece.state else piece.name
         number = 1

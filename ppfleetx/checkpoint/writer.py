@@ -150,7 +150,7 @@ def write_rank(
     target.mkdir()
     files: dict[str, FileEntry] = {}
     entries: dict[tuple[str, str, str], TensorEntry] = {}
-    for file_name, pieces in _split(list(tensors), max_file_bytes):
+    for file_name, pieces in split_into_files(list(tensors), max_file_bytes):
         relative = f"{rank_dir}/{file_name}"
         files[relative], slices = storage.write_safetensors(target / file_name, relative, pieces)
         for piece, entry in zip(pieces, slices, strict=True):
@@ -222,8 +222,10 @@ def _merged(indices: Sequence[RankIndex]) -> dict[tuple[str, str, str], TensorEn
     return merged
 
 
-def _split(tensors: Sequence[TensorSlice], max_bytes: int) -> Iterator[tuple[str, list[TensorSlice]]]:
-    """(file name, slices): model and optimizer apart, neither larger than `max_bytes` if it can be helped."""
+def split_into_files(
+    tensors: Sequence[TensorSlice], max_bytes: int
+) -> Iterator[tuple[str, list[TensorSlice]]]:
+    """(file name, slices): model and optimizer in separate files, split at `max_bytes` between tensors."""
     for stem, of_kind in (
         ("model", [piece for piece in tensors if piece.kind != OPTIMIZER]),
         ("optimizer", [piece for piece in tensors if piece.kind == OPTIMIZER]),

@@ -44,7 +44,7 @@ def table() -> str:
     from ppfleetx.commands.check import human_count
     from ppfleetx.config.loader import load_config
     from ppfleetx.config.shipped import purpose, shipped_configs
-    from ppfleetx.models.gpt.shape import parameter_count
+    from ppfleetx.models.gpt.spec import parameter_count
 
     rows = [("NAME", "SIZE", "CARDS", "PURPOSE")]
     for name, path in shipped_configs().items():

@@ -78,8 +78,8 @@ class Convert(Command):
     def run(self) -> None:
         """Convert, and compare logits where asked to."""
         plan = None if self.plan is None else parse_plan(self.plan)
-        from ppfleetx.checkpoint.foreign.convert import Conversion, check_logits, convert, load_model_section
-        from ppfleetx.checkpoint.foreign.hub import local_directory
+        from ppfleetx.conversion.convert import Conversion, check_logits, convert, load_model_section
+        from ppfleetx.conversion.hub import local_directory
         from ppfleetx.config.plan import ParallelPlan
         from ppfleetx.utils.log import configure_logging
 
@@ -133,7 +133,7 @@ class Merge(Command):
 
     def run(self) -> None:
         """Merge, and say where the result is."""
-        from ppfleetx.checkpoint.foreign.merge_lora import merge_lora
+        from ppfleetx.checkpoint.merge_lora import merge_lora
         from ppfleetx.utils.log import configure_logging
 
         configure_logging()

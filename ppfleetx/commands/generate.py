@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.directory import resolve_checkpoint
-from ppfleetx.checkpoint.foreign.ours import find_tokenizer_dir
+from ppfleetx.checkpoint.weights_only import find_tokenizer_dir
 from ppfleetx.commands.launching import LaunchOptions
 from ppfleetx.commands.model_options import ModelOptions
 from ppfleetx.commands.options import option, positional

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.models.gpt.hf_generation import DEFAULTS
+from ppfleetx.conversion.huggingface.generation import DEFAULTS
 
 
 def generation_options(asked: Mapping[str, Any], max_new_tokens: int) -> tuple[dict[str, Any], list[str]]:

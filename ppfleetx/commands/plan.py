@@ -20,8 +20,8 @@ from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.report import account, constants, ranking
 from ppfleetx.planner.search import Found, search
-from ppfleetx.planner.what_if import Questions, answers, questions_of
-from ppfleetx.planner.words import WORDS, read_words
+from ppfleetx.planner.long_run import Questions, Ramp, answers
+from ppfleetx.planner.plan_words import WORDS, read_words
 
 _ANY_CARD = "A100-80GB"
 _RUN = "about the whole run"
@@ -113,19 +113,19 @@ def report_of(options: Plan) -> str:
     """What the command prints.
 
     Raises:
-        ConfigError: an argument or a plan that cannot be.
+        ConfigError: an argument or the plan is not valid.
     """
     written = read_written(options.config, options.override)
     card = load_card(options.card or written.cfg.Global.card or _ANY_CARD)
-    told = ""
+    calibration = ""
     cluster = _cluster(options, card)
     if options.calibrate:
-        card, told = calibrate(options.calibrate, cluster, options.write_card)
+        card, calibration = calibrate(options.calibrate, cluster, options.write_card)
         cluster = replace(cluster, card=card)
     elif options.write_card:
         raise ConfigError("is written by --calibrate RUN_DIR", key="--write-card", value=options.write_card)
     words = _words(options)
-    questions = questions_of(options)
+    questions = _questions_of(options)
     if words is not None or options.devices is None:
         cfg, prediction = _one(written, words or "", options, cluster)
         found = None
@@ -136,9 +136,9 @@ def report_of(options: Plan) -> str:
     if prediction is not None:
         _files(options, cfg, prediction, found)
     if options.json:
-        calibrated = {"calibration": told.splitlines()} if told else {}
+        calibrated = {"calibration": calibration.splitlines()} if calibration else {}
         return json.dumps({**_json(written, prediction, found, questions, options), **calibrated})
-    lines = [*([told] if told else []), _text(options, prediction, found, cluster)]
+    lines = [*([calibration] if calibration else []), _text(options, prediction, found, cluster)]
     if prediction is not None:
         lines += answers(prediction, _tokens(written, prediction, options), questions)
         if found is not None:
@@ -147,8 +147,37 @@ def report_of(options: Plan) -> str:
     return "\n".join(lines)
 
 
+def _questions_of(options: Plan) -> Questions:
+    """The questions in the options.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+    for name in ("price", "mtbf", "save_seconds", "restart_seconds"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError("must be greater than 0", key=f"--{name.replace('_', '-')}", value=value)
+    ramp = None
+    if options.ramp is not None:
+        numbers = _numbers(options.ramp, "--ramp")
+        if len(numbers) != 3:
+            raise ConfigError("takes three numbers: START,STEP,SAMPLES", key="--ramp", value=options.ramp)
+        ramp = Ramp(*numbers)
+    scale = _numbers(options.scale, "--scale") if options.scale is not None else ()
+    return Questions(
+        options.price, options.mtbf, options.save_seconds, options.restart_seconds, tuple(scale), ramp
+    )
+
+
+def _numbers(text: str, key: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 12 and int(part) > 0 for part in parts):
+        raise ConfigError("takes integers of at least 1, with commas between", key=key, value=text)
+    return [int(part) for part in parts]
+
+
 def _words(options: Plan) -> str | None:
-    """The plan that ``--plan`` or ``--explain`` name."""
+    """The plan named by ``--plan`` or ``--explain``."""
     if options.plan is not None and options.explain:
         raise ConfigError(
             "names a plan, and --plan does too; give one", key="--explain", value=options.explain
@@ -173,7 +202,7 @@ def _axes(words: str | None) -> tuple[str, ...]:
 
 
 def _one(written: Written, words: str, options: Plan, cluster: Cluster) -> tuple[RunConfig, Prediction]:
-    """The configuration under the plan that ``words`` name; what they leave out stays."""
+    """The configuration under the plan ``words``; whatever they do not name stays."""
     named = read_words(words, written.plan)
     plan, batch = named.plan, _batch(written, options)
     if options.devices is not None and plan.world_size != options.devices:

@@ -10,9 +10,9 @@ from typing import Any
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.documents import documents_of
-from ppfleetx.checkpoint.foreign.lazy import LazyTensor
-from ppfleetx.checkpoint.foreign.weights import slices_of, with_vocabulary
+from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.checkpoint.weights import slices_of, with_vocabulary
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.commands.options import option
 from ppfleetx.commands.shrinking import (
@@ -38,7 +38,7 @@ from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.models.gpt.shape import flops_per_step, parameter_count
+from ppfleetx.models.gpt.spec import flops_per_step, parameter_count
 from ppfleetx.utils.log import configure_logging, get_logger
 
 REPORT_FILE = "pruning.json"

@@ -16,12 +16,8 @@ from typing import Any
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.documents import OF_ONE_CALL, PORTABLE_SECTIONS, portable_model
-from ppfleetx.checkpoint.foreign.convert import Conversion, convert
-from ppfleetx.checkpoint.foreign.detect import is_hugging_face
-from ppfleetx.checkpoint.foreign.fleetx import is_fleetx, read_fleetx
-from ppfleetx.checkpoint.foreign.hub import hub_name, local_directory, may_be_of_hub
-from ppfleetx.checkpoint.foreign.ours import find_tokenizer_dir
 from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.checkpoint.weights_only import find_tokenizer_dir
 from ppfleetx.commands.shared_directory import shared_directory
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import CONFIG_FILE, load_config
@@ -30,6 +26,10 @@ from ppfleetx.config.reading.overrides import Override, Setting, overridden_keys
 from ppfleetx.config.reading.parse import Budget, read_yaml
 from ppfleetx.config.sections.root import DistributedConfig, RunConfig
 from ppfleetx.config.shipped import shipped_configs
+from ppfleetx.conversion.convert import Conversion, convert
+from ppfleetx.conversion.detect import is_hugging_face
+from ppfleetx.conversion.fleetx import is_fleetx, read_fleetx
+from ppfleetx.conversion.hub import hub_name, local_directory, may_be_of_hub
 from ppfleetx.utils.log import configure_logging, get_logger
 from ppfleetx.utils.plugins import import_named_plugins
 
@@ -136,7 +136,7 @@ def refuse_absent(place: str | Path) -> None:
 
 def _refuse_more_than_a_model(config: Path) -> None:
     """Whoever made a checkpoint must not choose what is overwritten here, or where a server listens."""
-    tree = read_yaml(config, Budget())
+    tree = read_yaml(config)
     nodes = {key: node for key, node in tree.value.items() if key not in _OWN_SECTIONS}
     for section, allowed in (("Global", lambda key: key in _OWN_GLOBAL), ("Generation", _is_lasting)):
         keys = tree.value[section].value if section in tree.value else None

@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppfleetx.checkpoint.foreign.ours import load_tokenizer
+from ppfleetx.checkpoint.weights_only import load_tokenizer
 from ppfleetx.commands.options import OptionalConfigOptions, option, positional
 from ppfleetx.commands.resolve_model import as_replicas, resolve_model
 from ppfleetx.config.errors import CheckpointError, ConfigError

@@ -106,7 +106,7 @@ def refuse_foreign_weights(cfg: RunConfig) -> None:
         ConfigError: naming the key, and how to convert them.
     """
     if any(sources(cfg)):
-        from ppfleetx.checkpoint.foreign.detect import refuse_foreign  # knows many formats: slow to import
+        from ppfleetx.conversion.detect import refuse_foreign  # knows many formats: slow to import
 
         refuse_foreign(cfg)
 

@@ -227,7 +227,7 @@ def evaluator_of(cfg: RunConfig, ctx: ParallelContext, *, has_labels: bool = Tru
     if measure is None:
         return partial(task.evaluator, ctx, has_labels=has_labels)
     get_logger().warning("ModuleTraits.measure: override `evaluator` of the task in its place")
-    make = load_target(measure) if isinstance(measure, str) else measure
+    make = load_target(measure)
     return partial(make, task, ctx, has_labels=has_labels)
 
 

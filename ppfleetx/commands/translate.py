@@ -9,7 +9,7 @@ from pathlib import Path
 from ppfleetx.commands.options import Command, option, positional
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_tree
-from ppfleetx.config.reading.parse import Budget, read_yaml
+from ppfleetx.config.reading.parse import read_yaml
 from ppfleetx.dialects.registry import named, of_arguments, of_file
 from ppfleetx.dialects.translation import Translation
 from ppfleetx.utils.files import atomic_write
@@ -75,11 +75,7 @@ def translation_of(words: Sequence[str], dialect: str | None = None) -> Translat
     first, *rest = words
     if first.endswith(_FILES):
         path = Path(first)
-        known = (
-            named(dialect)
-            if dialect
-            else of_file(path, frozenset(read_yaml(path, Budget(), is_ours=False).value))
-        )
+        known = named(dialect) if dialect else of_file(path, frozenset(read_yaml(path, is_ours=False).value))
         return known.of_file(path, rest)
     if not rest and Path(first).suffix not in (".py", ".sh"):
         kind = "is a directory" if Path(first).is_dir() else "there is no such file"

@@ -75,16 +75,19 @@ class ModuleTraits:
 
 @dataclass(frozen=True)
 class ArchitectureTraits:
-    """What is counted of an architecture before it is built.
+    """What is known of an architecture before it is built.
 
     Attributes:
-        layer_shapes: gives the parameters of one layer from the ``Model`` section, ``{name: ParamSpec}`` or
-            ``{name: global shape}``; a function, or ``package.module:attribute``. None: those of GPT's block.
+        spec: a function, or ``package.module:attribute``, that makes the ``ModelSpec``
+            (``ppfleetx/models/gpt/spec.py``) from the ``Model`` section; None: GPT's.
         metrics: names of the metrics that its layers give (``ppfleetx/nn/aux_loss.py``).
+        layer_shapes: the form before ``spec``, kept for one version: gives the parameters of one layer,
+            ``{name: ParamSpec}`` or ``{name: global shape}``.
     """
 
-    layer_shapes: str | Callable[[Any], Mapping[str, Any]] | None = None
+    spec: str | Callable[[Any], Any] | None = None
     metrics: tuple[str, ...] = ()
+    layer_shapes: str | Callable[[Any], Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator, Mapping
 
 from ppfleetx.config.counts import counted
-from ppfleetx.doctor.arrival import listening, reach
 from ppfleetx.doctor.interfaces import is_local
+from ppfleetx.doctor.links import reach
 from ppfleetx.doctor.nodes import own_address, resolved
 from ppfleetx.doctor.rows import Row, fail, warn
 
@@ -98,8 +98,8 @@ def _own_address(environ: Mapping[str, str]) -> Iterator[Row]:
         yield fail("own address", f"{own} is not this machine's ({whence}): its processes do not meet", cure)
         return
     try:
-        with listening(own) as port:
-            problem = reach((own, port), _REACH_SECONDS)
+        with socket.create_server((own, 0)) as listener:
+            problem = reach((own, listener.getsockname()[1]), _REACH_SECONDS)
     except OSError as error:
         problem = error.strerror or str(error)
     if problem:

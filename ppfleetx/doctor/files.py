@@ -9,13 +9,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ppfleetx.checkpoint.directory import resolve_checkpoint
-from ppfleetx.checkpoint.foreign.detect import refuse_foreign
 from ppfleetx.checkpoint.manifest import MANIFEST_FILE
 from ppfleetx.config.counts import counted
 from ppfleetx.config.data_sets import data_sets
 from ppfleetx.config.errors import DataError, UserError
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.weight_sources import sources
+from ppfleetx.conversion.detect import refuse_foreign
 from ppfleetx.data.build import build_dataset, load_tokenizer, open_corpora
 from ppfleetx.data.checksums import BLOCK_BYTES, Block, CorpusChecksums, checksums_path, read_checksums
 from ppfleetx.data.split import MODES, split_ranges

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Any
 
-from ppfleetx.doctor.arrival import reach
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.interfaces import named_addresses
 from ppfleetx.doctor.meeting import Answer, Meeting
@@ -41,6 +40,17 @@ _SLOW_CURE = (
     "traffic, and that the address is of the fast network (POD_IP, NCCL_SOCKET_IFNAME)"
 )
 _LOSS_CURE = "look at the cable, its plugs and the switch (ip -s link: errors, dropped), and at other traffic"
+
+
+def reach(address: tuple[str, int], seconds: float) -> str:
+    """Why a connection to ``address`` fails; empty where it does not."""
+    try:
+        socket.create_connection(address, seconds).close()
+    except TimeoutError:
+        return "nothing comes back"
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 @contextlib.contextmanager

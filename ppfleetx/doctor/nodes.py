@@ -10,11 +10,11 @@ import contextlib
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 
-from ppfleetx.doctor.arrival import receive_guests, visit
+from ppfleetx.distributed.rendezvous import RendezvousError
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.interfaces import interfaces, is_local, network, route_to
 from ppfleetx.doctor.links import examine_links, receiving
-from ppfleetx.doctor.meeting import Meeting, MeetingError
+from ppfleetx.doctor.meeting import Meeting, open_meeting
 from ppfleetx.doctor.rows import Row, Status, fail, ok, warn
 from ppfleetx.doctor.within import within
 
@@ -48,15 +48,12 @@ def examine_nodes(master: str, size: int, seconds: float, environ: Mapping[str, 
     name = f"node {socket.gethostname()} {own}"
     try:
         with receiving() as own_port:
-            if is_first:
-                meeting: Meeting = receive_guests(int(port), size, name, seconds)
-            else:
-                meeting = visit((address, int(port)), size, name, seconds)
-            with contextlib.closing(meeting):
+            point = address, int(port)
+            with contextlib.closing(open_meeting(point, size, name, seconds, is_host=is_first)) as meeting:
                 yield ok("--master", f"all {size} machines have met at {master}: {', '.join(meeting.names)}")
                 yield from examine_links(meeting, own, own_port, environ)
                 yield from _clocks(meeting)
-    except MeetingError as error:
+    except RendezvousError as error:
         yield fail("--master", f"{master}: {error}", error.cure)
         yield from network(Case(world_size=2, environ=environ))
         for one in interfaces():

@@ -21,11 +21,10 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.shipped import CONFIGS
 from ppfleetx.core.engine.run_directory import output_dir_of
-from ppfleetx.distributed.cpu.rendezvous import meeting_point
+from ppfleetx.distributed.rendezvous import RendezvousError, meeting_point
 from ppfleetx.doctor.agreement import agreement_rows, differing, digests, host_of, in_full
-from ppfleetx.doctor.arrival import receive_guests, visit
 from ppfleetx.doctor.case import Case
-from ppfleetx.doctor.meeting import Answer, Meeting, MeetingError
+from ppfleetx.doctor.meeting import Answer, Meeting, open_meeting
 from ppfleetx.doctor.nodes import clock_rows
 from ppfleetx.doctor.registry import CHECKS, Check, examine
 from ppfleetx.doctor.report import in_groups, joined, rank_words
@@ -64,7 +63,7 @@ def examine_job(case: Case, *, seconds: float, finish: Callable[[list[Row]], Non
     """
     try:
         meeting = meet(case, seconds)
-    except MeetingError as error:
+    except RendezvousError as error:
         row = fail(ALONE, f"rank {case.rank}: {error}", error.cure)
         return in_groups([*examine_all(case), _in(_PROCESSES, row)])
     with contextlib.closing(meeting):
@@ -73,7 +72,7 @@ def examine_job(case: Case, *, seconds: float, finish: Callable[[list[Row]], Non
             job.look_locally()
             job.compare()
             job.communicate(seconds, finish)
-        except MeetingError as error:
+        except RendezvousError as error:
             job.lose_host(error)
         return job.result()
 
@@ -82,13 +81,11 @@ def meet(case: Case, seconds: float) -> Meeting:
     """Meet the other processes where the job's own will meet.
 
     Raises:
-        MeetingError: somebody does not come, or the place cannot be used.
+        RendezvousError: somebody does not come, or the place cannot be used.
     """
-    host, port = meeting_point()
     name = f"rank {case.rank} on {host_of(case)}"
-    if case.rank == 0:
-        return receive_guests(port, case.world_size, name, seconds)
-    return visit((host, port), case.world_size, name, seconds, number=case.rank)
+    place = case.world_size, name, seconds
+    return open_meeting(meeting_point(), *place, is_host=case.rank == 0, number=case.rank)
 
 
 def _in(group: str, row: Row) -> Row:
@@ -130,11 +127,11 @@ class Job:
         """Give everybody this process's rows, and take theirs.
 
         Raises:
-            MeetingError: the first rank is gone; its own rows are left to this process.
+            RendezvousError: the first rank is gone; its own rows are left to this process.
         """
         try:
             answers = self.meeting.exchange([row.as_json() for row in own], seconds, quiet)
-        except MeetingError:
+        except RendezvousError:
             self.rows[self.case.rank] += own
             raise
         self._take(answers)
@@ -165,7 +162,7 @@ class Job:
         if self.case.cfg is not None:
             self.of_job += [_in(_AGREEMENT, row) for row in self._shared_directory()]
 
-    def lose_host(self, error: MeetingError) -> None:
+    def lose_host(self, error: RendezvousError) -> None:
         """What this process knows is all that there is now."""
         self.rows[self.case.rank].append(_in(_PROCESSES, fail("first rank", str(error), error.cure)))
 
@@ -222,7 +219,7 @@ class Job:
             own.append(fail("communication", text, cure))
             try:
                 self._share_collectives(own, seconds)
-            except MeetingError as error:
+            except RendezvousError as error:
                 self.lose_host(error)
             finish(self.result())
             sys.stdout.flush()

@@ -17,6 +17,7 @@ from paddle import distributed, nn
 
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.factory import SequenceSplit, TensorParallelFactory
+from ppfleetx.nn.layer_spec import LinearSpec
 from ppfleetx.nn.matmul import Exchange, Finish
 
 
@@ -85,9 +86,10 @@ class OverlappingFactory(TensorParallelFactory):
             ScatteredInput(group, gathers_again=gathers_again) if sequence_parallel else WholeInput(group)
         )
 
-    def column_linear(self, in_features: int, out_features: int, **options: Any) -> nn.Layer:
-        layer = super().column_linear(in_features, out_features, **options)
-        layer.forward = self._forward_of(layer)
+    def linear(self, spec: LinearSpec) -> nn.Layer:
+        layer = super().linear(spec)
+        if spec.cut == "columns":
+            layer.forward = self._forward_of(layer)
         return layer
 
     def _forward_of(self, layer: nn.Layer) -> Callable[[paddle.Tensor], paddle.Tensor]:

@@ -6,17 +6,19 @@ import itertools
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Literal
+from operator import itemgetter
 
 from ppfleetx.config.batch import BatchPlan
 from ppfleetx.config.plan import ParallelPlan, Workload
 from ppfleetx.config.registries import OPTIMIZERS
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.models.gpt.spec import BlockSpec, ModelSpec, model_spec
+from ppfleetx.nn.cost import Kernels, Recompute, Work
 from ppfleetx.planner.cards import Card
 
-Recompute = Literal["none", "core_attn", "full_attn", "full"]
-Kernels = Literal["cpu", "gpu", "plugin", "fused"]
+Layer = tuple[BlockSpec, Recompute]
+"""A block, and what of it is recomputed in the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -187,13 +189,43 @@ class Case:
     def _ends_of_chunks(self) -> list[int]:
         return list(itertools.accumulate(self.plan.layers_of_chunks(self.model.num_layers)))
 
-    def layer_kinds(self, stage: int) -> dict[Recompute, int]:
-        """How many of the layers on pipeline stage ``stage`` recompute what."""
-        uniform = len(set(self.recomputed)) == 1
-        if uniform and self.plan.pp_layers is None:
-            return {self.recomputed[0]: self.model.num_layers // self.plan.pp}
-        kinds = Counter(self.recomputed[n] for chunk in self.layers_of_stage(stage) for n in chunk)
-        return dict(kinds)
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's declaration."""
+        return _spec_of(SameModel(self.model))
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """Every layer of the model: its block, and what it recomputes."""
+        return tuple(zip(self.spec.blocks, self.recomputed, strict=True))
+
+    @cached_property
+    def work(self) -> Work:
+        """What a rank computes of a micro batch."""
+        plan, precision = self.plan, self.precision
+        return Work(
+            self.micro_batch,
+            self.seq_len,
+            plan.mp,
+            plan.sep,
+            plan.sequence_parallel,
+            precision.activation_bytes,
+            precision.parameter_bytes,
+            precision.gradient_bytes,
+            self.kernels,
+            self.flash,
+        )
+
+    @cached_property
+    def kinds(self) -> tuple[Layer, ...]:
+        """The different ones among :attr:`layers`."""
+        return tuple(sorted(dict.fromkeys(self.layers), key=itemgetter(1)))
+
+    def layer_kinds(self, stage: int) -> dict[Layer, int]:
+        """How many equal layers of each kind are on pipeline stage ``stage``."""
+        if len(self.kinds) == 1 and self.plan.pp_layers is None:
+            return {self.kinds[0]: self.model.num_layers // self.plan.pp}
+        return dict(Counter(self.layers[n] for chunk in self.layers_of_stage(stage) for n in chunk))
 
     def with_plan(self, plan: ParallelPlan, micro_batch: int) -> Case:
         """The same step of the same job under another plan.
@@ -223,6 +255,11 @@ class SameModel:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SameModel) and self.model is other.model
+
+
+@lru_cache(maxsize=256)
+def _spec_of(same: SameModel) -> ModelSpec:
+    return model_spec(same.model)
 
 
 def alike(case: Case) -> Case:

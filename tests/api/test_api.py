@@ -17,16 +17,16 @@ from ppfleetx.api.configuration import settings_of
 from ppfleetx.api.corpus import corpus_prefix
 from ppfleetx.api.gpt2 import _is_text
 from ppfleetx.api.streaming import stream_of
-from ppfleetx.checkpoint.foreign.convert import Conversion, convert
-from ppfleetx.checkpoint.foreign.lazy import LazyTensor
-from ppfleetx.checkpoint.foreign.ours import read_ppfleetx
-from ppfleetx.checkpoint.foreign.safetensors_file import read_safetensors, write_sharded
+from ppfleetx.checkpoint.lazy import LazyTensor
+from ppfleetx.checkpoint.weights_only import read_ppfleetx
 from ppfleetx.config.errors import CheckpointError, ConfigError, DataError
+from ppfleetx.conversion.convert import Conversion, convert
+from ppfleetx.conversion.safetensors_file import read_safetensors, write_sharded
 from ppfleetx.data.indexed import IndexedDataset
 from ppfleetx.pipeline import pipeline
 from ppfleetx.trainer import Trainer
-from tests.checkpoint.foreign import hf_dirs
-from tests.checkpoint.foreign.test_fleetx import theirs
+from tests.conversion import hf_dirs
+from tests.conversion.test_fleetx import theirs
 
 ROOT = Path(__file__).resolve().parents[2]
 GREEDY = {"decode_strategy": "greedy_search", "max_dec_len": 6}

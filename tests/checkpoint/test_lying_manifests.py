@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from ppfleetx.checkpoint.entries import CHUNK_BYTES
-from ppfleetx.checkpoint.foreign.layout import merge
-from ppfleetx.checkpoint.foreign.ours import read_ppfleetx
 from ppfleetx.checkpoint.inspect import open_for_inspection
+from ppfleetx.checkpoint.layout import merge
 from ppfleetx.checkpoint.manifest import marker_of
 from ppfleetx.checkpoint.reader import open_checkpoint, read_marker
 from ppfleetx.checkpoint.slices import covers_once
+from ppfleetx.checkpoint.weights_only import read_ppfleetx
 from ppfleetx.config.errors import CheckpointError
 from tests.checkpoint.checkpoints import RANK, piece, save
 

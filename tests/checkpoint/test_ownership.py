@@ -6,8 +6,8 @@ import shutil
 import pytest
 
 from ppfleetx.checkpoint.directory import newest_good
-from ppfleetx.checkpoint.foreign.layout import merge, reshard
 from ppfleetx.checkpoint.housekeeping import write_best
+from ppfleetx.checkpoint.layout import merge, reshard
 from ppfleetx.checkpoint.manifest import marker_of
 from ppfleetx.checkpoint.ownership import Ownership, RunRecord, new_run, read_run, run_of, write_run
 from ppfleetx.checkpoint.reader import open_checkpoint

@@ -14,14 +14,14 @@ import pytest
 import yaml
 from safetensors.numpy import load_file, save_file
 
-from ppfleetx.checkpoint.foreign.convert import Conversion, convert
-from ppfleetx.checkpoint.foreign.weights import Weights
+from ppfleetx.checkpoint.weights import Weights
 from ppfleetx.commands.evaluate import Accuracy, Perplexity, result_of, table, write
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.data.indexed import IndexedDatasetWriter
-from tests.checkpoint.foreign import hf_dirs
 from tests.commands.eval_program import CLOZE, HF, MODELS, last_words, score, sliding
+from tests.conversion import hf_dirs
 from tests.e2e.program import plan_overrides
 from tests.helpers.ranks import Pools
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from ppfleetx.checkpoint.foreign.convert import Conversion, convert
 from ppfleetx.commands.lm_eval import LmEval, find_tasks, load_model, measure
 from ppfleetx.commands.lm_eval_options import generation_options
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
+from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.data.tokenizer.training import train_tokenizer
 from ppfleetx.distributed.context import ParallelContext

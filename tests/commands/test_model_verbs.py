@@ -18,7 +18,6 @@ import ppfleetx
 from ppfleetx.api.model import GPT
 from ppfleetx.api.text_generation import Trainer
 from ppfleetx.checkpoint.documents import documents_of
-from ppfleetx.checkpoint.foreign.convert import Conversion, convert
 from ppfleetx.checkpoint.tensors import model_slices
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.commands.launching import without_launch_options
@@ -29,13 +28,14 @@ from ppfleetx.config.errors import CheckpointError, ConfigError, UserError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.reading.files import Sections
 from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.data.indexed import IndexedDatasetWriter
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import LocalFactory
 from tests.checkpoint.checkpoints import save
-from tests.checkpoint.foreign.test_fleetx import save as save_fleetx
-from tests.checkpoint.foreign.test_fleetx import theirs
+from tests.conversion.test_fleetx import save as save_fleetx
+from tests.conversion.test_fleetx import theirs
 from tests.helpers import programs
 from tests.helpers.texts import small_tokenizer
 

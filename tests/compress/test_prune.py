@@ -8,10 +8,10 @@ import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.checkpoint.foreign.layout import reshard
-from ppfleetx.checkpoint.foreign.lazy import LazyTensor
-from ppfleetx.checkpoint.foreign.weights import slices_of
+from ppfleetx.checkpoint.layout import reshard
+from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.checkpoint.reader import open_checkpoint
+from ppfleetx.checkpoint.weights import slices_of
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.commands.prune import REPORT_FILE, Prune, prune
 from ppfleetx.compress.prune import (
@@ -27,7 +27,7 @@ from ppfleetx.config.errors import UserError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.plan import ParallelPlan as Plan
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.models.gpt.shape import parameter_shapes
+from ppfleetx.models.gpt.spec import parameter_shapes
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import LocalFactory

@@ -13,8 +13,7 @@ import paddle
 import pytest
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.checkpoint.foreign.convert import Conversion, convert
-from ppfleetx.checkpoint.foreign.merge_lora import merge_lora
+from ppfleetx.checkpoint.merge_lora import merge_lora
 from ppfleetx.commands.generate import load_generator
 from ppfleetx.commands.quantize import REPORT_FILE, Quantize, quantize
 from ppfleetx.commands.resolve_model import resolve_model
@@ -26,6 +25,7 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.compress import WeightsConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.validate import section_of
+from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.factory import LocalFactory
 from tests.compress.runs import MODELS, add_adapters, write_corpus, write_run

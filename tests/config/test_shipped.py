@@ -13,7 +13,7 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.suggest import all_keys
 from ppfleetx.config.words import field_types, section_in
-from ppfleetx.models.gpt.shape import parameter_count
+from ppfleetx.models.gpt.spec import parameter_count
 from ppfleetx.utils.gpu_operators import on_the_host
 from tools.gen_config_docs import field_docs, json_schema
 

@@ -12,20 +12,20 @@ import httpx
 import numpy as np
 import pytest
 
-from ppfleetx.checkpoint.foreign.convert import Conversion, convert
-from ppfleetx.checkpoint.foreign.huggingface import write_hf
-from ppfleetx.checkpoint.foreign.lazy import LazyTensor
+from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.commands.evaluate import read_windows
 from ppfleetx.commands.generate import load_generator
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import GenerationConfig, InferenceConfig, RunConfig
+from ppfleetx.conversion.convert import Conversion, convert
+from ppfleetx.conversion.huggingface.directory import write_hf
 from ppfleetx.deploy.export import export
 from ppfleetx.deploy.inference_engine import InferenceEngine
 from ppfleetx.deploy.server.app import create_app
 from ppfleetx.deploy.server.run import build_service
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.generation.generator import Generator
-from ppfleetx.models.gpt.shape import parameter_shapes
+from ppfleetx.models.gpt.spec import parameter_shapes
 from tests.models.gpt_builders import LLAMA_STYLE, tiny_config
 
 GOLDENS = Path(__file__).parents[1] / "goldens"

@@ -1,11 +1,16 @@
 """Generation on the card against the CPU's tokens, and programs exported here and there."""
 
 import json
+from functools import partial
 
 import pytest
 
+from ppfleetx.commands.quantize import Request, run
 from ppfleetx.config.plan import ParallelPlan as Plan
+from tests.compress.runs import MODELS
+from tests.compress.runs import write_run as write_small_run
 from tests.deploy.exports import STYLES, write_run
+from tests.operators.scenarios import SMALL
 
 pytestmark = pytest.mark.device
 
@@ -77,6 +82,22 @@ def test_two_cards_generate_what_one_does(pools, need_cards, device, style, trai
     assert two[0] == one[0]
 
 
+@pytest.mark.parametrize("way", SMALL)
+def test_weights_of_few_bits(alone, need_type, device, style, tmp_path, record_property, way):
+    """float32 gives the CPU's tokens; 16 bits begin with the same ones."""
+    source = write_small_run(tmp_path / "run", MODELS[style])
+    run(Request(checkpoint=str(source), output=str(tmp_path / "small"), **SMALL[way]))
+    texts = partial(alone, "texts:generate_with_few_bits", run=str(tmp_path / "small"))
+    expected = texts(device="cpu", dtype="float32")
+    assert texts(device=device, dtype="float32") == expected
+    for dtype in ("float16", "bfloat16"):
+        need_type(dtype)
+        pairs = zip(texts(device=device, dtype=dtype), expected, strict=True)
+        same = [_common_length(*pair) / len(pair[1]) for pair in pairs]
+        record_property(dtype, same)
+        assert max(same) > 0.5
+
+
 @pytest.mark.parametrize("exports_on", ["the card", "the cpu"])
 def test_an_exported_program_writes_the_same(alone, device, style, trained, tmp_path, exports_on):
     strategies = {name: STRATEGIES[name] for name in EXPORTED}
@@ -87,3 +108,9 @@ def test_an_exported_program_writes_the_same(alone, device, style, trained, tmp_
     for runs_on in dict.fromkeys((device, "cpu")):
         found = alone("texts:infer", exported=exported, device=runs_on, strategies=strategies, **arguments)
         assert found == expected, f"made on {made_on}, run on {runs_on}"
+
+
+def _common_length(text: str, other: str) -> int:
+    """How many characters two texts have in common from the beginning."""
+    different = (i for i, (one, two) in enumerate(zip(text, other, strict=False)) if one != two)
+    return next(different, min(len(text), len(other)))

@@ -9,7 +9,7 @@ import yaml
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config, load_tree
-from ppfleetx.config.reading.parse import Budget, parse_yaml
+from ppfleetx.config.reading.parse import parse_yaml
 from ppfleetx.dialects.docs import key_table
 from ppfleetx.dialects.given import given_arguments, given_in, normal_name
 from ppfleetx.dialects.keys import KeyTable, fixed, joint, mapped, refused, unused
@@ -46,7 +46,7 @@ def batch(reading: Reading, result: Translation) -> None:
 
 
 def translated(text: str) -> Translation:
-    tree = parse_yaml(text, "theirs.yaml", Budget(), with_lines=True)
+    tree = parse_yaml(text, "theirs.yaml", with_lines=True)
     return translate("Theirs", "theirs.yaml", given_in(tree), TABLE, [batch])
 
 

@@ -16,9 +16,9 @@ import pytest
 from ppfleetx.commands import main
 from ppfleetx.commands.doctor import Doctor, _case
 from ppfleetx.doctor import launch, run
-from ppfleetx.doctor.arrival import receive_guests
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.launch import examine_nodes_first, launched_rows, leave_report
+from ppfleetx.doctor.meeting import open_meeting
 from ppfleetx.doctor.registry import Check
 from ppfleetx.doctor.rows import Row, Status, fail, ok
 from ppfleetx.doctor.run import Guard, Job, examine_job
@@ -95,7 +95,7 @@ def test_a_rank_that_never_comes_is_a_row(monkeypatch, quick):
     monkeypatch.setattr(run, "meeting_point", lambda: ("127.0.0.1", free_port()))
     rows = by_name(examine_job(Case(rank=0, world_size=2), seconds=0.5, finish=lambda rows: None))
     assert rows["meeting"].status is Status.FAIL and rows["meeting"].group == "processes"
-    assert "missing: ranks 1" in rows["meeting"].found and "python" in rows
+    assert "rank 1 did not come" in rows["meeting"].found and "python" in rows
 
 
 def test_without_the_first_rank_the_others_keep_what_they_have_found(monkeypatch):
@@ -107,7 +107,7 @@ def test_without_the_first_rank_the_others_keep_what_they_have_found(monkeypatch
     case = Case(None, "cpu", 1, 2, 0, 1, environ={})
     with ThreadPoolExecutor(1) as pool:
         others = pool.submit(examine_job, case, seconds=10.0, finish=lambda rows: None)
-        receive_guests(port, 2, "rank 0", 10.0).close()
+        open_meeting(("", port), 2, "rank 0", 10.0, is_host=True, number=0).close()
         told = by_name(others.result())
     assert told["data"].found == "gone" and "is gone" in told["first rank"].found
     monkeypatch.setattr(run, "CHECKS", ())
@@ -116,7 +116,7 @@ def test_without_the_first_rank_the_others_keep_what_they_have_found(monkeypatch
     monkeypatch.setattr(Job, "compare", lambda self: None)
     with ThreadPoolExecutor(1) as pool:
         others = pool.submit(examine_job, case, seconds=10.0, finish=lambda rows: None)
-        first = receive_guests(port, 2, "rank 0", 10.0)
+        first = open_meeting(("", port), 2, "rank 0", 10.0, is_host=True, number=0)
         first.exchange([], 10.0)
         first.close()
         told = by_name(others.result())

@@ -18,7 +18,7 @@ import numpy as np
 
 from ppfleetx.checkpoint.slices import whole
 from tests.checkpoint.checkpoints import save
-from tests.checkpoint.foreign import hf_dirs
+from tests.conversion import hf_dirs
 from tests.helpers.hf_weights import hf_to_canonical
 
 GOLDENS = Path(__file__).parents[1] / "goldens"

@@ -27,11 +27,11 @@ import yaml
 
 from ppfleetx.checkpoint.slices import whole
 from ppfleetx.config.loader import load_config
+from ppfleetx.conversion.huggingface.config_keys import model_keys
 from ppfleetx.data.indexed import IndexedDatasetWriter
-from ppfleetx.models.gpt.hf_keys import model_keys
-from ppfleetx.models.gpt.shape import parameter_shapes
+from ppfleetx.models.gpt.spec import parameter_shapes
 from tests.checkpoint.checkpoints import save
-from tests.checkpoint.foreign import hf_dirs
+from tests.conversion import hf_dirs
 from tests.faults.hostile_files import FLEETX, HF, MEGATRON, OURS, TOKENIZER, Case, all_cases
 
 ROOT = Path(__file__).resolve().parents[2]

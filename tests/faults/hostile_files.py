@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 from tests.checkpoint.checkpoints import RANK, save
-from tests.checkpoint.foreign import hf_dirs
-from tests.checkpoint.foreign.test_odd_hf import ODD_VALUES
-from tests.checkpoint.foreign.test_pickles import attacks
-from tests.checkpoint.foreign.test_safetensors_file import LIES as HEADERS
-from tests.checkpoint.foreign.test_safetensors_file import file_of
 from tests.checkpoint.test_lying_manifests import LIES as MANIFESTS
 from tests.checkpoint.test_lying_manifests import reseal, saved
+from tests.conversion import hf_dirs
+from tests.conversion.test_odd_hf import ODD_VALUES
+from tests.conversion.test_pickles import attacks
+from tests.conversion.test_safetensors_file import LIES as HEADERS
+from tests.conversion.test_safetensors_file import file_of
 from tests.data.tokenizer.test_odd_tokenizers import ODD as TOKENIZERS
 from tests.faults.hostile_builders import (
     GOLDENS,
@@ -109,7 +109,7 @@ def _headers() -> Iterator[Case]:
 
         return write
 
-    for name, (header, _) in HEADERS.items():
+    for name, header in HEADERS.items():
         yield Case(f"safetensors: {name}", make(header), HF)
 
 

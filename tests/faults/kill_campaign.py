@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.checkpoint.directory import newest_good, resolve_checkpoint
-from ppfleetx.checkpoint.foreign.layout import merge
+from ppfleetx.checkpoint.layout import merge
 from ppfleetx.checkpoint.ownership import RunRecord, read_run, run_of
 from ppfleetx.checkpoint.reader import Checkpoint, open_checkpoint
 from ppfleetx.config.plan import ParallelPlan

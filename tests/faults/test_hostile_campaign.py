@@ -3,8 +3,8 @@
 import pytest
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.checkpoint.foreign.convert import Conversion, convert, load_model_section
 from ppfleetx.config.errors import UserError
+from ppfleetx.conversion.convert import Conversion, convert, load_model_section
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from tests.faults.hostile_campaign import Programs, campaign
 from tests.faults.hostile_files import FLEETX, OURS, TOKENIZER, all_cases

@@ -10,8 +10,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.models.gpt.shape import flops_per_step, parameter_count
-from ppfleetx.planner.activations import layer_tape
+from ppfleetx.models.gpt.spec import flops_per_step, parameter_count
 from ppfleetx.planner.cards import card_names, load_card
 from ppfleetx.planner.case import Case, Precision, case_of, uses_flash
 from ppfleetx.planner.flops import step_flops
@@ -36,9 +35,10 @@ def case(plan=ParallelPlan(), recompute="none", **model):  # noqa: B008
 def test_a_layer_keeps_what_the_formula_says():
     """34 s b h + 5 a s^2 b bytes (Korthikanti et al. 2022, equation 1)."""
     published = replace(case(), kernels="fused")
-    assert layer_tape(published, "none").kept == 34 * LENGTH * 2 * H + 5 * 4 * LENGTH**2 * 2
-    assert layer_tape(published, "core_attn").kept == 34 * LENGTH * 2 * H
-    assert layer_tape(published, "full").kept == 2 * LENGTH * 2 * H
+    block, work = published.spec.blocks[0], published.work
+    assert block.tape(work, "none").kept == 34 * LENGTH * 2 * H + 5 * 4 * LENGTH**2 * 2
+    assert block.tape(work, "core_attn").kept == 34 * LENGTH * 2 * H
+    assert block.tape(work, "full").kept == 2 * LENGTH * 2 * H
 
 
 def test_operations_follow_the_papers():

@@ -9,19 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ppfleetx.checkpoint.foreign.convert import Conversion, convert
-from ppfleetx.checkpoint.foreign.huggingface import tokenizer_files
-from ppfleetx.checkpoint.foreign.huggingface_files import (
+from ppfleetx.checkpoint.documents import tokenizer_files
+from ppfleetx.checkpoint.lazy import LazyTensor
+from ppfleetx.config.counts import counted
+from ppfleetx.config.errors import CheckpointError, ConfigError, UserError
+from ppfleetx.conversion.convert import Conversion, convert
+from ppfleetx.conversion.huggingface.files import (
     CONFIG,
     GENERATION_CONFIG,
     PICKLE,
     read_hf_config,
     read_stored,
 )
-from ppfleetx.checkpoint.foreign.lazy import LazyTensor
-from ppfleetx.checkpoint.foreign.safetensors_file import SINGLE
-from ppfleetx.config.counts import counted
-from ppfleetx.config.errors import CheckpointError, ConfigError, UserError
+from ppfleetx.conversion.safetensors_file import SINGLE
 
 _HEAD_WIDTH = 64  # of every published GPT-2
 _LAYER = re.compile(r"(?:transformer\.)?h\.(\d{1,5})\.ln_1\.weight")

@@ -10,11 +10,9 @@ from typing import Any
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, shown
 from ppfleetx.config.fields import Section
-from ppfleetx.config.reading.parse import MAX_DEPTH, Budget, key_problem, parse_yaml
+from ppfleetx.config.reading.parse import key_problem, parse_yaml
 from ppfleetx.config.reading.tree import Node, copy_tree, is_index, node_of, plain_value, same_value
 from ppfleetx.config.words import field_types, is_text_only, item_type, section_in
-
-_MAX_OVERRIDES = 1000
 
 
 @dataclass(frozen=True)
@@ -62,12 +60,9 @@ def apply_overrides(tree: Node, overrides: Sequence[Override], root: type[Sectio
     Raises:
         ConfigError: an override cannot be read, contradicts another, or does not fit the tree.
     """
-    if len(overrides) > _MAX_OVERRIDES:
-        raise ConfigError(f"{len(overrides):,} overrides are given; a file holds more than {_MAX_OVERRIDES}")
-    budget = Budget()
     numbers = count(1)
     read = [
-        _typed(one) if isinstance(one, Setting) else _read(one, f"-o override {next(numbers)}", root, budget)
+        _typed(one) if isinstance(one, Setting) else _read(one, f"-o override {next(numbers)}", root)
         for one in overrides
     ]
     _refuse_contradictions(read)
@@ -81,7 +76,7 @@ def _typed(one: Setting) -> _Read:
     return _Read(one.key, _path_of(one.key, one.place), node_of(one.value, one.place, one.key))
 
 
-def _read(text: str, place: str, root: type[Section], budget: Budget) -> _Read:
+def _read(text: str, place: str, root: type[Section]) -> _Read:
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals or not all(key.split(".")):
@@ -91,13 +86,11 @@ def _read(text: str, place: str, root: type[Section], budget: Budget) -> _Read:
             hint="Example: Engine.max_steps=10.",
         )
     path = _path_of(key, place)
-    return _Read(key, path, _read_value(value, _annotation_at(root, path), key, place, budget))
+    return _Read(key, path, _read_value(value, _annotation_at(root, path), key, place))
 
 
 def _path_of(key: str, place: str) -> tuple[str, ...]:
     path = tuple(key.split("."))
-    if len(path) > MAX_DEPTH:
-        raise ConfigError(f"has {len(path):,} parts; no key has so many", key=key, place=place)
     for part in path:
         if problem := key_problem(part):
             raise ConfigError(problem, key=key, place=place)
@@ -149,15 +142,14 @@ def _annotation_at(root: type[Section], path: Sequence[str]) -> Any:
     return annotation
 
 
-def _read_value(text: str, annotation: Any, key: str, place: str, budget: Budget) -> Node:
+def _read_value(text: str, annotation: Any, key: str, place: str) -> Node:
     text_field = annotation is not None and is_text_only(annotation)
     if problem := _unusable(text):
         raise ConfigError(problem, key=key, value=text, place=place)
     try:
-        node = parse_yaml(text, place, budget)
+        node = parse_yaml(text, place)
     except ConfigError as error:
         if text_field:
-            budget.take(1, len(text), place)
             return Node(text, place)
         inner = "" if error.key is None else f" (at {error.key})"
         about = f"in the value{inner}," if error.rule.startswith("the ") else f"the value{inner}"

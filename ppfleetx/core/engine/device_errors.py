@@ -11,9 +11,9 @@ from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.callbacks.utilization import device_name
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.device import kind_of
+from ppfleetx.planner.alternatives import reliefs
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.memory import CARD_PARTS
-from ppfleetx.planner.relief import reliefs
 from ppfleetx.planner.summary import run_prediction
 from ppfleetx.resilience.activity import PROGRESS
 from ppfleetx.resilience.places import raised_at

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.reading.files import read_text, shown_path
-from ppfleetx.config.reading.parse import Budget, parse_yaml, read_yaml
+from ppfleetx.config.reading.parse import parse_yaml, read_yaml
 from ppfleetx.dialects.given import Given, given_arguments, given_in, normal_name
 from ppfleetx.dialects.keys import KeyTable
 from ppfleetx.dialects.launchers import without_launcher, world_of
@@ -71,7 +71,7 @@ def of_given(given: Iterable[Given], place: str, world_size: int | None) -> Tran
 
 def of_file(path: Path, argv: Sequence[str]) -> Translation:
     """The translation of a YAML file of arguments (``tensor_model_parallel_size: 2``) and of further ones."""
-    tree = read_yaml(path, Budget(), is_ours=False)
+    tree = read_yaml(path, is_ours=False)
     arguments = tree.value.get("MODEL_ARGS")
     if arguments is not None and not isinstance(arguments.value, dict):
         raise ConfigError("must be a mapping of arguments", key="MODEL_ARGS", place=arguments.place)
@@ -87,7 +87,7 @@ def _deepspeed(one: Given) -> Iterator[Given]:
     path = Path(str(one.value))
     text = read_text(path, key=one.key, value=str(one.value), place=one.place)
     # JSON may be indented with tabs, which YAML does not know; its strings hold none.
-    tree = parse_yaml(text.replace("\t", " "), shown_path(path), Budget(), with_lines=True, is_ours=False)
+    tree = parse_yaml(text.replace("\t", " "), shown_path(path), with_lines=True, is_ours=False)
     if tree is None or not isinstance(tree.value, dict):
         raise ConfigError(
             "is not a mapping of DeepSpeed's keys", key=one.key, value=one.value, place=one.place

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.reading.parse import Budget
 from ppfleetx.config.reading.tree import Node
 from ppfleetx.dialects.given import Given, given_arguments, normal_name
 from ppfleetx.dialects.keys import Key, KeyTable, fixed, joint, unused
@@ -94,12 +93,11 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         given[normal_name(one.key)] = one
     if "config" not in given:
         raise ConfigError("is needed: the YAML file of the run", key="--config")
-    budget = Budget()
     path = Path(_text(given["config"]))
-    tree = read_with_bases(path, budget)
+    tree = read_with_bases(path)
     _put_flags(tree, given, _FIRST)
     for text in _options(given.get("options")):
-        put(tree, *option(text, given["options"].place, budget))
+        put(tree, *option(text, given["options"].place))
     block = "eval_dataset" if _run_mode(tree) == "eval" else "train_dataset"
     _put_flags(tree, given, {name: f"{block}.{key}" for name, key in _OF_DATASET.items()})
     _put_flags(tree, given, _LAST)

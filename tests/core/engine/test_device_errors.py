@@ -9,7 +9,7 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.core.engine import device_errors
 from ppfleetx.core.engine.device_errors import explained_device_errors
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.planner.relief import reliefs
+from ppfleetx.planner.alternatives import reliefs
 from ppfleetx.planner.summary import run_prediction
 
 PADDLE = """
