@@ -16,12 +16,12 @@ from ppfleetx.planner.calibration import calibrate
 from ppfleetx.planner.cards import Card, card_names, load_card
 from ppfleetx.planner.case import Case, case_of
 from ppfleetx.planner.configured import Written, read_written, write_config
+from ppfleetx.planner.long_run import Questions, Ramp, answers
 from ppfleetx.planner.network import Cluster
+from ppfleetx.planner.plan_words import WORDS, read_words
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.report import account, constants, ranking
 from ppfleetx.planner.search import Found, search
-from ppfleetx.planner.long_run import Questions, Ramp, answers
-from ppfleetx.planner.plan_words import WORDS, read_words
 
 _ANY_CARD = "A100-80GB"
 _RUN = "about the whole run"

@@ -23,7 +23,7 @@ from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import CONFIG_FILE, load_config
 from ppfleetx.config.reading.files import MadeFile, Sections, model_in
 from ppfleetx.config.reading.overrides import Override, Setting, overridden_keys
-from ppfleetx.config.reading.parse import Budget, read_yaml
+from ppfleetx.config.reading.parse import read_yaml
 from ppfleetx.config.sections.root import DistributedConfig, RunConfig
 from ppfleetx.config.shipped import shipped_configs
 from ppfleetx.conversion.convert import Conversion, convert

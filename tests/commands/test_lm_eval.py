@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -59,9 +58,10 @@ def test_options_of_tasks_in_words_of_ours() -> None:
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """Our model and the harness's, of the same weights: 48 positions, so that texts have to be cut."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the import that reads it: nothing is looked up
     reason = "needs lm-evaluation-harness (pip install 'ppfleetx[lm_eval]') with torch and transformers"
-    huggingface = pytest.importorskip("lm_eval.models.huggingface", reason=reason)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")  # before the import that reads it: nothing is looked up
+        huggingface = pytest.importorskip("lm_eval.models.huggingface", reason=reason)
     torch = pytest.importorskip("torch", reason=reason)
     transformers = pytest.importorskip("transformers", reason=reason)
     place = tmp_path_factory.mktemp("harness")
