@@ -152,10 +152,8 @@ examples:
   ppfleetx chat output --system "You are brief." -o Generation.temperature=0.7 -o Generation.max_dec_len=200
   echo "What is a list?" | ppfleetx chat output
 """
-    system: str | None = option("--system", metavar="TEXT", help="the system message")
-    template: str | None = option(
-        "--template", metavar="NAME", help="one of the model's chat templates, or a file"
-    )
+    system: str | None = option("the system message", metavar="TEXT")
+    template: str | None = option("one of the model's chat templates, or a file", metavar="NAME")
 
     def run(self) -> None:
         """Talk until the input ends."""

@@ -10,10 +10,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ppfleetx.commands.launching import SCRIPT
-from ppfleetx.commands.options import Command, option, plugin_option
+from ppfleetx.commands.options import Command, option, plugin_option, repeated, switch
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError, UserError
 
@@ -33,18 +32,6 @@ class Difference:
     step: int
 
 
-def _override_of(side: str) -> Any:
-    return option(f"--{side}", default=(), action="append", metavar="KEY=VALUE", help=f"override of {side}")
-
-
-def _commit_of(side: str) -> Any:
-    return option(f"--commit-{side}", metavar="REV", help=f"commit {side} runs from; default: this tree")
-
-
-def _metrics_of(side: str) -> Any:
-    return option(f"--metrics-{side}", metavar="DIR", help=f"output directory of a finished run {side}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Compare(Command):
     """Compare the loss sequences of two runs: two plans, two commits, or two runs that exist already.
@@ -56,21 +43,19 @@ class Compare(Command):
     Exit code 0: equal (bitwise, or within --rtol); 1: not; 2: a mistake in what was asked for.
     """
 
-    config: str | None = option("-c", "--config", metavar="FILE", help="configuration both sides start from")
-    override: tuple[str, ...] = option(
-        "-o", "--override", default=(), action="append", help="override of both sides"
-    )
+    config: str | None = option("configuration both sides start from", "-c", "--config", metavar="FILE")
+    override: tuple[str, ...] = repeated("override of both sides", "-o", "--override", metavar="KEY=VALUE")
     plugin: tuple[str, ...] = plugin_option()
-    a: tuple[str, ...] = _override_of("a")
-    b: tuple[str, ...] = _override_of("b")
-    commit_a: str | None = _commit_of("a")
-    commit_b: str | None = _commit_of("b")
-    metrics_a: str | None = _metrics_of("a")
-    metrics_b: str | None = _metrics_of("b")
-    bitwise: bool = option("--bitwise", default=False, help="allow no difference at all")
-    rtol: float | None = option("--rtol", help=f"relative difference allowed; {_RTOL:g} unless given")
-    plot: str | None = option("--plot", metavar="PNG", help="draw both sequences and their difference")
-    work_dir: str | None = option("--work-dir", metavar="DIR", help="keep outputs and logs here")
+    a: tuple[str, ...] = repeated("override of a", metavar="KEY=VALUE")
+    b: tuple[str, ...] = repeated("override of b", metavar="KEY=VALUE")
+    commit_a: str | None = option("commit a runs from; default: this tree", metavar="REV")
+    commit_b: str | None = option("commit b runs from; default: this tree", metavar="REV")
+    metrics_a: str | None = option("output directory of a finished run a", metavar="DIR")
+    metrics_b: str | None = option("output directory of a finished run b", metavar="DIR")
+    bitwise: bool = switch("allow no difference at all")
+    rtol: float | None = option(f"relative difference allowed; {_RTOL:g} unless given")
+    plot: str | None = option("draw both sequences and their difference", metavar="PNG")
+    work_dir: str | None = option("keep outputs and logs here", metavar="DIR")
 
     def run(self) -> int:
         """Run what has to be run, and compare."""

@@ -34,7 +34,7 @@ examples:
   source <(ppfleetx completion bash)     in ~/.bashrc
   source <(ppfleetx completion zsh)      in ~/.zshrc, after compinit
 """
-    shell: Literal["bash", "zsh"] = positional(None, default=MISSING, help="which shell the script is for")
+    shell: Literal["bash", "zsh"] = positional(None, "which shell the script is for", default=MISSING)
 
     def run(self) -> None:
         """Print the script; zsh reads bash's by means of its own bashcompinit."""

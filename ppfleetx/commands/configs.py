@@ -23,7 +23,7 @@ examples:
   ppfleetx train -c gpt/pretrain_gpt_345M_single_card -o Engine.max_steps=100
 """
     words: tuple[str, ...] = positional(
-        "copy NAME DIR", default=(), help="copy a configuration and its bases; nothing is overwritten"
+        "copy NAME DIR", "copy a configuration and its bases; nothing is overwritten", default=()
     )
 
     def run(self) -> None:

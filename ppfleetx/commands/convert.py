@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Literal
 
-from ppfleetx.commands.options import Command, option, plugin_option
+from ppfleetx.commands.options import Command, option, plugin_option, repeated, switch
 from ppfleetx.config.errors import ConfigError
 
 
@@ -25,54 +25,39 @@ class Convert(Command):
     """
 
     source: Literal["hf", "fleetx", "megatron", "ppfleetx"] = option(
-        "--from", default=MISSING, help="format of --input"
+        "format of --input", "--from", default=MISSING
     )
-    target: Literal["ppfleetx", "hf"] = option("--to", default=MISSING, help="format of --output")
+    target: Literal["ppfleetx", "hf"] = option("format of --output", "--to", default=MISSING)
     input: str = option(
-        "--input",
+        "what to convert; with --from hf also hf:ORG/NAME or hf:ORG/NAME@REVISION, a model of the "
+        "Hugging Face hub",
         default=MISSING,
         metavar="DIR",
-        help="what to convert; with --from hf also hf:ORG/NAME or hf:ORG/NAME@REVISION, a model of the "
-        "Hugging Face hub",
     )
-    output: str = option("--output", default=MISSING, metavar="DIR", help="a new or empty directory")
+    output: str = option("a new or empty directory", default=MISSING, metavar="DIR")
     yaml: str | None = option(
+        "configuration whose Model section describes the network, where the source does not (always "
+        "with --from fleetx)",
         "--config",
         metavar="YAML",
-        help="configuration whose Model section describes the network, where the source does not (always "
-        "with --from fleetx)",
     )
-    override: tuple[str, ...] = option(
+    override: tuple[str, ...] = repeated(
+        "replace one value of --config; may be given many times",
         "-o",
         "--override",
-        default=(),
-        action="append",
         metavar="Section.key=value",
-        help="replace one value of --config; may be given many times",
     )
     plugin: tuple[str, ...] = plugin_option()
-    dtype: Literal["float32", "float16", "bfloat16"] | None = option(
-        "--dtype", help="element type (as in the source)"
-    )
-    tokenizer: str | None = option(
-        "--tokenizer", metavar="DIR", help="tokenizer files to put with the weights (the source's)"
-    )
-    merge: bool = option(
-        "--merge", default=False, help="ppfleetx to ppfleetx: one rank directory, optimizer included"
-    )
-    plan: str | None = option(
-        "--plan", metavar="mp=N,pp=M", help="ppfleetx to ppfleetx: rank directories of this plan"
-    )
-    check_logits: bool = option(
-        "--check-logits",
-        default=False,
-        help="compare logits of source and result on random tokens (Hugging Face on one side)",
+    dtype: Literal["float32", "float16", "bfloat16"] | None = option("element type (as in the source)")
+    tokenizer: str | None = option("tokenizer files to put with the weights (the source's)", metavar="DIR")
+    merge: bool = switch("ppfleetx to ppfleetx: one rank directory, optimizer included")
+    plan: str | None = option("ppfleetx to ppfleetx: rank directories of this plan", metavar="mp=N,pp=M")
+    check_logits: bool = switch(
+        "compare logits of source and result on random tokens (Hugging Face on one side)"
     )
     transformers: str | None = option(
-        "--transformers",
+        "with --check-logits: ask transformers too, with this interpreter, which has torch and transformers",
         metavar="PYTHON",
-        help="with --check-logits: ask transformers too, with this interpreter, which has torch and "
-        "transformers",
     )
 
     def run(self) -> None:
@@ -124,11 +109,9 @@ def parse_plan(text: str) -> dict[str, int]:
 class Merge(Command):
     """Add the adapters of a checkpoint trained with Model.lora to its weights: a plain checkpoint."""
 
-    input: str = option("--input", default=MISSING, metavar="DIR", help="checkpoint with adapters")
-    output: str = option("--output", default=MISSING, metavar="DIR", help="a new or empty directory")
-    base: str | None = option(
-        "--base", metavar="DIR", help="the frozen weights, for adapters saved alone (Model.lora.base)"
-    )
+    input: str = option("checkpoint with adapters", default=MISSING, metavar="DIR")
+    output: str = option("a new or empty directory", default=MISSING, metavar="DIR")
+    base: str | None = option("the frozen weights, for adapters saved alone (Model.lora.base)", metavar="DIR")
     plugin: tuple[str, ...] = plugin_option()
 
     def run(self) -> None:

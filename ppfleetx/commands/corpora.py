@@ -6,7 +6,7 @@ import json
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from ppfleetx.commands.options import Command, option, positional
+from ppfleetx.commands.options import Command, option, positional, switch
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, DataError
 
@@ -20,13 +20,11 @@ class InspectData(Command):
     """
 
     corpus: tuple[str, ...] = positional(
-        "PREFIX", default=MISSING, nargs="+", help="corpora without .bin/.idx, or folders of them"
+        "PREFIX", "corpora without .bin/.idx, or folders of them", default=MISSING, nargs="+"
     )
-    verify: bool = option("--verify", default=False, help="read everything and compare all checksums")
-    write_checksums: bool = option(
-        "--write-checksums", default=False, help="write PREFIX.checksums.json for a pair as it is now"
-    )
-    json: bool = option("--json", default=False, help="print the summary as JSON, an object a corpus")
+    verify: bool = switch("read everything and compare all checksums")
+    write_checksums: bool = switch("write PREFIX.checksums.json for a pair as it is now")
+    json: bool = switch("print the summary as JSON, an object a corpus")
 
     def run(self) -> int:
         """Show, verify, or write checksums."""
@@ -87,13 +85,9 @@ def write_checksums(prefix: str) -> None:
 class MergeData(Command):
     """Write several .bin/.idx corpora as one, in the order given (a directory: all its corpora, by name)."""
 
-    input: tuple[str, ...] = option(
-        "--input", default=MISSING, metavar="PATH", help="prefixes and directories"
-    )
-    output_prefix: str = option(
-        "--output-prefix", default=MISSING, metavar="PREFIX", help="path of the result without .bin/.idx"
-    )
-    overwrite: bool = option("--overwrite", default=False, help="replace an output that is there already")
+    input: tuple[str, ...] = option("prefixes and directories", default=MISSING, metavar="PATH")
+    output_prefix: str = option("path of the result without .bin/.idx", default=MISSING, metavar="PREFIX")
+    overwrite: bool = switch("replace an output that is there already")
 
     def run(self) -> None:
         """Merge, and say what was written."""
@@ -109,13 +103,9 @@ class MergeData(Command):
 class ConvertData(Command):
     """Write a corpus preprocessed by FleetX (_ids.npy with _idx.npz, or _ids.npz) as a .bin/.idx pair."""
 
-    input: str = option(
-        "--input", default=MISSING, metavar="PREFIX", help="path of the corpus without _ids.npy"
-    )
-    output_prefix: str = option(
-        "--output-prefix", default=MISSING, metavar="PREFIX", help="path of the result without .bin/.idx"
-    )
-    overwrite: bool = option("--overwrite", default=False, help="replace an output that is there already")
+    input: str = option("path of the corpus without _ids.npy", default=MISSING, metavar="PREFIX")
+    output_prefix: str = option("path of the result without .bin/.idx", default=MISSING, metavar="PREFIX")
+    overwrite: bool = switch("replace an output that is there already")
 
     def run(self) -> None:
         """Convert, and say what was written."""
@@ -139,9 +129,9 @@ def _size(prefix: str) -> str:
 class StdlibCorpus(Command):
     """Write the source files of this Python's standard library as json lines: a corpus without a download."""
 
-    output: Path = option("--output", default=MISSING, metavar="FILE", help="json lines file to write")
-    seed: int = option("--seed", default=1234, help="of the order of the documents (1234)")
-    overwrite: bool = option("--overwrite", default=False, help="replace a file that is there already")
+    output: Path = option("json lines file to write", default=MISSING, metavar="FILE")
+    seed: int = option("of the order of the documents (1234)", default=1234)
+    overwrite: bool = switch("replace a file that is there already")
 
     def run(self) -> None:
         """Write the file."""

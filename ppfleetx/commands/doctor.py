@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppfleetx.commands.launching import SCRIPT, LaunchOptions
-from ppfleetx.commands.options import OptionalConfigOptions, option
+from ppfleetx.commands.options import OptionalConfigOptions, option, switch
 
 if TYPE_CHECKING:
     from ppfleetx.doctor.case import Case
@@ -49,13 +49,12 @@ examples:
   ppfleetx doctor -c FILE --nproc 8 --nnodes 2 --master 10.0.0.1:8765     (the same on both machines)
   python -m paddle.distributed.launch --nproc_per_node 8 tools/doctor.py -c FILE
 """
-    json: bool = option("--json", default=False, help="print one JSON object")
+    json: bool = switch("print one JSON object")
     timeout: float = option(
-        "--timeout",
+        "how long machines and processes wait for each other, and for their communication (120)",
         default=120.0,
         type=_seconds,
         metavar="SECONDS",
-        help="how long machines and processes wait for each other, and for their communication (120)",
     )
 
     def refuse_mistakes(self) -> None:

@@ -110,16 +110,12 @@ examples:
   ppfleetx eval -c gpt/eval_gpt_345M_single_card -o Engine.save_load.ckpt_dir=output
 """
     text: str | None = option(
-        "--text",
-        key="Offline_Eval.eval_path",
-        metavar="FILE",
-        help="perplexity of this text (Offline_Eval.eval_path)",
+        "perplexity of this text (Offline_Eval.eval_path)", key="Offline_Eval.eval_path", metavar="FILE"
     )
     output: str | None = option(
-        "--output",
+        "where results are written (Engine.save_load.output_dir)",
         key="Engine.save_load.output_dir",
         metavar="DIR",
-        help="where results are written (Engine.save_load.output_dir)",
     )
 
     def run(self) -> None:

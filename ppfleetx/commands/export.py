@@ -23,10 +23,9 @@ examples:
   ppfleetx infer exported "Once upon a time"
 """
     output: str | None = option(
-        "--output",
+        "where the export is written (Engine.save_load.output_dir)",
         key="Engine.save_load.output_dir",
         metavar="DIR",
-        help="where the export is written (Engine.save_load.output_dir)",
     )
 
     def run(self) -> None:

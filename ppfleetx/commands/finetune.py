@@ -56,12 +56,9 @@ examples:
   ppfleetx finetune --from output --output finetuned -o Data.Train.dataset.input_dir=data/more_text_document
   ppfleetx finetune --from gpt2 -c gpt/finetune_gpt_345M_single_card_sft
 """
-    checkpoint: str = option("--from", default=MISSING, metavar="CHECKPOINT", help=MODEL_HELP)
+    checkpoint: str = option(MODEL_HELP, "--from", default=MISSING, metavar="CHECKPOINT")
     output: str | None = option(
-        "--output",
-        key="Engine.save_load.output_dir",
-        metavar="DIR",
-        help="of the new run (Engine.save_load.output_dir)",
+        "of the new run (Engine.save_load.output_dir)", key="Engine.save_load.output_dir", metavar="DIR"
     )
 
     def run(self) -> None:

@@ -58,10 +58,8 @@ examples:
   ppfleetx generate output/epoch_0_step_500 -o Generation.temperature=0.7 -o Generation.max_dec_len=50 "def "
   ppfleetx generate -c FILE -o Engine.save_load.ckpt_dir=output -o Generation.prompt_file=prompts.txt
 """
-    prompt: tuple[str, ...] = positional(
-        "PROMPT", default=(), key="Generation.prompt", help="texts to continue"
-    )
-    output: str | None = option("--output", metavar="FILE", help="also write prompts and results as jsonl")
+    prompt: tuple[str, ...] = positional("PROMPT", "texts to continue", default=(), key="Generation.prompt")
+    output: str | None = option("also write prompts and results as jsonl", metavar="FILE")
 
     def run(self) -> None:
         """Generate; results go to standard output."""

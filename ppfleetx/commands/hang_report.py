@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
 
-from ppfleetx.commands.options import Command, option, positional
+from ppfleetx.commands.options import Command, positional, switch
 from ppfleetx.config.errors import UserError
 from ppfleetx.resilience.explain import explain
 from ppfleetx.resilience.hang_report import Report, latest, read_reports
@@ -31,8 +31,8 @@ examples:
   ppfleetx hang-report output
   ppfleetx hang-report output/hang --json
 """
-    directory: Path = positional("DIR", default=MISSING, help="a run's output directory, or its hang/")
-    json: bool = option("--json", default=False, help="print one JSON object")
+    directory: Path = positional("DIR", "a run's output directory, or its hang/", default=MISSING)
+    json: bool = switch("print one JSON object")
 
     def run(self) -> None:
         """Read the reports, join them, and print what they say."""

@@ -52,13 +52,9 @@ examples:
 """
     intermixed = True
 
-    export: str | None = positional(
-        "EXPORT", key="Inference.model_dir", help="directory of an exported model"
-    )
-    prompt: tuple[str, ...] = positional(
-        "PROMPT", default=(), key="Generation.prompt", help="texts to continue"
-    )
-    output: str | None = option("--output", metavar="FILE", help="also write prompts and results as jsonl")
+    export: str | None = positional("EXPORT", "directory of an exported model", key="Inference.model_dir")
+    prompt: tuple[str, ...] = positional("PROMPT", "texts to continue", default=(), key="Generation.prompt")
+    output: str | None = option("also write prompts and results as jsonl", metavar="FILE")
 
     @property
     def num_processes(self) -> None:

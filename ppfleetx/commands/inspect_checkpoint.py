@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppfleetx.commands.options import Command, option, positional
+from ppfleetx.commands.options import Command, option, positional, switch
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import CheckpointError, ConfigError
 
@@ -21,16 +21,14 @@ class Inspect(Command):
     """
 
     checkpoint: str | None = positional(
-        "DIR", help="step directory, output directory, rank directory, or a directory of FleetX"
+        "DIR", "step directory, output directory, rank directory, or a directory of FleetX"
     )
-    verify: bool = option("--verify", default=False, help="read everything and compare all checksums")
+    verify: bool = switch("read everything and compare all checksums")
     diff: tuple[str, str] | None = option(
-        "--diff", metavar=("A", "B"), help="list the tensors in which two checkpoints differ"
+        "list the tensors in which two checkpoints differ", metavar=("A", "B")
     )
-    filter: str | None = option(
-        "--filter", metavar="REGEX", help="only tensors whose name (name/state) this is found in"
-    )
-    json: bool = option("--json", default=False, help="print the summary as JSON, without the table")
+    filter: str | None = option("only tensors whose name (name/state) this is found in", metavar="REGEX")
+    json: bool = switch("print the summary as JSON, without the table")
 
     def run(self) -> int:
         """Show, verify or compare."""

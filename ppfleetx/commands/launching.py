@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 
-from ppfleetx.commands.options import Command, option, whole_number
+from ppfleetx.commands.options import Command, flags_of, option, whole_number
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.utils.installed import not_installed
@@ -38,25 +38,13 @@ _GROUP = "several processes (paddle.distributed.launch)"
 class LaunchOptions(Command):
     """``--nproc`` and what goes with it."""
 
-    nproc: int | None = option(
-        "--nproc", type=whole_number, metavar="N", group=_GROUP, help="processes on this machine"
-    )
-    devices: str | None = option(
-        "--devices", metavar="0,1,...", group=_GROUP, help="cards of this machine, one process each"
-    )
+    nproc: int | None = option("processes on this machine", type=whole_number, group=_GROUP)
+    devices: str | None = option("cards of this machine, one process each", metavar="0,1,...", group=_GROUP)
     nnodes: int | None = option(
-        "--nnodes",
-        type=whole_number,
-        metavar="N",
-        group=_GROUP,
-        help="machines; start the same command on each, with --master",
+        "machines; start the same command on each, with --master", type=whole_number, group=_GROUP
     )
-    master: str | None = option(
-        "--master", metavar="HOST:PORT", group=_GROUP, help="the first machine, and a free port there"
-    )
-    log_dir: str | None = option(
-        "--log-dir", metavar="DIR", group=_GROUP, help="logs of the processes, workerlog.N (log)"
-    )
+    master: str | None = option("the first machine, and a free port there", metavar="HOST:PORT", group=_GROUP)
+    log_dir: str | None = option("logs of the processes, workerlog.N (log)", metavar="DIR", group=_GROUP)
 
     @property
     def is_launched(self) -> bool:
@@ -115,10 +103,8 @@ class TrainingOptions(LaunchOptions):
     """What the verbs that train share."""
 
     max_steps: int | None = option(
-        "--max-steps",
+        "train to step N; a run in the output directory, also one that has ended, goes on to there",
         type=whole_number,
-        metavar="N",
-        help="train to step N; a run in the output directory, also one that has ended, goes on to there",
     )
 
 
@@ -154,7 +140,7 @@ def without_launch_options(arguments: Sequence[str]) -> list[str]:
     """The typed arguments that are for the ranks."""
     parser = argparse.ArgumentParser(add_help=False)
     for one in fields(LaunchOptions):
-        parser.add_argument(*one.metadata["flags"])
+        parser.add_argument(*flags_of(one))
     return parser.parse_known_args(list(arguments))[1]
 
 

@@ -30,18 +30,12 @@ if TYPE_CHECKING:
 class LmEval(ModelOptions):
     """Measure a checkpoint on tasks of lm-evaluation-harness (docs/evaluation.md)."""
 
-    tasks: str = option(
-        "--tasks", default=MISSING, metavar="NAME[,NAME...]", help="tasks or groups of the harness"
-    )
-    batch_size: int = option("--batch-size", default=8, metavar="N", help="texts per forward pass (8)")
-    num_fewshot: int | None = option(
-        "--num-fewshot", metavar="N", help="examples in each prompt (what the task says)"
-    )
-    limit: int | None = option("--limit", metavar="N", help="only so many examples of each task")
-    include_path: str | None = option(
-        "--include-path", metavar="DIR", help="directory with further task definitions"
-    )
-    output: str | None = option("--output", metavar="FILE", help="also write the results as JSON")
+    tasks: str = option("tasks or groups of the harness", default=MISSING, metavar="NAME[,NAME...]")
+    batch_size: int = option("texts per forward pass (8)", default=8)
+    num_fewshot: int | None = option("examples in each prompt (what the task says)")
+    limit: int | None = option("only so many examples of each task")
+    include_path: str | None = option("directory with further task definitions", metavar="DIR")
+    output: str | None = option("also write the results as JSON", metavar="FILE")
 
     def run(self) -> None:
         """Run the harness and print its table."""

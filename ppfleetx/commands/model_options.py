@@ -36,7 +36,7 @@ class ModelOptions(OptionalConfigOptions):
 
     checkpoint: str | None = positional(
         "CHECKPOINT",
-        help=f"{MODEL_HELP}; it needs nothing else. Without it: -c FILE, which names the "
+        f"{MODEL_HELP}; it needs nothing else. Without it: -c FILE, which names the "
         "checkpoint in Engine.save_load.ckpt_dir",
     )
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, Union, get_args,
 if TYPE_CHECKING:
     from ppfleetx.config.reading.overrides import Setting
 
+_POSITIONAL = ""
 CONFIG_HELP = "YAML configuration, a directory with a config.yaml, or a name that `ppfleetx configs` lists"
 
 
@@ -42,7 +43,7 @@ class Command:
         for one in fields(self):
             key, value = one.metadata["key"], getattr(self, one.name)
             if key is not None and value not in (None, ()):
-                place = one.metadata["flags"][0] if one.metadata["flags"] else one.metadata["how"]["metavar"]
+                place = next(iter(flags_of(one)), one.metadata["how"].get("metavar"))
                 found.append(Setting(key, value, place))
         return found
 
@@ -56,13 +57,12 @@ class Command:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         types, groups = get_type_hints(cls), {}
-        for one in sorted(fields(cls), key=lambda one: bool(one.metadata["flags"])):  # positional ones first
+        for one in sorted(fields(cls), key=lambda one: bool(flags_of(one))):  # positional ones first
             title = one.metadata["group"]
             if title is not None and title not in groups:
                 groups[title] = parser.add_argument_group(title)
             target = parser if title is None else groups[title]
-            name = one.metadata["flags"] or (one.name,)
-            target.add_argument(*name, **_argument(one, types[one.name]))
+            target.add_argument(*(flags_of(one) or (one.name,)), **_argument(one, types[one.name]))
         return parser
 
     @classmethod
@@ -82,20 +82,15 @@ class Command:
 
 
 def option(
-    *flags: str,
-    help: str,
-    default: Any = None,
-    key: str | None = None,
-    group: str | None = None,
-    **how: Any,
+    help: str, *flags: str, default: Any = None, key: str | None = None, group: str | None = None, **how: Any
 ) -> Any:
-    """A field that ``flags`` give on the command line.
+    """A field that is given by its name, ``--max-steps`` for ``max_steps``.
 
     Its type says what is read: a ``bool`` is a switch, a ``Literal`` a choice, a tuple takes several words.
 
     Args:
-        flags: ``--name``, ...
         help: what ``--help`` says.
+        flags: ``--name`` and other spellings, in place of the field's name.
         default: ``MISSING`` where the option is required.
         key: the key of the configuration that the option sets.
         group: title of the group in ``--help``.
@@ -105,9 +100,25 @@ def option(
     return field(default=default, metadata={"flags": flags, "key": key, "group": group, "how": how})
 
 
-def positional(metavar: str, *, help: str, default: Any = None, **how: Any) -> Any:
+def switch(help: str, *flags: str) -> Any:
+    """An :func:`option` that is on or off, and off by default."""
+    return option(help, *flags, default=False)
+
+
+def repeated(help: str, *flags: str, metavar: str) -> Any:
+    """An :func:`option` that may be given many times, with one value each."""
+    return option(help, *flags, default=(), action="append", metavar=metavar)
+
+
+def positional(metavar: str | None, help: str, **how: Any) -> Any:
     """A field that stands on the command line without a name; arguments as for :func:`option`."""
-    return option(help=help, default=default, metavar=metavar, **how)
+    return option(help, _POSITIONAL, metavar=metavar, **how)
+
+
+def flags_of(one: Field[Any]) -> tuple[str, ...]:
+    """How a field is named on the command line; nothing for a positional one."""
+    flags = one.metadata["flags"] or (f"--{one.name.replace('_', '-')}",)
+    return () if flags == (_POSITIONAL,) else flags
 
 
 def whole_number(text: str) -> int:
@@ -119,7 +130,7 @@ def whole_number(text: str) -> int:
 
 def _argument(one: Field[Any], annotation: Any) -> dict[str, Any]:
     """Arguments of ``add_argument`` for a field."""
-    flags, required = one.metadata["flags"], one.default is MISSING
+    flags, required = flags_of(one), one.default is MISSING
     how: dict[str, Any] = {"dest": one.name, "required": required} if flags else {}
     if annotation is bool:
         return {**how, "action": "store_true", **one.metadata["how"]}
@@ -139,19 +150,16 @@ def _argument(one: Field[Any], annotation: Any) -> dict[str, Any]:
     if get_origin(annotation) is Literal:
         how["choices"] = get_args(annotation)
     elif annotation is not str:
-        how["type"] = annotation
+        how |= {"type": annotation} | ({"metavar": "N"} if annotation is int else {})
     return {**how, **one.metadata["how"]}
 
 
 def plugin_option() -> Any:
     """The field ``plugin``: any number of ``--plugin MODULE``, which :func:`import_plugins` imports."""
-    return option(
-        "--plugin",
-        default=(),
-        action="append",
+    return repeated(
+        "import a Python module of yours that registers callbacks, optimizers, layers, ...; may be given "
+        "many times (PPFLEETX_PLUGINS=module,module does the same)",
         metavar="MODULE",
-        help="import a Python module of yours that registers callbacks, optimizers, layers, ...; may be "
-        "given many times (PPFLEETX_PLUGINS=module,module does the same)",
     )
 
 
@@ -159,20 +167,12 @@ def plugin_option() -> Any:
 class ConfigOptions(Command):
     """``-c FILE``, and any number of ``-o Section.key=value`` and ``--plugin MODULE``."""
 
-    config: str = option(
-        "-c",
-        "--config",
-        default=MISSING,
-        metavar="FILE",
-        help=CONFIG_HELP,
-    )
-    override: tuple[str, ...] = option(
+    config: str = option(CONFIG_HELP, "-c", "--config", default=MISSING, metavar="FILE")
+    override: tuple[str, ...] = repeated(
+        "replace one value of the configuration; may be given many times",
         "-o",
         "--override",
-        default=(),
-        action="append",
         metavar="Section.key=value",
-        help="replace one value of the configuration; may be given many times",
     )
     plugin: tuple[str, ...] = plugin_option()
 
@@ -181,7 +181,7 @@ class ConfigOptions(Command):
 class OptionalConfigOptions(ConfigOptions):
     """The same for a verb that can do without ``-c``."""
 
-    config: str | None = option("-c", "--config", metavar="FILE", help=CONFIG_HELP)
+    config: str | None = option(CONFIG_HELP, "-c", "--config", metavar="FILE")
 
 
 def import_plugins(options: Command) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ppfleetx.commands.options import ConfigOptions, option
+from ppfleetx.commands.options import ConfigOptions, option, repeated, switch
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.plan import AXES, ParallelPlan, violations
 from ppfleetx.config.sections.root import RunConfig
@@ -31,77 +31,44 @@ _RUN = "about the whole run"
 class Plan(ConfigOptions):
     """Predict memory and step time of a configuration under one plan, or rank all plans of some cards."""
 
-    devices: int | None = option("--devices", metavar="N", help="cards; without --plan, all plans of them")
+    devices: int | None = option("cards; without --plan, all plans of them")
     card: str | None = option(
-        "--card",
-        metavar="NAME",
-        help=f"{', '.join(card_names())}, or a YAML file (default: Global.card, else {_ANY_CARD})",
+        f"{', '.join(card_names())}, or a YAML file (default: Global.card, else {_ANY_CARD})", metavar="NAME"
     )
-    per_node: int = option("--per-node", default=8, metavar="N", help="cards of a node (default 8)")
-    network_gbps: float | None = option(
-        "--network-gbps", metavar="X", help="network of a node in all, in Gbit/s (else the card's)"
-    )
+    per_node: int = option("cards of a node (default 8)", default=8)
+    network_gbps: float | None = option("network of a node in all, in Gbit/s (else the card's)", metavar="X")
     rank_order: str | None = option(
-        "--rank-order",
-        metavar="pp,dp,...",
-        help=f"how ranks are numbered, nearest neighbours last (default {','.join(AXES)}, as this engine "
+        f"how ranks are numbered, nearest neighbours last (default {','.join(AXES)}, as this engine "
         "does; another program's for its published runs)",
+        metavar="pp,dp,...",
     )
-    batch: int | None = option("--batch", metavar="N", help="sequences a step (else the YAML's)")
-    goal: Literal["time", "memory"] = option("--goal", default="time", help="what the best has least of")
-    plan: str | None = option(
-        "--plan", metavar="dp=4,mp=8,...", help=f"one plan instead of all: {', '.join(WORDS)}"
-    )
+    batch: int | None = option("sequences a step (else the YAML's)")
+    goal: Literal["time", "memory"] = option("what the best has least of", default="time")
+    plan: str | None = option(f"one plan instead of all: {', '.join(WORDS)}", metavar="dp=4,mp=8,...")
     explain: str | None = option(
-        "--explain",
-        nargs="?",
-        const="",
-        metavar="PLAN",
-        help="the whole account of PLAN, of --plan, or of the best",
+        "the whole account of PLAN, of --plan, or of the best", nargs="?", const="", metavar="PLAN"
     )
-    json: bool = option("--json", default=False, help="one JSON object instead of text")
-    write: str | None = option(
-        "--write", metavar="FILE", help="the configuration under the plan, or the best, to FILE"
+    json: bool = switch("one JSON object instead of text")
+    write: str | None = option("the configuration under the plan, or the best, to FILE", metavar="FILE")
+    report: str | None = option("pictures and one HTML page of the plan, or of the best", metavar="DIR")
+    calibrate: tuple[str, ...] = repeated(
+        "fit the card to the step times of a run of yours; several times for several runs", metavar="RUN_DIR"
     )
-    report: str | None = option(
-        "--report", metavar="DIR", help="pictures and one HTML page of the plan, or of the best"
-    )
-    calibrate: tuple[str, ...] = option(
-        "--calibrate",
-        default=(),
-        action="append",
-        metavar="RUN_DIR",
-        help="fit the card to the step times of a run of yours; several times for several runs",
-    )
-    write_card: str | None = option(
-        "--write-card", metavar="FILE", help="the calibrated card to FILE, for --card"
-    )
-    tokens: float | None = option(
-        "--tokens", group=_RUN, metavar="T", help="tokens of the run (else Engine.max_steps)"
-    )
-    price: float | None = option(
-        "--price", group=_RUN, metavar="P", help="of a card-hour: what the run and a token cost"
-    )
+    write_card: str | None = option("the calibrated card to FILE, for --card", metavar="FILE")
+    tokens: float | None = option("tokens of the run (else Engine.max_steps)", group=_RUN, metavar="T")
+    price: float | None = option("of a card-hour: what the run and a token cost", group=_RUN, metavar="P")
     mtbf: float | None = option(
-        "--mtbf",
-        group=_RUN,
-        metavar="HOURS",
-        help="between failures of one node: the best checkpoint interval",
+        "between failures of one node: the best checkpoint interval", group=_RUN, metavar="HOURS"
     )
-    save_seconds: float | None = option(
-        "--save-seconds", group=_RUN, metavar="S", help="that a checkpoint holds the job up"
-    )
+    save_seconds: float | None = option("that a checkpoint holds the job up", group=_RUN, metavar="S")
     restart_seconds: float = option(
-        "--restart-seconds", default=300.0, group=_RUN, metavar="S", help="from failure to step (default 300)"
+        "from failure to step (default 300)", default=300.0, group=_RUN, metavar="S"
     )
     scale: str | None = option(
-        "--scale", group=_RUN, metavar="N,N,...", help="the plan with more replicas on other numbers of cards"
+        "the plan with more replicas on other numbers of cards", group=_RUN, metavar="N,N,..."
     )
     ramp: str | None = option(
-        "--ramp",
-        group=_RUN,
-        metavar="START,STEP,SAMPLES",
-        help="a batch that grows, as Megatron-LM's --rampup-batch-size",
+        "a batch that grows, as Megatron-LM's --rampup-batch-size", group=_RUN, metavar="START,STEP,SAMPLES"
     )
 
     def run(self) -> None:

@@ -15,8 +15,8 @@ from ppfleetx.config.errors import DataError
 class Plot(Command):
     """Draw the loss curves of a run's metrics.jsonl to a PNG."""
 
-    metrics: Path = option("--metrics", default=MISSING, help="metrics.jsonl of a run")
-    output: Path = option("--output", default=MISSING, help="PNG to write")
+    metrics: Path = option("metrics.jsonl of a run", default=MISSING)
+    output: Path = option("PNG to write", default=MISSING)
 
     def run(self) -> None:
         """Draw the picture."""

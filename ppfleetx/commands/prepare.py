@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ppfleetx.commands.options import Command, option
+from ppfleetx.commands.options import Command, option, switch
 from ppfleetx.config.errors import DataError
 
 if TYPE_CHECKING:
@@ -23,70 +23,60 @@ class Prepare(Command):
     """
 
     input: tuple[str, ...] = option(
+        "files and folders, in the order they are to be written",
         "--input",
         "--input_path",
         "--input-path",
         default=MISSING,
         metavar="PATH",
-        help="files and folders, in the order they are to be written",
     )
     output_prefix: str = option(
-        "--output-prefix",
-        "--output_prefix",
-        default=MISSING,
-        metavar="PREFIX",
-        help="start of the output names",
+        "start of the output names", "--output-prefix", "--output_prefix", default=MISSING, metavar="PREFIX"
     )
     tokenizer: str | None = option(
+        "folder with tokenizer.json, or with vocab.json and merges.txt",
         "--tokenizer",
         "--tokenizer-model",
         "--model_name",
         metavar="DIR",
-        help="folder with tokenizer.json, or with vocab.json and merges.txt",
     )
     vocab_file: str | None = option(
-        "--vocab-file", "--vocab_file", metavar="FILE", help="vocab.json, in place of --tokenizer"
+        "vocab.json, in place of --tokenizer", "--vocab-file", "--vocab_file", metavar="FILE"
     )
     merge_file: str | None = option(
-        "--merge-file", "--merge_file", metavar="FILE", help="merges.txt, with --vocab-file"
+        "merges.txt, with --vocab-file", "--merge-file", "--merge_file", metavar="FILE"
     )
     eod_token: str | None = option(
-        "--eod-token",
-        metavar="TOKEN",
-        help="end of a document (the eos_token of the tokenizer's files, else <|endoftext|>)",
+        "end of a document (the eos_token of the tokenizer's files, else <|endoftext|>)", metavar="TOKEN"
     )
     json_keys: tuple[str, ...] = option(
+        "keys of the json objects, one pair of files each (text)",
         "--json-keys",
         "--json-key",
         "--json_key",
         "--json_keys",
         default=("text",),
         metavar="KEY",
-        help="keys of the json objects, one pair of files each (text)",
     )
-    append_eod: bool = option(
+    append_eod: bool = switch(
+        "end each document with the end-of-document token",
         "--append-eod",
         "--append_eod",
         "--append_eos",
         "--append-eos",
-        default=False,
-        help="end each document with the end-of-document token",
     )
-    workers: int | None = option("--workers", metavar="N", help="processes (as many as there are cores)")
-    suffixes: str = option(
-        "--suffixes", default="", metavar=".py,.txt", help="in folders take only files with these endings"
-    )
+    workers: int | None = option("processes (as many as there are cores)")
+    suffixes: str = option("in folders take only files with these endings", default="", metavar=".py,.txt")
     split_on: Literal["file", "line", "blank-line"] = option(
-        "--split-on", default="file", help="what one document of a plain text file is (file)"
+        "what one document of a plain text file is (file)", default="file"
     )
     max_document_mb: float = option(
-        "--max-document-mb",
+        "longest line, paragraph or packed file, in 10^6 bytes; what is longer is left out (64)",
         default=64,
         metavar="N",
-        help="longest line, paragraph or packed file, in 10^6 bytes; what is longer is left out (64)",
     )
-    strict: bool = option("--strict", default=False, help="an empty or unreadable document is an error")
-    overwrite: bool = option("--overwrite", default=False, help="replace an output that is there already")
+    strict: bool = switch("an empty or unreadable document is an error")
+    overwrite: bool = switch("replace an output that is there already")
 
     def run(self) -> None:
         """Encode, and print the report."""
@@ -149,17 +139,13 @@ def available_cores() -> int:
 class TrainTokenizer(Command):
     """Train a byte-level BPE tokenizer on text: json lines (.gz, .zst), plain text files, folders of them."""
 
-    input: tuple[str, ...] = option("--input", default=MISSING, metavar="PATH", help="files and folders")
-    vocab_size: int = option(
-        "--vocab-size", default=MISSING, metavar="N", help="tokens, special ones included"
-    )
-    output: Path = option("--output", default=MISSING, metavar="DIR", help="where the files are written")
-    min_frequency: int = option("--min-frequency", default=2, metavar="N", help="rarest pair to merge (2)")
-    json_key: str = option("--json-key", default="text", help="key of the text in json lines (text)")
-    suffixes: str = option(
-        "--suffixes", default="", metavar=".py,.txt", help="in folders take only files with these endings"
-    )
-    overwrite: bool = option("--overwrite", default=False, help="replace a tokenizer that is there already")
+    input: tuple[str, ...] = option("files and folders", default=MISSING, metavar="PATH")
+    vocab_size: int = option("tokens, special ones included", default=MISSING)
+    output: Path = option("where the files are written", default=MISSING, metavar="DIR")
+    min_frequency: int = option("rarest pair to merge (2)", default=2)
+    json_key: str = option("key of the text in json lines (text)", default="text")
+    suffixes: str = option("in folders take only files with these endings", default="", metavar=".py,.txt")
+    overwrite: bool = switch("replace a tokenizer that is there already")
 
     def run(self) -> None:
         """Train and write, with a progress bar over the bytes read."""

@@ -61,31 +61,22 @@ examples:
   ppfleetx finetune --from output-pruned --output recovered
 """
     ratio: float = option(
-        "--ratio",
+        "share of the heads and units taken out of each layer, rounded to fewer (default 0)",
         default=0.0,
         metavar="R",
-        help="share of the heads and units taken out of each layer, rounded to fewer (default 0)",
     )
     criterion: Criterion = option(
-        "--criterion",
-        default="l1_norm",
-        help="what matters least: weights with the smallest sum of magnitudes (default) or squares, or what "
+        "what matters least: weights with the smallest sum of magnitudes (default) or squares, or what "
         "the loss would miss least (saliency)",
+        default="l1_norm",
     )
-    part: Part = option("--part", default="both", help="what is pruned (default both)")
+    part: Part = option("what is pruned (default both)", default="both")
     multiple: int = option(
-        "--multiple",
-        default=1,
-        metavar="N",
-        help="what stays is rounded up to a multiple of N, such as a tensor-parallel degree (default 1)",
+        "what stays is rounded up to a multiple of N, such as a tensor-parallel degree (default 1)", default=1
     )
-    drop_layers: tuple[int, ...] = option(
-        "--drop-layers", default=(), metavar="I", help="layers to leave out, from 0"
-    )
+    drop_layers: tuple[int, ...] = option("layers to leave out, from 0", default=(), metavar="I")
     calibration: str | None = option(
-        "--calibration",
-        metavar="DATA",
-        help="for saliency: a corpus (prefix of .bin/.idx) or a .txt file",
+        "for saliency: a corpus (prefix of .bin/.idx) or a .txt file", metavar="DATA"
     )
 
     def run(self) -> None:

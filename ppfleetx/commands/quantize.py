@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.documents import documents_of
 from ppfleetx.checkpoint.writer import save_checkpoint
-from ppfleetx.commands.options import option
+from ppfleetx.commands.options import option, repeated, switch
 from ppfleetx.commands.shrinking import (
     ShrinkingOptions,
     calibration_samples,
@@ -49,37 +49,26 @@ examples:
   ppfleetx generate output-int8 "Once upon a time"
 """
     to: Literal["int8", "int4"] = option(
-        "--to",
+        "bits of the weights; 8 with a scale for each output channel, 4 with one for each group",
         default=MISSING,
-        help="bits of the weights; 8 with a scale for each output channel, 4 with one for each group",
     )
     group: int | None = option(
-        "--group",
-        metavar="N",
-        help="input features of a group, a multiple of 8 (int4; default: the largest of 128, 64, 32, 16 and "
-        "8 that divides those of all layers)",
+        "input features of a group, a multiple of 8 (int4; default: the largest of 128, 64, 32, 16 and "
+        "8 that divides those of all layers)"
     )
     method: Literal["rtn", "gptq"] = option(
-        "--method",
-        default="rtn",
-        help="round to the nearest (default), or let later weights make up for the error (GPTQ)",
+        "round to the nearest (default), or let later weights make up for the error (GPTQ)", default="rtn"
     )
-    smooth: bool = option(
-        "--smooth",
-        default=False,
-        help="8 bits for activations too, after their outliers were moved into the weights (SmoothQuant)",
+    smooth: bool = switch(
+        "8 bits for activations too, after their outliers were moved into the weights (SmoothQuant)"
     )
     activations: Literal["int8"] | None = option(
-        "--activations",
-        help="8 bits for activations, as --smooth gives them, but weights stay where they are: for a "
-        "model that was trained with quantisation",
+        "8 bits for activations, as --smooth gives them, but weights stay where they are: for a "
+        "model that was trained with quantisation"
     )
-    skip: tuple[str, ...] = option(
-        "--skip",
-        default=(),
-        action="append",
+    skip: tuple[str, ...] = repeated(
+        "leave layers as they are, by canonical name: head, embedding.*, '*.mlp.fc2'; may be repeated",
         metavar="PATTERN",
-        help="leave layers as they are, by canonical name: head, embedding.*, '*.mlp.fc2'; may be repeated",
     )
 
     def run(self) -> None:

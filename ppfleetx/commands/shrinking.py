@@ -27,13 +27,12 @@ _LONGEST = 512  # tokens of a window
 class ShrinkingOptions(OptionalConfigOptions):
     """The options that ``quantize`` and ``prune`` share."""
 
-    checkpoint: str = positional("CHECKPOINT", default=MISSING, help="the directory of a model")
-    output: str = option("--output", default=MISSING, metavar="DIR", help="a new or empty directory")
-    samples: int = option("--samples", default=64, metavar="N", help="windows to calibrate on (default 64)")
+    checkpoint: str = positional("CHECKPOINT", "the directory of a model", default=MISSING)
+    output: str = option("a new or empty directory", default=MISSING, metavar="DIR")
+    samples: int = option("windows to calibrate on (default 64)", default=64)
     calibration: str | None = option(
-        "--calibration",
+        "a corpus (prefix of .bin/.idx) or a .txt file; its last tenth measures the perplexity",
         metavar="DATA",
-        help="a corpus (prefix of .bin/.idx) or a .txt file; its last tenth measures the perplexity",
     )
 
     def check(self) -> None:

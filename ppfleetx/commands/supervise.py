@@ -25,12 +25,10 @@ class Supervise(Command):
     the supervisor too. Nothing the command started is left running.
     """
 
-    max_restarts: int = option("--max-restarts", default=3, help="starts after the first")
-    backoff: float = option("--backoff", default=5.0, help="seconds to the first restart; doubles")
-    grace: float = option("--grace", default=60.0, help="seconds to save, before SIGKILL")
-    command: tuple[str, ...] = positional(
-        None, default=(), nargs=argparse.REMAINDER, help="-- and the command"
-    )
+    max_restarts: int = option("starts after the first", default=3)
+    backoff: float = option("seconds to the first restart; doubles", default=5.0)
+    grace: float = option("seconds to save, before SIGKILL", default=60.0)
+    command: tuple[str, ...] = positional(None, "-- and the command", default=(), nargs=argparse.REMAINDER)
 
     def run(self) -> int:
         """The exit code of the command's last start."""

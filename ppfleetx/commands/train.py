@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ppfleetx.commands.launching import TrainingOptions
-from ppfleetx.commands.options import ConfigOptions, option
+from ppfleetx.commands.options import ConfigOptions, switch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,11 +19,7 @@ examples:
   ppfleetx train -c FILE --max-steps 2000
   ppfleetx train -c FILE --nproc 8 --nnodes 2 --master 10.0.0.1:8765
 """
-    check: bool = option(
-        "--check",
-        default=False,
-        help="validate the configuration, print plan, parameters and batch arithmetic, and exit",
-    )
+    check: bool = switch("validate the configuration, print plan, parameters and batch arithmetic, and exit")
 
     def run(self) -> None:
         """Train, or with ``--check`` only look at the configuration."""

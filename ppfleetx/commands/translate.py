@@ -33,11 +33,11 @@ examples:
 """
     words: tuple[str, ...] = positional(
         "FILE | -- ARGUMENTS",
+        "a configuration, further arguments of its program behind --; or a whole command line behind --",
         default=(),
-        help="a configuration, further arguments of its program behind --; or a whole command line behind --",
     )
-    dialect: str | None = option("--dialect", metavar="NAME", help="the toolkit, if it is not recognised")
-    to: str | None = option("--to", metavar="OUT.yaml", help="write there, and not to standard output")
+    dialect: str | None = option("the toolkit, if it is not recognised", metavar="NAME")
+    to: str | None = option("write there, and not to standard output", metavar="OUT.yaml")
 
     def run(self) -> None:
         """Print the translation, or write it."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from ppfleetx.commands.options import Command, option, positional
+from ppfleetx.commands.options import Command, option, positional, repeated, switch
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.reading.files import Sections
@@ -29,23 +29,23 @@ class Example(Command):
 
     intermixed = True
 
-    place: Path = positional("PLACE", default=MISSING, help="")
-    words: tuple[str, ...] = positional("WORD", default=(), key="Generation.prompt", help="")
-    kind: Literal["a", "b"] | None = option("--kind", help="")
-    count: int = option("--count", default=3, key="Serve.port", help="")
-    pair: tuple[int, int] | None = option("--pair", help="")
-    many: tuple[int, ...] = option("--many", default=(), help="")
-    each: tuple[str, ...] = option("--each", default=(), action="append", help="")
-    switch: bool = option("--switch", default=False, help="")
+    place: Path = positional("PLACE", "where", default=MISSING)
+    words: tuple[str, ...] = positional("WORD", "said", default=(), key="Generation.prompt")
+    kind: Literal["a", "b"] | None = option("of what kind")
+    count: int = option("how many", default=3, key="Serve.port")
+    two_numbers: tuple[int, int] | None = option("a pair", "--pair")
+    many: tuple[int, ...] = option("several", default=())
+    each: tuple[str, ...] = repeated("one at a time", metavar="X")
+    is_on: bool = switch("on")
 
 
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
         ("x", {}),
-        ("x --switch y z", {"switch": True, "words": ("y", "z")}),
+        ("x --is-on y z", {"is_on": True, "words": ("y", "z")}),
         ("x --kind b --count 5", {"kind": "b", "count": 5}),
-        ("x --pair 1 2 --many 3 4", {"pair": (1, 2), "many": (3, 4)}),
+        ("x --pair 1 2 --many 3 4", {"two_numbers": (1, 2), "many": (3, 4)}),
         ("x --each y --each z", {"each": ("y", "z")}),
     ],
 )
