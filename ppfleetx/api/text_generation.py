@@ -61,8 +61,11 @@ class TextGenerationPipeline:
         return [{RESULT: [prompt + self._continued(prompt, chosen)]} for prompt in prompts]
 
     def _of_strategy(self, chosen: dict[str, Any]) -> dict[str, Any]:
-        """``chosen`` without options of sampling where ``do_sample`` is False, which MindFormers passes over
-        too; refuses them where nobody has asked for sampling."""
+        """``chosen`` without options of sampling where ``do_sample`` is False, which MindFormers ignores too.
+
+        Raises:
+            ConfigError: an option of sampling is given, and sampling is not asked for.
+        """
         samples, strategy = chosen.get("do_sample"), self.model.generation.decode_strategy
         idle = [name for name in READ_BY["sampling"] if name != "seed" and chosen.get(name) is not None]
         if not idle or samples or (samples is None and strategy == "sampling"):

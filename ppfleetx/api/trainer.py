@@ -15,13 +15,13 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config, read_config
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.reading.overrides import Setting
+from ppfleetx.core.engine.callbacks.base import Callback
 from ppfleetx.data.build import load_tokenizer
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.root import RunConfig
-    from ppfleetx.core.engine.callbacks.base import Callback
-    from ppfleetx.core.engine.run import EvalRecord
+    from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord
 
 _KEPT = ("step", "epoch", "loss", "lr", "grad_norm", "ppl")
 
@@ -85,10 +85,9 @@ class Trainer:
             UserError: what ends a training run, e.g. an output directory in which another run has been.
         """
         cfg, ctx = start_with(self.cfg, reads=("Train", "Eval"))
-        from ppfleetx.api.history import History
         from ppfleetx.commands.training import train
 
-        engine = train(cfg, ctx, [History(self.history, _KEPT), *self._callbacks])
+        engine = train(cfg, ctx, [_History(self.history), *self._callbacks])
         if _is_whole(cfg.plan):
             self._model = GPT(
                 cfg,
@@ -134,6 +133,23 @@ class Trainer:
             return self.cfg
         more = Setting("Engine.save_load.ckpt_dir", options.output_dir, "output_dir")
         return load_config(self._source, [*self._overrides, more], world_size=self.cfg.plan.world_size)
+
+
+class _History(Callback):
+    """Appends what a run reports, each step and each evaluation, to a list."""
+
+    def __init__(self, records: list[dict[str, Any]]) -> None:
+        self._records = records
+
+    def on_step_end(self, run: Run, record: StepRecord) -> None:
+        self._records.append(self._kept("train", record))
+
+    def on_eval_end(self, run: Run, record: EvalRecord) -> None:
+        named = {} if record.name is None else {"set": record.name}
+        self._records.append({**self._kept("eval", record), **named})
+
+    def _kept(self, kind: str, record: StepRecord | EvalRecord) -> dict[str, Any]:
+        return {"kind": kind} | {name: getattr(record, name) for name in _KEPT if hasattr(record, name)}
 
 
 def _is_whole(plan: ParallelPlan) -> bool:

@@ -33,7 +33,7 @@ def _seconds(text: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor(LaunchOptions, OptionalConfigOptions):
-    """Look at everything a job needs before it starts: a table of what is well, what fails, and its cure.
+    """Look at everything a job needs before it starts: a table of what is well, what fails, and what helps.
 
     Alone it looks at this machine: libraries, variables, Paddle, its kernels, the GPU, the losses of tiny
     models. With -c it looks at what that configuration needs: data, tokenizer, output directory, memory. With
@@ -136,7 +136,7 @@ def _case(options: Doctor) -> Case:
             cfg = load_config(options.config, options.override, world_size=size if size > 1 else None)
             device = expected_device(cfg.Global.device)
     except UserError as error:
-        cure = "mend the key that is named; `ppfleetx check -c FILE` looks at the configuration alone"
+        cure = "correct the key that is named; `ppfleetx check -c FILE` looks at the configuration alone"
         found.append(replace(fail("configuration", str(error), cure), group="configuration"))
     return Case(
         cfg,

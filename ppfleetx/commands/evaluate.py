@@ -49,13 +49,13 @@ RESULT_FILE = "eval_result.json"
 
 @dataclass(frozen=True)
 class Perplexity:
-    """How well a text is predicted.
+    """The perplexity of a text.
 
     Attributes:
         file: the text.
         detokenizer: rules it was changed by before it was encoded.
-        num_tokens: tokens of the model in the whole text.
-        num_words: parts of the text in the file between single spaces.
+        num_tokens: tokens in the whole text.
+        num_words: words of the file, separated by single spaces.
         loss: mean of minus the log probability of every token but the first, in nats.
         ppl: exp(loss).
         token_ratio: (num_tokens - 1) / (num_words - 1); NaN for a text of one word.
@@ -74,14 +74,14 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How many last words are the likeliest ones.
+    """How many last words the model predicts.
 
     Attributes:
         file: the texts.
         strict: whether all tokens of the word count, or only the last of the text.
         num_examples: texts.
-        num_correct: of them right; NaN when logits were not finite.
-        accuracy: their share.
+        num_correct: texts whose last word is right; NaN when logits were not finite.
+        accuracy: ``num_correct / num_examples``.
     """
 
     file: str
@@ -128,7 +128,7 @@ examples:
 
 
 def _window(job: Job) -> list[Setting]:
-    """Windows that are no longer than the model's positions, where nobody chose them."""
+    """Windows no longer than the model's positions, unless the user chose them."""
     cfg, origins, _ = read_config(job.config, job.overrides)
     positions, window = cfg.Model.max_position_embeddings, cfg.Offline_Eval.max_seq_len
     if positions >= window or "Offline_Eval.max_seq_len" in overridden_keys(job.overrides):
@@ -165,7 +165,7 @@ def _run_offline(cfg: RunConfig) -> None:
 
 
 def check_plan(cfg: RunConfig) -> None:
-    """Refuse plans whose ranks hold parts of windows where whole ones are needed.
+    """Refuse a plan that splits sequences, where a last word is needed whole.
 
     Raises:
         ConfigError: naming the key.
@@ -197,10 +197,10 @@ def read_windows(cfg: RunConfig) -> SlidingWindows | LastWords:
 
 
 def make_result_dir(cfg: RunConfig) -> Path:
-    """``Engine.save_load.output_dir``, where the result will be written: better refused now than afterwards.
+    """Make ``Engine.save_load.output_dir``, where the result will be written.
 
     Raises:
-        ConfigError: it cannot be made or written.
+        ConfigError: it cannot be made, or nothing can be written there.
     """
     key, directory = "Engine.save_load.output_dir", Path(cfg.Engine.save_load.output_dir)
     try:

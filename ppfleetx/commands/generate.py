@@ -130,10 +130,10 @@ def continue_together(
 
 
 def check_plan(cfg: RunConfig) -> None:
-    """Whether the program can generate under the plan of the run, which need not be that of the checkpoint.
+    """Refuse a plan that generation does not run under. It need not be the plan of the checkpoint.
 
     Raises:
-        ConfigError: it cannot; the message names the nearest plan that works.
+        ConfigError: naming the nearest plan that works.
     """
     plan = cfg.plan
     cut = [name for name, degree in (("pp_degree", plan.pp), ("sep_degree", plan.sep)) if degree > 1]
@@ -156,10 +156,10 @@ def check_plan(cfg: RunConfig) -> None:
 
 
 def check_options(cfg: RunConfig) -> None:
-    """Whether the strategy reads what the command line says of generation.
+    """Refuse an option of the command line that the decoding strategy does not read.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: naming the strategy that reads it.
     """
     section = "Generation."
     places = {k.removeprefix(section): place for k, place in cfg.origins.items() if k.startswith(section)}
@@ -180,11 +180,11 @@ def _refusal(cfg: RunConfig, key: str, value: object, why: str) -> ConfigError:
 
 
 def check_checkpoint(cfg: RunConfig) -> None:
-    """Whether ``Engine.save_load.ckpt_dir`` names a checkpoint of a model that continues text; its data is
-    not looked at.
+    """Refuse an ``Engine.save_load.ckpt_dir`` that is no checkpoint of a model that continues text. No tensor
+    is read.
 
     Raises:
-        UserError: it does not.
+        UserError: naming the reason.
     """
     if not cfg.Model.task.continues_text:
         raise ConfigError(
@@ -198,14 +198,14 @@ def check_checkpoint(cfg: RunConfig) -> None:
 
 
 def check_output(path: Path, *, mark: bytes = b'"generations": [') -> None:
-    """Whether results can be written to ``path``: better said now than after everything is generated.
+    """Refuse a path that results cannot be written to, before anything is generated.
 
     Args:
         path: a new file, an empty one, or earlier results, which are replaced.
-        mark: what results hold near their beginning.
+        mark: bytes that stand near the beginning of results.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: results cannot be written there.
     """
     if path.is_dir():
         reason = "it is a directory; name a file"
@@ -250,15 +250,15 @@ def load_generator(cfg: RunConfig, ctx: ParallelContext) -> Generator:
     start.restore_weights(runner, cfg.Model)
     generator = Generator(runner.model, cfg.Model, tokenizer, ctx.groups.get("mp"))
     gc.collect()
-    gc.freeze()  # what lives for the whole process need not be searched for garbage at every step
+    gc.freeze()  # objects that live as long as the process need not be searched for garbage at every step
     return generator
 
 
 def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
     """The tokenizer of ``Data.tokenizer``, else the one stored in or beside the checkpoint.
 
-    The latter also where the configuration lies beside the checkpoint and its ``Data.tokenizer.dir`` is not
-    there: both were written together, and have been moved since.
+    The stored one is also used where the configuration lies beside the checkpoint and its
+    ``Data.tokenizer.dir`` is gone: both were written together and have been moved since.
 
     Raises:
         ConfigError: there is neither.
@@ -372,7 +372,7 @@ def print_generations(prompt: str, generations: Sequence[Generation]) -> None:
 
 
 def _is_followed(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str]) -> bool:
-    """Whether somebody watches one text as it grows."""
+    """Whether a single text is shown in a terminal as it grows."""
     return (
         ctx.world_size == 1
         and sys.stdout.isatty()

@@ -110,10 +110,10 @@ def answer(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output:
 
 
 def merge_settings(exported: dict[str, Any], cfg: RunConfig) -> GenerationConfig:
-    """The ``Generation`` section, with the export's settings for keys that nobody wrote.
+    """The ``Generation`` section, with the export's settings for keys that are not given.
 
     Raises:
-        ConfigError: together they make no sense.
+        ConfigError: they contradict each other.
     """
     written = cfg.Generation.model_dump(exclude_unset=True)
     try:

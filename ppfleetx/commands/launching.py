@@ -145,30 +145,30 @@ def without_launch_options(arguments: Sequence[str]) -> list[str]:
 
 
 class RankErrors:
-    """Lines that ranks but the first have marked as errors in their logs, from now on.
+    """Shows what ranks other than the first write to standard error, from now on.
 
-    Of ranks that say the same error, one is shown: the first rank, which the launcher shows, or else another.
+    The same error of several ranks is shown once: the launcher shows that of the first rank, else this does.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._lock = directory, threading.Lock()
         self._read = {path: path.stat().st_size for path in self._logs()}
-        self._said: set[str] = set()  # errors that have been shown
-        self._held: list[tuple[float, str]] = []  # errors that the first rank may say too, and since when
+        self._shown: set[str] = set()  # errors
+        self._held: list[tuple[float, str]] = []  # since when, and errors that the first rank may have too
 
     def follow(self) -> None:
-        """Show what comes, until the process ends."""
+        """Show new lines until the process ends."""
         pause = threading.Event()
         while not pause.wait(_LOOK_SECONDS):
             self.show(_SAME_SECONDS)
 
     def show(self, hold_seconds: float = 0.0) -> None:
-        """Show what has come since, errors when they are as old as this."""
+        """Show new lines; errors once they are ``hold_seconds`` old."""
         with self._lock:
             for path in self._logs():
                 lines = self._new_lines(path)
                 if path.suffix == ".0":  # the launcher shows this one
-                    self._said.update(filter(_is_error, map(_without_mark, lines)))
+                    self._shown.update(filter(_is_error, map(_without_mark, lines)))
                     continue
                 for line in (line for line in lines if _MARK.match(line)):
                     if _is_error(_without_mark(line)):
@@ -178,8 +178,8 @@ class RankErrors:
             due = [line for since, line in self._held if time.monotonic() - since >= hold_seconds]
             self._held = [(since, line) for since, line in self._held if line not in due]
             for line in due:
-                if _without_mark(line) not in self._said:
-                    self._said.add(_without_mark(line))
+                if _without_mark(line) not in self._shown:
+                    self._shown.add(_without_mark(line))
                     print(line, file=sys.stderr, flush=True)
 
     def _logs(self) -> list[Path]:

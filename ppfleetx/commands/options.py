@@ -186,8 +186,8 @@ class OptionalConfigOptions(ConfigOptions):
 
 def import_plugins(options: Command) -> None:
     """Import the plugins of ``--plugin``, and the environment's where a configuration may use them."""
-    from ppfleetx.utils.plugins import import_named_plugins
-
     plugins = getattr(options, "plugin", None)
     if plugins or (plugins == () and getattr(options, "config", True)):
+        from ppfleetx.utils.plugins import import_named_plugins
+
         import_named_plugins(plugins)

@@ -34,12 +34,12 @@ from ppfleetx.utils.log import configure_logging, get_logger
 from ppfleetx.utils.plugins import import_named_plugins
 
 ONE_SEQUENCE = {"Global": {"local_batch_size": 1}}
-"""Batch sizes of a configuration that says none: those of a program that has no batches."""
-# What the configuration in a checkpoint may hold: what `portable_config` writes.
+"""Batch sizes for commands that have no batches."""
+# What the configuration in a checkpoint may hold, which is what `portable_config` writes.
 _OWN_SECTIONS = ("Global", "Model", "Data", "Compress", *PORTABLE_SECTIONS)
 _OWN_GLOBAL = ("seed", "local_batch_size", "micro_batch_size")
-# Keys that the shapes of FleetX's tensors tell -> what says the same of our section.
-_SAID_BY_FLEETX = {
+# Sizes found in the shapes of FleetX's tensors, and what has them in our section.
+_SIZES = {
     "hidden_size": "hidden_size",
     "num_layers": "num_layers",
     "ffn_hidden_size": "ffn_size",
@@ -53,7 +53,7 @@ class ModelPlace:
 
     Attributes:
         name: the directory as it was given.
-        config: the configuration that the checkpoint says of itself; None: it was not looked for.
+        config: the checkpoint's own configuration; None: it was not asked for.
         checkpoint: what ``Engine.save_load.ckpt_dir`` and ``init_from`` take.
         tokenizer: directory of the tokenizer's files, where they are known.
     """
@@ -90,11 +90,11 @@ def resolve_model(place: str | Path, stack: ExitStack, *, with_config: bool = Tr
 
     Args:
         place: the directory, or the name of a model on the Hugging Face hub, which is downloaded.
-        stack: what was made for it is removed when this ends.
+        stack: temporary files are removed when this ends.
         with_config: look for its configuration too; not needed where the user gives one.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it does not say what network it is.
+        CheckpointError: there is none, it is damaged, or it does not describe its network.
         ConfigError: its configuration sets more than a model and its data; a plugin that PPFLEETX_PLUGINS
             names cannot be imported.
     """
@@ -135,7 +135,7 @@ def refuse_absent(place: str | Path) -> None:
 
 
 def _refuse_more_than_a_model(config: Path) -> None:
-    """Whoever made a checkpoint must not choose what is overwritten here, or where a server listens."""
+    """A checkpoint from elsewhere must not choose what is overwritten here, or where a server listens."""
     tree = read_yaml(config)
     nodes = {key: node for key, node in tree.value.items() if key not in _OWN_SECTIONS}
     for section, allowed in (("Global", lambda key: key in _OWN_GLOBAL), ("Generation", _is_lasting)):
@@ -156,7 +156,7 @@ def _is_lasting(key: str) -> bool:
 
 
 def _converted(place: str | Path, path: Path, stack: ExitStack) -> ModelPlace:
-    """One process of a machine converts, for all of its job."""
+    """Convert once on each machine, for all processes of the job."""
 
     def fill(target: Path) -> None:
         _log().info(
@@ -184,23 +184,23 @@ def _sections_of_manifest(checkpoint: Checkpoint, tokenizer: Path | None) -> dic
         f"tokenizer. Configuration: that in its manifest. Tokenizer: {found}"
     )
     sections = {name: saved[name] for name in PORTABLE_SECTIONS if saved.get(name) is not None}
-    if isinstance(generation := sections.get("Generation"), Mapping):  # no prompt of whoever saved it
+    if isinstance(generation := sections.get("Generation"), Mapping):  # without the prompt it was saved with
         sections["Generation"] = {key: value for key, value in generation.items() if _is_lasting(key)}
     data = {key: value for key, value in (saved.get("Data") or {}).items() if key != "tokenizer"}
     return {**ONE_SEQUENCE, **sections, "Model": portable_model(saved["Model"]), "Data": data}
 
 
 def _sections_of_fleetx(path: Path) -> dict[str, Any]:
-    told = read_fleetx(path).model
+    sizes = read_fleetx(path).model
     for name, file in shipped_configs().items():
         model = load_config(file).Model
-        if all(told.get(key) == getattr(model, ours) for key, ours in _SAID_BY_FLEETX.items()):
+        if all(sizes.get(key) == getattr(model, ours) for key, ours in _SIZES.items()):
             _log().info(f"{path} is FleetX's; it has the sizes of {name}, whose Model section is used")
             plain = model.model_dump(mode="json") | {"module": "GPTModule", "lora": None, "num_classes": None}
             return {**ONE_SEQUENCE, "Model": portable_model(plain)}
-    sizes = ", ".join(f"{key} {value}" for key, value in told.items())
+    found = ", ".join(f"{key} {value}" for key, value in sizes.items())
     raise CheckpointError(
-        f"{path} is FleetX's and has other sizes ({sizes}) than any shipped configuration. It does not say "
+        f"{path} is FleetX's and has other sizes ({found}) than any shipped configuration. It does not say "
         "the number of attention heads: give a configuration with -c FILE"
     )
 
