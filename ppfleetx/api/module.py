@@ -81,13 +81,13 @@ class GenerationModule:
             )
         import paddle
 
-        from ppfleetx.conversion.fleetx import place_of
+        from ppfleetx.conversion.fleetx import canonical_name
 
         own = {parameter.info.name: parameter for parameter in self.model.parameters()}
         given: dict[str, np.ndarray] = {}
         for name, value in weights.items():
-            place = None if name in own else place_of(name)
-            given[name if place is None else place.ours] = np.asarray(value)
+            ours = None if name in own else canonical_name(name)
+            given[ours or name] = np.asarray(value)
         missing, unknown = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
         if missing or unknown:
             parts = [

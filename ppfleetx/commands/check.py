@@ -8,10 +8,9 @@ from itertools import islice
 
 from ppfleetx.commands.options import ConfigOptions
 from ppfleetx.commands.start_process import refuse_foreign_weights
-from ppfleetx.config.config_notes import missing, not_supported_reasons
+from ppfleetx.config.config_notes import absent_loggers, missing, not_supported_reasons
 from ppfleetx.config.counts import counted
 from ppfleetx.config.loader import ConfigSource, load_config
-from ppfleetx.config.loggers import absent_loggers
 from ppfleetx.config.plan import AXES, ParallelPlan
 from ppfleetx.config.reading.overrides import Override
 from ppfleetx.config.registries import OPTIMIZERS, SCHEDULES

@@ -28,7 +28,7 @@ class InspectData(Command):
 
     def run(self) -> int:
         """Show, verify, or write checksums."""
-        from ppfleetx.data.prefixes import find_prefixes
+        from ppfleetx.data.corpus_paths import find_prefixes
 
         if self.verify + self.write_checksums + self.json > 1:
             raise ConfigError("--verify, --write-checksums and --json do different things; give one of them")
@@ -91,7 +91,7 @@ class MergeData(Command):
 
     def run(self) -> None:
         """Merge, and say what was written."""
-        from ppfleetx.data.prefixes import find_prefixes
+        from ppfleetx.data.corpus_paths import find_prefixes
         from ppfleetx.data.prepare.merging import merge
 
         prefixes = [prefix for path in self.input for prefix in find_prefixes(path)]

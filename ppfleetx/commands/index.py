@@ -47,7 +47,7 @@ class Index(ConfigOptions):
 
 def _evaluation_parts(cfg: RunConfig) -> list[tuple[str, str, RunConfig]]:
     """(title, ``Eval``, configuration) of each evaluation set."""
-    from ppfleetx.config.data_sets import data_sets
+    from ppfleetx.config.sections.root import data_sets
 
     sets = data_sets(cfg) or {None: cfg}
     return [("Eval" if name is None else f"Eval, {name}", "Eval", one) for name, one in sets.items()]

@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.directory import newest_complete, resolve_checkpoint
-from ppfleetx.config.config_notes import not_supported_reasons
-from ppfleetx.config.data_sets import data_sets
+from ppfleetx.config.config_notes import not_supported_reasons, refuse_absent
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import ConfigSource, load_config
-from ppfleetx.config.loggers import refuse_absent
 from ppfleetx.config.reading.tree import is_index
+from ppfleetx.config.sections.root import data_sets
 from ppfleetx.config.weight_sources import sources
 from ppfleetx.config.without_effect import without_effect
 from ppfleetx.core.engine.run_directory import CKPT_DIR, check_beginning, output_dir_of

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 from ppfleetx.checkpoint.adapters import BASE
 from ppfleetx.checkpoint.documents import documents_of
 from ppfleetx.commands.check import check_report
-from ppfleetx.config.data_sets import data_sets
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registry import load_target
-from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.config.sections.root import RunConfig, data_sets
 from ppfleetx.config.weight_sources import named_checkpoint
 from ppfleetx.core.engine.agreement import Fingerprints
 from ppfleetx.core.engine.beginning import begin, find_sources

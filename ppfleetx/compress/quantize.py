@@ -26,12 +26,12 @@ from ppfleetx.compress.rounding import (
     check_form,
     compensated,
     nearest,
+    on_trained_grid,
     output_error,
     weight_error,
 )
 from ppfleetx.compress.samples import Samples
 from ppfleetx.compress.smoothing import smooth_block
-from ppfleetx.compress.trained import on_trained_grid
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections.compress import (
     GROUP_MULTIPLE,

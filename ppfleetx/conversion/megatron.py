@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.fused import join_parts
 from ppfleetx.conversion.pickles import Record, flatten, reading
+from ppfleetx.conversion.ranks import check_complete, joined, ranks_of_stage
 from ppfleetx.conversion.torch_file import read_torch_file
 from ppfleetx.nn.mlp_spec import GATE_AND_UP
 from ppfleetx.utils.foreign_files import read_bounded
@@ -37,47 +37,36 @@ RECORDS = ("argparse.Namespace", "types.SimpleNamespace", "megatron.", "enum.", 
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)\.(weight|bias)")
 
-# How a parameter is put together from its tensor-parallel parts and laid out.
-WHOLE, ROWS, COLUMNS, QKV = "whole", "rows", "columns", "qkv"
-
-# Theirs -> ours and the form of weight and bias. `rows` and `columns` are those of Megatron's [out, in].
+# Parameters of a layer: theirs -> ours.
 _IN_LAYER = {
-    "input_layernorm": ("input_norm", WHOLE, WHOLE),
-    "self_attention.linear_qkv.layer_norm": ("input_norm", WHOLE, WHOLE),
-    "attention.query_key_value": ("attention.qkv", QKV, QKV),
-    "self_attention.query_key_value": ("attention.qkv", QKV, QKV),
-    "self_attention.linear_qkv": ("attention.qkv", QKV, QKV),
-    "attention.dense": ("attention.out_proj", COLUMNS, WHOLE),
-    "self_attention.dense": ("attention.out_proj", COLUMNS, WHOLE),
-    "self_attention.linear_proj": ("attention.out_proj", COLUMNS, WHOLE),
-    "post_attention_layernorm": ("mlp_norm", WHOLE, WHOLE),
-    "post_attention_norm": ("mlp_norm", WHOLE, WHOLE),
-    "input_norm": ("input_norm", WHOLE, WHOLE),
-    "pre_mlp_layernorm": ("mlp_norm", WHOLE, WHOLE),
-    "mlp.linear_fc1.layer_norm": ("mlp_norm", WHOLE, WHOLE),
-    "mlp.dense_h_to_4h": ("mlp.fc1", ROWS, ROWS),
-    "mlp.linear_fc1": ("mlp.fc1", ROWS, ROWS),
-    "mlp.dense_4h_to_h": ("mlp.fc2", COLUMNS, WHOLE),
-    "mlp.linear_fc2": ("mlp.fc2", COLUMNS, WHOLE),
+    "input_layernorm": "input_norm",
+    "self_attention.linear_qkv.layer_norm": "input_norm",
+    "attention.query_key_value": "attention.qkv",
+    "self_attention.query_key_value": "attention.qkv",
+    "self_attention.linear_qkv": "attention.qkv",
+    "attention.dense": "attention.out_proj",
+    "self_attention.dense": "attention.out_proj",
+    "self_attention.linear_proj": "attention.out_proj",
+    "post_attention_layernorm": "mlp_norm",
+    "post_attention_norm": "mlp_norm",
+    "input_norm": "input_norm",
+    "pre_mlp_layernorm": "mlp_norm",
+    "mlp.linear_fc1.layer_norm": "mlp_norm",
+    "mlp.dense_h_to_4h": "mlp.fc1",
+    "mlp.linear_fc1": "mlp.fc1",
+    "mlp.dense_4h_to_h": "mlp.fc2",
+    "mlp.linear_fc2": "mlp.fc2",
 }
 _OUTSIDE = {
-    "embedding.word_embeddings.weight": ("embedding.word_embeddings.weight", ROWS),
-    "embedding.position_embeddings.weight": ("embedding.position_embeddings.weight", WHOLE),
-    "output_layer.weight": ("head.weight", ROWS),
+    "embedding.word_embeddings.weight": "embedding.word_embeddings.weight",
+    "embedding.position_embeddings.weight": "embedding.position_embeddings.weight",
+    "output_layer.weight": "head.weight",
 }
 _FINAL_NORM = re.compile(
     r"(?:encoder|transformer|decoder)\.(?:final_layernorm|final_norm|final_layer_norm)\.(weight|bias)"
 )
 # Second copies of a tied embedding, and what is no weight.
 _IGNORED = re.compile(r".*(word_embeddings_for_head\.weight|_extra_state|rotary_pos_emb\..*|inv_freq)")
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Where a parameter belongs and its form."""
-
-    ours: str
-    form: str
 
 
 def read_megatron(path: str | Path, model: ModelConfig | None = None) -> Weights:
@@ -108,11 +97,10 @@ def read_megatron(path: str | Path, model: ModelConfig | None = None) -> Weights
     tensors: dict[str, LazyTensor] = {}
     start = 0
     for chunk, pp in _chunks(grid, first):
-        ranks = [_chunk(_load(grid[mp, pp]), chunk, grid[mp, pp]) for mp in sorted({mp for mp, _ in grid})]
-        named = [_canonical(rank, start, grid[0, pp]) for rank in ranks]
-        for part, parts in _by_part(named, directory):
-            tensors.setdefault(part.ours, _merged(part, parts, model, version))
-        start += _layers_in(ranks[0])
+        parts = {file: _chunk(_load(file), chunk, file) for file in ranks_of_stage(grid, pp)}
+        ranks = [_canonical(part, start, file, model, version) for file, part in parts.items()]
+        tensors = joined(ranks, directory) | tensors
+        start += _layers_in(next(iter(parts.values())))
     if model.tie_word_embeddings:  # the last stage's copy
         tensors.pop("head.weight", None)
     iteration = first.get("iteration", 0)
@@ -157,11 +145,7 @@ def _rank_files(directory: Path) -> dict[tuple[int, int], Path]:
     if not found:
         hint = "; the distributed format (.distcp) is not read" if any(directory.glob("*.distcp")) else ""
         raise CheckpointError(f"{directory} holds no mp_rank_XX[_YYY]/{MODEL_FILES[0]}{hint}")
-    mp_degree, pp_degree = (max(numbers) + 1 for numbers in zip(*found, strict=True))
-    for mp in range(mp_degree):
-        for pp in range(pp_degree):
-            if (mp, pp) not in found:
-                raise CheckpointError(f"{directory} lacks tensor rank {mp}, pipeline rank {pp}")
+    check_complete(found, directory)
     return found
 
 
@@ -200,72 +184,53 @@ def _layers_in(chunk: Mapping[str, LazyTensor]) -> int:
     return len({match[1] for name in chunk if (match := _LAYER.fullmatch(name))})
 
 
-def _canonical(chunk: Mapping[str, LazyTensor], start: int, path: Path) -> dict[_Part, LazyTensor]:
+def _canonical(
+    chunk: Mapping[str, LazyTensor], start: int, path: Path, model: ModelConfig, version: float
+) -> dict[str, LazyTensor]:
+    """The parameters of a chunk, whose first layer is number ``start``, under our names and in our layout."""
     named = {}
     for name, tensor in chunk.items():
-        part = _part_of(name, start)
-        if part is None:
+        ours = _canonical_name(name, start)
+        if ours is None:
             raise CheckpointError(f"{path}: {shown(name)} is not a parameter of a GPT that can be read")
-        if part in named:
+        if ours in named:
             raise CheckpointError(f"{path}: {shown(name)} is there a second time under another name")
-        named[part] = tensor
+        named[ours] = _in_our_layout(ours, tensor, model, version)
     return named
 
 
-def _part_of(name: str, start: int) -> _Part | None:
-    """Where Megatron's parameter belongs; `start` is the number of the chunk's first layer."""
+def _canonical_name(name: str, start: int) -> str | None:
     if name in _OUTSIDE:
-        return _Part(*_OUTSIDE[name])
+        return _OUTSIDE[name]
     if match := _FINAL_NORM.fullmatch(name):
-        return _Part(f"decoder.final_norm.{match[1]}", WHOLE)
+        return f"decoder.final_norm.{match[1]}"
     # Transformer Engine keeps a norm inside of the linear that follows: linear_qkv.layer_norm_weight.
     match = _LAYER.fullmatch(re.sub(r"\.layer_norm_(weight|bias)$", r".layer_norm.\1", name))
     if match is None or match[2] not in _IN_LAYER:
         return None
-    ours, of_weight, of_bias = _IN_LAYER[match[2]]
-    form = of_weight if match[3] == "weight" else of_bias
-    return _Part(f"decoder.layers.{start + int(match[1])}.{ours}.{match[3]}", form)
+    return f"decoder.layers.{start + int(match[1])}.{_IN_LAYER[match[2]]}.{match[3]}"
 
 
-def _by_part(
-    ranks: list[dict[_Part, LazyTensor]], directory: Path
-) -> Iterator[tuple[_Part, list[LazyTensor]]]:
-    for part in ranks[0]:
-        if any(part not in rank for rank in ranks):
-            raise CheckpointError(f"{directory}: {part.ours} is not on every tensor-parallel rank")
-        yield part, [rank[part] for rank in ranks]
+def _in_our_layout(name: str, tensor: LazyTensor, model: ModelConfig, version: float) -> LazyTensor:
+    """One rank's part of the parameter ``name``, of which ours has the transpose, unless it is a table."""
+    if name.startswith("embedding."):
+        return tensor
+    layer, rows_at_once = name.rpartition(".")[0], 1
+    if layer.endswith("mlp.fc1") and model.is_gated:
+        rows_at_once = 2
+    elif layer.endswith("attention.qkv"):
+        rows_at_once = model.head_size * (1 if version >= 2.0 else 3)
+    if not tensor.shape or tensor.shape[0] % rows_at_once:
+        raise CheckpointError(f"{name} has shape {list(tensor.shape)}, which does not fit the Model section")
 
+    def make(array: np.ndarray) -> np.ndarray:
+        if layer.endswith("mlp.fc1") and model.is_gated:  # gate above up
+            return join_parts(GATE_AND_UP, [half.T for half in np.split(array, 2, axis=0)])
+        if layer.endswith("attention.qkv"):
+            return _grouped(array, model.head_size, version).T
+        return array.T
 
-def _merged(part: _Part, parts: list[LazyTensor], model: ModelConfig, version: float) -> LazyTensor:
-    """Put the ranks' parts together and lay them out as ours."""
-    is_embedding = part.ours.startswith("embedding.")
-    if part.form == WHOLE:
-        return parts[0]
-    axis = 1 if part.form == COLUMNS else 0
-    if any(tensor.shape != parts[0].shape for tensor in parts) or len(parts[0].shape) <= axis:
-        raise CheckpointError(
-            f"{part.ours} has the shapes {', '.join(str(list(tensor.shape)) for tensor in parts)} on the "
-            "tensor-parallel ranks, which cannot be put together"
-        )
-    gated = part.ours.rpartition(".")[0].endswith("mlp.fc1") and model.is_gated
-
-    def make(*arrays: np.ndarray) -> np.ndarray:
-        if gated:  # each rank has its gate above its up
-            halves = [np.split(array, 2, axis=0) for array in arrays]
-            gate, up = (np.concatenate(side, axis=0) for side in zip(*halves, strict=True))
-            return join_parts(GATE_AND_UP, (gate.T, up.T))
-        if part.form == QKV:
-            arrays = tuple(_grouped(array, model.head_size, version) for array in arrays)
-        whole = np.concatenate(arrays, axis=axis)
-        return whole if is_embedding else whole.T
-
-    shape = list(parts[0].shape)
-    shape[axis] = sum(tensor.shape[axis] for tensor in parts)
-    rows = model.head_size * (1 if version >= 2.0 else 3)
-    unit = 2 if gated else rows if part.form == QKV else 1
-    if parts[0].shape[0] % unit:
-        raise CheckpointError(f"{part.ours} has {shape[0]} rows, which does not fit the Model section")
-    return derive(parts, shape if is_embedding else shape[::-1], make, part.ours)
+    return derive([tensor], tensor.shape[::-1], make, name)
 
 
 def _grouped(array: np.ndarray, head_dim: int, version: float) -> np.ndarray:

@@ -81,7 +81,11 @@ class LinearSpec:
 
     def operation(self, name: str, part: Place, work: Work) -> Operation:
         """The product."""
-        return matmul(name, part, work.tokens, *self._here(work))
+        return matmul(name, part, self._rows(work), *self._here(work))
+
+    def _rows(self, work: Work) -> float:
+        """Positions on one rank."""
+        return work.tokens / (work.split if self.of_trunk else 1)
 
     def weight_bytes(self, work: Work) -> float:
         """Of the matrix' gradient on one rank."""
@@ -89,14 +93,15 @@ class LinearSpec:
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
         """The product, what it exchanges between ranks, and its bias."""
-        size, weights = work.bytes_of(self._here(work)[1]), self.weight_bytes(work)
+        weights = self.weight_bytes(work)
+        size = self._rows(work) * self._here(work)[1] * work.activation_bytes
         if self.cut == "rows" and work.split > 1:
             whole = Step(f"{writes} before the sum", size, (reads,), keeps=(reads,), weights=weights)
             part = size / work.split
             return [whole, Step(writes, part, (whole.writes,), scratch=part if self.bias else 0.0)]
         steps = []
         if self.cut == "columns" and work.split > 1:  # it gathers its input, and keeps that
-            steps.append(Step(f"{reads} gathered", work.bytes_of(self.in_features), (reads,)))
+            steps.append(Step(f"{writes}: input", work.bytes_of(self.in_features), (reads,)))
             reads = steps[0].writes
         if not (self.bias and work.on_cpu and work.mp == 1):
             return [*steps, Step(writes, size, (reads,), keeps=(reads,), weights=weights)]
@@ -174,12 +179,12 @@ class TableSpec:
 
 
 def adapter(matrix: ParamSpec, rank: int, *, sequence_parallel: bool = True) -> Specs:
-    """A low-rank adapter of ``matrix [in, out]``, sliced as it is: of sliced input features A is sliced too,
-    of sliced output features B. A starts as N(0, 1 / in), so that x A is of the size of x."""
+    """A low-rank adapter of ``matrix [in, out]``, sliced as the matrix is: A where its input features are
+    sliced, B where its output features are. A starts as N(0, 1 / in), so that x A is of the size of x."""
     width_in, width_out = matrix.shape
     cut = matrix.lies("mp")
     a, b = (cut if cut == Shard(dim) else REPLICATE for dim in (0, 1))
-    partial = sequence_parallel and cut != REPLICATE
+    partial = matrix.sums("mp") if cut == REPLICATE else sequence_parallel
     init = Normal(1.0 / math.sqrt(width_in))
     return {
         "a": dense((width_in, rank), init, "lora", mp=a, partial=partial and a == REPLICATE),
@@ -188,10 +193,11 @@ def adapter(matrix: ParamSpec, rank: int, *, sequence_parallel: bool = True) -> 
 
 
 def quantizer(matrix: ParamSpec, names: Iterable[str], *, sequence_parallel: bool = True) -> Specs:
-    """The numbers of a fake quantiser of ``matrix``. Every rank learns the share of the weight's bound from
-    its part; that of the input's from its features or its positions."""
-    partial = {"input_scale": False, "weight_clip": True}
-    partial["input_clip"] = sequence_parallel or matrix.lies("mp") == Shard(0)
+    """The numbers of a fake quantiser of ``matrix``. Each rank learns the share of the weight's bound from
+    its part of the weight, and the share of the input's bound from its features or positions."""
+    cut = matrix.lies("mp")
+    partial = {"input_scale": False, "weight_clip": cut != REPLICATE or matrix.sums("mp")}
+    partial["input_clip"] = matrix.sums("mp") if cut == REPLICATE else sequence_parallel or cut == Shard(0)
     start = {"input_scale": 0.0}
     return {
         name: dense((1,), Constant(start.get(name, 1.0)), "quant", partial=partial[name]) for name in names

@@ -27,6 +27,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.compress import Form, WeightsConfig
 from ppfleetx.distributed.device import capability, on_gpu
 from ppfleetx.nn.cpu_ops import quantized as cpu_ops
+from ppfleetx.nn.embedding import local_rows
 from ppfleetx.nn.layer_spec import codes, scales
 from ppfleetx.nn.linear import add_smaller
 from ppfleetx.nn.packed_weights import PanelMatrix, use_huge_pages
@@ -276,7 +277,8 @@ class QuantizedEmbedding(nn.Layer):
     ) -> None:
         super().__init__()
         spec, info = embedding.weight.spec, embedding.weight.info
-        self.join, self.first_row, self.num_rows = join, info.offset[0], info.local_shape[0]
+        self.join, self.num_rows = join, info.local_shape[0]
+        self.rank = info.offset[0] // self.num_rows
         self.weight = _parameter(self, info.local_shape, "int8")
         self.scale = _parameter(self, [self.num_rows, 1], "float32")
         declare(self.weight, spec)
@@ -286,10 +288,9 @@ class QuantizedEmbedding(nn.Layer):
         """Token ids ``[...]`` to ``[..., h]``."""
         if self.join is None:
             return self._rows(tokens)
-        local = tokens - self.first_row
-        is_here = paddle.logical_and(local >= 0, local < self.num_rows)
-        rows = self._rows(paddle.where(is_here, local, paddle.zeros_like(local)))
-        return self.join(rows * is_here.unsqueeze(-1).astype(rows.dtype))
+        rows, is_here = local_rows(tokens, self.num_rows, self.rank)
+        found = self._rows(rows)
+        return self.join(found * is_here.astype(found.dtype))
 
     def _rows(self, ids: paddle.Tensor) -> paddle.Tensor:
         return self._scaled(F.embedding(ids, self.weight), F.embedding(ids, self.scale))

@@ -15,8 +15,8 @@ from types import FrameType
 
 from ppfleetx.config.errors import DeviceError, OutOfMemoryError, UserError
 from ppfleetx.utils.installed import not_installed
-from ppfleetx.utils.orphans import end_with_launcher
 from ppfleetx.utils.peers import end_with_peers, ended_peer_in, is_end_decided
+from ppfleetx.utils.processes import end_with_launcher
 
 EXIT_USER_ERROR = 2
 EXIT_PEER_LOST = 3

@@ -9,10 +9,10 @@ from typing import Any
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, shown
+from ppfleetx.config.field_types import field_types, is_text_only, item_type, section_in
 from ppfleetx.config.fields import Section
 from ppfleetx.config.reading.parse import key_problem, parse_yaml
 from ppfleetx.config.reading.tree import Node, copy_tree, is_index, node_of, plain_value, same_value
-from ppfleetx.config.words import field_types, is_text_only, item_type, section_in
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from typing import Any
 
 from ppfleetx.checkpoint.documents import copy_tokenizer, tokenizer_files
 from ppfleetx.checkpoint.lazy import LazyTensor, derive
-from ppfleetx.checkpoint.progress import shown_reading
-from ppfleetx.checkpoint.weights import Weights, network_of
+from ppfleetx.checkpoint.weights import Weights, network_of, shown_reading
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.model import ModelConfig
@@ -26,7 +25,7 @@ from ppfleetx.conversion.huggingface.files import (
 from ppfleetx.conversion.huggingface.generation import generation_defaults
 from ppfleetx.conversion.huggingface.rope import rope_notes
 from ppfleetx.conversion.huggingface.tensors import Rule, rules
-from ppfleetx.conversion.paddle_layout import in_hf_layout
+from ppfleetx.conversion.paddle import in_hf_layout
 from ppfleetx.conversion.safetensors_file import write_sharded
 from ppfleetx.utils.files import atomic_write
 

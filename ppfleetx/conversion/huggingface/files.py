@@ -9,7 +9,7 @@ from typing import Any
 
 from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.config.errors import CheckpointError, shown
-from ppfleetx.conversion.paddle_file import read_paddle_file
+from ppfleetx.conversion.paddle import read_paddle_file
 from ppfleetx.conversion.pickles import flatten, reading
 from ppfleetx.conversion.safetensors_file import (
     INDEX,

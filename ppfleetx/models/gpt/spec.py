@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from typing import Any, ClassVar
 
@@ -397,8 +397,8 @@ def _with_listed_parameters(spec: ModelSpec, cfg: ModelConfig, layer_shapes: Cal
         name: shape if isinstance(shape, ParamSpec) else _of_shape(tuple(shape), known.get(name))
         for name, shape in layer_shapes(cfg).items()
     }
-    fields = {name: getattr(spec.blocks[0], name) for name in BlockSpec.__dataclass_fields__}
-    return replace(spec, blocks=(_ListedBlock(**fields, listed=listed),) * cfg.num_layers)
+    sizes = {one.name: getattr(spec.blocks[0], one.name) for one in fields(BlockSpec)}
+    return replace(spec, blocks=(_ListedBlock(**sizes, listed=listed),) * cfg.num_layers)
 
 
 @cache

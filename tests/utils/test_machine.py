@@ -2,13 +2,13 @@ import mmap
 
 import numpy as np
 
-from ppfleetx.utils import memory
-from ppfleetx.utils.memory import available_bytes, available_fraction, back_by_huge_pages
+from ppfleetx.utils import machine
+from ppfleetx.utils.machine import available_bytes, available_fraction, back_by_huge_pages
 
 
 def test_available_fraction(tmp_path, monkeypatch) -> None:
     assert 0 < available_fraction() <= 1
-    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(machine, "_MEMINFO", tmp_path / "meminfo")
     assert available_fraction() == 1.0
     assert available_bytes() is None
     (tmp_path / "meminfo").write_text(

@@ -1,26 +1,108 @@
-"""Small runs on the device against the CPU: operators, attention, the same twice, and speeds.
+"""A card: its driver, the types it computes in, and small runs on it compared with the CPU.
 
-Every function takes the device, so that what it does can be tried on a CPU too; checks run on cards alone.
+The runs take a device, so tests can try them on a CPU; as checks they run on cards only.
 """
 
 from __future__ import annotations
 
-import time
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import paddle
 import paddle.nn.functional as F
 
-from ppfleetx.distributed.device import on_card, on_gpu, queue_copy
+from ppfleetx.distributed.device import capability, count, is_gpu, kind_of, total_memory
 from ppfleetx.distributed.tf32 import allow_tf32
 from ppfleetx.doctor.case import Case, lacks
-from ppfleetx.doctor.gpu import allows_tf32
 from ppfleetx.doctor.rows import Row, fail, ok, skipped, warn
-from ppfleetx.doctor.storage import words
 from ppfleetx.nn.flash import flash_attention, flash_obstacle
 from ppfleetx.nn.fused import TABLE, obstacles
 from ppfleetx.nn.kernels import KernelOptions, reference_attention
+
+_QUERY = "index,name,driver_version,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,pstate"
+_QUERY_SECONDS = 20.0
+_BUSY_SHARE = 0.1
+
+
+def driver(case: Case) -> Iterator[Row]:
+    """What ``nvidia-smi`` reports: driver, cards, memory in use, errors."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        yield warn("nvidia-smi", "not found", "install the driver's tools; in a container: --gpus all")
+        return
+    command = [program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=False)
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip()
+        yield fail("nvidia-smi", said, "the driver does not answer: load it, or restart the machine")
+        return
+    yield from card_rows(done.stdout)
+    links = subprocess.run(
+        [program, "topo", "-m"], capture_output=True, text=True, timeout=_QUERY_SECONDS, check=False
+    )
+    if links.returncode == 0 and links.stdout.strip():
+        yield ok("links", _links(links.stdout))
+
+
+def card_rows(answer: str) -> Iterator[Row]:
+    """Rows of the answer of ``nvidia-smi --query-gpu`` (``csv,noheader,nounits``)."""
+    for line in answer.strip().splitlines():
+        index, name, version, total, used, errors, _ = (part.strip() for part in line.split(","))
+        text = f"{name}, driver {version}, {used} of {total} MiB used"
+        title = f"card {index}"
+        if errors.isdigit() and int(errors):
+            yield fail(title, f"{text}, {errors} uncorrected memory errors", "reset or replace the card")
+        elif used.isdigit() and total.isdigit() and int(used) > _BUSY_SHARE * int(total):
+            yield warn(title, text, "another program holds its memory: nvidia-smi names it")
+        else:
+            yield ok(title, text)
+
+
+def _links(matrix: str) -> str:
+    """The number of pairs of cards by kind of link, from ``nvidia-smi topo -m``."""
+    kinds: dict[str, int] = {}
+    rows = [line.split() for line in matrix.splitlines() if line.startswith("GPU")]
+    for number, words in enumerate(rows):
+        for kind in words[number + 2 : len(rows) + 1]:
+            kinds[kind] = kinds.get(kind, 0) + 1
+    return ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items())) or "one card"
+
+
+def card(case: Case) -> Iterator[Row]:
+    """The card of this process, as Paddle sees it."""
+    device = paddle.get_device()
+    told, numbers = [f"{count(kind_of(device))}; this process has {device}"], {}
+    found = total_memory()
+    if found is not None:
+        told.append(f"{found[1]}, {found[0] / 2**30:.1f} GiB")
+        numbers["memory_gib"] = found[0] / 2**30
+    if is_gpu(device):
+        told.append("compute capability " + ".".join(map(str, capability(device))))
+        libraries = {
+            "CUDA": paddle.version.cuda(),
+            "cuDNN": paddle.version.cudnn(),
+            "NCCL": paddle.version.nccl(),
+        }
+        told += [f"{name} {version}" for name, version in libraries.items()]
+    yield ok("visible cards", ", ".join(told), **numbers)
+    for dtype in case.float_types:
+        if lacks(dtype):
+            yield _lacking(dtype, device, case)
+
+
+def _lacking(dtype: str, device: str, case: Case) -> Row:
+    """The row of a type the card does not compute in: a failure if the configuration asks for it."""
+    text = f"{device} does not compute in {dtype}"
+    if case.cfg is None:
+        return skipped(dtype, f"{text}; nothing of it is tried")
+    return fail(
+        dtype, text, "set Engine.mix_precision.dtype to float16, or Engine.mix_precision.enable to False"
+    )
+
+
+# -- small runs --------------------------------------------------------------------------------
 
 Inputs = Sequence[np.ndarray]
 Operator = Callable[..., paddle.Tensor]
@@ -29,7 +111,6 @@ TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
 """Largest difference from the CPU's float32, relative to the largest number of the result."""
 HEAD_SIZES = (32, 64, 80, 96, 128, 192, 256)
 _HALF = ("float16", "bfloat16")
-_SLOW_SECONDS = 0.01  # of a product of 1,024: a card in software, on which larger ones would take minutes
 _CURE = "this card, its driver or this build of Paddle computes wrongly: try another card, then Paddle 3.3.x"
 
 
@@ -41,7 +122,7 @@ def _ids(*shape: int) -> np.ndarray:
     return np.random.default_rng(1).integers(0, 16, shape)
 
 
-# What a step is made of: operator, and what it is given. Whole numbers stay whole in every type.
+# The operators of a step and their inputs. Whole numbers stay whole in every type.
 OPERATORS: dict[str, tuple[Operator, Inputs]] = {
     "matmul": (paddle.matmul, (_random(24, 32), _random(32, 40))),
     "batched matmul": (lambda a, b: paddle.matmul(a, b, transpose_y=True), (_random(2, 3, 8, 16),) * 2),
@@ -66,21 +147,21 @@ OPERATORS: dict[str, tuple[Operator, Inputs]] = {
 
 
 def small_operators(case: Case) -> Iterator[Row]:
-    """Each operator in each type of the plan, forward and backward, against the CPU; fused ones as well."""
+    """Each operator in each type of the plan, forward and backward, against the CPU; fused ones too."""
     types = [dtype for dtype in case.float_types if dtype in TOLERANCE and not lacks(dtype)]
     for dtype in types:
         yield operators_row(dtype, case.device)
     for name, reasons in obstacles(list(TABLE), types).items():
         well = [dtype for dtype, reason in reasons.items() if reason is None]
         others = "; ".join(f"{dtype}: {reason}" for dtype, reason in reasons.items() if reason)
-        text = f"gives what plain operators give in {', '.join(well)}" if well else "is not taken"
+        text = f"equals plain operators in {', '.join(well)}" if well else "is not used"
         yield ok(f"fused {name}", f"{text}{f' ({others})' if others else ''}")
 
 
 def operators_row(
     dtype: str, device: str, operators: Mapping[str, tuple[Operator, Inputs]] = OPERATORS
 ) -> Row:
-    """All small runs in one type on one device, in products without TF32."""
+    """All operators in one type on one device, without TF32."""
     wrong, worst = [], 0.0
     allow_tf32(False)
     for name, (operator, inputs) in operators.items():
@@ -124,7 +205,7 @@ def _difference(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def flash(case: Case) -> Iterator[Row]:
-    """Flash attention against the reference over head sizes, types and documents, and what ``auto`` takes."""
+    """Flash attention against the reference, by head size, type and documents."""
     for dtype in case.float_types:
         if dtype not in _HALF or lacks(dtype):
             continue
@@ -133,7 +214,7 @@ def flash(case: Case) -> Iterator[Row]:
 
 
 def attention_row(dtype: str, *, packed: bool, head_sizes: Sequence[int] = HEAD_SIZES) -> Row:
-    """All head sizes in one type, with one document in a row or several."""
+    """All head sizes in one type, with one document in a row or several (``packed``)."""
     name = f"flash {dtype}{', documents' if packed else ''}"
     well, wrong, refused = [], [], {}
     for size in head_sizes:
@@ -160,100 +241,9 @@ def attention_row(dtype: str, *, packed: bool, head_sizes: Sequence[int] = HEAD_
 
 
 def _attention_inputs(size: int, dtype: str, *, packed: bool) -> tuple:
-    """``query [b, g, r, q, d]``, ``key``, ``value [b, g, k, d]``: two query heads for each of two others."""
+    """``query [b, g, r, q, d]``, ``key``, ``value [b, g, k, d]``: two query heads per key head."""
     length = 64
     query = paddle.to_tensor(_random(2, 2, 2, length, size)).astype(dtype)
     key, value = (paddle.to_tensor(_random(2, 2, length, size)).astype(dtype) for _ in range(2))
     start = np.tile(np.where(np.arange(length) < 24, 0, 24).astype(np.int32), (2, 1))
     return query, key, value, paddle.to_tensor(start) if packed else None
-
-
-# -- the same twice --------------------------------------------------------------------------------
-
-
-def determinism(case: Case) -> Iterator[Row]:
-    """Whether what adds in an order of its own gives the same bits twice."""
-    yield repeated_row("embedding gradient", _embedding_gradient, "FLAGS_embedding_deterministic=1")
-    if on_gpu():  # the plugins' is tried with the other fused operators
-        yield repeated_row("flash gradient", _flash_gradient, "FLAGS_cudnn_deterministic=True")
-    yield repeated_row("matrix product", _product, "CUBLAS_WORKSPACE_CONFIG=:4096:8")
-
-
-def repeated_row(name: str, make: Callable[[], np.ndarray | None], flag: str, times: int = 4) -> Row:
-    """Whether ``make`` gives the same bits every time; ``flag`` makes it so."""
-    first = make()
-    if first is None:
-        return skipped(name, "flash attention does not run on this card")
-    same = all(np.array_equal(first, make()) for _ in range(times - 1))
-    if same:
-        return ok(name, f"the same bits {times} times")
-    text = "other bits when it is repeated: two runs will not be equal to the last digit"
-    return warn(name, text, f"where that matters set {flag} (Global.flags for FLAGS_), which is slower")
-
-
-def _embedding_gradient() -> np.ndarray:
-    table = paddle.to_tensor(_random(16, 256), stop_gradient=False)
-    F.embedding(paddle.to_tensor(_ids(4096)), table).multiply(
-        paddle.to_tensor(_random(4096, 256))
-    ).sum().backward()
-    return table.grad.numpy()
-
-
-def _flash_gradient() -> np.ndarray | None:
-    query, key, value, start = _attention_inputs(64, "float16", packed=False)
-    dropout = paddle.nn.Dropout(0.0)
-    if flash_obstacle(query, dropout, packed=False):
-        return None
-    query.stop_gradient = False
-    flash_attention(query, key, value, start, dropout).astype("float32").sum().backward()
-    return query.grad.astype("float32").numpy()
-
-
-def _product() -> np.ndarray:
-    return paddle.matmul(paddle.to_tensor(_random(256, 2048)), paddle.to_tensor(_random(2048, 256))).numpy()
-
-
-# -- speeds ----------------------------------------------------------------------------------------
-
-
-def speeds(case: Case) -> Iterator[Row]:
-    """Copies between host and card, and matrix products in each type."""
-    array = np.zeros(16 << 20, np.float32)
-    told = {
-        "to the card": array.nbytes / seconds_of(lambda: paddle.to_tensor(array)),
-        "to the card, queued": array.nbytes / seconds_of(lambda: queue_copy(array)),
-    }
-    there = paddle.to_tensor(array)
-    told["to the host"] = array.nbytes / seconds_of(lambda: there.cpu())
-    text = ", ".join(f"{words(speed)}/s {way}" for way, speed in told.items())
-    yield ok("copies", text, **{f"bytes_per_second {way}": speed for way, speed in told.items()})
-    allow_tf32(allows_tf32(case))  # as fast as the run will be
-    small = paddle.ones([1024, 1024])
-    size = 4096 if seconds_of(lambda: paddle.matmul(small, small), 1) < _SLOW_SECONDS else 512
-    for dtype in case.float_types:
-        if dtype != "float64" and not lacks(dtype):
-            yield product_row(dtype, size)
-    allow_tf32(False)
-
-
-def product_row(dtype: str, size: int) -> Row:
-    """Matrix products of ``size`` in a type, in TFLOP/s."""
-    one = paddle.ones([size, size], dtype)
-    rate = 2 * size**3 / seconds_of(lambda: paddle.matmul(one, one)) / 1e12
-    return ok(f"matmul {dtype}", f"{rate:.2f} TFLOP/s at {size:,}", tflops=rate)
-
-
-def seconds_of(run: Callable[[], object], times: int = 5) -> float:
-    """Of one call, with the device's work done; a first one warms up."""
-
-    def wait() -> None:
-        if on_card():
-            paddle.device.synchronize()
-
-    run()
-    wait()
-    begin = time.perf_counter()
-    for _ in range(times):
-        run()
-    wait()
-    return (time.perf_counter() - begin) / times

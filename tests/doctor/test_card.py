@@ -8,7 +8,7 @@ import pytest
 from paddle.base import core
 
 from ppfleetx.config.loader import load_config
-from ppfleetx.doctor import gpu, gpu_runs, steps
+from ppfleetx.doctor import card, steps
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.rows import Status, ok
 from ppfleetx.parallel import precision
@@ -30,46 +30,30 @@ GPU2\tSYS\tSYS\t X \tSYS\t64-127
 
 
 def test_cards_as_nvidia_smi_tells_them():
-    rows = by_name(gpu.card_rows(CARDS))
+    rows = by_name(card.card_rows(CARDS))
     assert [row.status for row in rows.values()] == [Status.OK, Status.WARN, Status.FAIL, Status.OK]
     assert "another program holds its memory" in rows["card 1"].cure
     assert "3 uncorrected memory errors" in rows["card 2"].found
-    assert gpu._links(LINKS) == "1 x NV12, 2 x SYS"
-
-
-def test_float32_products_are_exact_here():
-    assert gpu.product_error(128) < 1e-6
+    assert card._links(LINKS) == "1 x NV12, 2 x SYS"
 
 
 def test_small_runs_agree_and_a_wrong_operator_is_named():
-    assert gpu_runs.operators_row("float32", "cpu").status is Status.OK
+    assert card.operators_row("float32", "cpu").status is Status.OK
     calls = []
 
     def wrong(x):
         calls.append(x)
         return paddle.exp(x) * (1.0 if len(calls) % 2 else 1.001)
 
-    row = gpu_runs.operators_row("float32", "cpu", {"exp": (wrong, (np.ones((2, 2), np.float32),))})
+    row = card.operators_row("float32", "cpu", {"exp": (wrong, (np.ones((2, 2), np.float32),))})
     assert row.status is Status.FAIL and "exp by 1.0e-03" in row.found
-
-
-def test_what_gives_other_bits_when_repeated_is_named():
-    assert gpu_runs.repeated_row("embedding", gpu_runs._embedding_gradient, "FLAG").status is Status.OK
-    numbers = iter(np.eye(8))
-    row = gpu_runs.repeated_row("sum", lambda: next(numbers), "FLAGS_x=1")
-    assert row.status is Status.WARN and "FLAGS_x=1" in row.cure
-    assert gpu_runs.repeated_row("flash", lambda: None, "FLAG").status is Status.SKIPPED
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_attention_says_why_flash_does_not_run(packed):
-    row = gpu_runs.attention_row("float16", packed=packed, head_sizes=(64, 128))
+    row = card.attention_row("float16", packed=packed, head_sizes=(64, 128))
     assert row.status is Status.OK
     assert row.found == "heads of 64, 128 by the reference: it needs a GPU, the device is cpu"
-
-
-def test_a_product_is_timed():
-    assert gpu_runs.product_row("float32", 64).numbers["tflops"] > 0
 
 
 def test_a_card_that_may_use_tf32_is_compared_without():
@@ -83,7 +67,7 @@ def test_a_card_that_may_use_tf32_is_compared_without():
 
     try:
         core.set_cublas_switch(True)
-        gpu_runs.operators_row("float32", "cpu", {"matmul": (product, (np.ones((2, 2), np.float32),))})
+        card.operators_row("float32", "cpu", {"matmul": (product, (np.ones((2, 2), np.float32),))})
     finally:
         core.set_cublas_switch(switch)
     assert used == [False, False]
@@ -93,18 +77,18 @@ def test_a_type_that_the_card_lacks_is_not_tried(monkeypatch):
     """A V100 has no bfloat16: that fails where the configuration asks for it, and nowhere else."""
     monkeypatch.setattr(precision, "has_kernels", lambda dtype: dtype == "float16")
     tried = []
-    monkeypatch.setattr(gpu_runs, "operators_row", lambda dtype, _: tried.append(dtype) or ok("x", "y"))
-    monkeypatch.setattr(gpu_runs, "TABLE", {})
-    monkeypatch.setattr(gpu_runs, "attention_row", lambda dtype, packed: tried.append(dtype) or ok("x", "y"))
+    monkeypatch.setattr(card, "operators_row", lambda dtype, _: tried.append(dtype) or ok("x", "y"))
+    monkeypatch.setattr(card, "TABLE", {})
+    monkeypatch.setattr(card, "attention_row", lambda dtype, packed: tried.append(dtype) or ok("x", "y"))
     case = Case(device="gpu")
-    list(gpu_runs.small_operators(case))
-    list(gpu_runs.flash(case))
+    list(card.small_operators(case))
+    list(card.flash(case))
     assert tried == ["float32", "float16", "float16", "float16"]
     monkeypatch.setattr(steps, "train", lambda *_: [1.0])
     monkeypatch.setattr(steps, "losses_row", lambda name, *_: ok(name, "as they should be"))
     rows = by_name(steps.losses(case))
     statuses = {row.status for name, row in rows.items() if "bfloat16" in name}
     assert statuses == {Status.SKIPPED} and rows["GPT float16 O2"].status is Status.OK
-    assert gpu._lacking("bfloat16", "gpu:0", case).status is Status.SKIPPED
-    row = gpu._lacking("bfloat16", "gpu:0", Case(cfg=load_config(CONFIG), device="gpu"))
+    assert card._lacking("bfloat16", "gpu:0", case).status is Status.SKIPPED
+    row = card._lacking("bfloat16", "gpu:0", Case(cfg=load_config(CONFIG), device="gpu"))
     assert row.status is Status.FAIL and "gpu:0 does not compute in bfloat16" in row.found

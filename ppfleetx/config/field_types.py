@@ -1,13 +1,15 @@
-"""What the fields of the configuration accept: for reading values, for messages and for documentation."""
+"""Keys of the configuration and what they accept: for reading values, messages and documentation."""
 
 from __future__ import annotations
 
+import difflib
 import types
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ppfleetx.config.fields import Says, Section
+from ppfleetx.config.other_toolkits.synonyms import our_key
 from ppfleetx.config.registry import Registered
 
 
@@ -109,3 +111,37 @@ def _describe_one(part: Any) -> str:
     if get_origin(part) is dict:
         return f"a mapping (values: {describe(get_args(part)[1])})"
     return getattr(part, "SAYS", "a section (a mapping of keys)")
+
+
+def nearest_keys(path: list[str], section: type[Section], root: type[Section]) -> str:
+    """A sentence with the keys that the writer of the unknown key ``path`` may have meant.
+
+    Args:
+        path: the parts of the key; the last is not one of ``section``, the innermost section on the way.
+        root: the section that the path starts from.
+    """
+    prefix = ".".join(path[:-1])
+    everywhere = all_keys(root)
+    near = [key for key in (our_key(path[-1]),) if key in everywhere]
+    if not near:
+        here = difflib.get_close_matches(path[-1], field_types(section), n=3, cutoff=0.6)
+        near = [f"{prefix}.{name}" if prefix else name for name in here]
+    near += [key for key in everywhere if key.rpartition(".")[2] == path[-1] and key not in near]
+    if not near:
+        elsewhere = [key for key in everywhere if key not in (path[0], prefix)]
+        near = difflib.get_close_matches(".".join(path), elsewhere, n=2, cutoff=0.75)
+    if near:
+        return f"Did you mean {' or '.join(near[:3])}?"
+    return f"Keys here: {', '.join(field_types(section))}."
+
+
+@cache
+def all_keys(root: type[Section], prefix: str = "") -> tuple[str, ...]:
+    """Dotted names of every key below ``root``, sections included."""
+    keys: list[str] = []
+    for name, annotation in field_types(root).items():
+        keys.append(prefix + name)
+        section = section_in(annotation)
+        if section is not None:
+            keys += all_keys(section, f"{prefix}{name}.")
+    return tuple(keys)

@@ -6,11 +6,10 @@ import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.generation import continuous, prefixes
+from ppfleetx.generation import continuous, prefix_cache
 from ppfleetx.generation.continuous import ContinuousBatch
-from ppfleetx.generation.prefixes import PrefixStore
-from ppfleetx.generation.sampling import RowChoice, RowOptions, choose_tokens, score_tokens
-from ppfleetx.generation.scoring import score_prompt
+from ppfleetx.generation.prefix_cache import PrefixStore
+from ppfleetx.generation.sampling import RowChoice, RowOptions, choose_tokens, score_prompt, score_tokens
 from ppfleetx.generation.session import NextTokenModel
 
 
@@ -20,7 +19,7 @@ def test_known_beginnings_change_no_logits(
 ) -> None:
     """Chats whose turns go on from what was said, new ones under a shared beginning, copies and guesses."""
     monkeypatch.setattr(continuous, "_PREFILL_COLUMNS", 4)
-    monkeypatch.setattr(prefixes, "SHORTEST", 2)
+    monkeypatch.setattr(prefix_cache, "SHORTEST", 2)
     staged, _ = make_model(**style)
     staged.eval()
     chance, store = random.Random(seed), PrefixStore(60)
