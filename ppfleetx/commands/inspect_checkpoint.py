@@ -1,53 +1,57 @@
-"""Show what a checkpoint holds, recompute its checksums, or compare two.
-
-Exit code: 0 all is well; 1 damage was found (--verify) or a difference (--diff); 2 there is no checkpoint
-that could be looked at, or the command line is wrong.
-"""
+"""The verb ``inspect``."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
+from ppfleetx.commands.options import Command, option, positional, switch
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import CheckpointError, ConfigError
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line."""
-    add = parser.add_argument
-    add("checkpoint", nargs="?", metavar="DIR",
-        help="step directory, output directory, rank directory, or a directory of FleetX")  # fmt: skip
-    add("--verify", action="store_true", help="read everything and compare all checksums")
-    add("--diff", nargs=2, metavar=("A", "B"), help="list the tensors in which two checkpoints differ")
-    add("--filter", metavar="REGEX", help="only tensors whose name (name/state) this is found in")
-    add("--json", action="store_true", help="print the summary as JSON, without the table")
+@dataclass(frozen=True, kw_only=True)
+class Inspect(Command):
+    """Show what a checkpoint holds, recompute its checksums, or compare two.
 
+    Exit code: 0 all is well; 1 damage was found (--verify) or a difference (--diff); 2 there is no checkpoint
+    that could be looked at, or the command line is wrong.
+    """
 
-def run(args: argparse.Namespace) -> int:
-    """Do what was asked for."""
-    if (args.checkpoint is None) == (args.diff is None):
-        raise ConfigError("give one checkpoint DIR, or --diff A B")
-    if args.diff and (args.verify or args.json):
-        raise ConfigError("--diff goes with --filter only")
-    pattern = compile_pattern(args.filter)
-    if args.diff:
-        return compare(*args.diff, pattern)
-    if args.verify:
-        return verify(args.checkpoint)
-    from ppfleetx.checkpoint import inspect
+    checkpoint: str | None = positional(
+        "DIR", "step directory, output directory, rank directory, or a directory of FleetX"
+    )
+    verify: bool = switch("read everything and compare all checksums")
+    diff: tuple[str, str] | None = option(
+        "list the tensors in which two checkpoints differ", metavar=("A", "B")
+    )
+    filter: str | None = option("only tensors whose name (name/state) this is found in", metavar="REGEX")
+    json: bool = switch("print the summary as JSON, without the table")
 
-    checkpoint = inspect.open_for_inspection(args.checkpoint)
-    facts = inspect.summary(checkpoint)
-    if args.json:
-        print(json.dumps(facts, indent=2))
+    def run(self) -> int:
+        """Show, verify or compare."""
+        if (self.checkpoint is None) == (self.diff is None):
+            raise ConfigError("give one checkpoint DIR, or --diff A B")
+        if self.diff and (self.verify or self.json):
+            raise ConfigError("--diff goes with --filter only")
+        pattern = compile_pattern(self.filter)
+        if self.diff:
+            return compare(*self.diff, pattern)
+        if self.verify:
+            return verify(self.checkpoint)
+        from ppfleetx.checkpoint import inspect
+
+        checkpoint = inspect.open_for_inspection(self.checkpoint)
+        facts = inspect.summary(checkpoint)
+        if self.json:
+            print(json.dumps(facts, indent=2))
+            return 0
+        print(inspect.summary_text(facts))
+        print()
+        print(inspect.table(inspect.tensors_of(checkpoint, pattern)))
         return 0
-    print(inspect.summary_text(facts))
-    print()
-    print(inspect.table(inspect.tensors_of(checkpoint, pattern)))
-    return 0
 
 
 def compile_pattern(text: str | None) -> re.Pattern[str] | None:

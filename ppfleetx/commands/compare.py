@@ -1,15 +1,7 @@
-"""Compare the loss sequences of two runs: two plans, two commits, or two runs that exist already.
-
-    ppfleetx compare -c FILE [-o BOTH ...] --a Distributed.mp_degree=2 --b Distributed.pp_degree=2
-    ppfleetx compare -c FILE --commit-a main --commit-b HEAD --bitwise
-    ppfleetx compare --metrics-a output_a --metrics-b output_b --plot losses.png
-
-Exit code 0: equal (bitwise, or within --rtol); 1: not; 2: a mistake in what was asked for.
-"""
+"""The verb ``compare``."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import subprocess
@@ -19,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppfleetx.cli.launching import SCRIPT
+from ppfleetx.commands.launching import SCRIPT
+from ppfleetx.commands.options import Command, option, plugin_option, repeated, switch
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError, UserError
-from ppfleetx.utils.cli import WithPlugins, add_plugin_argument
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,55 +32,59 @@ class Difference:
     step: int
 
 
-def run(args: argparse.Namespace) -> int:
-    """Do what was asked for."""
-    if not args.config and not (args.metrics_a and args.metrics_b):
-        raise UserError("give -c FILE to run, or --metrics-a and --metrics-b to compare what exists")
-    if args.bitwise and args.rtol is not None:
-        raise UserError("--bitwise allows no difference, so it cannot go with --rtol; give one of the two")
-    with contextlib.ExitStack() as stack:
-        work_dir = Path(args.work_dir or stack.enter_context(tempfile.TemporaryDirectory()))
-        runs = []
-        for side in "ab":
-            metrics = getattr(args, f"metrics_{side}")
-            runs.append(read_losses(Path(metrics)) if metrics else run_side(side, args, work_dir))
-    differences = compare(*runs)
-    for difference in differences:
-        largest = f"{difference.largest:.3e} (relative)"
-        print(f"{difference.key:10} differs by {largest} at most, at step {difference.step}")
-    if args.plot:
-        draw(runs, Path(args.plot))
-    allowed = 0.0 if args.bitwise else _RTOL if args.rtol is None else args.rtol
-    same = all(difference.largest <= allowed for difference in differences)
-    rule = "bit for bit" if args.bitwise else f"within {allowed:g}"
-    print(f"{counted(len(runs[0]), 'step')}: {'equal' if same else 'DIFFERENT'} ({rule})")
-    return 0 if same else 1
+@dataclass(frozen=True, kw_only=True)
+class Compare(Command):
+    """Compare the loss sequences of two runs: two plans, two commits, or two runs that exist already.
+
+        ppfleetx compare -c FILE [-o BOTH ...] --a Distributed.mp_degree=2 --b Distributed.pp_degree=2
+        ppfleetx compare -c FILE --commit-a main --commit-b HEAD --bitwise
+        ppfleetx compare --metrics-a output_a --metrics-b output_b --plot losses.png
+
+    Exit code 0: equal (bitwise, or within --rtol); 1: not; 2: a mistake in what was asked for.
+    """
+
+    config: str | None = option("configuration both sides start from", "-c", "--config", metavar="FILE")
+    override: tuple[str, ...] = repeated("override of both sides", "-o", "--override", metavar="KEY=VALUE")
+    plugin: tuple[str, ...] = plugin_option()
+    a: tuple[str, ...] = repeated("override of a", metavar="KEY=VALUE")
+    b: tuple[str, ...] = repeated("override of b", metavar="KEY=VALUE")
+    commit_a: str | None = option("commit a runs from; default: this tree", metavar="REV")
+    commit_b: str | None = option("commit b runs from; default: this tree", metavar="REV")
+    metrics_a: str | None = option("output directory of a finished run a", metavar="DIR")
+    metrics_b: str | None = option("output directory of a finished run b", metavar="DIR")
+    bitwise: bool = switch("allow no difference at all")
+    rtol: float | None = option(f"relative difference allowed; {_RTOL:g} unless given")
+    plot: str | None = option("draw both sequences and their difference", metavar="PNG")
+    work_dir: str | None = option("keep outputs and logs here", metavar="DIR")
+
+    def run(self) -> int:
+        """Run what has to be run, and compare."""
+        if not self.config and not (self.metrics_a and self.metrics_b):
+            raise UserError("give -c FILE to run, or --metrics-a and --metrics-b to compare what exists")
+        if self.bitwise and self.rtol is not None:
+            raise UserError(
+                "--bitwise allows no difference, so it cannot go with --rtol; give one of the two"
+            )
+        with contextlib.ExitStack() as stack:
+            work_dir = Path(self.work_dir or stack.enter_context(tempfile.TemporaryDirectory()))
+            runs = []
+            for side in "ab":
+                metrics = getattr(self, f"metrics_{side}")
+                runs.append(read_losses(Path(metrics)) if metrics else run_side(side, self, work_dir))
+        differences = compare(*runs)
+        for difference in differences:
+            largest = f"{difference.largest:.3e} (relative)"
+            print(f"{difference.key:10} differs by {largest} at most, at step {difference.step}")
+        if self.plot:
+            draw(runs, Path(self.plot))
+        allowed = 0.0 if self.bitwise else _RTOL if self.rtol is None else self.rtol
+        same = all(difference.largest <= allowed for difference in differences)
+        rule = "bit for bit" if self.bitwise else f"within {allowed:g}"
+        print(f"{counted(len(runs[0]), 'step')}: {'equal' if same else 'DIFFERENT'} ({rule})")
+        return 0 if same else 1
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line."""
-    parser.add_argument(
-        "-c", "--config", action=WithPlugins, metavar="FILE", help="configuration both sides start from"
-    )
-    add_plugin_argument(parser)
-    parser.add_argument("-o", "--override", action="append", default=[], help="override of both sides")
-    for side in "ab":
-        parser.add_argument(
-            f"--{side}", action="append", default=[], metavar="KEY=VALUE", help=f"override of {side}"
-        )
-        parser.add_argument(
-            f"--commit-{side}", metavar="REV", help=f"commit {side} runs from; default: this tree"
-        )
-        parser.add_argument(
-            f"--metrics-{side}", metavar="DIR", help=f"output directory of a finished run {side}"
-        )
-    parser.add_argument("--bitwise", action="store_true", help="allow no difference at all")
-    parser.add_argument("--rtol", type=float, help=f"relative difference allowed; {_RTOL:g} unless given")
-    parser.add_argument("--plot", metavar="PNG", help="draw both sequences and their difference")
-    parser.add_argument("--work-dir", metavar="DIR", help="keep outputs and logs here")
-
-
-def run_side(side: str, args: argparse.Namespace, work_dir: Path) -> list[Record]:
+def run_side(side: str, options: Compare, work_dir: Path) -> list[Record]:
     """Run one side under its own plan and from its own commit, and return its losses.
 
     Raises:
@@ -96,19 +92,19 @@ def run_side(side: str, args: argparse.Namespace, work_dir: Path) -> list[Record
     """
     from ppfleetx.config.loader import load_config
 
-    overrides = [*args.override, *getattr(args, side)]
-    world = load_config(args.config, overrides).plan.world_size
+    overrides = [*options.override, *getattr(options, side)]
+    world = load_config(options.config, overrides).plan.world_size
     output_dir = work_dir / side
     overrides += [f"Engine.save_load.output_dir={output_dir}", "Engine.logging_freq=1"]
-    options = [word for override in overrides for word in ("-o", override)]
-    with tree_of(getattr(args, f"commit_{side}")) as tree:
+    words = [word for override in overrides for word in ("-o", override)]
+    with tree_of(getattr(options, f"commit_{side}")) as tree:
         command = [sys.executable]
         if world > 1:
             logs = str(work_dir / f"{side}_log")
             command += ["-m", "paddle.distributed.launch", "--nproc_per_node", str(world), "--log_dir", logs]
         program = [str(SCRIPT), "train"] if tree is None else [str(tree / "tools/train.py")]
-        command += [*program, "-c", str(Path(args.config).resolve()), *options]
-        said = " ".join(getattr(args, side)) or "as configured"
+        command += [*program, "-c", str(Path(options.config).resolve()), *words]
+        said = " ".join(getattr(options, side)) or "as configured"
         print(f"{side}: {world} process{'es' if world > 1 else ''}, {said}")
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

@@ -5,16 +5,14 @@ Python modules are imported only for the verb that is used, so that the command 
 
 from __future__ import annotations
 
-import argparse
 import difflib
-import importlib
 import sys
 from collections.abc import Sequence
 from functools import partial
-from types import ModuleType
 
 from ppfleetx import __version__
-from ppfleetx.cli.verbs import GROUPS, VERBS
+from ppfleetx.commands.options import import_plugins
+from ppfleetx.commands.verbs import GROUPS, VERBS
 from ppfleetx.utils.cli import EXIT_USER_ERROR, run_tool
 
 PROGRAM = "ppfleetx"
@@ -52,39 +50,14 @@ def call(verb: str, arguments: Sequence[str] | None = None, *, program: str | No
 
     Raises:
         UserError: a mistake of the user.
-        SystemExit: the arguments are wrong, or ``--help`` was among them.
+        SystemExit: the arguments are wrong, or ``--help`` is among them.
     """
-    name = None if program is None else f"{program} {verb}"
-    module = _module(verb)
-    parser = parser_of(module, name)
-    # The ordinary way takes all positional arguments from one place, and refuses a prompt behind an option.
-    parse = parser.parse_intermixed_args if getattr(module, "INTERMIXED", False) else parser.parse_args
-    args = parse(arguments)
-    if hasattr(args, "nproc"):
-        from ppfleetx.cli.launching import is_launched, launch
-
-        if is_launched(args):
-            typed = sys.argv[1:] if arguments is None else list(arguments)
-            start = partial(launch, verb, args, typed)
-            around = getattr(module, "launching", None)
-            return start() if around is None else around(args, typed, start)
-    return module.run(args)
-
-
-def parser_of(module: ModuleType, name: str | None = None) -> argparse.ArgumentParser:
-    """The command line of a verb's module; ``name`` stands after ``usage:``."""
-    parser = argparse.ArgumentParser(
-        prog=name,
-        description=module.__doc__,
-        epilog=getattr(module, "EXAMPLES", None),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    module.add_arguments(parser)
-    return parser
-
-
-def _module(verb: str) -> ModuleType:
-    return importlib.import_module(f"ppfleetx.cli.{VERBS[verb].module}")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = VERBS[verb].command().parse(arguments, None if program is None else f"{program} {verb}")
+    import_plugins(options)
+    if getattr(options, "is_launched", False):
+        return options.launch(verb, arguments)
+    return options.run()
 
 
 def _call(arguments: Sequence[str]) -> int | None:

@@ -1,38 +1,42 @@
-"""List the configurations that ship with ppfleetx, or copy one to change it.
-
--c takes the names as they are listed here; `gpt/` may be left out.
-"""
+"""The verb ``configs``."""
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 from pathlib import Path
 
-EXAMPLES = """\
+from ppfleetx.commands.options import Command, positional
+from ppfleetx.config.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configs(Command):
+    """List the configurations that ship with ppfleetx, or copy one to change it.
+
+    -c takes the names as they are listed here; `gpt/` may be left out.
+    """
+
+    examples = """\
 examples:
   ppfleetx configs
   ppfleetx configs copy gpt/pretrain_gpt_345M_single_card my_configs
   ppfleetx train -c gpt/pretrain_gpt_345M_single_card -o Engine.max_steps=100
 """
+    words: tuple[str, ...] = positional(
+        "copy NAME DIR", "copy a configuration and its bases; nothing is overwritten", default=()
+    )
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line."""
-    actions = parser.add_subparsers(dest="action", metavar="copy NAME DIR")
-    copy = actions.add_parser("copy", help="copy a configuration and its bases; nothing is overwritten")
-    copy.add_argument("name", metavar="NAME", help="as it is listed")
-    copy.add_argument("directory", metavar="DIR", type=Path, help="made if it is not there")
-
-
-def run(args: argparse.Namespace) -> None:
-    """Print the table, or copy."""
-    if args.action == "copy":
+    def run(self) -> None:
+        """Print the table, or copy."""
+        if not self.words:
+            print(table())
+            return
+        if len(self.words) != 3 or self.words[0] != "copy":
+            raise ConfigError("give nothing, or copy NAME DIR")
         from ppfleetx.config.shipped import copy_config
 
-        written = copy_config(args.name, args.directory)
+        written = copy_config(self.words[1], Path(self.words[2]))
         print(f"copied: {', '.join(map(str, written))}")
-        return
-    print(table())
 
 
 def table() -> str:

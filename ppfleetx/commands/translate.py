@@ -1,11 +1,12 @@
-"""``ppfleetx translate``: a file or a command line of another toolkit, printed as a native configuration."""
+"""The verb ``translate``."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from ppfleetx.commands.options import Command, option, positional
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_tree
 from ppfleetx.config.reading.parse import read_yaml
@@ -16,35 +17,36 @@ from ppfleetx.utils.files import atomic_write
 _FILES = (".yaml", ".yml", ".json")
 
 
-def add_translate_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="FILE | -- ARGUMENTS",
-        help="a configuration, further arguments of its program behind --; or a whole command line behind --",
-    )
-    parser.add_argument("--dialect", metavar="NAME", help="the toolkit, if it is not recognised")
-    parser.add_argument("--to", metavar="OUT.yaml", help="write there, and not to standard output")
+@dataclass(frozen=True, kw_only=True)
+class Translate(Command):
+    """Print a configuration or a command line of another toolkit as a configuration of this one.
 
-
-def run_translate(args: argparse.Namespace) -> str:
-    """What the command prints: the native YAML, or where it has been written.
-
-    Raises:
-        ConfigError: nothing or something unknown to translate, a translation that is no valid configuration,
-            or a file in the way.
+    Each key of the result says in a comment which file, line and key of the other toolkit it came from. The
+    toolkit is recognised by its keys or options. docs/dialects/ has a page for each.
     """
-    words, to = list(args.words), args.to
-    if to is None and words[-2:-1] == ["--to"]:  # at the end of a command line
-        *words, _, to = words
-    result = translation_of(words, args.dialect)
-    load_tree(result.tree(), result.warnings)  # what is printed is valid
-    return result.yaml().rstrip("\n") if to is None else _write(Path(to), result.yaml())
 
+    examples = """\
+examples:
+  ppfleetx translate projects/mindformers/configs/gpt2/run_gpt2.yaml
+  ppfleetx translate run_gpt2.yaml --to ours.yaml
+  ppfleetx translate --to ours.yaml -- run_mindformer.py --config run_gpt2.yaml --epochs 1
+"""
+    words: tuple[str, ...] = positional(
+        "FILE | -- ARGUMENTS",
+        "a configuration, further arguments of its program behind --; or a whole command line behind --",
+        default=(),
+    )
+    dialect: str | None = option("the toolkit, if it is not recognised", metavar="NAME")
+    to: str | None = option("write there, and not to standard output", metavar="OUT.yaml")
 
-def _keys_of(path: Path) -> frozenset[str]:
-    return frozenset(read_yaml(path, is_ours=False).value)
+    def run(self) -> None:
+        """Print the translation, or write it."""
+        words, to = list(self.words), self.to
+        if to is None and words[-2:-1] == ["--to"]:  # at the end of a command line
+            *words, _, to = words
+        result = translation_of(words, self.dialect)
+        load_tree(result.tree(), result.warnings)  # what is printed is valid
+        print(result.yaml().rstrip("\n") if to is None else _write(Path(to), result.yaml()))
 
 
 def _write(path: Path, text: str) -> str:

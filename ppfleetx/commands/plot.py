@@ -1,25 +1,27 @@
-"""Draw the loss curves of a run's metrics.jsonl to a PNG."""
+"""The verb ``plot``."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 
+from ppfleetx.commands.options import Command, option
 from ppfleetx.config.errors import DataError
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line."""
-    parser.add_argument("--metrics", required=True, type=Path, help="metrics.jsonl of a run")
-    parser.add_argument("--output", required=True, type=Path, help="PNG to write")
+@dataclass(frozen=True, kw_only=True)
+class Plot(Command):
+    """Draw the loss curves of a run's metrics.jsonl to a PNG."""
 
+    metrics: Path = option("metrics.jsonl of a run", default=MISSING)
+    output: Path = option("PNG to write", default=MISSING)
 
-def run(args: argparse.Namespace) -> None:
-    """Draw the picture."""
-    draw(read_series(args.metrics), args.output)
-    print(f"loss curve: {args.output}")
+    def run(self) -> None:
+        """Draw the picture."""
+        draw(read_series(self.metrics), self.output)
+        print(f"loss curve: {self.output}")
 
 
 def read_series(path: Path) -> dict[str, tuple[list[int], list[float]]]:

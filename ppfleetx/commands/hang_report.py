@@ -1,50 +1,51 @@
-"""Say why a job came to a halt, from what its ranks have left in OUTPUT_DIR/hang.
-
-The first line is the sentence that the job ended with: who is missing where. Reports of an evaluation or a
-generation in the same directory are read too; the newest ones count. A line for each rank follows.
-The files rank_*.txt beside the reports have each rank's last collectives and the stacks of all its threads.
-"""
+"""The verb ``hang-report``."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
 
+from ppfleetx.commands.options import Command, positional, switch
 from ppfleetx.config.errors import UserError
 from ppfleetx.resilience.explain import explain
 from ppfleetx.resilience.hang_report import Report, latest, read_reports
 from ppfleetx.resilience.report_dir import HANG_DIRS
 
 _SHOWN_FAULTS = 5
-EXAMPLES = """\
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangReport(Command):
+    """Say why a job came to a halt, from what its ranks have left in OUTPUT_DIR/hang.
+
+    The first line is the sentence that the job ended with: who is missing where. Reports of an evaluation or
+    a generation in the same directory are read too; the newest ones count. A line for each rank follows.
+    The files rank_*.txt beside the reports have each rank's last collectives and the stacks of its threads.
+    """
+
+    examples = """\
 examples:
   ppfleetx hang-report output
   ppfleetx hang-report output/hang --json
 """
+    directory: Path = positional("DIR", "a run's output directory, or its hang/", default=MISSING)
+    json: bool = switch("print one JSON object")
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line."""
-    parser.add_argument("directory", metavar="DIR", type=Path, help="a run's output directory, or its hang/")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def run(args: argparse.Namespace) -> None:
-    """Read the reports, join them, and print what they say."""
-    reports = _newest(args.directory)
-    explanation = explain(reports)
-    if args.json:
-        ranks = {rank: _facts(report) for rank, report in sorted(reports.items())}
-        print(json.dumps({**asdict(explanation), "ranks": ranks}, indent=2))
-        return
-    print(explanation.sentence)
-    print()
-    for line in _table(reports):
-        print(line)
+    def run(self) -> None:
+        """Read the reports, join them, and print what they say."""
+        reports = _newest(self.directory)
+        explanation = explain(reports)
+        if self.json:
+            ranks = {rank: _facts(report) for rank, report in sorted(reports.items())}
+            print(json.dumps({**asdict(explanation), "ranks": ranks}, indent=2))
+            return
+        print(explanation.sentence)
+        print()
+        for line in _table(reports):
+            print(line)
 
 
 def _newest(directory: Path) -> dict[int, Report]:
@@ -59,15 +60,15 @@ def _newest(directory: Path) -> dict[int, Report]:
     faults: dict[Path, str] = {}
     places = [directory, *(directory / name for name in HANG_DIRS)]
     found = [latest(read_reports(place, faults=faults)) for place in places]
-    told = [f"{path.relative_to(directory)} is passed over: {fault}" for path, fault in faults.items()]
+    skipped = [f"{path.relative_to(directory)} is passed over: {fault}" for path, fault in faults.items()]
     reports = max(found, key=lambda one: max((report.written for report in one.values()), default=0.0))
     if not reports:
-        rest = f". {'; '.join(told[:_SHOWN_FAULTS])}" if told else ""
+        rest = f". {'; '.join(skipped[:_SHOWN_FAULTS])}" if skipped else ""
         raise UserError(
             f"{directory} has no report of a rank (rank_*.json): no job has come to a halt there, or "
             f"none of its ranks could write (its error then names another directory){rest}"
         )
-    for line in told[:_SHOWN_FAULTS]:
+    for line in skipped[:_SHOWN_FAULTS]:
         print(f"warning: {line}", file=sys.stderr)
     return reports
 
