@@ -87,16 +87,16 @@ def _failure(
     differs = _disagreement(waits, reports) or _crossed(waits, edges, reports)
     own = {rank: report for rank, report in failed.items() if not report.lost}
     if own and not differs:
-        told = [f"rank {rank} failed, {_place(report)}: {report.failure}" for rank, report in own.items()]
-        differs = "; ".join(told[:_SHOWN_WAITS])
-        if len(told) > _SHOWN_WAITS:
-            differs += f"; and {len(told) - _SHOWN_WAITS} more ranks failed"
+        parts = [f"rank {rank} failed, {_place(report)}: {report.failure}" for rank, report in own.items()]
+        differs = "; ".join(parts[:_SHOWN_WAITS])
+        if len(parts) > _SHOWN_WAITS:
+            differs += f"; and {len(parts) - _SHOWN_WAITS} more ranks failed"
         others = [rank for rank in waits if rank not in own]
         return f"{_waiting(others, waits)}; {differs}" if others else differs
     if differs:
         return differs
-    told = next(iter(failed.values())).failure
-    return f"{_waiting(list(waits), waits)}; {told}" if waits else told
+    parts = next(iter(failed.values())).failure
+    return f"{_waiting(list(waits), waits)}; {parts}" if waits else parts
 
 
 def _absent(rank: int, call: CallNote, reports: Mapping[int, Report]) -> list[int]:
@@ -123,9 +123,9 @@ def _waiting(ranks: Sequence[int], waits: Mapping[int, CallNote]) -> str:
     by_call: dict[str, list[int]] = {}
     for rank in ranks:
         by_call.setdefault(_shown(waits[rank]), []).append(rank)
-    told = [f"{_named(who)} {_verb(who, 'wait')} in {call}" for call, who in by_call.items()]
-    more = f", and {len(told) - _SHOWN_WAITS} more such groups of ranks" if len(told) > _SHOWN_WAITS else ""
-    return ", ".join(told[:_SHOWN_WAITS]) + more
+    parts = [f"{_named(who)} {_verb(who, 'wait')} in {call}" for call, who in by_call.items()]
+    more = f", and {len(parts) - _SHOWN_WAITS} more such groups of ranks" if len(parts) > _SHOWN_WAITS else ""
+    return ", ".join(parts[:_SHOWN_WAITS]) + more
 
 
 def _shown(call: CallNote) -> str:
@@ -135,14 +135,14 @@ def _shown(call: CallNote) -> str:
 
 
 def _arrival(missing: Sequence[int], reports: Mapping[int, Report], silent: Collection[int]) -> str:
-    told = []
+    parts = []
     quiet = [rank for rank in missing if rank in silent]
     if quiet:
-        told.append(f"{_named(quiet)} never arrived and wrote no report: {_silent_reason(quiet, reports)}")
+        parts.append(f"{_named(quiet)} never arrived and wrote no report: {_silent_reason(quiet, reports)}")
     present = [rank for rank in missing if rank not in silent]
     if present:
-        told.append(f"{_named(present)} never arrived: {_places(present, reports)}")
-    return "; ".join(told)
+        parts.append(f"{_named(present)} never arrived: {_places(present, reports)}")
+    return "; ".join(parts)
 
 
 def _elsewhere(ranks: Sequence[int], reports: Mapping[int, Report], silent: Collection[int]) -> str:
@@ -182,7 +182,7 @@ def _silent_reason(ranks: Sequence[int], reports: Mapping[int, Report]) -> str:
             rank
         )
     killed = any(report.killed_for_memory for report in reports.values())
-    told = []
+    parts = []
     for state, who in by_state.items():
         its = "its process" if len(who) == 1 else "their processes"
         if state == "?":
@@ -195,8 +195,8 @@ def _silent_reason(ranks: Sequence[int], reports: Mapping[int, Report]) -> str:
             )
             if "ended" in state and killed:
                 text += "; meanwhile the kernel has killed a process because memory ran out"
-        told.append(text if len(by_state) == 1 else f"{text} ({_named(who)})")
-    return "; ".join(told)
+        parts.append(text if len(by_state) == 1 else f"{text} ({_named(who)})")
+    return "; ".join(parts)
 
 
 def _disagreement(waits: Mapping[int, CallNote], reports: Mapping[int, Report]) -> str:
@@ -210,11 +210,11 @@ def _disagreement(waits: Mapping[int, CallNote], reports: Mapping[int, Report]) 
             if note is not None:
                 theirs.setdefault(_signature(note), []).append(other)
         if len(theirs) > 1:
-            told = ", ".join(
+            parts = ", ".join(
                 f"{_named(who)} {_verb(who, 'call')} {what}"
                 for what, who in sorted(theirs.items(), key=_size)
             )
-            return f"{_waiting([rank], waits)}, and the calls differ: as number {call.number} {told}"
+            return f"{_waiting([rank], waits)}, and the calls differ: as number {call.number} {parts}"
     return ""
 
 
@@ -299,10 +299,10 @@ def _steps(reports: Mapping[int, Report], missing: Sequence[int]) -> str:
     if len(by_step) == 1:
         return f" (step {next(iter(by_step))})"
     usual = max(by_step, key=lambda step: (len(by_step[step]), step))
-    told = [
+    parts = [
         f"{_named(who)} {_verb(who, 'is', 'are')} at step {s}" for s, who in by_step.items() if s != usual
     ]
-    return f"; {', '.join(told)}, the others at step {usual}"
+    return f"; {', '.join(parts)}, the others at step {usual}"
 
 
 def _named(ranks: Sequence[int]) -> str:

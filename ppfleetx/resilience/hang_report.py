@@ -216,7 +216,7 @@ def take(
         computes=computes,
         where=main_place(frame) if failed is None else raised_at(failed),
         importing=importing(frame),
-        failure="" if failed is None else _told(failed),
+        failure="" if failed is None else _first_line(failed),
         lost=lost,
         waits_for=None if call is None else groups.note(call, now),
         counts=groups.counts(),
@@ -226,7 +226,7 @@ def take(
     )
 
 
-def _told(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     """The type and the first line of an error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:_LONGEST]}" if lines else type(error).__name__
