@@ -11,14 +11,14 @@ from pathlib import Path
 from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.checkpoint.manifest import MANIFEST_FILE
 from ppfleetx.config.counts import counted
-from ppfleetx.config.data_sets import data_sets
 from ppfleetx.config.errors import DataError, UserError
-from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.core.programs.sources import refuse_foreign, sources
-from ppfleetx.core.programs.token_ids import token_id_lines
+from ppfleetx.config.sections.root import RunConfig, data_sets
+from ppfleetx.config.weight_sources import sources
+from ppfleetx.conversion.detect import refuse_foreign
 from ppfleetx.data.build import build_dataset, load_tokenizer, open_corpora
 from ppfleetx.data.checksums import BLOCK_BYTES, Block, CorpusChecksums, checksums_path, read_checksums
 from ppfleetx.data.split import MODES, split_ranges
+from ppfleetx.data.token_ids import token_id_lines
 from ppfleetx.data.token_store import TokenStore
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.rows import Row, fail, ok, skipped, warn

@@ -2,10 +2,10 @@
 
 import pytest
 
+from ppfleetx.commands.check import check_report
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
-from ppfleetx.core.programs.check import check_report
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,9 @@ from ppfleetx.deploy.server.metrics import Metrics
 from ppfleetx.deploy.server.running import Running, Waiting
 from ppfleetx.deploy.server.work import Event, Failed, Progress, Scored, Work
 from ppfleetx.generation.continuous import ContinuousBatch
-from ppfleetx.generation.prefixes import PrefixStore
+from ppfleetx.generation.prefix_cache import PrefixStore
 from ppfleetx.generation.prompt_lookup import MOST_ROWS, worthwhile
-from ppfleetx.generation.sampling import TokenScore, choose_tokens, score_tokens
-from ppfleetx.generation.scoring import score_prompt
+from ppfleetx.generation.sampling import TokenScore, choose_tokens, score_prompt, score_tokens
 from ppfleetx.generation.session import NextTokenModel
 from ppfleetx.utils.log import get_logger
 

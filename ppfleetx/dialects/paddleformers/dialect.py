@@ -8,17 +8,20 @@ from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.reading.files import read_text, shown_path
-from ppfleetx.config.reading.parse import Budget, parse_yaml
+from ppfleetx.config.reading.parse import parse_yaml
 from ppfleetx.dialects.given import Given, given_arguments, given_in
 from ppfleetx.dialects.keys import KeyTable
 from ppfleetx.dialects.launchers import without_launcher, world_of
 from ppfleetx.dialects.paddleformers import rules
-from ppfleetx.dialects.paddleformers.keys import CONFIG, TABLE, TABLES
+from ppfleetx.dialects.paddleformers.rules import CONFIG
 from ppfleetx.dialects.registry import Dialect
+from ppfleetx.dialects.tables import read_file, tables_of
 from ppfleetx.dialects.translate import Rule, translate
 from ppfleetx.dialects.translation import Translation
 
 TITLE = "PaddleFormers"
+TABLES = tables_of(read_file("paddleformers"))
+TABLE = KeyTable([key for keys in TABLES.values() for key in keys])
 _FILES = (".yaml", ".yml", ".json")
 _MODEL, _OURS = "model_name_or_path", "config.yaml"
 
@@ -98,7 +101,7 @@ def _read(path: Path, prefix: str, *, one: Given | None = None) -> Iterator[Give
     told = {} if one is None else {"key": one.key, "value": str(one.value), "place": one.place}
     # JSON may be indented with tabs, which YAML does not know; its strings hold none.
     text = read_text(path, **told).replace("\t", " ")
-    tree = parse_yaml(text, shown_path(path), Budget(), with_lines=True, is_ours=False)
+    tree = parse_yaml(text, shown_path(path), with_lines=True, is_ours=False)
     if tree is None or not isinstance(tree.value, dict):
         raise ConfigError("is not a mapping of keys", place=shown_path(path))
     yield from given_in(tree, prefix)
