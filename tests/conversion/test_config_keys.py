@@ -148,7 +148,7 @@ def test_published_files_have_no_key_that_is_not_known(name):
         ("hf_gpt2", {"is_encoder_decoder": True}, "is_encoder_decoder"),
         ("hf_gpt2", {"pruned_heads": {"0": [1]}}, "pruned_heads"),
         ("hf_llama", {"quantization_config": {"bits": 4}}, "weights are quantized"),
-        ("hf_llama", {"auto_map": {"AutoModel": "own.Model"}}, "program of its own"),
+        ("hf_llama", {"auto_map": {"AutoModel": "own.Model"}}, "its own code"),
         ("hf_llama", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ("hf_llama", {"sliding_window": 16}, "sliding_window: 16"),
         ("hf_llama", {"alibi": True}, "alibi: True"),

@@ -208,7 +208,7 @@ def _sound() -> Iterator[Case]:
 
 
 def _hugging_face() -> Iterator[Case]:
-    for name, (header, _) in HEADERS.items():
+    for name, header in HEADERS.items():
         write = instead(hf, "model.safetensors", lambda path, header=header: file_of(path, header))
         yield Case(f"safetensors: {name}", write, HF)
     for name, changes, _ in ODD_VALUES:
