@@ -28,7 +28,7 @@ from ppfleetx.checkpoint.entries import (
     check_together,
 )
 from ppfleetx.config.errors import CheckpointError, shown
-from ppfleetx.utils.foreign_files import MAX_JSON_DEPTH, MAX_JSON_VALUES, parse_json, read_bounded
+from ppfleetx.utils.foreign_files import parse_json, read_bounded
 
 FORMAT, VERSION = "ppfleetx-checkpoint", 1
 MANIFEST_FILE, MARKER_FILE, LATEST_FILE = "manifest.json", "COMPLETE", "latest"
@@ -83,23 +83,17 @@ class Manifest:
         return text.encode()
 
     @classmethod
-    def from_bytes(cls, content: bytes, where: str, *, data_bytes: int = 0) -> Manifest:
+    def from_bytes(cls, content: bytes, where: str) -> Manifest:
         """Parse and check.
 
         Args:
             content: the file's content.
             where: its name, for messages.
-            data_bytes: size of the data files, which bounds the number of checksums.
 
         Raises:
             CheckpointError: it has another format or version, or is inconsistent.
         """
-        document = parse_json(
-            content,
-            where,
-            max_values=MAX_JSON_VALUES + data_bytes // CHUNK_BYTES,
-            max_depth=MAX_JSON_DEPTH + 8,  # the state nests the configuration of a converted model
-        )
+        document = parse_json(content, where)
         if document.pop("format", None) != FORMAT:
             raise CheckpointError(f"{where} is not the manifest of a ppfleetx checkpoint")
         version = document.pop("version", None)

@@ -121,10 +121,10 @@ def run_of(path: Path) -> str | None:
 
 def _saved_by(path: Path) -> _Saved:
     marker = read_marker(path)
-    content, data_bytes = read_manifest(path, marker)
+    content, _ = read_manifest(path, marker)
     sha256 = marker["manifest_sha256"]
     if sha256 not in _saved:
-        manifest = Manifest.from_bytes(content, str(path / MANIFEST_FILE), data_bytes=data_bytes)
+        manifest = Manifest.from_bytes(content, str(path / MANIFEST_FILE))
         files = frozenset((*manifest.files, *manifest.documents, MANIFEST_FILE, MARKER_FILE))
         _saved[sha256] = _Saved(manifest.run, step_directory(manifest.epoch, manifest.step), files)
     return _saved[sha256]

@@ -175,8 +175,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """
     path = Path(path)
     marker = read_marker(path)
-    content, data_bytes = read_manifest(path, marker)
-    manifest = Manifest.from_bytes(content, str(path / MANIFEST_FILE), data_bytes=data_bytes)
+    content, _ = read_manifest(path, marker)
+    manifest = Manifest.from_bytes(content, str(path / MANIFEST_FILE))
     for relative, entry in manifest.files.items():
         storage.check_file(path, relative, entry)
     for relative, entry in manifest.documents.items():

@@ -273,8 +273,8 @@ POSITIONS.register(
 POSITIONS.register("rope", f"{_GPT}.positions:rope", traits=PositionTraits(rotates=True))
 POSITIONS.register("none", f"{_GPT}.positions:none")
 
-OPTIMIZERS.register("AdamW", "ppfleetx.optims.adamw:build_adamw", traits=OptimizerTraits(states=2))
-OPTIMIZERS.register("SGD", "ppfleetx.optims.adamw:build_sgd", traits=OptimizerTraits(states=0, reads=()))
+OPTIMIZERS.register("AdamW", "ppfleetx.optims.adamw:AdamW", traits=OptimizerTraits(states=2))
+OPTIMIZERS.register("SGD", "ppfleetx.optims.rule:SGD", traits=OptimizerTraits(states=0, reads=()))
 
 _SCHEDULES = "ppfleetx.optims.lr_decay"
 SCHEDULES.register("cosine", f"{_SCHEDULES}:cosine")

@@ -7,14 +7,13 @@ from their declarations; the planner and ``--check`` count by them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from ppfleetx.config.registries import NORMS
 from ppfleetx.nn.cost import Operation, Work, elementwise, matmul
 from ppfleetx.nn.cost import Part as Place
-from ppfleetx.nn.init import Constant, Init, Normal
+from ppfleetx.nn.init import Constant, Init
 from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Part, Shard, dense
 from ppfleetx.nn.tape import Step
 
@@ -81,7 +80,11 @@ class LinearSpec:
 
     def operation(self, name: str, part: Place, work: Work) -> Operation:
         """The product."""
-        return matmul(name, part, work.tokens, *self._here(work))
+        return matmul(name, part, self._rows(work), *self._here(work))
+
+    def _rows(self, work: Work) -> float:
+        """Positions on one rank."""
+        return work.tokens / (work.split if self.of_trunk else 1)
 
     def weight_bytes(self, work: Work) -> float:
         """Of the matrix' gradient on one rank."""
@@ -89,14 +92,15 @@ class LinearSpec:
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
         """The product, what it exchanges between ranks, and its bias."""
-        size, weights = work.bytes_of(self._here(work)[1]), self.weight_bytes(work)
+        weights = self.weight_bytes(work)
+        size = self._rows(work) * self._here(work)[1] * work.activation_bytes
         if self.cut == "rows" and work.split > 1:
             whole = Step(f"{writes} before the sum", size, (reads,), keeps=(reads,), weights=weights)
             part = size / work.split
             return [whole, Step(writes, part, (whole.writes,), scratch=part if self.bias else 0.0)]
         steps = []
         if self.cut == "columns" and work.split > 1:  # it gathers its input, and keeps that
-            steps.append(Step(f"{reads} gathered", work.bytes_of(self.in_features), (reads,)))
+            steps.append(Step(f"{writes}: input", work.bytes_of(self.in_features), (reads,)))
             reads = steps[0].writes
         if not (self.bias and work.on_cpu and work.mp == 1):
             return [*steps, Step(writes, size, (reads,), keeps=(reads,), weights=weights)]
@@ -168,46 +172,3 @@ class TableSpec:
         """Of the gradient on one rank."""
         rows = self.rows / work.mp if self.of_words else self.rows
         return rows * self.width * work.gradient_bytes
-
-
-# -- what is put beside or in the place of a declared matrix
-
-
-def adapter(matrix: ParamSpec, rank: int, *, sequence_parallel: bool = True) -> Specs:
-    """A low-rank adapter of ``matrix [in, out]``, sliced as it is: of sliced input features A is sliced too,
-    of sliced output features B. A starts as N(0, 1 / in), so that x A is of the size of x."""
-    width_in, width_out = matrix.shape
-    cut = matrix.lies("mp")
-    a, b = (cut if cut == Shard(dim) else REPLICATE for dim in (0, 1))
-    partial = sequence_parallel and cut != REPLICATE
-    init = Normal(1.0 / math.sqrt(width_in))
-    return {
-        "a": dense((width_in, rank), init, "lora", mp=a, partial=partial and a == REPLICATE),
-        "b": dense((rank, width_out), Constant(0.0), "lora", mp=b, partial=partial and b == REPLICATE),
-    }
-
-
-def quantizer(matrix: ParamSpec, names: Iterable[str], *, sequence_parallel: bool = True) -> Specs:
-    """The numbers of a fake quantiser of ``matrix``. Every rank learns the share of the weight's bound from
-    its part; that of the input's from its features or its positions."""
-    partial = {"input_scale": False, "weight_clip": True}
-    partial["input_clip"] = sequence_parallel or matrix.lies("mp") == Shard(0)
-    start = {"input_scale": 0.0}
-    return {
-        name: dense((1,), Constant(start.get(name, 1.0)), "quant", partial=partial[name]) for name in names
-    }
-
-
-def codes(matrix: ParamSpec, per_row: int) -> ParamSpec:
-    """The stored integers of a frozen ``matrix``, of which ``per_row`` input features share a row."""
-    return replace(matrix, shape=(matrix.shape[0] // per_row, matrix.shape[1]))
-
-
-def scales(matrix: ParamSpec, group_size: int | None) -> ParamSpec:
-    """The scales of a frozen ``matrix``: one for each group of input features and output feature, or for each
-    output feature (None), which is then the same on all ranks that share its input features."""
-    if group_size is not None:
-        return codes(matrix, group_size)
-    cut = matrix.lies("mp")
-    value = {"mp": cut if cut == Shard(1) else REPLICATE}
-    return replace(matrix, shape=(1, matrix.shape[1]), value=value, parts=())

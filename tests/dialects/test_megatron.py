@@ -12,8 +12,7 @@ from ppfleetx.commands.check import check_report
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config, load_tree
 from ppfleetx.dialects.keys import Kind
-from ppfleetx.dialects.megatron.dialect import ALL_KEYS, of_arguments, of_file
-from ppfleetx.dialects.megatron.flags import FLAGS, MANY
+from ppfleetx.dialects.megatron.dialect import ALL_KEYS, FLAGS, MANY, of_arguments, of_file
 from tests.dialects.mutations import mutated_words, outcome
 
 BASE = (

@@ -12,8 +12,7 @@ from ppfleetx.commands.dialects import paddleformers
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config, load_tree
 from ppfleetx.dialects.keys import Kind
-from ppfleetx.dialects.paddleformers.dialect import of_arguments, of_file
-from ppfleetx.dialects.paddleformers.keys import TABLE
+from ppfleetx.dialects.paddleformers.dialect import TABLE, of_arguments, of_file
 from tests.dialects.mutations import mutated_text, mutated_words, outcome
 
 PROJECT = Path(__file__).resolve().parents[2] / "projects" / "paddleformers"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.plan import ParallelPlan
-from tests.e2e.program import NANO, ROOT, SETTINGS, plan_overrides
+from tests.e2e.program import NANO, ROOT, values_of
 from tests.e2e.resumption import write_corpus
 from tests.helpers import programs
 from tests.multinode.nodes import Node
@@ -166,15 +166,8 @@ class Job:
         return self.plan.world_size // len(self.hosts)
 
     def _start(self, number: int, host: Node | None) -> programs.Popen:
-        values = {
-            **SETTINGS,
-            **plan_overrides(self.plan),
-            "Engine.max_steps": 100000,
-            "Engine.save_load.output_dir": self.directory / "run",
-            "Data.Train.dataset.input_dir": self.corpus,
-            "Data.Eval.dataset.input_dir": self.corpus,
-            **self.overrides,
-        }
+        endless = {"Engine.max_steps": 100000, **self.overrides}
+        values = values_of(self.plan, self.corpus, self.directory / "run", overrides=endless)
         command = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", str(self.per_host)]
         command += ["--log_dir", str(self.directory / f"log.{number}")]
         if host is not None:

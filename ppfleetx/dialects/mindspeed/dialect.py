@@ -13,11 +13,10 @@ from ppfleetx.config.reading.parse import read_yaml
 from ppfleetx.dialects.given import Given, given_arguments, given_in, normal_name
 from ppfleetx.dialects.launchers import without_launcher, world_of
 from ppfleetx.dialects.megatron import network_rules, run_rules
-from ppfleetx.dialects.megatron.flags import FLAGS, MANY
+from ppfleetx.dialects.megatron.dialect import FLAGS, MANY
 from ppfleetx.dialects.megatron.plan_rules import plan_rule, recomputation
 from ppfleetx.dialects.mindspeed import rules
-from ppfleetx.dialects.mindspeed.keys import TABLE, documented
-from ppfleetx.dialects.mindspeed.names import ALIASES, plain
+from ppfleetx.dialects.mindspeed.keys import ALIASES, TABLE, documented, plain
 from ppfleetx.dialects.registry import Dialect
 from ppfleetx.dialects.translate import Rule, translate
 from ppfleetx.dialects.translation import Translation

@@ -13,12 +13,15 @@ from ppfleetx.dialects.given import Given, given_arguments, given_in
 from ppfleetx.dialects.keys import KeyTable
 from ppfleetx.dialects.launchers import without_launcher, world_of
 from ppfleetx.dialects.paddleformers import rules
-from ppfleetx.dialects.paddleformers.keys import CONFIG, TABLE, TABLES
+from ppfleetx.dialects.paddleformers.rules import CONFIG
 from ppfleetx.dialects.registry import Dialect
+from ppfleetx.dialects.tables import read_file, tables_of
 from ppfleetx.dialects.translate import Rule, translate
 from ppfleetx.dialects.translation import Translation
 
 TITLE = "PaddleFormers"
+TABLES = tables_of(read_file("paddleformers"))
+TABLE = KeyTable([key for keys in TABLES.values() for key in keys])
 _FILES = (".yaml", ".yml", ".json")
 _MODEL, _OURS = "model_name_or_path", "config.yaml"
 

@@ -55,7 +55,7 @@ def gpt_stages(cfg: ModelConfig, factory: LayerFactory, block: type[Block] | Non
     rows = spec.embedding.positions and spec.embedding.positions.rows
     if positions.table_rows != rows:
         raise ConfigError(
-            f"has a table of {positions.table_rows} rows, where PositionTraits(has_table=...) says {rows}",
+            f"was made with a table of {positions.table_rows} rows; by its traits it has {rows}",
             key="Model.position_embedding_type",
             value=cfg.position_embedding_type,
         )
