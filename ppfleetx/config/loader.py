@@ -54,7 +54,7 @@ def load_tree(
     Args:
         tree: sections and keys in today's spelling.
         warnings: what tools should log about how it was made.
-        overrides, world_size: as of :func:`load_config`.
+        overrides, world_size: as in :func:`load_config`.
 
     Raises:
         ConfigError: anything wrong, with key, value, place and rule.

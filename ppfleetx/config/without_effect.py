@@ -60,7 +60,7 @@ def _keys(section: str, names: str) -> tuple[str, ...]:
 
 
 def _others(section: str, of: type[Section], switch: str) -> tuple[str, ...]:
-    """The keys of a section but the one that switches it on; a section in it stands for its keys."""
+    """The keys of a section except the one that switches it on; a nested section means all its keys."""
     return tuple(f"{section}.{name}" for name in of.model_fields if name != switch)
 
 

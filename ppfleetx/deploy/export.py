@@ -1,6 +1,6 @@
 """The program ``tools/export.py``: from a checkpoint of any plan to a directory that generates by itself.
 
-What a user may have got wrong is looked at before Paddle is loaded, which takes seconds.
+Mistakes of the user are found before Paddle is loaded, which takes seconds.
 """
 
 from __future__ import annotations

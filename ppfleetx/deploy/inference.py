@@ -1,6 +1,6 @@
 """The program ``tools/inference.py``: prompts answered by an exported model.
 
-What a user may have got wrong is looked at before Paddle is loaded, which takes seconds.
+Mistakes of the user are found before Paddle is loaded, which takes seconds.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def answer(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output:
 
 
 def merge_settings(exported: dict[str, Any], cfg: RunConfig) -> GenerationConfig:
-    """The ``Generation`` section, with the export's settings for keys that nobody wrote.
+    """The ``Generation`` section, with the export's settings for keys that the user has not set.
 
     Raises:
         ConfigError: together they make no sense.

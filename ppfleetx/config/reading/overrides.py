@@ -16,7 +16,7 @@ from ppfleetx.config.reading.tree import Node, copy_tree, is_index, plain_value,
 
 
 class Override(str):
-    """``Section.key=value`` that another option than ``-o``, or an argument in Python, stands for.
+    """``Section.key=value`` from an option other than ``-o``, or from an argument in Python.
 
     Attributes:
         place: its name, for messages: ``--output``, ``CHECKPOINT``, ``output_dir``.
