@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ppfleetx.api.model import GPT
-from ppfleetx.api.process import ready
+from ppfleetx.api.model import GPT, ready
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.data.build import load_tokenizer
 from ppfleetx.generation.prompts import as_texts
@@ -42,7 +41,7 @@ class GenerationModule:
 
         Args:
             text: one prompt, or a list of them.
-            options: as of :meth:`GPT.generate`.
+            options: as for :meth:`GPT.generate`.
 
         Raises:
             ConfigError: the model has no weights or no tokenizer.

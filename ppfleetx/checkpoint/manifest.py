@@ -1,6 +1,6 @@
-"""The manifest: what a checkpoint holds and where, and the small sealed files beside it.
+"""The manifest: what a checkpoint holds and where; and the small sealed files beside it.
 
-`docs/checkpoint_format.md` describes the same for people who write another reader.
+`docs/checkpoint_format.md` specifies the format.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Manifest:
         config: the resolved configuration.
         fingerprints: identity of tokenizer and data.
         run: identity of the run that saved it; None: it belongs to no run (older versions, converted).
-        documents: what makes the checkpoint speak for itself (`checkpoint/documents.py`), by path; older
-            versions saved none.
+        documents: configuration and tokenizer (`checkpoint/documents.py`), by path; older versions saved
+            none.
     """
 
     step: int
@@ -71,10 +71,10 @@ class Manifest:
     documents: Mapping[str, DocumentEntry] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """The file's content. Raises CheckpointError when the state is not JSON."""
+        """The file's content. Raises CheckpointError if the state is not JSON."""
         document = {"format": FORMAT, "version": VERSION, "chunk_bytes": CHUNK_BYTES, **asdict(self)}
         document["tensors"] = [asdict(entry) for entry in self.tensors.values()]
-        if not self.documents:  # as older versions wrote it, which refuse keys they do not know
+        if not self.documents:  # older versions refuse keys that they do not know
             del document["documents"]
         try:
             text = json.dumps(document, indent=1, allow_nan=False)
@@ -91,7 +91,7 @@ class Manifest:
             where: its name, for messages.
 
         Raises:
-            CheckpointError: it is of another format or version, or says what cannot be.
+            CheckpointError: it has another format or version, or is inconsistent.
         """
         document = parse_json(content, where)
         if document.pop("format", None) != FORMAT:
@@ -137,8 +137,8 @@ class _Document(BaseModel):
 
 
 def rank_directory(mp: int = 0, sharding: int = 0, pp: int = 0, dp: int = 0, sep: int = 0) -> str:
-    """Directory of a rank's files within a checkpoint. Of replicas along dp and sep all but the first write
-    what lies in the experts' view alone."""
+    """Directory of a rank's files within a checkpoint. Replicas along dp and sep after the first write only
+    what is in the experts' view."""
     replica = "".join(f"_{axis}_{at:02d}" for axis, at in (("dp", dp), ("sep", sep)) if at)
     return f"mp_{mp:02d}_sharding_{sharding:02d}_pp_{pp:02d}{replica}"
 
@@ -154,13 +154,13 @@ def step_directory(epoch: int, step: int) -> str:
 
 
 def parse_step_directory(name: str) -> tuple[int, int] | None:
-    """(epoch, step), or None when `name` is not that of a checkpoint."""
+    """(epoch, step), or None if `name` is not that of a checkpoint."""
     match = _STEP_DIR.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def read_sealed(path: Path) -> dict[str, str] | None:
-    """Fields of a sealed file, or None when it was torn or altered. Raises CheckpointError for no file."""
+    """Fields of a sealed file; None if it is damaged. Raises CheckpointError if it cannot be read."""
     return unseal(read_bounded(path, _MAX_SEALED_BYTES))
 
 
@@ -171,7 +171,7 @@ def seal(**fields: str | int) -> bytes:
 
 
 def unseal(content: bytes) -> dict[str, str] | None:
-    """Fields of a sealed file, or None when it was torn or altered."""
+    """Fields of a sealed file's content; None if it is damaged."""
     body, _, _ = content.rpartition(b"crc32 ")
     try:
         lines = body.decode("ascii").splitlines()

@@ -1,4 +1,4 @@
-"""Adapters added to the weights they belong to: a plain checkpoint, that any program reads."""
+"""Merging LoRA adapters into their base weights, into a plain checkpoint."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _FEATURES_IN_A_ROW = {"I8": 1, "U8": 2}
 
 
 def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = None) -> Path:
-    """Write the model that adapters and their base are together; return its step directory.
+    """Write the model that adapters and their base make up; return its step directory.
 
-    ``W + alpha / rank * A B`` is computed in float32 and stored in W's element type; beside quantised
-    weights in float32, since the sum is on no grid.
+    ``W + alpha / rank * A B`` is computed in float32 and stored in W's element type, or in float32 if W is
+    quantised.
 
     Args:
         path: checkpoint of a run with `Model.lora`; whatever `Engine.save_load.ckpt_dir` accepts.
         output: a new or empty directory.
-        base: the frozen weights, where the checkpoint holds adapters alone; None: those it was trained on.
+        base: the frozen weights of adapters saved alone; None: those they were trained on.
 
     Raises:
-        CheckpointError: there are no adapters, or they belong to another base.
+        CheckpointError: there are no adapters, or they were trained on another base.
     """
     output = Path(output)
     if is_taken(output):
@@ -63,7 +63,7 @@ def _model(path: str | Path) -> ModelConfig:
 
 
 def _frozen(path: str | Path, model: ModelConfig, base: str | Path | None) -> dict[str, LazyTensor]:
-    """The base's tensors, where the checkpoint does not hold them itself."""
+    """The tensors of the base, if the checkpoint does not hold them itself."""
     checkpoint = open_resolved(resolve_checkpoint(path))
     if checkpoint.manifest.fingerprints.get(BASE) is None:
         if base is not None:
@@ -87,7 +87,7 @@ def _lazy(source: Checkpoint, name: str) -> LazyTensor:
 def _with_adapters(
     tensors: Mapping[str, LazyTensor], names: Iterable[str]
 ) -> Iterator[tuple[str, LazyTensor, tuple[LazyTensor, LazyTensor] | None]]:
-    """(name, tensor, its A and B or None) of each of ``names`` that there is."""
+    """(name, tensor, its A and B or None) for each of ``names`` in ``tensors``."""
     for name in names:
         if name in tensors:
             linear = name.removesuffix(".weight")
@@ -105,7 +105,7 @@ def _sum(weight: LazyTensor, a: LazyTensor, b: LazyTensor, scale: float) -> Lazy
 
 
 def _widened(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """``tensors`` without scales, and with float32 in the place of integers; read when they are asked for.
+    """``tensors`` without scales and with quantised weights as float32, read on demand.
 
     Args:
         tensors: by canonical name. ``X.weight``, int8 ``[k, n]`` or pairs uint8 ``[k / 2, n]``, has

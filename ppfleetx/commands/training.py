@@ -55,8 +55,7 @@ def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = 
 
     Args:
         cfg, ctx: the configuration, and this process's place.
-        callbacks: objects that are told of the run after those of ``Engine.callbacks``, on every rank that
-            gives them.
+        callbacks: their hooks are called after those of ``Engine.callbacks``, on every rank that gives them.
 
     Returns:
         The engine, whose runner has the trained model.
@@ -161,7 +160,7 @@ def _pruning(
 
 
 def _sources(cfg: RunConfig, loader: DataLoader) -> list[str]:
-    """Names of the sources whose losses are to be told apart."""
+    """Names of the sources whose losses are logged separately."""
     if not cfg.Engine.log_source_loss:
         return []
     if not loader.sources:

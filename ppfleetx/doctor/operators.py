@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from ppfleetx.distributed.device import COMPLETED, backends, is_built_for_gpus, is_card, kind_of
+from ppfleetx.distributed.device import backends, is_built_for_gpus, is_card, kind_of
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.rows import Row, fail, ok, warn
 from ppfleetx.utils.gpu_operators import (
@@ -45,7 +45,7 @@ def card_row(case: Case, registry: Mapping[str, Iterable[str]]) -> Row:
     """Whether a card that is no GPU has the kernels; the host computes what is missing, if it can."""
     kind, asked = kind_of(case.device), used_on_plugins(used_kernels())
     wanted = {
-        name: [dtype for dtype in types if dtype in asked.get(name, ()) and (name, dtype) != COMPLETED]
+        name: [dtype for dtype in types if dtype in asked.get(name, ())]
         for name, types in used_by(case, used_kernels()).items()
     }
     absent = _absent(wanted, registry, backends(kind))

@@ -18,10 +18,11 @@ from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.registries import NORMS
 from ppfleetx.config.sections.compress import Form, QuantizationConfig
 from ppfleetx.config.sections.lora import LoraConfig
-from ppfleetx.distributed.collectives import sum_of_ranks
+from ppfleetx.distributed.collectives import sum_gradient, sum_of_ranks
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.attention_strategy import AttentionStrategy, Ulysses
 from ppfleetx.nn.dropout import Dropout, NoDropout, SlicedDropout
+from ppfleetx.nn.embedding import VocabParallelEmbedding
 from ppfleetx.nn.fake_quant import FakeQuantizer, unreduced
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 from ppfleetx.nn.init import Init
@@ -31,8 +32,6 @@ from ppfleetx.nn.layer_spec import (
     NormSpec,
     Specs,
     TableSpec,
-    adapter,
-    quantizer,
 )
 from ppfleetx.nn.linear import Linear
 from ppfleetx.nn.lora import LoraBranch
@@ -45,6 +44,7 @@ from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, placed
 from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedLinear
 from ppfleetx.nn.scores import parallel_token_scores, token_scores
 from ppfleetx.nn.stage import declare
+from ppfleetx.nn.transforms import adapter, quantizer, quantizer_numbers
 
 # Paddle would draw random values that build_stage replaces; zeros cost less.
 _ZEROS = nn.initializer.Constant(0.0)
@@ -121,9 +121,8 @@ class LocalFactory:
         return self._declared_quantizer(FakeQuantizer(cfg, follows=follows, keeps=keeps), linear)
 
     def _declared_quantizer(self, fake: FakeQuantizer, linear: nn.Layer) -> FakeQuantizer:
-        names = [name for name, _ in fake.named_parameters()]
         matrix, split = linear.weight.spec, self.sequence_parallel
-        return self._declared(fake, quantizer(matrix, names, sequence_parallel=split))
+        return self._declared(fake, quantizer(matrix, quantizer_numbers(fake.cfg), sequence_parallel=split))
 
     def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
         return self._adapter(linear, cfg, self.dropout(cfg.dropout))
@@ -287,8 +286,12 @@ class TensorParallelFactory(LocalFactory):
             mp_group=self.group,
             **options,
         )
-        if self.exchange is not None and spec.cut == "columns":
+        if spec.cut == "rows":
+            layer.mp_skip_c_identity = True  # a copy of the gradient
+        elif self.exchange is not None:
             layer.forward = lambda x: self.matmul.column(x, layer.weight, layer.bias, self.exchange)
+        elif not self.sequence_parallel:  # fleet's needs c_identity, which plugins lack in bfloat16
+            layer.forward = lambda x: layer.linear(self._for_sliced_output(x), layer.weight, layer.bias)
         return self._finished(layer, spec)
 
     def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> FakeQuantizer:
@@ -329,34 +332,30 @@ class TensorParallelFactory(LocalFactory):
         return made() if cut == REPLICATE else made(enter=self._for_sliced_output)
 
     def quantized_embedding(self, embedding: nn.Layer) -> nn.Layer:
+        return QuantizedEmbedding(embedding, declare=self.declare, join=self._sum)
+
+    def _sum(self, low: paddle.Tensor) -> paddle.Tensor:
         from paddle.distributed.fleet.layers.mpu.mp_ops import _mp_allreduce
 
-        join = partial(_mp_allreduce, group=self.group, use_calc_stream=True, use_model_parallel=True)
-        return QuantizedEmbedding(embedding, declare=self.declare, join=join)
+        return _mp_allreduce(low, group=self.group, skip_c_identity_dynamic=True)
 
     def _sum_parts(self, low: paddle.Tensor) -> paddle.Tensor:
-        from paddle.distributed.fleet.layers.mpu.mp_ops import _mp_allreduce
         from paddle.distributed.fleet.utils.sequence_parallel_utils import ReduceScatterOp
 
-        if self.sequence_parallel:
-            return ReduceScatterOp.apply(low)
-        return _mp_allreduce(low, group=self.group, use_calc_stream=True, use_model_parallel=True)
+        return ReduceScatterOp.apply(low) if self.sequence_parallel else self._sum(low)
 
     def _for_sliced_output(self, low: paddle.Tensor) -> paddle.Tensor:
-        from paddle.distributed.fleet.layers.mpu.mp_ops import _c_identity
         from paddle.distributed.fleet.utils.sequence_parallel_utils import AllGatherOp
 
         # Either way the gradient is summed over the ranks' columns.
-        return AllGatherOp.apply(low) if self.sequence_parallel else _c_identity(low, group=self.group)
+        return AllGatherOp.apply(low) if self.sequence_parallel else sum_gradient(low, self.group)
 
     def embedding(self, spec: TableSpec) -> nn.Layer:
-        from paddle.distributed.fleet.meta_parallel import VocabParallelEmbedding
-
         if not spec.of_words:
             return super().embedding(spec)
-        weight_attr = paddle.ParamAttr(initializer=_ZEROS)
-        layer = VocabParallelEmbedding(spec.rows, spec.width, weight_attr=weight_attr, mp_group=self.group)
-        return self._declared(layer, spec.parameters())
+        specs = spec.parameters()
+        shape = placed(specs["weight"], self.mesh, self.rank).local_shape
+        return self._declared(VocabParallelEmbedding(shape, rank=self.group.rank, join=self._sum), specs)
 
     def dropout(self, probability: float, *, inside_heads: bool = False) -> nn.Layer:
         sliced = inside_heads or self.sequence_parallel

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from ppfleetx.commands.translate import translation_of
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config, load_tree
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.dialects.command import translation_of
 from ppfleetx.dialects.mindformers import plan
 from ppfleetx.dialects.mindformers.dialect import MindFormersRun, run_of
 from ppfleetx.models.gpt.spec import parameter_count

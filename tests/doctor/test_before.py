@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppfleetx.cli.main import call
+from ppfleetx.commands.main import call
 from ppfleetx.doctor import launch, libraries
 from ppfleetx.doctor.before import launcher_rows
 from ppfleetx.doctor.launch import launched_rows

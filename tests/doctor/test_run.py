@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.cli import main
-from ppfleetx.cli.doctor import _case
+from ppfleetx.commands import main
+from ppfleetx.commands.doctor import Doctor, _case
 from ppfleetx.doctor import launch, run
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.launch import examine_nodes_first, launched_rows, leave_report
@@ -211,9 +211,8 @@ def test_a_rank_knows_its_place(monkeypatch):
     there = {"PADDLE_TRAINER_ID": "3", "PADDLE_TRAINERS_NUM": "4", "PADDLE_LOCAL_RANK": "1"}
     for name, value in {**there, "PADDLE_LOCAL_SIZE": "2"}.items():
         monkeypatch.setitem(os.environ, name, value)
-    parser = main.parser_of(main._module("doctor"))
-    case = _case(parser.parse_args([]))
+    case = _case(Doctor())
     assert (case.rank, case.world_size, case.local_rank, case.local_size) == (3, 4, 1, 2)
     assert case.cfg is None and case.found == ()
-    case = _case(parser.parse_args(["-c", "debug/gpt_nano", "-o", "Distributed.mp_degree=3"]))
+    case = _case(Doctor(config="debug/gpt_nano", override=("Distributed.mp_degree=3",)))
     assert case.cfg is None and case.found[0].status is Status.FAIL

@@ -10,7 +10,7 @@ import paddle
 import pytest
 
 from ppfleetx.checkpoint.reader import Checkpoint, open_checkpoint
-from ppfleetx.commands.prune import REPORT_FILE, Request, run
+from ppfleetx.commands.prune import REPORT_FILE, Prune, prune
 from ppfleetx.compress.prune import parts_of
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.stages import gpt_stages
@@ -101,7 +101,9 @@ def test_what_is_taken_out_stays_out(scheduled) -> None:
 
 def test_the_smaller_model_computes_the_same(scheduled, tmp_path: Path) -> None:
     output_dir, _, _ = scheduled
-    small = open_checkpoint(run(Request(str(output_dir), str(tmp_path / "small"), ratio=0.5)))
+    small = open_checkpoint(
+        prune(Prune(checkpoint=str(output_dir), output=str(tmp_path / "small"), ratio=0.5))
+    )
     whole = open_checkpoint(output_dir / "epoch_0_step_40")
     report = json.loads((tmp_path / "small" / REPORT_FILE).read_text())
     for layer, left in enumerate(report["layers"]):
@@ -131,7 +133,7 @@ def test_once_before_the_first_step_as_the_command_prunes(tool: Tool, plain: Pat
     assert (
         "pruned after 0 steps: 1 of 4 key/value heads and 64 of 256 feed-forward" in done.stdout + done.stderr
     )
-    run(Request(str(plain), str(tmp_path / "small"), ratio=0.25, criterion="l2_norm"))
+    prune(Prune(checkpoint=str(plain), output=str(tmp_path / "small"), ratio=0.25, criterion="l2_norm"))
     report = json.loads((tmp_path / "small" / REPORT_FILE).read_text())
     trained = open_checkpoint(tmp_path / "run/epoch_0_step_4")
     for layer, left in enumerate(report["layers"]):

@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.cli.inspect_checkpoint import verify
+from ppfleetx.commands.inspect_checkpoint import verify
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.plan import ParallelPlan
 from tests.e2e.program import run

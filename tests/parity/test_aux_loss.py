@@ -115,7 +115,7 @@ def _register_three() -> None:
         def __init__(self, factory: Any, spec: Any, **arguments: Any) -> None:
             super().__init__(factory, spec, **arguments)
             self.factory = factory
-            size = arguments["spec"].hidden_size
+            size = spec.hidden_size
             self.router = factory.whole_linear(size, 2, init=Normal(0.2), bias=False, of_trunk=True)
 
         def mlp_branch(self, hidden: Any) -> Any:
