@@ -129,7 +129,7 @@ def test_sigterm_stops_all_ranks_after_the_same_step(tool: Tool, tmp_path: Path)
         time.sleep(0.02)
     job.process.send_signal(signal.SIGTERM)
     code, _ = job.wait()
-    assert code == 0  # the run did what it was told to
+    assert code == 0  # the run did what it was asked to do
     last = losses(tmp_path / "run")[-1][0]
     for rank in range(2):
         assert f"after global step {last} of 2000" in job.log(rank)

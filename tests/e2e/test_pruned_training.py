@@ -94,9 +94,9 @@ def test_what_is_taken_out_stays_out(scheduled) -> None:
     assert said.count("pruned after ") == 2
     assert "units of each layer are zero, 50.0% of the layers' matrices. The smaller model: " in said
     assert f"ppfleetx prune {output_dir} --ratio 0.5 --criterion l1_norm --output {output_dir}-pruned" in said
-    told = [record["pruned"] for record in records(output_dir, "train")]
-    assert told[:8] == [0.0] * 8
-    assert 0 < told[8] == told[11] < told[12] == told[39] == 0.5
+    shares = [record["pruned"] for record in records(output_dir, "train")]
+    assert shares[:8] == [0.0] * 8
+    assert 0 < shares[8] == shares[11] < shares[12] == shares[39] == 0.5
 
 
 def test_the_smaller_model_computes_the_same(scheduled, tmp_path: Path) -> None:
