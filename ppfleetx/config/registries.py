@@ -75,16 +75,19 @@ class ModuleTraits:
 
 @dataclass(frozen=True)
 class ArchitectureTraits:
-    """What is counted of an architecture before it is built.
+    """What is known of an architecture before it is built.
 
     Attributes:
-        layer_shapes: gives the parameters of one layer from the ``Model`` section, ``{name: ParamSpec}`` or
-            ``{name: global shape}``; a function, or ``package.module:attribute``. None: those of GPT's block.
+        spec: a function, or ``package.module:attribute``, that makes the ``ModelSpec``
+            (``ppfleetx/models/gpt/spec.py``) from the ``Model`` section; None: GPT's.
         metrics: names of the metrics that its layers give (``ppfleetx/nn/aux_loss.py``).
+        layer_shapes: the form before ``spec``, kept for one version: gives the parameters of one layer,
+            ``{name: ParamSpec}`` or ``{name: global shape}``.
     """
 
-    layer_shapes: str | Callable[[Any], Mapping[str, Any]] | None = None
+    spec: str | Callable[[Any], Any] | None = None
     metrics: tuple[str, ...] = ()
+    layer_shapes: str | Callable[[Any], Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -270,8 +273,8 @@ POSITIONS.register(
 POSITIONS.register("rope", f"{_GPT}.positions:rope", traits=PositionTraits(rotates=True))
 POSITIONS.register("none", f"{_GPT}.positions:none")
 
-OPTIMIZERS.register("AdamW", "ppfleetx.optims.adamw:build_adamw", traits=OptimizerTraits(states=2))
-OPTIMIZERS.register("SGD", "ppfleetx.optims.adamw:build_sgd", traits=OptimizerTraits(states=0, reads=()))
+OPTIMIZERS.register("AdamW", "ppfleetx.optims.adamw:AdamW", traits=OptimizerTraits(states=2))
+OPTIMIZERS.register("SGD", "ppfleetx.optims.rule:SGD", traits=OptimizerTraits(states=0, reads=()))
 
 _SCHEDULES = "ppfleetx.optims.lr_decay"
 SCHEDULES.register("cosine", f"{_SCHEDULES}:cosine")

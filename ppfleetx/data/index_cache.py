@@ -17,7 +17,7 @@ import numpy as np
 from ppfleetx.config.errors import DataError
 from ppfleetx.utils.files import atomic_write
 from ppfleetx.utils.log import get_logger
-from ppfleetx.utils.memory import available_bytes
+from ppfleetx.utils.machine import available_bytes
 
 Arrays = dict[str, np.ndarray]
 

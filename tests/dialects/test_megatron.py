@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from ppfleetx.commands.check import check_report
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config, load_tree
-from ppfleetx.core.programs.check import check_report
 from ppfleetx.dialects.keys import Kind
 from ppfleetx.dialects.megatron.dialect import ALL_KEYS, FLAGS, MANY, of_arguments, of_file
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ppfleetx.commands.check import check_report
+from ppfleetx.commands.dialects import mindspeed
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config, load_tree
-from ppfleetx.core.programs import mindspeed
-from ppfleetx.core.programs.check import check_report
 from ppfleetx.dialects.megatron.dialect import of_arguments
 from ppfleetx.dialects.mindspeed.dialect import of_arguments as of_command
 from ppfleetx.dialects.mindspeed.dialect import of_file

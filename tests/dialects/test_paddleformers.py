@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ppfleetx.commands.dialects import paddleformers
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config, load_tree
-from ppfleetx.core.programs import paddleformers
 from ppfleetx.dialects.keys import Kind
 from ppfleetx.dialects.paddleformers.dialect import TABLE, of_arguments, of_file
 

@@ -7,12 +7,12 @@ import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.checkpoint.foreign.huggingface_config import describes, hf_config
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.rope import RopeScalingConfig
-from ppfleetx.models.gpt.hf_keys import model_keys
-from ppfleetx.models.gpt.hf_rope import hf_rope, rope_keys, rope_notes
+from ppfleetx.conversion.huggingface.config_export import describes, hf_config
+from ppfleetx.conversion.huggingface.config_keys import model_keys
+from ppfleetx.conversion.huggingface.rope import hf_rope, rope_keys, rope_notes
 from ppfleetx.nn.rope import RotaryEmbedding
 from ppfleetx.nn.rope_scaling import attention_factor, inverse_frequencies
 from tests.helpers.hf_weights import hf_to_canonical

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ppfleetx.cli.main import call
+from ppfleetx.commands.main import call
 from ppfleetx.config.errors import UserError
 from ppfleetx.resilience.activity import MEETING, READING, Progress
 from ppfleetx.resilience.explain import explain, explain_alone

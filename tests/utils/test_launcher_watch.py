@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.utils import launcher_watch
-from ppfleetx.utils.start import START_VARIABLE
+from ppfleetx.utils.peers import START_VARIABLE
 from tests.helpers import programs
 from tests.helpers.ranks import free_port
 

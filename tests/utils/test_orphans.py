@@ -17,10 +17,10 @@ from tests.helpers.leftovers import children, leftovers
 ROOT = Path(__file__).resolve().parents[2]
 RANK = """
 import os, pathlib, signal, sys, time
-from ppfleetx.utils import cli, orphans
+from ppfleetx.utils import cli, processes
 
 directory, how = pathlib.Path(sys.argv[1]), sys.argv[2]
-orphans._LOOK_SECONDS = 0.1
+processes._LOOK_AT_PARENT_SECONDS = 0.1
 
 def save(number, frame):
     (directory / "saved").touch()
@@ -30,7 +30,7 @@ def save(number, frame):
 def main():
     signal.signal(signal.SIGTERM, save)
     if how == "hangs":
-        orphans._SAVE_SECONDS = 0.5
+        processes._SAVE_SECONDS = 0.5
     (directory / "pid").write_text(str(os.getpid()))
     for _ in range(1200):
         time.sleep(0.05)

@@ -57,7 +57,6 @@ ODD = {
     "an empty unigram": (definition(model={"type": "Unigram", "vocab": [], "unk_id": 0}), UNKNOWN),
     "a key twice": ('{"model": {}, "model": {}}', "the key 'model' is there twice"),
     "a deep one": ('{"model": ' + "[" * 100_000, "nested too deeply"),
-    "a lone surrogate": ('{"model": {"vocab": {"\\ud800": 0}, "merges": []}}', "lone surrogate"),
 }  # fmt: skip
 
 

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from ppfleetx.distributed.cpu.inbox import BufferPool, Inbox
-from ppfleetx.distributed.cpu.operation import Operation
-from ppfleetx.distributed.cpu.progress import STARTED_SUMS, Progress
+from ppfleetx.distributed.cpu.operation import STARTED_SUMS, Operation, Progress
 from ppfleetx.distributed.cpu.wire import Signature
 
 SIGNATURE = Signature(1, 0, 4, -1)

@@ -1,6 +1,6 @@
 """How far ahead of an owner's sums a rank sends."""
 
-from ppfleetx.distributed.cpu.window import AHEAD_BYTES, AHEAD_MESSAGES, MOST_MESSAGES, Window
+from ppfleetx.distributed.cpu.inbox import AHEAD_BYTES, AHEAD_MESSAGES, MOST_MESSAGES, Window
 from ppfleetx.distributed.cpu.wire import Signature
 
 
