@@ -49,7 +49,7 @@ def check_form(name: str, in_features: int, form: Form) -> None:
     """Whether a matrix can be stored so.
 
     Raises:
-        ConfigError: groups do not divide the input features, or no kernel reads so few bits of so many.
+        ConfigError: groups do not divide the input features, or no kernel supports this form.
     """
     if form.group_size is not None and in_features % form.group_size:
         sizes = [size for size in (512, 256, 128, 64, 32, 16, 8) if in_features % size == 0]

@@ -1,9 +1,8 @@
-"""FleetX's checkpoints: ``model.pdparams``, alone or in one directory per rank, in as weights.
+"""Reading FleetX's checkpoints: ``model.pdparams``, alone or in one directory per rank.
 
-Only weights are taken: its optimizer state goes by names that Paddle makes up in the order of creation.
-A tensor-parallel rank holds columns of the first and rows of the second linear of each pair and rows of
-the word embedding; a pipeline rank numbers its layers over the whole pipeline, the embedding being 0.
-Every sharding rank writes all parameters, so the first one's are taken.
+Only weights are read: Paddle names optimizer states by order of creation. Tensor-parallel ranks cut the
+parameters as ours do. Pipeline ranks number their layers over the whole pipeline, starting with the embedding
+as 0. Every sharding rank writes all parameters, so the first one's are read.
 """
 
 from __future__ import annotations
@@ -52,28 +51,28 @@ _CHUNK_EMBEDDING = re.compile(r"\d+\.embed\.(word|position)_embeddings\.weight")
 
 
 def is_fleetx(path: Path) -> bool:
-    """Whether a directory holds ``model.pdparams``, or rank directories that do."""
+    """Whether a directory, or a rank directory in it, holds ``model.pdparams``."""
     return (path / MODEL_FILE).is_file() or any(
         (child / MODEL_FILE).is_file() for child in path.glob("mp_*_sharding_*_pp_*")
     )
 
 
 def open_fleetx(path: Path) -> ForeignCheckpoint:
-    """A FleetX directory as a checkpoint to load weights from. Raises CheckpointError."""
+    """Open a FleetX directory as a checkpoint to load weights from. Raises CheckpointError."""
     return ForeignCheckpoint(path, read_fleetx(path))
 
 
 def read_fleetx(path: str | Path, model: ModelConfig | None = None) -> Weights:
-    """Weights of a FleetX checkpoint, its ranks put together.
+    """Weights of a FleetX checkpoint, joined from its ranks.
 
     Args:
         path: directory with ``model.pdparams`` or with rank directories, or one rank directory of a run
             with one rank.
-        model: the network; needed only for weights with separate q, k and v.
+        model: the network; needed only if q, k and v are separate.
 
     Raises:
-        RefusedPickleError: a file wants to run something.
-        CheckpointError: ranks are missing, files are damaged, or tensors are not FleetX's GPT's.
+        RefusedPickleError: a file asks for more than arrays and containers.
+        CheckpointError: ranks are missing, files are damaged, or tensors are not those of FleetX's GPT.
     """
     path = Path(path)
     files = _rank_files(path)
@@ -82,7 +81,7 @@ def read_fleetx(path: str | Path, model: ModelConfig | None = None) -> Weights:
         ranks = [_canonical(read_paddle_file(file), file) for file in ranks_of_stage(files, pp)]
         tensors = joined(ranks, path) | tensors  # a tied embedding is on the first and the last stage
     if "decoder.final_norm.weight" not in tensors:
-        raise CheckpointError(f"{path} lacks the end of the network: a pipeline rank is missing")
+        raise CheckpointError(f"{path} has no final norm: a pipeline rank is missing")
     if any(name.endswith("attention.q.weight") for name in tensors):
         tensors = _fused(tensors, model, path)
     epoch, step = parse_step_directory(path.resolve().name) or (0, 0)
@@ -105,11 +104,11 @@ def _sizes(tensors: Mapping[str, LazyTensor]) -> dict[str, int]:
 
 
 def _rank_files(path: Path) -> dict[tuple[int, int], Path]:
-    """(mp, pp) -> file of each rank that is needed. Raises CheckpointError when one is missing."""
+    """(mp, pp) -> file of each rank that is needed. Raises CheckpointError if one is missing."""
     if (path / MODEL_FILE).is_file():
         match = _RANK.fullmatch(path.resolve().name)
-        beside = [child for child in path.resolve().parent.glob("mp_*") if (child / MODEL_FILE).is_file()]
-        if match is None or len(beside) == 1:
+        ranks = [child for child in path.resolve().parent.glob("mp_*") if (child / MODEL_FILE).is_file()]
+        if match is None or len(ranks) == 1:
             return {(0, 0): path / MODEL_FILE}
         path = path.resolve().parent
     found = {}
@@ -168,11 +167,11 @@ def _in_layer(index: int, part: str, kind: str) -> str | None:
 
 
 def _fused(tensors: dict[str, LazyTensor], model: ModelConfig | None, path: Path) -> dict[str, LazyTensor]:
-    """Separate q, k, v to one matrix, grouped per head."""
+    """Fuse separate q, k and v."""
     if model is None:
         raise CheckpointError(
-            f"{path} has separate q, k and v (fuse_attn_qkv: False), and says nothing about the number of "
-            "heads; convert it with tools/convert_checkpoint.py --from fleetx --config YAML"
+            f"{path} has separate q, k and v (fuse_attn_qkv: False) and does not say the number of heads; "
+            "convert it with tools/convert_checkpoint.py --from fleetx --config YAML"
         )
     heads = model.num_attention_heads
     result = {}
@@ -186,12 +185,12 @@ def _fused(tensors: dict[str, LazyTensor], model: ModelConfig | None, path: Path
             ours = f"{stem}.qkv.{kind}"
             if any(part is None or part.shape != tensor.shape for part in parts):
                 raise CheckpointError(
-                    f"{path}: q, k and v of {stem} are not all there, or of different shapes"
+                    f"{path}: q, k and v of {stem} are not all there, or have different shapes"
                 )
             if not tensor.shape or tensor.shape[-1] % heads:
                 raise CheckpointError(
-                    f"{path}: {name} has shape {list(tensor.shape)}, which {heads} heads "
-                    "(num_attention_heads) cannot share"
+                    f"{path}: {name} has shape {list(tensor.shape)}, which {heads} heads do not "
+                    "divide (num_attention_heads)"
                 )
             declared = qkv_parts(1, tensor.shape[-1] // heads)
             shape = (*tensor.shape[:-1], 3 * tensor.shape[-1])

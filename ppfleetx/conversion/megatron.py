@@ -1,11 +1,11 @@
-"""Megatron-LM's classic checkpoints (``mp_rank_XX[_YYY]/model_optim_rng.pt``) in as weights.
+"""Reading Megatron-LM's classic checkpoints (``mp_rank_XX[_YYY]/model_optim_rng.pt``).
 
-Read: the weights of GPT with tensor and pipeline parallelism (interleaved or not), under the names of its
-own layers (``language_model.encoder...``) and of Megatron core's (``decoder.layers...``), and the options
-in ``args``. Objects of Megatron's classes become records without behaviour. Not read: optimizer state,
-random states, experts, and the distributed formats (``.distcp``).
-Megatron's linears are ``[out, in]``. From checkpoint version 2 on queries, keys and values are grouped per
-key/value head, as ours are; before, they are ``[3, heads, d]`` (0) or ``[heads, d, 3]`` (1).
+Read are GPT weights with tensor and pipeline parallelism (interleaved or not), under the names of Megatron's
+own layers (``language_model.encoder...``) and of Megatron core (``decoder.layers...``), and the options in
+``args``. Not read are optimizer state, random states, experts, and the distributed formats (``.distcp``).
+
+Megatron's linears are ``[out, in]``. From checkpoint version 2 on, queries, keys and values are grouped per
+key/value head, like ours; before, they are ``[3, heads, d]`` (version 0) or ``[heads, d, 3]`` (version 1).
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ _OUTSIDE = {
 _FINAL_NORM = re.compile(
     r"(?:encoder|transformer|decoder)\.(?:final_layernorm|final_norm|final_layer_norm)\.(weight|bias)"
 )
-# Second copies of a tied embedding, and what is no weight.
+# Second copies of a tied embedding, and buffers.
 _IGNORED = re.compile(r".*(word_embeddings_for_head\.weight|_extra_state|rotary_pos_emb\..*|inv_freq)")
 
 
 def read_megatron(path: str | Path, model: ModelConfig | None = None) -> Weights:
-    """Weights of a classic Megatron-LM checkpoint, its ranks put together.
+    """Weights of a classic Megatron-LM checkpoint, joined from its ranks.
 
     Args:
         path: the directory with the tracker file, one iteration's directory (or ``release``), or the
@@ -78,8 +78,8 @@ def read_megatron(path: str | Path, model: ModelConfig | None = None) -> Weights
         model: the network, for checkpoints without ``args``.
 
     Raises:
-        RefusedPickleError: a file wants to run something.
-        CheckpointError: ranks are missing, files are damaged, or options that our layers do not have.
+        RefusedPickleError: a file asks for more than arrays and containers.
+        CheckpointError: ranks are missing, files are damaged, or an option is not supported.
     """
     directory = _iteration(Path(path))
     grid = _rank_files(directory)
@@ -91,9 +91,7 @@ def read_megatron(path: str | Path, model: ModelConfig | None = None) -> Weights
             f"{directory} does not say what network it is (no args); describe it with --config YAML"
         )
     model = model or network_of(keys, f"{directory} (args)")
-    version = first.get("checkpoint_version", 0) or 0
-    if type(version) not in (int, float):
-        raise CheckpointError(f"{grid[0, 0]}: checkpoint_version is {shown(version)}, which is not a number")
+    version = first.get("checkpoint_version") or 0
     tensors: dict[str, LazyTensor] = {}
     start = 0
     for chunk, pp in _chunks(grid, first):
@@ -101,19 +99,14 @@ def read_megatron(path: str | Path, model: ModelConfig | None = None) -> Weights
         ranks = [_canonical(part, start, file, model, version) for file, part in parts.items()]
         tensors = joined(ranks, directory) | tensors
         start += _layers_in(next(iter(parts.values())))
-    if model.tie_word_embeddings:  # the last stage's copy
+    if model.tie_word_embeddings:  # a copy on the last stage
         tensors.pop("head.weight", None)
-    iteration = first.get("iteration", 0)
-    if type(iteration) is not int or not 0 <= iteration < 1 << 63:
-        raise CheckpointError(
-            f"{grid[0, 0]}: iteration is {shown(iteration)}, which is not a number of steps"
-        )
     return Weights(
         str(directory),
         tensors,
         model=keys,
         vocab_size=keys.get("vocab_size"),
-        step=iteration,
+        step=int(first.get("iteration") or 0),
         source={"format": "megatron"},
     )
 
@@ -138,7 +131,9 @@ def _rank_files(directory: Path) -> dict[tuple[int, int], Path]:
     for child in sorted(directory.glob("mp_rank_*")):
         match = _RANK.fullmatch(child.name)
         if match is None:
-            raise CheckpointError(f"{child}: a directory of experts or of an unknown kind; it cannot be read")
+            raise CheckpointError(
+                f"{child} is a directory of experts or of an unknown kind, which is not read"
+            )
         file = next((child / name for name in MODEL_FILES if (child / name).is_file()), None)
         if file is not None:
             found[int(match[1]), int(match[2] or 0)] = file
@@ -187,14 +182,14 @@ def _layers_in(chunk: Mapping[str, LazyTensor]) -> int:
 def _canonical(
     chunk: Mapping[str, LazyTensor], start: int, path: Path, model: ModelConfig, version: float
 ) -> dict[str, LazyTensor]:
-    """The parameters of a chunk, whose first layer is number ``start``, under our names and in our layout."""
+    """The parameters of a chunk under our names and in our layout. Its first layer is number ``start``."""
     named = {}
     for name, tensor in chunk.items():
         ours = _canonical_name(name, start)
         if ours is None:
             raise CheckpointError(f"{path}: {shown(name)} is not a parameter of a GPT that can be read")
         if ours in named:
-            raise CheckpointError(f"{path}: {shown(name)} is there a second time under another name")
+            raise CheckpointError(f"{path} holds {shown(name)} twice, under two names")
         named[ours] = _in_our_layout(ours, tensor, model, version)
     return named
 
@@ -212,7 +207,7 @@ def _canonical_name(name: str, start: int) -> str | None:
 
 
 def _in_our_layout(name: str, tensor: LazyTensor, model: ModelConfig, version: float) -> LazyTensor:
-    """One rank's part of the parameter ``name``, of which ours has the transpose, unless it is a table."""
+    """One rank's part of the parameter ``name``. All but tables are transposed."""
     if name.startswith("embedding."):
         return tensor
     layer, rows_at_once = name.rpartition(".")[0], 1
@@ -245,7 +240,7 @@ def _grouped(array: np.ndarray, head_dim: int, version: float) -> np.ndarray:
 
 
 def _model_keys(arguments: Record, directory: Path) -> dict[str, Any]:
-    """The `Model` section out of Megatron's command line. Raises CheckpointError for what ours cannot do."""
+    """The `Model` section for Megatron's options. Raises CheckpointError for those that are not supported."""
 
     def get(name: str, default: Any = None) -> Any:
         value = arguments.get(name, default)
@@ -291,11 +286,11 @@ def _model_keys(arguments: Record, directory: Path) -> dict[str, Any]:
         "add_bias_linear": get("add_bias_linear", True),
         "add_qkv_bias": True if get("add_qkv_bias") else None,
     }
-    told = {key: value for key, value in keys.items() if value is not None}
-    return told | {"rope_scaling": _rope_scaling(get, directory)} if rope else told
+    given = {key: value for key, value in keys.items() if value is not None}
+    return given | {"rope_scaling": _rope_scaling(get, directory)} if rope else given
 
 
-# What Megatron's --use-rope-scaling means beside its factor.
+# The constants of Megatron's --use-rope-scaling.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -316,6 +311,6 @@ def _activation(get: Any) -> str:
         return "swiglu"
     if get("squared_relu"):
         return "relu2"
-    # Megatron's fused bias and GeLU is the tanh form; without the fusion it calls the exact one.
+    # Megatron's fusion of bias and GeLU uses the tanh form; without it, GeLU is exact.
     tanh = get("bias_gelu_fusion") or get("openai_gelu")
     return "gelu" if tanh else "gelu_exact"

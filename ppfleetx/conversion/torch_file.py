@@ -1,7 +1,7 @@
-"""Tensors in PyTorch's files (``.bin``, ``.pt``), without PyTorch and without running what they hold.
+"""Reading PyTorch's files (``.bin``, ``.pt``) without PyTorch and without running anything in them.
 
-Two layouts: a zip archive with ``data.pkl`` and one member for each storage (since 1.6), and before that
-five pickles in a row followed by the storages. Storages stay in the file until a tensor is read.
+Since 1.6, a file is a zip archive with ``data.pkl`` and one member per storage; before, it is five pickles
+followed by the storages. Storages stay in the file until a tensor is read.
 """
 
 from __future__ import annotations
@@ -80,11 +80,12 @@ def read_torch_file(path: str | Path, *, record_prefixes: Iterable[str] = ()) ->
     """The object saved in `path`, its tensors as :class:`LazyTensor`.
 
     Args:
-        record_prefixes: objects of classes whose full names begin like this come as ``Record``.
+        path: the file.
+        record_prefixes: objects of classes whose full names have one of these prefixes become ``Record``.
 
     Raises:
-        RefusedPickleError: the file wants to run something; nothing has been run.
-        CheckpointError: it cannot be read or is not such a file.
+        RefusedPickleError: the file asks for more than tensors and containers; nothing has been run.
+        CheckpointError: it cannot be read or is not a file of PyTorch.
     """
     path, prefixes = Path(path), tuple(record_prefixes)
     with opened(path) as file, reading(path):
@@ -195,10 +196,9 @@ def _rebuild_tensor_v3(
 
 
 def _view(storage: TorchStorage, dtype: str, offset: int, size: Any, stride: Any) -> LazyTensor:
-    """A strided view of a storage. Raises CheckpointError when it reaches outside, or repeats elements."""
+    """A strided view of a storage. Raises CheckpointError if it reaches outside or repeats elements."""
     held = NUMPY_OF_DTYPE[dtype]
     room = storage.count * _item_size(storage.dtype) // held.itemsize
-    # Python's own numbers, which do not overflow.
     offset, shape, stride = operator.index(offset), _numbers(size), _numbers(stride)
     count = prod(shape)
     span = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) if count else 0
@@ -225,7 +225,7 @@ def _rebuild_parameter(data: LazyTensor, *_: Any) -> LazyTensor:
 
 
 def _member(owner: Any, name: str) -> Record:
-    """How some versions of Python write a member of an enumeration: of an absent one only."""
+    """A member of an enumeration, as some versions of Python write it; only of a :class:`Record`."""
     if not (isinstance(owner, type) and issubclass(owner, Record)):
         raise RefusedPickleError("builtins.getattr")
     return owner(name)

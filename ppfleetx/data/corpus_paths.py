@@ -34,7 +34,7 @@ def open_tokens(prefix: str | os.PathLike[str]) -> TokenStore:
 
 @os_errors(DataError)
 def find_prefixes(entry: str | os.PathLike[str]) -> list[str]:
-    """Prefixes that one entry of ``input_dir`` stands for: all corpora of a directory, by name, or itself.
+    """Prefixes of one entry of ``input_dir``: all corpora of a directory, by name, or the entry itself.
 
     Raises:
         MissingDataError: the directory holds no corpus.

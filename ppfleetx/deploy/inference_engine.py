@@ -140,7 +140,7 @@ class Program:
     Args:
         directory: holds the program and its weights.
         files: those of the export; others may lie there.
-        options, device: as of :class:`InferenceEngine`.
+        options, device: as in :class:`InferenceEngine`.
     """
 
     def __init__(

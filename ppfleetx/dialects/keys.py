@@ -1,4 +1,4 @@
-"""What a toolkit's key means here: one table per dialect, for translation, messages and documentation."""
+"""The keys of a dialect and what becomes of each, for translation, messages and documentation."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class KeyTable:
         )
 
     def nearest(self, name: str) -> str:
-        """A sentence with what the writer of an unknown key may have meant."""
+        """A sentence with the keys that the writer of an unknown key may have meant."""
         name = self._normal(name)
         known = [key.name for key in self.keys if not key.name.endswith("**")]
         last = name.rpartition(".")[2]

@@ -147,9 +147,9 @@ def _digest(values: Values) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def differing(told: Sequence[Mapping[str, str | None]]) -> list[str]:
+def differing(answers: Sequence[Mapping[str, str | None]]) -> list[str]:
     """Names of the facts that differ between processes, or that one of them could not read."""
-    hashes = {fact.name: {one.get(fact.name) for one in told} - {None} for fact in FACTS}
+    hashes = {fact.name: {one.get(fact.name) for one in answers} - {None} for fact in FACTS}
     return [name for name, those in hashes.items() if len(those) > 1 or _digest(_UNREAD) in those]
 
 
@@ -163,15 +163,16 @@ def in_full(case: Case, names: Sequence[str], tell: Callable[[str], None]) -> di
     return found
 
 
-def agreement_rows(told: Mapping[int, Mapping[str, Values | None]], names: Sequence[str]) -> Iterator[Row]:
+def agreement_rows(answers: Mapping[int, Mapping[str, Values | None]], names: Sequence[str]) -> Iterator[Row]:
     """A row for each fact.
 
     Args:
-        told: :func:`in_full` by rank.
+        answers: :func:`in_full` by rank.
         names: the facts that differ, or were not read; the others are equal.
     """
     for fact in FACTS:
-        values = {rank: facts[fact.name] for rank, facts in told.items() if facts.get(fact.name) is not None}
+        values = {rank: facts.get(fact.name) for rank, facts in answers.items()}
+        values = {rank: mine for rank, mine in values.items() if mine is not None}
         unread = [rank for rank, mine in values.items() if mine == _UNREAD]
         if fact.name in names and unread:
             text = f"not compared: {rank_words(unread)} could not read it within {_READ_SECONDS:g} s"

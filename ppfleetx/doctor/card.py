@@ -73,20 +73,20 @@ def _links(matrix: str) -> str:
 def card(case: Case) -> Iterator[Row]:
     """The card of this process, as Paddle sees it."""
     device = paddle.get_device()
-    told, numbers = [f"{count(kind_of(device))}; this process has {device}"], {}
+    parts, numbers = [f"{count(kind_of(device))}; this process has {device}"], {}
     found = total_memory()
     if found is not None:
-        told.append(f"{found[1]}, {found[0] / 2**30:.1f} GiB")
+        parts.append(f"{found[1]}, {found[0] / 2**30:.1f} GiB")
         numbers["memory_gib"] = found[0] / 2**30
     if is_gpu(device):
-        told.append("compute capability " + ".".join(map(str, capability(device))))
+        parts.append("compute capability " + ".".join(map(str, capability(device))))
         libraries = {
             "CUDA": paddle.version.cuda(),
             "cuDNN": paddle.version.cudnn(),
             "NCCL": paddle.version.nccl(),
         }
-        told += [f"{name} {version}" for name, version in libraries.items()]
-    yield ok("visible cards", ", ".join(told), **numbers)
+        parts += [f"{name} {version}" for name, version in libraries.items()]
+    yield ok("visible cards", ", ".join(parts), **numbers)
     for dtype in case.float_types:
         if lacks(dtype):
             yield _lacking(dtype, device, case)
@@ -230,14 +230,14 @@ def attention_row(dtype: str, *, packed: bool, head_sizes: Sequence[int] = HEAD_
         (well if error <= TOLERANCE[dtype] else wrong).append(
             f"{size}" if not wrong else f"{size} ({error:.1e})"
         )
-    told = [f"heads of {', '.join(well)} as the reference"] if well else []
-    told += [
+    parts = [f"heads of {', '.join(well)} as the reference"] if well else []
+    parts += [
         f"heads of {', '.join(map(str, sizes))} by the reference: {why}" for why, sizes in refused.items()
     ]
     if wrong:
         cure = "set Model.attention_kernel to reference on these cards"
-        return fail(name, f"heads of {', '.join(wrong)} differ from the reference; {'; '.join(told)}", cure)
-    return ok(name, "; ".join(told))
+        return fail(name, f"heads of {', '.join(wrong)} differ from the reference; {'; '.join(parts)}", cure)
+    return ok(name, "; ".join(parts))
 
 
 def _attention_inputs(size: int, dtype: str, *, packed: bool) -> tuple:

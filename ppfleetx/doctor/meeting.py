@@ -1,8 +1,8 @@
 """Processes that have met exchange values before they trust anything else.
 
 The first of them is the host, the others are its guests. Every wait ends in a known time and then names who
-did not answer and what it was last doing. A thread of each process says that it runs, so a process that is
-stopped is told from one that is slow.
+did not answer and what it was last doing. A thread of each process says that it runs, so one that is stopped
+is distinguished from one that is slow.
 """
 
 from __future__ import annotations

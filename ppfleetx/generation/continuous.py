@@ -93,7 +93,7 @@ def _widen(tensor: paddle.Tensor, length: int, columns: int) -> paddle.Tensor:
 class ContinuousBatch:
     """A :class:`~ppfleetx.generation.session.DecodingSession` that rows may join at any step.
 
-    A row's logits are those it has alone, up to float rounding, whoever is beside it.
+    A row's logits are those it has alone, up to float rounding.
 
     Args:
         model: gives the logits.

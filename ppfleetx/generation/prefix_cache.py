@@ -1,8 +1,8 @@
 """Keys and values of earlier sequences, for prompts that begin like them.
 
-Chats share their system message, and each turn of a chat begins with all turns before it. What is computed of
-such a beginning depends on nothing that follows, so it can be taken from an earlier sequence: the tokens are
-the same up to float rounding. The store holds so many positions and forgets what was used least recently.
+Chats share their system message, and each turn of a chat begins with all turns before it. Keys and
+values of such a beginning do not depend on what follows, so they can be taken from an earlier sequence, up to
+float rounding. The store holds a limited number of positions and evicts the least recently used.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def without_prefixes(prompts: Sequence[Sequence[int]]) -> list[SeededPrompts]:
 
 
 class PrefixStore:
-    """The least recently used goes first.
+    """Keys and values of earlier sequences, least recently used first out.
 
     Args:
         max_tokens: most positions that are held; 0: none.
@@ -78,13 +78,13 @@ class PrefixStore:
 
     def wants(self, tokens: Sequence[int]) -> bool:
         """Whether ``tokens`` are long enough, and hold what is not known yet."""
-        known = self._longest([*tokens, -1])[0]  # with one more, which is not looked at
+        known = self._longest([*tokens, -1])[0]  # plus one, because the last token is ignored
         return min(len(tokens), self.max_tokens) - known >= SHORTEST
 
     def put(self, tokens: Sequence[int], layers: Layers) -> None:
         """Hold the keys and values ``[1, g, n, d]`` of ``tokens``, n of them and at most ``max_tokens``."""
         array = np.array(tokens, np.int64)
-        # What the new one begins with, it stands for.
+        # The new entry replaces those that are its beginnings.
         self._entries = [one for one in self._entries if _shared(one.tokens, array) < len(one.tokens)]
         self._entries.append(_Entry(array, layers))
         sizes = [len(one.tokens) for one in self._entries]

@@ -56,7 +56,7 @@ class RowChoice:
         history: tokens of the row so far.
         exponentials: ``[n]`` numbers of the row's `RandomStream`; not needed at temperature 0.
         forbidden: ids that cannot come now (the end tokens, before the minimum length).
-        num_new: so many tokens at the end of the history were generated.
+        num_new: how many tokens at the end of the history were generated.
     """
 
     options: RowOptions

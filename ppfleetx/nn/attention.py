@@ -107,7 +107,7 @@ class Attention(nn.Layer):
         query, key, value = self.divide(qkv, position_ids)
         if cache is not None:
             key, value, penalty = cache.update(self.layer_index, key, value, self.window)
-            context = _joined(self.attend(query, key, value, document_start, penalty))
+            context = _joined(self.attend_heads(query, key, value, document_start, penalty))
         elif recomputes:
             context = recompute(self.core, query, key, value, document_start)
         else:
@@ -149,9 +149,9 @@ class Attention(nn.Layer):
         document_start: paddle.Tensor | None,
     ) -> paddle.Tensor:
         """Attention itself, ``[s, b, g * r * d]``: what recomputation repeats."""
-        return _joined(self.strategy.core(self.attend, query, key, value, document_start))
+        return _joined(self.strategy.core(self.attend_heads, query, key, value, document_start))
 
-    def attend(
+    def attend_heads(
         self,
         query: paddle.Tensor,
         key: paddle.Tensor,

@@ -32,8 +32,6 @@ from ppfleetx.nn.layer_spec import (
     NormSpec,
     Specs,
     TableSpec,
-    adapter,
-    quantizer,
 )
 from ppfleetx.nn.linear import Linear
 from ppfleetx.nn.lora import LoraBranch
@@ -46,6 +44,7 @@ from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, placed
 from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedLinear
 from ppfleetx.nn.scores import parallel_token_scores, token_scores
 from ppfleetx.nn.stage import declare
+from ppfleetx.nn.transforms import adapter, quantizer, quantizer_numbers
 
 # Paddle would draw random values that build_stage replaces; zeros cost less.
 _ZEROS = nn.initializer.Constant(0.0)
@@ -122,9 +121,8 @@ class LocalFactory:
         return self._declared_quantizer(FakeQuantizer(cfg, follows=follows, keeps=keeps), linear)
 
     def _declared_quantizer(self, fake: FakeQuantizer, linear: nn.Layer) -> FakeQuantizer:
-        names = [name for name, _ in fake.named_parameters()]
         matrix, split = linear.weight.spec, self.sequence_parallel
-        return self._declared(fake, quantizer(matrix, names, sequence_parallel=split))
+        return self._declared(fake, quantizer(matrix, quantizer_numbers(fake.cfg), sequence_parallel=split))
 
     def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
         return self._adapter(linear, cfg, self.dropout(cfg.dropout))

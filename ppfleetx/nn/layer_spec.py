@@ -7,14 +7,13 @@ from their declarations; the planner and ``--check`` count by them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from ppfleetx.config.registries import NORMS
 from ppfleetx.nn.cost import Operation, Work, elementwise, matmul
 from ppfleetx.nn.cost import Part as Place
-from ppfleetx.nn.init import Constant, Init, Normal
+from ppfleetx.nn.init import Constant, Init
 from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Part, Shard, dense
 from ppfleetx.nn.tape import Step
 
@@ -173,47 +172,3 @@ class TableSpec:
         """Of the gradient on one rank."""
         rows = self.rows / work.mp if self.of_words else self.rows
         return rows * self.width * work.gradient_bytes
-
-
-# -- what is put beside or in the place of a declared matrix
-
-
-def adapter(matrix: ParamSpec, rank: int, *, sequence_parallel: bool = True) -> Specs:
-    """A low-rank adapter of ``matrix [in, out]``, sliced as the matrix is: A where its input features are
-    sliced, B where its output features are. A starts as N(0, 1 / in), so that x A is of the size of x."""
-    width_in, width_out = matrix.shape
-    cut = matrix.lies("mp")
-    a, b = (cut if cut == Shard(dim) else REPLICATE for dim in (0, 1))
-    partial = matrix.sums("mp") if cut == REPLICATE else sequence_parallel
-    init = Normal(1.0 / math.sqrt(width_in))
-    return {
-        "a": dense((width_in, rank), init, "lora", mp=a, partial=partial and a == REPLICATE),
-        "b": dense((rank, width_out), Constant(0.0), "lora", mp=b, partial=partial and b == REPLICATE),
-    }
-
-
-def quantizer(matrix: ParamSpec, names: Iterable[str], *, sequence_parallel: bool = True) -> Specs:
-    """The numbers of a fake quantiser of ``matrix``. Each rank learns the share of the weight's bound from
-    its part of the weight, and the share of the input's bound from its features or positions."""
-    cut = matrix.lies("mp")
-    partial = {"input_scale": False, "weight_clip": cut != REPLICATE or matrix.sums("mp")}
-    partial["input_clip"] = matrix.sums("mp") if cut == REPLICATE else sequence_parallel or cut == Shard(0)
-    start = {"input_scale": 0.0}
-    return {
-        name: dense((1,), Constant(start.get(name, 1.0)), "quant", partial=partial[name]) for name in names
-    }
-
-
-def codes(matrix: ParamSpec, per_row: int) -> ParamSpec:
-    """The stored integers of a frozen ``matrix``, of which ``per_row`` input features share a row."""
-    return replace(matrix, shape=(matrix.shape[0] // per_row, matrix.shape[1]))
-
-
-def scales(matrix: ParamSpec, group_size: int | None) -> ParamSpec:
-    """The scales of a frozen ``matrix``: one for each group of input features and output feature, or for each
-    output feature (None), which is then the same on all ranks that share its input features."""
-    if group_size is not None:
-        return codes(matrix, group_size)
-    cut = matrix.lies("mp")
-    value = {"mp": cut if cut == Shard(1) else REPLICATE}
-    return replace(matrix, shape=(1, matrix.shape[1]), value=value, parts=())

@@ -22,8 +22,8 @@ from ppfleetx.nn.fused import FusedOps, choose, say
 from ppfleetx.nn.matmul import Matmul
 from ppfleetx.nn.quantized import with_small_weights
 from ppfleetx.nn.stage import LayerFactory, Stage
-from ppfleetx.optims.adamw import Optimizer
 from ppfleetx.optims.build import build_optimizer
+from ppfleetx.optims.optimizer import Optimizer, UpdatePlace
 from ppfleetx.parallel.first_values import give_values
 from ppfleetx.parallel.grad_sync import GradientSync, whole_model
 from ppfleetx.parallel.local import LocalRunner
@@ -170,9 +170,9 @@ def _optimizer_and_sync(
     seed = cfg.Global.seed if train else None
     masters = give_values(parameters, seed, with_masters, sharding, masters_on_host=on_host)
     if train:
-        optimizer = build_optimizer(
-            cfg.Optimizer, named, multi_precision=low, on_host=on_host, fused="adamw" in factory.fused.taken
-        )
+        fused = "adamw" in factory.fused.taken
+        place = UpdatePlace(low, on_host, fused, lambda axis: ctx.group_over((axis,)))
+        optimizer = build_optimizer(cfg.Optimizer, named, place)
     if sharding is not None:
         values = _values(sharding, trainable, stages, cfg, ctx)
         if optimizer is not None:

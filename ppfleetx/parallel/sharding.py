@@ -9,7 +9,7 @@ the model gets what it needs just before its forward and its backward pass (``ze
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,7 +18,7 @@ from paddle import distributed
 
 from ppfleetx.distributed.collectives import BUCKET_BYTES, move_together, reduce_packed
 from ppfleetx.nn.chunked_loss import PieceHead
-from ppfleetx.nn.param_spec import Axes, may_miss, owner_axes
+from ppfleetx.nn.param_spec import Axes, deal_out, may_miss, owner_axes
 from ppfleetx.optims.gradients import (
     add_gradient,
     complete_gradient,
@@ -34,21 +34,6 @@ if TYPE_CHECKING:
 UNWAITED_MESSAGES = 2
 """How many messages of stages 2 and 3 may be under way: those to two owners use both directions of a link.
 More would keep gradients whose memory these stages are meant to save."""
-
-
-def deal_out(sizes: Mapping[str, int], num_ranks: int, first: Iterable[str] = ()) -> dict[str, int]:
-    """An owner for each parameter, by name: the largest first, each to the rank that has least so far.
-
-    Those named in ``first`` go to rank 0.
-    """
-    owners, load = dict.fromkeys((name for name in first if name in sizes), 0), [0] * num_ranks
-    load[0] = sum(sizes[name] for name in owners)
-    for name, size in sorted(sizes.items(), key=lambda item: item[1], reverse=True):
-        if name not in owners:
-            rank = load.index(min(load))
-            owners[name] = rank
-            load[rank] += size
-    return owners
 
 
 class Values(Protocol):

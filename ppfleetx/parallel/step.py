@@ -30,7 +30,7 @@ from ppfleetx.parallel.step_sums import StepSums
 if TYPE_CHECKING:
     from ppfleetx.models.module import BasicModule
     from ppfleetx.nn.stage import LayerFactory
-    from ppfleetx.optims.adamw import Optimizer
+    from ppfleetx.optims.optimizer import Optimizer
 
 
 @dataclass(frozen=True)

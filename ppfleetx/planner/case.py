@@ -11,6 +11,7 @@ from operator import itemgetter
 from ppfleetx.config.batch import BatchPlan
 from ppfleetx.config.plan import ParallelPlan, Workload
 from ppfleetx.config.registries import OPTIMIZERS
+from ppfleetx.config.sections.compress import CompressConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.models.gpt.spec import BlockSpec, ModelSpec, model_spec
@@ -94,6 +95,7 @@ class Case:
         fragments: what the allocator loses, as a share of what it hands out; None: as on ``kernels``' device.
         overlap: what travels while the passes compute; nothing, for published runs, since the cards were
             fitted so.
+        compress: what else changes the model's parameters: fake quantisation, small weights.
     """
 
     model: ModelConfig
@@ -110,6 +112,7 @@ class Case:
     flat_states: bool = False
     fragments: float | None = None
     overlap: Overlap = Overlap()
+    compress: CompressConfig | None = None
 
     def __hash__(self) -> int:
         return self._hash
@@ -190,6 +193,11 @@ class Case:
         return list(itertools.accumulate(self.plan.layers_of_chunks(self.model.num_layers)))
 
     @property
+    def same_model(self) -> SameModel:
+        """What the parameters depend on, by its identity."""
+        return SameModel(self.model, self.compress)
+
+    @property
     def spec(self) -> ModelSpec:
         """The model's declaration."""
         return _spec_of(SameModel(self.model))
@@ -245,16 +253,17 @@ class Case:
 class SameModel:
     """A model by its identity: to hash all its fields takes longer than what is looked up with them."""
 
-    __slots__ = ("model",)
+    __slots__ = ("compress", "model")
 
-    def __init__(self, model: ModelConfig) -> None:
-        self.model = model
+    def __init__(self, model: ModelConfig, compress: CompressConfig | None = None) -> None:
+        self.model, self.compress = model, compress
 
     def __hash__(self) -> int:
         return id(self.model)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, SameModel) and self.model is other.model
+        is_same = isinstance(other, SameModel) and self.model is other.model
+        return is_same and self.compress is other.compress
 
 
 @lru_cache(maxsize=256)
@@ -269,7 +278,7 @@ def alike(case: Case) -> Case:
     fetched = plan.sharding if plan.sharding_stage == 3 else 1
     sizes = (plan.mp, plan.sep, plan.sequence_parallel, fetched, case.micro_batch, case.seq_len)
     ahead = case.overlap.values and fetched > 1
-    return _alike(SameModel(case.model), sizes, case.precision, case.flash, case.kernels, ahead)
+    return _alike(case.same_model, sizes, case.precision, case.flash, case.kernels, ahead)
 
 
 @lru_cache(maxsize=8192)
@@ -293,6 +302,7 @@ def _alike(
         flash=flash,
         kernels=kernels,
         overlap=overlap,
+        compress=same.compress,
     )
 
 
@@ -319,6 +329,7 @@ def case_of(cfg: RunConfig, card: Card) -> Case:
             values=cfg.Distributed.sharding.broadcast_overlap,
             messages=cfg.Distributed.overlap_p2p_comm,
         ),
+        compress=cfg.Compress,
     )
 
 

@@ -104,7 +104,7 @@ def stage_memory(case: Case, cluster: Cluster, stage: int) -> StageMemory:
     if plan.sharding_offload:
         masters = moments = 0.0
     parts = {
-        "parameters": held.resident * precision.parameter_bytes,
+        "parameters": held.resident * precision.parameter_bytes + held.stored,
         "masters": masters,
         "optimizer": moments,
         **_worst_moment(case, stage, held),
@@ -159,6 +159,7 @@ def least_memory(case: Case, cluster: Cluster) -> float:
         most = max(
             most,
             held.resident * precision.parameter_bytes
+            + held.stored
             + _kept_gradients(case, held) * precision.gradient_bytes
             + held.owned * states,
         )

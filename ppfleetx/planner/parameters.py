@@ -14,6 +14,7 @@ from ppfleetx.nn.param_spec import REPLICATE
 from ppfleetx.planner.case import Case, SameModel
 
 _LAYER = "decoder.layers."
+_BYTES = {"int8": 1, "uint8": 1, "float32": 4}
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,9 @@ class Held:
     """Parameters of one rank of one pipeline stage.
 
     Attributes:
-        values: parameters of its part of the model.
-        resident: those it has between steps: with sharding stage 3, the ones it owns.
+        values: parameters of its part of the model that have the model's type.
+        resident: those of them it has between steps: with sharding stage 3, the ones it owns.
+        stored: bytes of parameters with a type of their own (small weights), between steps.
         trained: those that train.
         owned: those of the trained ones whose states it keeps and that it updates.
         largest_layer: parameters of the largest model stage, which sharding stage 3 fetches at once.
@@ -35,6 +37,7 @@ class Held:
 
     values: int
     resident: int
+    stored: int
     trained: int
     owned: int
     largest_layer: int
@@ -45,9 +48,11 @@ class Held:
 
 
 class _Local(NamedTuple):
-    """A parameter on one tensor-parallel rank; ``whole`` and ``partial`` as in :class:`Held`."""
+    """A parameter on one tensor-parallel rank: elements, and bytes if it has a type of its own; the rest as
+    in :class:`Held`."""
 
     size: int
+    stored: int
     trains: bool
     whole: bool
     partial: bool
@@ -72,7 +77,7 @@ class _Groups(NamedTuple):
 
 def held_parameters(case: Case, stage: int) -> Held:
     """What a rank of pipeline stage ``stage`` holds; of several sharding ranks, the one with most."""
-    plan, groups = case.plan, _groups(SameModel(case.model), case.plan.mp)
+    plan, groups = case.plan, _groups(case.same_model, case.plan.mp)
     first, last = stage == 0, stage == plan.pp - 1
     parts = [groups.embedding] if first else []
     parts += [groups.layers[index] for chunk in case.layers_of_stage(stage) for index in chunk]
@@ -88,24 +93,33 @@ def held_parameters(case: Case, stage: int) -> Held:
 @lru_cache(maxsize=4096)
 def _held(runs: tuple[tuple[_Group, int], ...], sharding: int, fetches: bool) -> Held:
     held = [one for group, count in runs for _ in range(count) for one in group]
-    sizes, trained = [one.size for one in held], [one for one in held if one.trains]
+    sizes, trained = [one.size for one in held if not one.stored], [one for one in held if one.trains]
+    stored = [one.stored for one in held]
     ends = dict(zip(sizes, accumulate(sizes), strict=True))
     return Held(
         values=sum(sizes),
         resident=_largest_share(sizes, sharding) if fetches else sum(sizes),
+        stored=_largest_share(stored, sharding) if fetches else sum(stored),
         trained=sum(one.size for one in trained),
         owned=_largest_share([one.size for one in trained], sharding),
         largest_layer=max((sum(one.size for one in group) for group, _ in runs), default=0),
         fills=tuple((end, size) for size, end in ends.items()),
-        num_tensors=len(sizes),
+        num_tensors=len(held),
         whole=sum(one.size for one in trained if one.whole),
         partial=sum(one.size for one in trained if one.partial),
     )
 
 
+def embedding_bytes(case: Case, stage: int) -> float:
+    """Of the gradient that is complete last, and of the values that are needed first: the word embedding's,
+    if it is on ``stage`` and trains."""
+    words = _groups(case.same_model, case.plan.mp).embedding[0]
+    return words.size * case.precision.gradient_bytes if stage == 0 and words.trains else 0.0
+
+
 def largest_layer(case: Case) -> tuple[int, int]:
     """(elements, tensors) of the largest block on one tensor-parallel rank."""
-    return _largest_layer(SameModel(case.model), case.plan.mp)
+    return _largest_layer(case.same_model, case.plan.mp)
 
 
 @lru_cache(maxsize=256)
@@ -116,18 +130,25 @@ def _largest_layer(same: SameModel, mp: int) -> tuple[int, int]:
 @lru_cache(maxsize=256)
 def _groups(same: SameModel, mp: int) -> _Groups:
     groups: dict[str, list[_Local]] = {}
-    for name, spec in parameter_specs(same.model).items():
+    words: list[_Local] = []
+    for name, spec in parameter_specs(same.model, same.compress).items():
+        if spec.kind == "quant":  # single numbers, which take neither memory nor time
+            continue
         part = name.split(".", 3)[2] if name.startswith(_LAYER) else name.partition(".")[0]
         whole = spec.lies("mp") == REPLICATE
         size = math.prod(spec.shape) // (1 if whole else mp)
-        groups.setdefault(part, []).append(_Local(size, spec.trains, whole, whole and spec.sums("mp")))
+        stored = size * _BYTES[spec.dtype] if spec.dtype else 0
+        local = _Local(size, stored, spec.trains, whole, whole and spec.sums("mp"))
+        groups.setdefault(part, []).append(local)
+        if name.startswith("embedding.word_embeddings."):
+            words.append(local)
     layers = [tuple(groups.get(str(index), ())) for index in range(same.model.num_layers)]
     equal: dict[_Group, _Group] = {}
     return _Groups(
         embedding=tuple(groups["embedding"]),
         layers=tuple(equal.setdefault(layer, layer) for layer in layers),
         end=tuple(one for part in ("decoder", "head", "score") for one in groups.get(part, ())),
-        words=tuple(groups["embedding"][:1]) if model_spec(same.model).head.is_tied else (),
+        words=tuple(words) if model_spec(same.model).head.is_tied else (),
     )
 
 

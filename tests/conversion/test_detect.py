@@ -1,6 +1,5 @@
 """Checkpoints of other programs where one of ours is expected: what they are, and how to convert them."""
 
-import json
 import shlex
 import subprocess
 import sys
@@ -161,20 +160,3 @@ def test_the_command_it_gives_works(tmp_path):
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert resolve_checkpoint(tmp_path / name.removesuffix(" here")).name == "epoch_0_step_0"
-
-
-def test_check_ends_in_one_sentence(tmp_path):
-    source = hf_dirs.write(tmp_path / "hf", "hf_gpt2")
-    (tmp_path / "run.yaml").write_text(json.dumps({"_base_": str(NANO), "Engine": {"save_load": {}}}))
-    command = [sys.executable, "tools/train.py", "--check", "-c", str(tmp_path / "run.yaml")]
-    done = subprocess.run(
-        [*command, "-o", f"Engine.save_load.init_from={source}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: Engine.save_load.init_from = ")
-    assert "tools/convert_checkpoint.py --from hf" in done.stderr
-    assert "Traceback" not in done.stderr

@@ -6,7 +6,6 @@ import io
 import os
 import pickle
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -131,14 +130,6 @@ def test_malicious_pickles_are_refused_by_name_and_run_nothing(wanted, tmp_path)
     assert wanted in str(caught.value)
     assert str(path) in str(caught.value)
     assert not marker(tmp_path).exists()
-
-
-def test_naming_a_module_does_not_import_it(tmp_path):
-    path = tmp_path / "model.pdparams"
-    path.write_bytes(b"cantigravity\nfly\n.")
-    with pytest.raises(RefusedPickleError, match="antigravity"):
-        read_paddle_file(path)
-    assert "antigravity" not in sys.modules
 
 
 def test_the_same_attacks_would_work_with_pickle(tmp_path):
@@ -313,9 +304,9 @@ def test_persistent_objects_other_than_storages_are_refused(tmp_path):
 
 
 def test_damaged_torch_files(tmp_path):
+    path = tmp_path / "cut.bin"
     for layout in ("zip", "legacy"):
         content = (GOLDENS / f"{layout}.bin").read_bytes()
-        path = tmp_path / "cut.bin"
         for length in range(0, len(content), 97):
             path.write_bytes(content[:length])
             with pytest.raises(CheckpointError):

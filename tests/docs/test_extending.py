@@ -29,7 +29,7 @@ BLOCKS = list(blocks(ROOT / "docs/extending.md"))
 COMMANDS = [to_run(command) for block in BLOCKS if block.is_shell for command in commands(block)]
 EXAMPLES = [
     *("scale_norm", "parallel_gpt", "layer_scale", "penalized_gpt", "two_experts", "fill", "csv_log", "lion"),
-    *("counting", "small_parts", "geglu", "gathered_attention"),
+    *("counting", "small_parts", "geglu", "gathered_attention", "whole_matrix_rule"),
 ]
 
 
@@ -261,6 +261,12 @@ def test_an_optimizer_is_sharded_saved_and_resumed(folder: Path, pools: Pools) -
         assert losses(pools, Plan(), folder, "lion", f"stage {stage}", **more) == pytest.approx(one, rel=2e-5)
     offload = Plan(sharding=2, sharding_stage=2, sharding_offload=True)
     assert losses(pools, offload, folder, "lion", "offload", **changes) == pytest.approx(one, rel=2e-5)
+
+
+def test_an_optimizer_with_its_own_groups(folder: Path) -> None:
+    """tests/parity/test_whole_matrices.py runs it under the plans."""
+    found = train(folder, "whole_matrix_rule")
+    assert found[-1]["loss"] < found[0]["loss"]
 
 
 def test_a_data_set(folder: Path) -> None:

@@ -190,7 +190,7 @@ class Loss:
         """Whether the last words of a rank are about one of the lost: where it was, if they had met."""
         others = "|".join(map(str, lost))
         met = rf"error: rank {rank}\b.*rank ({others}) at [\d.]+:\d+\b"
-        not_met = rf"error: rank {rank} waited \d+ s for rank ({others}) to come"
+        not_met = rf"error: rank {rank}: .*\branks? [\d, ]*({others})[\d, ]* did not come to"
         return re.search(not_met if self.case.at == "start:0" else met, self.job.log(rank)) is not None
 
     def ended_while_starting(self, rank: int, left: list[int]) -> bool:

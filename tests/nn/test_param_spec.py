@@ -10,7 +10,7 @@ import pytest
 
 from ppfleetx.config.mesh import EXPERTS, Mesh
 from ppfleetx.config.plan import AXES, ParallelPlan, enumerate_plans
-from ppfleetx.config.sections.compress import QuantizationConfig, WeightsConfig
+from ppfleetx.config.sections.compress import CompressConfig, QuantizationConfig, WeightsConfig
 from ppfleetx.models.gpt.spec import parameter_specs
 from ppfleetx.models.gpt.stages import gpt_classification_stages, gpt_stages
 from ppfleetx.models.staged import StagedModel
@@ -138,13 +138,31 @@ def test_what_trains_and_what_is_tied(declared):
     assert not any(spec.tie for specs in several.values() if specs is not word for spec in specs)
 
 
-@pytest.mark.parametrize("keys", [{}, LLAMA, HEAD_NORMS, {"lora": {"rank": 4}}], ids=str)
-def test_the_arithmetic_declares_what_layers_do(keys):
-    cfg, factory = tiny_config(**keys), LocalFactory()
-    factory.sequence_parallel = True
-    model = StagedModel(gpt_stages(cfg, factory), None, empty=True)
-    built = {p.spec.name: p.spec for p in model.parameters()}
-    counted = parameter_specs(cfg)
+QLORA = {"lora": {"rank": 4, "targets": ("decoder.layers.1.mlp.*",)}}
+SMALL = {"bits": 4, "group_size": 16, "skip": ("head",)}
+
+
+@pytest.mark.parametrize(
+    ("keys", "compress"),
+    [
+        *((keys, {}) for keys in ({}, LLAMA, HEAD_NORMS, {"lora": {"rank": 4}})),
+        *(
+            ({}, {"Quantization": {"enable": True, **more}})
+            for more in ({}, PACT, {"freeze_embedding": True})
+        ),
+        (QLORA, {"Quantization": {"enable": True, **PACT}}),
+        *((keys, {"Weights": weights}) for keys in (LLAMA, QLORA) for weights in (SMALL, {"bits": 8})),
+    ],
+    ids=str,
+)
+def test_the_arithmetic_declares_what_layers_do(keys, compress):
+    cfg, factory, compress = tiny_config(**keys), LocalFactory(), CompressConfig(**compress)
+    factory.sequence_parallel, stages = True, gpt_stages(cfg, factory)
+    if compress.quantization is not None:
+        stages = with_quantizers(stages, compress.quantization, factory, follows=cfg.lora is None)
+    stages = with_small_weights(stages, compress.Weights, factory)
+    built = {p.spec.name: p.spec for p in StagedModel(stages, None, empty=True).parameters()}
+    counted = parameter_specs(cfg, compress)
     assert counted.keys() == built.keys()
     for name, spec in counted.items():
         is_summed = {axis: what for axis, what in built[name].grad.items() if axis != "pp"}  # copies of a tie

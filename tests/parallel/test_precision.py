@@ -8,8 +8,10 @@ import pytest
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.engine import MixedPrecisionConfig
-from ppfleetx.optims.adamw import sgd
+from ppfleetx.config.sections.optimizer import OptimizerConfig
+from ppfleetx.optims.build import build_optimizer
 from ppfleetx.optims.gradients import add_to_main_gradient, drop_gradient, gradient_of
+from ppfleetx.optims.optimizer import UpdatePlace
 from ppfleetx.parallel.precision import LossScaler, Precision
 from tests.helpers.low_precision import emulated
 from tests.parity.training import build, take_step
@@ -139,7 +141,8 @@ def test_main_gradients_are_summed_in_float32():
 
 def test_sgd_moves_the_master_and_rounds_it_into_the_parameter():
     parameter, master = lowered([1.0, -2.0])
-    optimizer = sgd([("w", parameter)], multi_precision=True)
+    place = UpdatePlace(multi_precision=True)
+    optimizer = build_optimizer(OptimizerConfig(name="SGD"), [("w", parameter)], place)
     optimizer.keep_masters({"w": master})
     step = 2.0**-13  # below half of float16's spacing at 1: lost without a master
     for count in range(1, 9):

@@ -9,6 +9,7 @@ from ppfleetx.commands.plan import Plan
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.sections.compress import CompressConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.spec import flops_per_step, parameter_count
 from ppfleetx.planner.cards import card_names, load_card
@@ -57,6 +58,20 @@ def test_stages_hold_the_whole_model(tied):
     two = [held_parameters(case(ParallelPlan(pp=2), tie_word_embeddings=tied), stage) for stage in (0, 1)]
     copies = VOCAB * H if tied else 0
     assert sum(held.values for held in two) == one.values + copies
+
+
+def test_frozen_small_weights_take_their_own_bytes():
+    """Adapters on weights of 4 bits: codes and scales as they are stored, the rest in the model's type."""
+    plain = case(lora={"rank": 4})
+    small = replace(plain, compress=CompressConfig(Weights={"bits": 4, "group_size": 16}))
+    before, after = (held_parameters(one, 0) for one in (plain, small))
+    matrices = LAYERS * 12 * H**2
+    scales = matrices // 16 + VOCAB
+    assert after.stored == matrices // 2 + VOCAB * H + 4 * scales and before.stored == 0
+    assert before.values - after.values == matrices + VOCAB * H
+    assert after.trained == before.trained == LAYERS * 4 * 16 * H
+    memory, other = (stage_memory(one, Cluster(load_card("A100-80GB")), 0) for one in (plain, small))
+    assert other.parameters == 2 * after.values + after.stored < memory.parameters
 
 
 def test_sharding_divides_states():

@@ -199,4 +199,4 @@ def test_exit_codes_are_the_usual_ones(launch, tmp_path, does: str, number: int 
     ],
 )
 def test_the_rank_that_says_most_decides_the_exit_code(codes, told):
-    assert launcher_watch._telling(codes) == told
+    assert launcher_watch._most_telling(codes) == told

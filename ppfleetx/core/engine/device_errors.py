@@ -16,7 +16,7 @@ from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.memory import CARD_PARTS
 from ppfleetx.planner.summary import run_prediction
 from ppfleetx.resilience.activity import PROGRESS
-from ppfleetx.resilience.places import raised_at
+from ppfleetx.resilience.hang_report import raised_at
 
 _OF_PADDLE = (
     "ResourceExhaustedError",

@@ -11,7 +11,7 @@ from ppfleetx.data.checksums import read_checksums
 from ppfleetx.data.corpus_paths import open_tokens
 from ppfleetx.data.token_store import TokenStore
 
-_CHUNK = 1 << 22  # tokens looked at together
+_CHUNK = 1 << 22  # tokens read at a time
 
 
 def summary(prefix: str) -> dict[str, Any]:

@@ -34,11 +34,11 @@ class Scheduler:
     cancelled leave, and waiting ones join as far as there is room. A thread without work sleeps.
 
     Args:
-        model: gives the logits; nobody else uses it while the thread runs.
+        model: gives the logits; nothing else may use it while the thread runs.
         tokenizer: of the model.
         end_ids: tokens that end an answer.
         cfg: limits.
-        metrics: told of what happens.
+        metrics: counts what happens.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Scheduler:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the thread works, or has ended because it was told to."""
+        """Whether the thread works, or has ended on request."""
         return not self._died
 
     @property
@@ -108,7 +108,7 @@ class Scheduler:
             self._changed.notify()
 
     def cancel(self, work: Work) -> None:
-        """Nobody waits for the answer any more: its sequences leave at the next step."""
+        """Drop a work whose client is gone: its sequences leave at the next step."""
         with self._changed:
             work.cancelled = True
             self._changed.notify()

@@ -60,9 +60,9 @@ def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translat
     Raises:
         ConfigError: what cannot be translated, with the argument.
     """
-    told, argv, first = without_launcher(argv)
+    world, argv, first = without_launcher(argv)
     given = list(given_arguments(argv, FLAGS, MANY, OPTIONS, first=first))
-    return of_given(given, network_rules.COMMAND_LINE, world_size or told or world_of(os.environ))
+    return of_given(given, network_rules.COMMAND_LINE, world_size or world or world_of(os.environ))
 
 
 def of_given(given: Iterable[Given], place: str, world_size: int | None) -> Translation:

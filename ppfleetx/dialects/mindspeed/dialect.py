@@ -45,11 +45,11 @@ def of_file(path: Path, argv: Sequence[str] = (), world_size: int | None = None)
 
 def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translation:
     """The translation of a command line, ``[msrun ...] pretrain_gpt.py --yaml-cfg FILE [ARGUMENTS]``."""
-    told, argv, _ = without_launcher(argv)
+    world, argv, _ = without_launcher(argv)
     path, rest = file_of(argv)
     if path is None:
         raise ConfigError("names no file; give --yaml-cfg FILE", key="--yaml-cfg", place="the command line")
-    return of_file(path, rest, world_size or told)
+    return of_file(path, rest, world_size or world)
 
 
 def file_of(argv: Sequence[str]) -> tuple[Path | None, list[str]]:

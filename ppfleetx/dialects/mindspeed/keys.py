@@ -48,7 +48,7 @@ def plain(name: str) -> str:
 
 
 class _Names(KeyTable):
-    """Keys under the names of MindSpeed-Core-MS, and under Megatron's where they stand alone."""
+    """Keys under the names of MindSpeed-Core-MS, or under Megatron's if they are not in a section."""
 
     def __init__(self) -> None:
         own = {key.name for key in OWN}

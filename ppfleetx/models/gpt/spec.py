@@ -13,15 +13,16 @@ from typing import Any, ClassVar
 
 from ppfleetx.config.registries import ARCHITECTURES
 from ppfleetx.config.registry import load_target
-from ppfleetx.config.sections.lora import LoraConfig
+from ppfleetx.config.sections.compress import CompressConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.nn.attention_spec import AttentionSpec
 from ppfleetx.nn.cost import Operation, Recompute, Work, dropout_step, elementwise, residual
 from ppfleetx.nn.init import Normal
-from ppfleetx.nn.layer_spec import LayerSpec, LinearSpec, NormSpec, Specs, TableSpec, adapter, within
+from ppfleetx.nn.layer_spec import LayerSpec, LinearSpec, NormSpec, Specs, TableSpec, within
 from ppfleetx.nn.mlp_spec import MLPSpec
 from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, dense
 from ppfleetx.nn.tape import Step, Tape
+from ppfleetx.nn.transforms import transformed
 from ppfleetx.utils.log import get_logger
 
 Shape = tuple[int, ...]
@@ -422,23 +423,10 @@ def _of_shape(shape: Shape, like: ParamSpec | None) -> ParamSpec:
 # -- what is counted
 
 
-def parameter_specs(model: ModelConfig) -> Mapping[str, ParamSpec]:
-    """Canonical name -> declaration of every parameter, adapters included, in model order."""
-    specs = model_spec(model).parameters()
-    return specs if model.lora is None else adapted(specs, model.lora)
-
-
-def adapted(specs: Mapping[str, ParamSpec], lora: LoraConfig) -> Specs:
-    """``specs`` frozen, but for a classification head, and with adapters beside the linears that ``lora``
-    names."""
-    result: Specs = {}
-    for name, spec in specs.items():
-        result[name] = replace(spec, trains=name.startswith(f"{ScoreSpec.name}."))
-        linear = name.removesuffix(".weight")
-        if linear != name and lora.adapts(linear):
-            added = within(f"{linear}.lora", adapter(spec, lora.rank))
-            result |= {name: replace(spec, name=name) for name, spec in added.items()}
-    return result
+def parameter_specs(model: ModelConfig, compress: CompressConfig | None = None) -> Mapping[str, ParamSpec]:
+    """Canonical name -> declaration of every parameter, with adapters and what ``compress`` changes, in model
+    order."""
+    return transformed(model_spec(model).parameters(), model.lora, compress)
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:

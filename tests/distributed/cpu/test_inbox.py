@@ -1,4 +1,4 @@
-"""How far ahead of an owner's sums a rank sends."""
+"""How far ahead of the owner of a sum a rank sends."""
 
 from ppfleetx.distributed.cpu.inbox import AHEAD_BYTES, AHEAD_MESSAGES, MOST_MESSAGES, Window
 from ppfleetx.distributed.cpu.wire import Signature
