@@ -1,8 +1,8 @@
 """Transforms of a model's declaration: adapters, fake quantisation, small weights. No Paddle.
 
 Each maps the parameters of a model, by canonical name, to those that it has then. The layers themselves are
-in ``nn/lora.py``, ``nn/fake_quant.py`` and ``nn/quantized.py``, and declare their parameters with the functions
-at the end of this file.
+in ``nn/lora.py``, ``nn/fake_quant.py`` and ``nn/quantized.py``; they declare them with the functions at the
+end of this file.
 """
 
 from __future__ import annotations
