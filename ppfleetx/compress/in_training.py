@@ -1,4 +1,4 @@
-"""Pruning while training: groups and units become zero, and stay so by themselves (``Compress.Prune``).
+"""Pruning while training: groups and units become zero and stay zero (``Compress.Prune``).
 
 Taken out is what writes into a group or unit and reads from it, biases and optimizer states with it. What
 then passes through it is zero in both directions: an activation gives zero for zero, attention of any

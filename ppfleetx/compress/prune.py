@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ppfleetx.checkpoint.foreign.lazy import LazyTensor, cast
+from ppfleetx.checkpoint.lazy import LazyTensor, cast
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.compress import parts_out
 from ppfleetx.config.sections.model import ModelConfig

@@ -1,4 +1,4 @@
-"""Names that a configuration may use for parts of the program, and what each of them stands for.
+"""Names that a configuration may use for parts of the program, and what each name means.
 
 One :class:`Registry` for each kind of part; all of them are in ``ppfleetx/config/registries.py``. What ships
 and what a plugin brings go through the same door, :meth:`Registry.register`.
@@ -63,7 +63,7 @@ class Registry(Generic[TargetT, TraitsT]):
         Args:
             name: what a configuration calls it.
             target: the part, or ``package.module:attribute``.
-            traits: what the configuration has to know of it.
+            traits: what the configuration has to know about it.
 
         Raises:
             ConfigError: the name is another part's, or no text without spaces; or the traits are of another

@@ -18,9 +18,11 @@ from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.registries import NORMS
 from ppfleetx.config.sections.compress import Form, QuantizationConfig
 from ppfleetx.config.sections.lora import LoraConfig
-from ppfleetx.distributed.collectives import exchange, sum_of_ranks
+from ppfleetx.distributed.collectives import sum_gradient, sum_of_ranks
 from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.nn.attention_strategy import AttentionStrategy, Ulysses
 from ppfleetx.nn.dropout import Dropout, NoDropout, SlicedDropout
+from ppfleetx.nn.embedding import VocabParallelEmbedding
 from ppfleetx.nn.fake_quant import FakeQuantizer, unreduced
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 from ppfleetx.nn.init import Init
@@ -35,7 +37,7 @@ from ppfleetx.nn.linear import Linear
 from ppfleetx.nn.lora import LoraBranch
 from ppfleetx.nn.loss import parallel_token_loss, token_loss
 from ppfleetx.nn.loss_output import SAME_ON_MP, LossOutput
-from ppfleetx.nn.matmul import Matmul
+from ppfleetx.nn.matmul import Exchange, Matmul
 from ppfleetx.nn.norm import RMSNorm
 from ppfleetx.nn.packed_weights import InferenceLinear
 from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, placed
@@ -57,38 +59,22 @@ def _matrix_of(linear: nn.Layer) -> ParamSpec:
 
 def layer_factory(ctx: ParallelContext, *, train: bool = True) -> LocalFactory:
     """The factory of a plan; without ``train`` for a model whose weights do not change once it is used."""
-    split = SequenceSplit(ctx.group_of("sep")) if ctx.size_of("sep") > 1 else None
     if ctx.size_of("mp") > 1:
-        factory = TensorParallelFactory(ctx.group_of("mp"), ctx.plan.sequence_parallel, split)
+        factory = TensorParallelFactory(ctx.group_of("mp"), ctx.plan.sequence_parallel)
     else:
-        factory = LocalFactory(split) if train else InferenceFactory(split)
+        factory = LocalFactory() if train else InferenceFactory()
+    if ctx.size_of("sep") > 1:
+        factory.attention = Ulysses(ctx.group_of("sep"))
     factory.mesh, factory.rank = ctx.mesh, ctx.rank
     factory.keeps_weights = not train and ctx.plan.sharding_stage < 3
     return factory
 
 
-class SequenceSplit:
-    """Each rank of ``group`` holds consecutive positions of every sequence (context parallelism).
-
-    Attention needs whole sequences: there, and only there, ranks exchange their positions of all heads
-    for all positions of their heads (Jacobs et al., DeepSpeed Ulysses, 2023).
-    """
-
-    def __init__(self, group: Any) -> None:
-        self.group = group
-
-    def take(self, ids: paddle.Tensor) -> paddle.Tensor:
-        """This rank's positions of ``[b, s]``."""
-        return ids.split(self.group.nranks, axis=1)[self.group.rank]
-
-
 class LocalFactory:
     """The :class:`~ppfleetx.nn.stage.LayerFactory` of a model whose parameters are not sliced.
 
-    Args:
-        sequence_split: how positions are shared between ranks; None: each rank holds whole sequences.
-
     Attributes:
+        attention: how attention sees whole sequences.
         keeps_weights: whether weights stay what and where they are once they have been used.
         group: tensor-parallel ranks, which share the columns of logits; None: this rank has all of them.
         matmul: multiplies by the weights of the layers that are made here.
@@ -105,8 +91,8 @@ class LocalFactory:
     linear_cls: type[Linear] = Linear
     hidden_same_on: tuple[str, ...] = SAME_ON_MP
 
-    def __init__(self, sequence_split: SequenceSplit | None = None) -> None:
-        self.sequence_split, self.matmul = sequence_split, Matmul()
+    def __init__(self) -> None:
+        self.attention, self.matmul = AttentionStrategy(), Matmul()
 
     def local_count(self, count: int, what: str) -> int:
         return count
@@ -210,7 +196,7 @@ class LocalFactory:
         return self.matmul.transposed(self.enter_head(hidden), weight)
 
     def local_positions(self, ids: paddle.Tensor) -> paddle.Tensor:
-        return ids if self.sequence_split is None else self.sequence_split.take(ids)
+        return self.attention.positions(ids)
 
     def sum_over_positions(self, values: paddle.Tensor) -> paddle.Tensor:
         for group in self._position_groups():
@@ -219,17 +205,7 @@ class LocalFactory:
 
     def _position_groups(self) -> list[Any]:
         """Groups whose ranks hold different positions of the hidden states."""
-        return [] if self.sequence_split is None else [self.sequence_split.group]
-
-    def enter_attention(self, qkv: paddle.Tensor) -> paddle.Tensor:
-        if self.sequence_split is None:
-            return qkv
-        return exchange(qkv, self.sequence_split.group, split_dim=2, concat_dim=0)
-
-    def leave_attention(self, context: paddle.Tensor) -> paddle.Tensor:
-        if self.sequence_split is None:
-            return context
-        return exchange(context, self.sequence_split.group, split_dim=0, concat_dim=2)
+        return [] if self.attention.group is None else [self.attention.group]
 
     def token_loss(
         self, logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int
@@ -259,13 +235,16 @@ class TensorParallelFactory(LocalFactory):
     Args:
         group: the tensor-parallel ranks.
         sequence_parallel: outside attention and feed-forward each rank holds its part of the positions.
-        sequence_split: see :class:`LocalFactory`.
+
+    Attributes:
+        exchange: lets column-parallel layers overlap the sum of their input's gradient with computation;
+            None: they wait for it.
     """
 
-    def __init__(
-        self, group: Any, sequence_parallel: bool = False, sequence_split: SequenceSplit | None = None
-    ) -> None:
-        super().__init__(sequence_split)
+    exchange: Exchange | None = None
+
+    def __init__(self, group: Any, sequence_parallel: bool = False) -> None:
+        super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel
         self.hidden_same_on = () if sequence_parallel else SAME_ON_MP
         self.mesh, self.rank = Mesh(ParallelPlan(mp=group.nranks)), group.rank
@@ -307,6 +286,12 @@ class TensorParallelFactory(LocalFactory):
             mp_group=self.group,
             **options,
         )
+        if spec.cut == "rows":
+            layer.mp_skip_c_identity = True  # a copy of the gradient
+        elif self.exchange is not None:
+            layer.forward = lambda x: self.matmul.column(x, layer.weight, layer.bias, self.exchange)
+        elif not self.sequence_parallel:  # fleet's needs c_identity, which plugins lack in bfloat16
+            layer.forward = lambda x: layer.linear(self._for_sliced_output(x), layer.weight, layer.bias)
         return self._finished(layer, spec)
 
     def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> FakeQuantizer:
@@ -330,11 +315,10 @@ class TensorParallelFactory(LocalFactory):
         return maxima
 
     def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
-        """Input features sliced: A is too, and what it gives are parts of a sum. Output features: B is."""
-        has_sliced_input = _matrix_of(linear).lies("mp") == Shard(0)
-        dropout = self.dropout(cfg.dropout, inside_heads=has_sliced_input)
-        join = self._sum_parts if has_sliced_input else self._for_sliced_output
-        return self._adapter(linear, cfg, dropout, join)
+        """Where input features are sliced, A gives terms of a sum; where output features are, B is sliced."""
+        cut = _matrix_of(linear).lies("mp")
+        join = {Shard(0): self._sum_parts, Shard(1): self._for_sliced_output}.get(cut)
+        return self._adapter(linear, cfg, self.dropout(cfg.dropout, inside_heads=cut == Shard(0)), join)
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
         """Input features sliced: products are parts of a sum. Output features: its input must be whole, and
@@ -348,34 +332,30 @@ class TensorParallelFactory(LocalFactory):
         return made() if cut == REPLICATE else made(enter=self._for_sliced_output)
 
     def quantized_embedding(self, embedding: nn.Layer) -> nn.Layer:
+        return QuantizedEmbedding(embedding, declare=self.declare, join=self._sum)
+
+    def _sum(self, low: paddle.Tensor) -> paddle.Tensor:
         from paddle.distributed.fleet.layers.mpu.mp_ops import _mp_allreduce
 
-        join = partial(_mp_allreduce, group=self.group, use_calc_stream=True, use_model_parallel=True)
-        return QuantizedEmbedding(embedding, declare=self.declare, join=join)
+        return _mp_allreduce(low, group=self.group, skip_c_identity_dynamic=True)
 
     def _sum_parts(self, low: paddle.Tensor) -> paddle.Tensor:
-        from paddle.distributed.fleet.layers.mpu.mp_ops import _mp_allreduce
         from paddle.distributed.fleet.utils.sequence_parallel_utils import ReduceScatterOp
 
-        if self.sequence_parallel:
-            return ReduceScatterOp.apply(low)
-        return _mp_allreduce(low, group=self.group, use_calc_stream=True, use_model_parallel=True)
+        return ReduceScatterOp.apply(low) if self.sequence_parallel else self._sum(low)
 
     def _for_sliced_output(self, low: paddle.Tensor) -> paddle.Tensor:
-        from paddle.distributed.fleet.layers.mpu.mp_ops import _c_identity
         from paddle.distributed.fleet.utils.sequence_parallel_utils import AllGatherOp
 
         # Either way the gradient is summed over the ranks' columns.
-        return AllGatherOp.apply(low) if self.sequence_parallel else _c_identity(low, group=self.group)
+        return AllGatherOp.apply(low) if self.sequence_parallel else sum_gradient(low, self.group)
 
     def embedding(self, spec: TableSpec) -> nn.Layer:
-        from paddle.distributed.fleet.meta_parallel import VocabParallelEmbedding
-
         if not spec.of_words:
             return super().embedding(spec)
-        weight_attr = paddle.ParamAttr(initializer=_ZEROS)
-        layer = VocabParallelEmbedding(spec.rows, spec.width, weight_attr=weight_attr, mp_group=self.group)
-        return self._declared(layer, spec.parameters())
+        specs = spec.parameters()
+        shape = placed(specs["weight"], self.mesh, self.rank).local_shape
+        return self._declared(VocabParallelEmbedding(shape, rank=self.group.rank, join=self._sum), specs)
 
     def dropout(self, probability: float, *, inside_heads: bool = False) -> nn.Layer:
         sliced = inside_heads or self.sequence_parallel
@@ -397,6 +377,11 @@ class TensorParallelFactory(LocalFactory):
 
     def enter_head(self, hidden: paddle.Tensor) -> paddle.Tensor:
         return self._for_sliced_output(hidden)
+
+    def tied_logits(self, hidden: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
+        if self.exchange is None:
+            return super().tied_logits(hidden, weight)
+        return self.matmul.column(hidden, weight, None, self.exchange, is_transposed=True)
 
     def token_loss(
         self, logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int

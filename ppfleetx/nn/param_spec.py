@@ -170,6 +170,21 @@ def owner_axes(spec: ParamSpec, mesh: Mesh) -> Axes:
     return (axis,) if mesh.plan.sharding > 1 and mesh.size_of(axis) > 1 else ()
 
 
+def deal_out(sizes: Mapping[str, int], num_ranks: int, first: Iterable[str] = ()) -> dict[str, int]:
+    """An owner for each parameter, by name: the largest first, each to the rank that has least so far.
+
+    Those named in ``first`` go to rank 0.
+    """
+    owners, load = dict.fromkeys((name for name in first if name in sizes), 0), [0] * num_ranks
+    load[0] = sum(sizes[name] for name in owners)
+    for name, size in sorted(sizes.items(), key=lambda item: item[1], reverse=True):
+        if name not in owners:
+            rank = load.index(min(load))
+            owners[name] = rank
+            load[rank] += size
+    return owners
+
+
 def gradient_sums(spec: ParamSpec, mesh: Mesh) -> tuple[Axes, ...]:
     """The groups over which the gradient is summed, in order, after its sum into the owner.
 

@@ -27,6 +27,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.compress import Form, WeightsConfig
 from ppfleetx.distributed.device import capability, on_gpu
 from ppfleetx.nn.cpu_ops import quantized as cpu_ops
+from ppfleetx.nn.embedding import local_rows
 from ppfleetx.nn.linear import add_smaller
 from ppfleetx.nn.packed_weights import PanelMatrix, use_huge_pages
 from ppfleetx.nn.param_spec import ParamSpec
@@ -138,15 +139,17 @@ class QuantizedMatrix:
                 self._of_gpu = weight_quantize(wide, "weight_only_int8", arch)
             return weight_only_linear(x, self._of_gpu[0], bias, self._of_gpu[1], "int8", arch)
         if self._widened is None:
-            self._widened = PanelMatrix(self.widened().astype(x.dtype))
+            self._widened = PanelMatrix(self.widened(x.dtype))
         if not self.rounds_activations:
             return self._widened.linear(x, bias)
         return self.rescaled(self._widened.linear, x, bias)
 
-    def widened(self) -> paddle.Tensor:
-        """``[k, n]`` float32 to multiply with where no operator takes what is stored: the matrix, or for
-        rounded activations its integers."""
-        return self.integers() if self.rounds_activations else self.dequantized()
+    def widened(self, dtype: Any = paddle.float32) -> paddle.Tensor:
+        """``[k, n]`` to multiply with where no operator takes what is stored: the matrix, or for rounded
+        activations in float32 its integers. 16 bits do not hold sums of products of integers."""
+        if self.rounds_activations and dtype == paddle.float32:
+            return self.integers()
+        return self.dequantized().astype(dtype)
 
     def rescaled(
         self,
@@ -154,9 +157,13 @@ class QuantizedMatrix:
         x: paddle.Tensor,
         bias: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """The product from that of integers, which ``multiply`` gives for the rounded rows of ``x``."""
-        integers, step = round_rows(x)
-        product = multiply(integers) * paddle.multiply(step, paddle.cast(self.scale, x.dtype))
+        """The product with rounded rows of ``x``; ``multiply`` multiplies with :meth:`widened`."""
+        if x.dtype == paddle.float32:
+            integers, step = round_rows(x)
+            product = multiply(integers) * paddle.multiply(step, self.scale)
+        else:
+            integers, step = round_rows(paddle.cast(x, "float32"))
+            product = multiply(paddle.cast(integers * step, x.dtype))
         return product if bias is None else add_smaller(product, bias)
 
     def _gpu_arch(self, x: paddle.Tensor) -> int | None:
@@ -171,7 +178,7 @@ class QuantizedMatrix:
 
 
 def round_rows(x: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Each row of ``x [..., k]`` as integers of 8 bits (in x's own type) and their scale ``[..., 1]``."""
+    """Each row of float32 ``x [..., k]`` as integers of 8 bits, in float32, and their scale ``[..., 1]``."""
     step = (x.abs().max(axis=-1, keepdim=True) / _LEVELS).clip(min=_SMALLEST_SCALE)
     return (x / step).round(), step
 
@@ -187,7 +194,7 @@ class _FrozenProduct(PyLayer):
     @staticmethod
     def forward(ctx: Any, x: paddle.Tensor, matrix: QuantizedMatrix) -> paddle.Tensor:
         ctx.matrix, ctx.dtype = matrix, x.dtype
-        wide = matrix.widened().astype(x.dtype)
+        wide = matrix.widened(x.dtype)
         if not matrix.rounds_activations:
             return paddle.matmul(x, wide)
         return matrix.rescaled(lambda integers: paddle.matmul(integers, wide), x, None)
@@ -271,7 +278,8 @@ class QuantizedEmbedding(nn.Layer):
     ) -> None:
         super().__init__()
         spec, info = embedding.weight.spec, embedding.weight.info
-        self.join, self.first_row, self.num_rows = join, info.offset[0], info.local_shape[0]
+        self.join, self.num_rows = join, info.local_shape[0]
+        self.rank = info.offset[0] // self.num_rows
         self.weight = _parameter(self, info.local_shape, "int8")
         self.scale = _parameter(self, [self.num_rows, 1], "float32")
         declare(self.weight, codes(spec))
@@ -281,18 +289,21 @@ class QuantizedEmbedding(nn.Layer):
         """Token ids ``[...]`` to ``[..., h]``."""
         if self.join is None:
             return self._rows(tokens)
-        local = tokens - self.first_row
-        is_here = paddle.logical_and(local >= 0, local < self.num_rows)
-        rows = self._rows(paddle.where(is_here, local, paddle.zeros_like(local)))
-        return self.join(rows * is_here.unsqueeze(-1).astype(rows.dtype))
+        rows, is_here = local_rows(tokens, self.num_rows, self.rank)
+        found = self._rows(rows)
+        return self.join(found * is_here.astype(found.dtype))
 
     def _rows(self, ids: paddle.Tensor) -> paddle.Tensor:
-        scale = F.embedding(ids, self.scale)
-        return F.embedding(ids, self.weight).astype(scale.dtype) * scale
+        return self._scaled(F.embedding(ids, self.weight), F.embedding(ids, self.scale))
 
     def dequantized(self) -> paddle.Tensor:
         """The table ``[V, h]``, or this rank's rows of it."""
-        return self.weight.astype(self.scale.dtype) * self.scale
+        return self._scaled(self.weight, self.scale)
+
+    def _scaled(self, integers: paddle.Tensor, scale: paddle.Tensor) -> paddle.Tensor:
+        rows = integers.astype(scale.dtype) * scale
+        dtype = getattr(self.weight, "compute_dtype", None)
+        return rows if dtype is None else rows.astype(dtype)
 
     def head_matrix(self, vocab_size: int | None) -> QuantizedMatrix:
         """The table transposed, ``[h, V]``, of its first ``vocab_size`` rows (None: of all)."""

@@ -24,6 +24,7 @@ from ppfleetx.nn.param_spec import PARTIAL, REPLICATE, ParamInfo, ParamSpec, pla
 if TYPE_CHECKING:
     from ppfleetx.config.sections.compress import Form, QuantizationConfig
     from ppfleetx.config.sections.lora import LoraConfig
+    from ppfleetx.nn.attention_strategy import AttentionStrategy
     from ppfleetx.nn.layer_spec import LinearSpec, NormSpec, TableSpec
     from ppfleetx.nn.matmul import Matmul
 
@@ -79,6 +80,7 @@ class LayerFactory(Protocol):
     they ask :meth:`local_count` how many of a number of equal parts live here.
 
     Attributes:
+        attention: how attention sees whole sequences.
         group: ranks that share the columns of logits; None: this rank has all of them.
         sequence_parallel: whether tensor-parallel ranks see other positions of the hidden states.
         fused: the fused operators that its layers take.
@@ -86,6 +88,7 @@ class LayerFactory(Protocol):
         hidden_same_on: of the axes that share a micro batch, those whose ranks hold the same hidden states.
     """
 
+    attention: AttentionStrategy
     sequence_parallel: bool
     fused: FusedOps
     matmul: Matmul
@@ -148,12 +151,6 @@ class LayerFactory(Protocol):
         """Sums over this rank's positions to sums over whole sequences, float32.
 
         A loss made of them is the same on the axes ``mp`` and ``sep``."""
-
-    def enter_attention(self, qkv: paddle.Tensor) -> paddle.Tensor:
-        """``[s, b, groups, heads, d]`` of this rank's positions to all positions (of fewer groups)."""
-
-    def leave_attention(self, context: paddle.Tensor) -> paddle.Tensor:
-        """``[s, b, width]`` of all positions back to this rank's positions (of all its heads)."""
 
     def token_loss(
         self, logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int

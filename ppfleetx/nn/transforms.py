@@ -1,8 +1,8 @@
 """Transforms of a model's declaration: adapters, fake quantisation, small weights. No Paddle.
 
 Each maps the parameters of a model, by canonical name, to those that it has then. The layers themselves are
-in ``nn/lora.py``, ``nn/fake_quant.py`` and ``nn/quantized.py``; they declare them with the functions at the
-end of this file.
+in ``nn/lora.py``, ``nn/fake_quant.py`` and ``nn/quantized.py``, and declare parameters with the functions
+at the end of this file.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ def _named(layer: str, specs: Specs) -> Specs:
 
 
 def adapter(matrix: ParamSpec, rank: int, *, sequence_parallel: bool = True) -> Specs:
-    """A low-rank adapter of ``matrix [in, out]``, sliced as it is: of sliced input features A is sliced too,
-    of sliced output features B. A starts as N(0, 1 / in), so that x A is of the size of x."""
+    """A low-rank adapter of ``matrix [in, out]``, sliced as the matrix is: A where its input features are
+    sliced, B where its output features are. A starts as N(0, 1 / in), so that x A is of the size of x."""
     width_in, width_out = matrix.shape
     cut = matrix.lies("mp")
     a, b = (cut if cut == Shard(dim) else REPLICATE for dim in (0, 1))
-    partial = sequence_parallel and cut != REPLICATE
+    partial = matrix.sums("mp") if cut == REPLICATE else sequence_parallel
     init = Normal(1.0 / math.sqrt(width_in))
     return {
         "a": dense((width_in, rank), init, "lora", mp=a, partial=partial and a == REPLICATE),
@@ -103,10 +103,11 @@ def quantizer_numbers(cfg: QuantizationConfig) -> tuple[str, ...]:
 
 
 def quantizer(matrix: ParamSpec, names: Iterable[str], *, sequence_parallel: bool = True) -> Specs:
-    """The numbers of a fake quantiser of ``matrix``. Every rank learns the share of the weight's bound from
-    its part; that of the input's from its features or its positions."""
-    partial = {"input_scale": False, "weight_clip": True}
-    partial["input_clip"] = sequence_parallel or matrix.lies("mp") == Shard(0)
+    """The numbers of a fake quantiser of ``matrix``. Each rank learns the share of the weight's bound from
+    its part of the weight, and the share of the input's bound from its features or positions."""
+    cut = matrix.lies("mp")
+    partial = {"input_scale": False, "weight_clip": cut != REPLICATE or matrix.sums("mp")}
+    partial["input_clip"] = matrix.sums("mp") if cut == REPLICATE else sequence_parallel or cut == Shard(0)
     start = {"input_scale": 0.0}
     specs = {
         name: dense((1,), Constant(start.get(name, 1.0)), "quant", partial=partial[name]) for name in names

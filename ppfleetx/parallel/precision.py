@@ -175,6 +175,7 @@ class Precision:
             return with_masters
         for parameter in {id(parameter): parameter for parameter in parameters}.values():
             if getattr(parameter, "is_quantized", False):
+                parameter.compute_dtype = self._cfg.dtype
                 continue
             if parameter.info.kind == "quant":
                 continue  # a number of each linear, and an average that 16 bits could not move

@@ -1,11 +1,16 @@
 """Generation on the card against the CPU's tokens, and programs exported here and there."""
 
 import json
+from functools import partial
 
 import pytest
 
+from ppfleetx.commands.quantize import Quantize, quantize
 from ppfleetx.config.plan import ParallelPlan as Plan
+from tests.compress.runs import MODELS
+from tests.compress.runs import write_run as write_small_run
 from tests.deploy.exports import STYLES, write_run
+from tests.operators.scenarios import SMALL
 
 pytestmark = pytest.mark.device
 
@@ -75,6 +80,22 @@ def test_two_cards_generate_what_one_does(pools, need_cards, device, style, trai
         for size in (1, 2)
     )
     assert two[0] == one[0]
+
+
+@pytest.mark.parametrize("way", SMALL)
+def test_weights_of_few_bits(alone, need_type, device, style, tmp_path, record_property, way):
+    """float32 gives the CPU's tokens; 16 bits begin with the same ones."""
+    source = write_small_run(tmp_path / "run", MODELS[style])
+    quantize(Quantize(checkpoint=str(source), output=str(tmp_path / "small"), **SMALL[way]))
+    texts = partial(alone, "texts:generate_with_few_bits", run=str(tmp_path / "small"))
+    expected = texts(device="cpu", dtype="float32")
+    assert texts(device=device, dtype="float32") == expected
+    for dtype in ("float16", "bfloat16"):
+        need_type(dtype)
+        pairs = zip(texts(device=device, dtype=dtype), expected, strict=True)
+        same = [sum(a == b for a, b in zip(*pair, strict=False)) / len(pair[1]) for pair in pairs]
+        record_property(dtype, same)
+        assert max(same) > 0.5
 
 
 @pytest.mark.parametrize("exports_on", ["the card", "the cpu"])

@@ -29,7 +29,7 @@ BLOCKS = list(blocks(ROOT / "docs/extending.md"))
 COMMANDS = [to_run(command) for block in BLOCKS if block.is_shell for command in commands(block)]
 EXAMPLES = [
     *("scale_norm", "parallel_gpt", "layer_scale", "penalized_gpt", "two_experts", "fill", "csv_log", "lion"),
-    *("counting", "small_parts", "geglu"),
+    *("counting", "small_parts", "geglu", "gathered_attention", "whole_matrix_rule"),
 ]
 
 
@@ -119,6 +119,12 @@ def test_the_page_has_a_command_and_files_for_every_example() -> None:
     assert all(command_of(name) for name in EXAMPLES)
 
 
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_the_examples_of_the_repository_are_those_of_the_page(folder: Path, example: Path) -> None:
+    """Their tests are in tests/parity."""
+    assert (folder / example.name).read_text() == example.read_text()
+
+
 def test_a_normalization(folder: Path, pools: Pools) -> None:
     found = train(folder, "scale_norm")
     assert found[-1]["loss"] < found[0]["loss"]
@@ -198,6 +204,15 @@ def test_a_layer_declares_a_parameter_of_its_own(folder: Path, pools: Pools) -> 
         assert losses(pools, plan, folder, "layer_scale", name, **changes) == pytest.approx(one, rel=2e-5)
 
 
+def test_another_attention_strategy(folder: Path, pools: Pools) -> None:
+    """tests/parity/test_attention_strategy.py runs it under other plans."""
+    changes = {"Model.name": "GatheredGPT"}
+    one = losses(pools, Plan(), folder, "gathered_attention", "one", **changes)
+    split = losses(pools, Plan(sep=2), folder, "gathered_attention", "sep2", **changes)
+    assert split == pytest.approx(one, rel=2e-5)
+    assert len(train(folder, "gathered_attention")) == 8
+
+
 def test_a_callback_writes_a_file_and_keeps_its_state(folder: Path) -> None:
     refused = run(folder, command_of("csv_log").replace("--plugin csv_log", ""))
     assert refused.returncode == 2 and "needs the plugin csv_log" in refused.stderr
@@ -246,6 +261,12 @@ def test_an_optimizer_is_sharded_saved_and_resumed(folder: Path, pools: Pools) -
         assert losses(pools, Plan(), folder, "lion", f"stage {stage}", **more) == pytest.approx(one, rel=2e-5)
     offload = Plan(sharding=2, sharding_stage=2, sharding_offload=True)
     assert losses(pools, offload, folder, "lion", "offload", **changes) == pytest.approx(one, rel=2e-5)
+
+
+def test_an_optimizer_with_its_own_groups(folder: Path) -> None:
+    """tests/parity/test_whole_matrices.py runs it under the plans."""
+    found = train(folder, "whole_matrix_rule")
+    assert found[-1]["loss"] < found[0]["loss"]
 
 
 def test_a_data_set(folder: Path) -> None:

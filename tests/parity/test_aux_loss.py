@@ -112,10 +112,10 @@ def _register_three() -> None:
     from ppfleetx.nn.init import Normal
 
     class Three(Block):
-        def __init__(self, factory: Any, **arguments: Any) -> None:
-            super().__init__(factory, **arguments)
+        def __init__(self, factory: Any, spec: Any, **arguments: Any) -> None:
+            super().__init__(factory, spec, **arguments)
             self.factory = factory
-            size = arguments["spec"].hidden_size
+            size = spec.hidden_size
             self.router = factory.whole_linear(size, 2, init=Normal(0.2), bias=False, of_trunk=True)
 
         def mlp_branch(self, hidden: Any) -> Any:
@@ -211,16 +211,17 @@ def test_loss_scaling(comparison: Comparison, one_card: list[list[float]], plan:
         assert rank[0] == pytest.approx(one_card[0], rel=2e-4)
 
 
-def test_an_undeclared_metric_is_refused_on_every_rank(comparison: Comparison) -> None:
+@pytest.mark.parametrize("declared", [["other"], []])
+def test_an_undeclared_metric_is_refused_on_every_rank(comparison: Comparison, declared: list[str]) -> None:
     with pytest.raises(RanksFailedError) as told:
-        comparison.pools(2).run("tests.parity.test_aux_loss:train_undeclared")
+        comparison.pools(2).run("tests.parity.test_aux_loss:train_undeclared", declared=declared)
     for rank in range(2):
         assert f"rank {rank}: ConfigError: Model.module" in str(told.value)
     assert "not declared: trunk_size" in str(told.value)
 
 
-def train_undeclared() -> None:
-    """Only the second of two pipeline ranks attaches a loss, and its name is not the one that is declared."""
+def train_undeclared(declared: list[str]) -> None:
+    """Only the second of two pipeline ranks attaches a loss, and its name is not one that is declared."""
     from examples.penalized_gpt import PenalizedBlock
     from ppfleetx.config.registries import ARCHITECTURES, ArchitectureTraits
     from ppfleetx.models.gpt.stages import gpt_stages
@@ -228,5 +229,6 @@ def train_undeclared() -> None:
     def stages(cfg: Any, factory: Any) -> list[Any]:
         return [*gpt_stages(cfg, factory)[:-3], *gpt_stages(cfg, factory, block=PenalizedBlock)[-3:]]
 
-    ARCHITECTURES.register("Undeclared", stages, traits=ArchitectureTraits(metrics=("other",)))
-    train(fields_of(Plan(pp=2)), 2, 4, {"Model.name": "Undeclared"})
+    name = "".join(["Undeclared", *declared])
+    ARCHITECTURES.register(name, stages, traits=ArchitectureTraits(metrics=tuple(declared)))
+    train(fields_of(Plan(pp=2)), 2, 4, {"Model.name": name})

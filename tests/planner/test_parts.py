@@ -1,12 +1,11 @@
 """Parts of the planner against numbers worked out by hand."""
 
-import argparse
 import json
 from dataclasses import replace
 
 import pytest
 
-from ppfleetx.cli.plan import add_arguments, run
+from ppfleetx.commands.plan import Plan
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.plan import ParallelPlan
@@ -171,9 +170,7 @@ def test_a_card_of_ones_own(tmp_path):
 
 
 def planned(capsys, *arguments, config=CONFIG):
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    run(parser.parse_args(["-c", config, *arguments]))
+    Plan.parse(["-c", config, *arguments]).run()
     return capsys.readouterr().out
 
 

@@ -1,0 +1,44 @@
+"""The word table under tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import paddle
+import paddle.nn.functional as F
+from paddle import nn
+
+
+class VocabParallelEmbedding(nn.Layer):
+    """The rows of a word table that a tensor-parallel rank holds, ``weight``.
+
+    Paddle's own layer needs ``c_embedding``. On a plugin's device that copies the whole table in each pass.
+
+    Args:
+        shape: of this rank's rows.
+        rank: its number in the tensor-parallel group.
+        join: sums the ranks' results.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], *, rank: int, join: Callable[[paddle.Tensor], paddle.Tensor]
+    ) -> None:
+        super().__init__()
+        self.rank, self.join = rank, join
+        self.weight = self.create_parameter(list(shape), default_initializer=nn.initializer.Constant(0.0))
+
+    def forward(self, tokens: paddle.Tensor) -> paddle.Tensor:
+        """Token ids ``[...]`` to ``[..., h]``."""
+        rows, is_here = local_rows(tokens, self.weight.shape[0], self.rank)
+        return self.join(F.embedding(rows, self.weight) * is_here.astype(self.weight.dtype))
+
+
+def local_rows(tokens: paddle.Tensor, num_rows: int, rank: int) -> tuple[paddle.Tensor, paddle.Tensor]:
+    """A row of this rank's table for each token, and whether it is the token's own, ``[..., 1]``.
+
+    Tokens of other ranks get rows all over the table: a GPU adds up gradients that fall on one row slowly,
+    even if they are zero.
+    """
+    first = rank * num_rows
+    is_here = paddle.logical_and(tokens >= first, tokens < first + num_rows)
+    return tokens % num_rows, is_here.unsqueeze(-1)
