@@ -3,7 +3,7 @@
 Legend: n  the step being taken, 1, 2, 3, ... (never 0, so the first learning rate is not zero);
         W  warm-up length, D  decay length, both in optimizer steps; W may be fractional when it
         comes from a fraction of D.
-What comes after the warm-up is one of `courses.py`, or a plugin's.
+What comes after the warm-up is one of `lr_decay.py`, or a plugin's.
 """
 
 from __future__ import annotations
