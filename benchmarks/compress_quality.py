@@ -109,7 +109,7 @@ class Room:
         path.mkdir(parents=True, exist_ok=True)
 
     def ppfleetx(self, *arguments: str) -> None:
-        self.run([sys.executable, "-c", "from ppfleetx.cli.main import main; main()", *arguments])
+        self.run([sys.executable, "-c", "from ppfleetx.commands.main import main; main()", *arguments])
 
     def run(self, command: list[str]) -> None:
         print("$", " ".join(command), flush=True)

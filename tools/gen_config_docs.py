@@ -22,6 +22,7 @@ from pydantic_core import PydanticUndefined
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))
 
+from ppfleetx.config.field_types import describe, field_types, item_type, section_in
 from ppfleetx.config.fields import Section
 from ppfleetx.config.plan import LEGAL
 from ppfleetx.config.reading.files import MAX_FILE_BYTES
@@ -29,7 +30,6 @@ from ppfleetx.config.reading.parse import MAX_DEPTH, MAX_VALUES
 from ppfleetx.config.resume_policy import Effect, keys_of
 from ppfleetx.config.sections.engine import CallbackConfig
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.config.words import describe, field_types, item_type, section_in
 from ppfleetx.utils.cli import run_tool
 
 _HEAD = """\

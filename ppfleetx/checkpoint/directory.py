@@ -1,4 +1,4 @@
-"""Checkpoints in a directory: what a path means, which are complete, and which is the newest good one."""
+"""Finding checkpoints: what a path means, which checkpoints are complete, which is the newest good one."""
 
 from __future__ import annotations
 
@@ -108,14 +108,14 @@ def complete_checkpoints(output_dir: str | Path) -> list[Path]:
 def newest_good(
     output_dir: str | Path, *, verify: bool = True, counts: Callable[[Checkpoint], bool] = lambda _: True
 ) -> Checkpoint | None:
-    """The checkpoint saved last that is undamaged; `verify` reads all its data to know.
+    """The undamaged checkpoint that was saved last; with `verify` all its data is read.
 
-    Those for which `counts` is false are left out. Damaged ones that are newer, and ones whose age cannot be
-    told, are passed over with a warning each.
+    Only those for which `counts` is true are considered. Damaged ones that are newer, or of unknown age, are
+    skipped with a warning each.
     """
     found, damage = _search_good(Path(output_dir), verify, counts)
     for error in damage:
-        get_logger().warning(f"passed over a checkpoint that is no good: {error}")
+        get_logger().warning(f"skipped a damaged checkpoint: {error}")
     return found
 
 
@@ -155,8 +155,10 @@ def _follow(pointer: Path, verify: bool) -> Path:
         raise CheckpointError(f"{pointer} names {target.name}, which does not exist{_instead(path)}")
     resolved = _sound(target, path, verify)
     if read_marker(resolved)["manifest_sha256"] != fields["manifest_sha256"]:
-        # Killed between publishing a checkpoint under a name that was in use and writing the file.
-        get_logger().warning(f"{target} is not the checkpoint {pointer} was written for, but a complete one")
+        # The run was killed after replacing a checkpoint of this name and before writing the file.
+        get_logger().warning(
+            f"{target} is not the checkpoint that {pointer} was written for, but it is complete"
+        )
     return resolved
 
 

@@ -1,7 +1,7 @@
-"""What lets a checkpoint speak for itself: `config.yaml` and the tokenizer's files, beside the manifest.
+"""The documents of a checkpoint: `config.yaml` and the tokenizer's files, beside the manifest.
 
-The configuration is that of the model and not of the run's machines: without plan, device, kernels and
-places of output. With it, `ppfleetx generate CHECKPOINT "text"` needs nothing else.
+The configuration describes the model and not the machines of the run: it has no plan, device, kernels or
+output directories. With it, `ppfleetx generate CHECKPOINT "text"` needs nothing else.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ _HEAD = """\
 # Nothing here depends on the plan or the machines of the run. The tokenizer lies beside this file.
 #   ppfleetx generate THIS_DIRECTORY "Once upon a time"
 """
-# How far a vocabulary is padded decides no result, but the shapes of an export.
+# Vocabulary padding changes no result, but the shapes of an export.
 _KEPT = ("vocab_size_divisible_unit", "lora")
 PORTABLE_SECTIONS = ("Optimizer", "Generation", "Offline_Eval")
-"""Sections that say nothing of a plan or a machine, beside parts of `Model` and `Data`."""
+"""Sections that are independent of plan and machine; so are parts of `Model` and `Data`."""
 OF_ONE_CALL = ("prompt", "prompt_file", "seed")
 
 
 def documents_of(cfg: RunConfig, tokenizer: Tokenizer | None) -> dict[str, bytes]:
-    """Path in the checkpoint -> content, of a model configured like this."""
+    """Path in the checkpoint -> content, for a model with this configuration."""
     texts = {} if tokenizer is None else {**tokenizer.files(), **_learnt_template(cfg, tokenizer)}
     documents = {f"{TOKENIZER_DIR}/{name}": text.encode() for name, text in texts.items()}
     return {CONFIG_FILE: portable_config(cfg, tokenizer).encode(), **documents}
 
 
 def _learnt_template(cfg: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
-    """The chat template of the conversations that are learnt: one is to talk to the model in the same way."""
+    """The chat template that the model is trained with, if it is not the tokenizer's own."""
     dataset = None if cfg.Data.Train is None else cfg.Data.Train.dataset
     if dataset is None or dataset.name != NAME:
         return {}
@@ -73,7 +73,7 @@ def _learnt_template(cfg: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def documents_in(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """All documents that a checkpoint holds, to be put into another of the same model."""
+    """All documents of a checkpoint, to copy into another one of the same model."""
     held = ((path, checkpoint.document(path)) for path in checkpoint.manifest.documents)
     return {path: content for path, content in held if content is not None}
 
@@ -92,7 +92,7 @@ def portable_config(cfg: RunConfig, tokenizer: Tokenizer | None) -> str:
     }
     for key in OF_ONE_CALL:
         del tree["Generation"][key]
-    # How the weights came about; what they are like stays.
+    # Distillation and pruning are history; quantisation describes the weights.
     compress = {**plain["Compress"], "Distill": None, "Prune": None}
     if compress != type(cfg.Compress)().model_dump(mode="json"):
         tree["Compress"] = compress
@@ -100,7 +100,7 @@ def portable_config(cfg: RunConfig, tokenizer: Tokenizer | None) -> str:
 
 
 def portable_model(section: Mapping[str, Any]) -> dict[str, Any]:
-    """A ``Model`` section without keys that decide speed and memory alone, and without unknown ones."""
+    """A ``Model`` section without unknown keys and those that affect only speed and memory."""
     return {
         key: value
         for key, value in section.items()

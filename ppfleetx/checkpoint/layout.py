@@ -1,4 +1,4 @@
-"""The same checkpoint in other files: merged into one directory, or cut for a plan."""
+"""Rewriting a checkpoint in other files: merged into one rank directory, or cut for a plan."""
 
 from __future__ import annotations
 
@@ -25,14 +25,19 @@ from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.utils.files import atomic_write
 
 _NO_LIMIT = 1 << 62
-# Linears whose output (columns) tensor parallelism cuts, and those whose input (rows) it cuts.
-_CUT_COLUMNS, _CUT_ROWS = ("attention.qkv", "mlp.fc1"), ("attention.out_proj", "mlp.fc2")
+# Linears of which tensor parallelism cuts the output (columns), and those of which it cuts the input (rows).
+# FleetX can have q, k and v apart.
+_CUT_COLUMNS = ("attention.qkv", "attention.q", "attention.k", "attention.v", "mlp.fc1")
+_CUT_ROWS = ("attention.out_proj", "mlp.fc2")
 
 
 def merge(path: str | Path, output: str | Path) -> Path:
-    """One checkpoint in one rank directory, one file of weights and one of optimizer state; returns it.
+    """Write a checkpoint into one rank directory, with one file of weights and one of optimizer state.
 
-    Everything else of it stays as it is, so that training can go on from it.
+    Everything else is kept, so that training can go on from it.
+
+    Returns:
+        The new checkpoint.
     """
     checkpoint = open_resolved(resolve_checkpoint(path))
     manifest = checkpoint.manifest
@@ -49,14 +54,17 @@ def merge(path: str | Path, output: str | Path) -> Path:
         documents=documents_in(checkpoint),
         max_file_bytes=_NO_LIMIT,
     )
-    _bring_what_lies_beside(checkpoint, Path(output))
+    _copy_neighbours(checkpoint, Path(output))
     return target
 
 
 def reshard(path: str | Path, output: str | Path, plan: ParallelPlan) -> Path:
-    """One checkpoint cut into the rank directories of a tensor- and pipeline-parallel plan; returns it.
+    """Write a checkpoint into the rank directories of a tensor- and pipeline-parallel plan.
 
-    Any plan reads any checkpoint; this one lets each rank find its share in files of its own.
+    Any plan reads any checkpoint; after this, each rank finds its share in its own files.
+
+    Returns:
+        The new checkpoint.
     """
     checkpoint = open_resolved(resolve_checkpoint(path))
     manifest, output = checkpoint.manifest, Path(output)
@@ -78,12 +86,12 @@ def reshard(path: str | Path, output: str | Path, plan: ParallelPlan) -> Path:
                 ranks.append({"rank": len(ranks), **coordinate, "directory": directory})
         new = replace(manifest, plan=asdict(plan), ranks=tuple(ranks))
         target = commit(staged, new, indices, documents=documents_in(checkpoint))
-    _bring_what_lies_beside(checkpoint, output)
+    _copy_neighbours(checkpoint, output)
     return target
 
 
-def _bring_what_lies_beside(checkpoint: Checkpoint, output: Path) -> None:
-    """The tokenizer and the configuration, so that the directory can be used like the one it was made of."""
+def _copy_neighbours(checkpoint: Checkpoint, output: Path) -> None:
+    """Copy the tokenizer and the configuration beside the checkpoint, so that the output works like it."""
     source = find_tokenizer_dir(checkpoint.path)
     if source is not None:
         copy_tokenizer(source, output / TOKENIZER_DIR)
@@ -117,8 +125,8 @@ def _box(
 
 
 def _pieces(checkpoint: Checkpoint, entry: TensorEntry, rank: int, degree: int) -> Iterator[TensorSlice]:
-    """The part of a tensor that one tensor-parallel rank keeps; whole ones stay with the first rank."""
-    dim = _cut_dim(entry.name)
+    """The part of a tensor that a tensor-parallel rank holds; the first one holds those that are not cut."""
+    dim = cut_dim(entry.name)
     if dim is not None and _follows(checkpoint, entry):
         if entry.shape[dim] % degree:
             raise CheckpointError(
@@ -133,12 +141,13 @@ def _pieces(checkpoint: Checkpoint, entry: TensorEntry, rank: int, degree: int) 
 
 
 def _follows(checkpoint: Checkpoint, entry: TensorEntry) -> bool:
-    """Whether a tensor is cut like its parameter: the parameter itself, its moments and master."""
+    """Whether a tensor is cut like its parameter, as moments and master weights are."""
     parameter = checkpoint.manifest.tensors.get((MODEL, entry.name, ""))
     return parameter is not None and parameter.shape == entry.shape and prod(entry.shape) > 1
 
 
-def _cut_dim(name: str) -> int | None:
+def cut_dim(name: str) -> int | None:
+    """The dimension in which tensor parallelism cuts the parameter of this canonical name, if it does."""
     if name in VOCAB_DIM:
         return VOCAB_DIM[name]
     part, _, kind = name.rpartition(".")
@@ -148,7 +157,7 @@ def _cut_dim(name: str) -> int | None:
 
 
 def _layers_per_stage(manifest: Manifest, plan: ParallelPlan) -> list[int]:
-    """Number of layers on each stage; raises CheckpointError when they cannot be shared out."""
+    """Number of layers on each stage. Raises CheckpointError if they do not divide."""
     numbers = {
         int(name.split(".")[2]) for _, name, _ in manifest.tensors if name.startswith("decoder.layers.")
     }

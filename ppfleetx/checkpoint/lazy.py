@@ -1,4 +1,4 @@
-"""Tensors that lie in files and are read one at a time, and their element types."""
+"""Tensors in files that are read one at a time, and conversions of their element types."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NAME_OF_DTYPE = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is read when it is asked for; bfloat16 comes as its bits in uint16.
+    """A tensor that is read on demand. bfloat16 comes as its bits in uint16.
 
     Attributes:
         dtype: element type, a key of NUMPY_OF_DTYPE.
         shape: its shape.
-        load: reads it. The array may be a view with any strides.
+        load: reads it; the array may have any strides.
     """
 
     dtype: str
@@ -53,10 +53,10 @@ class LazyTensor:
 def derive(
     parts: Sequence[LazyTensor], shape: Sequence[int], make: Callable[..., np.ndarray], name: str
 ) -> LazyTensor:
-    """The tensor `make(*parts)`, read when asked for. Raises CheckpointError for parts of different types."""
+    """The tensor `make(*parts)`, read on demand. Raises CheckpointError for parts of different types."""
     kinds = sorted({part.dtype for part in parts})
     if len(kinds) != 1:
-        raise CheckpointError(f"{name}: its parts are of different element types: {', '.join(kinds)}")
+        raise CheckpointError(f"{name}: its parts have different element types: {', '.join(kinds)}")
     return LazyTensor(kinds[0], tuple(shape), lambda: make(*(part.read() for part in parts)))
 
 
@@ -72,10 +72,10 @@ def cast(values: np.ndarray, stored: str, wanted: str) -> np.ndarray:
 
 
 def finite(tensor: LazyTensor, name: str, place: str) -> LazyTensor:
-    """The same tensor; reading it raises CheckpointError where a number is NaN or infinite."""
+    """The same tensor, but reading it raises CheckpointError if a number is NaN or infinite."""
 
     def load() -> np.ndarray:
-        with np.errstate(over="ignore"):  # of a cast; it is found below
+        with np.errstate(over="ignore"):  # an overflowing cast is found below
             values = tensor.read()
         count = values.size - np.count_nonzero(_is_finite(values, tensor.dtype))
         if count:
@@ -96,13 +96,10 @@ def _is_finite(values: np.ndarray, dtype: str) -> np.ndarray:
 def read_bytes(path: Path, start: int, length: int) -> np.ndarray:
     """A range of a file as uint8. Raises CheckpointError when it cannot be read."""
     with opened(path) as file:
-        if start + length > file.seek(0, os.SEEK_END):  # before memory is asked for
+        if start + length > file.seek(0, os.SEEK_END):  # before memory is allocated
             raise CheckpointError(f"{path} ends too early")
         file.seek(start)
-        try:
-            content = np.empty(length, np.uint8)
-        except MemoryError as error:
-            raise CheckpointError(f"{path}: there is no memory for {length} bytes of it") from error
+        content = np.empty(length, np.uint8)
         if file.readinto(memoryview(content)) != length:
             raise CheckpointError(f"{path} ends too early")
     return content

@@ -1,4 +1,4 @@
-"""Adapters added to the weights they belong to: a plain checkpoint, that any program reads."""
+"""Merging LoRA adapters into their base weights, into a plain checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import numpy as np
 
 from ppfleetx.checkpoint.adapters import BASE, base_fingerprint, check_base, is_beside_base
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.checkpoint.few_bits import widened
 from ppfleetx.checkpoint.lazy import LazyTensor, cast
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.weights import fitted, network_of, with_vocabulary
@@ -18,30 +17,33 @@ from ppfleetx.checkpoint.weights_only import model_section, read_ppfleetx, write
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.lora import LoraConfig
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.models.gpt.shape import parameter_shapes
+from ppfleetx.models.gpt.spec import parameter_shapes
 from ppfleetx.utils.files import is_taken
+
+_FEATURES_IN_A_ROW = {"I8": 1, "U8": 2}
+"""Input features in one row of a quantised matrix, by its element type."""
 
 
 def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = None) -> Path:
-    """Write the model that adapters and their base are together; return its step directory.
+    """Write the model that adapters and their base make up; return its step directory.
 
-    ``W + alpha / rank * A B`` is computed in float32 and stored in W's element type; beside quantised
-    weights in float32, since the sum is on no grid.
+    ``W + alpha / rank * A B`` is computed in float32 and stored in W's element type, or in float32 if W is
+    quantised.
 
     Args:
         path: checkpoint of a run with `Model.lora`; whatever `Engine.save_load.ckpt_dir` accepts.
         output: a new or empty directory.
-        base: the frozen weights, where the checkpoint holds adapters alone; None: those it was trained on.
+        base: the frozen weights of adapters saved alone; None: those they were trained on.
 
     Raises:
-        CheckpointError: there are no adapters, or they belong to another base.
+        CheckpointError: there are no adapters, or they were trained on another base.
     """
     output = Path(output)
     if is_taken(output):
         raise CheckpointError(f"--output {output} is there already; name a new or empty directory")
     trained = read_ppfleetx(path, masters=True, few_bits=True)
     model = _model(path)
-    tensors = widened({**_frozen(path, model, base), **trained.tensors})
+    tensors = _widened({**_frozen(path, model, base), **trained.tensors})
     plain = model.model_copy(update={"lora": None})
     merged = {
         name: tensor if adapters is None else _sum(tensor, *adapters, scale=model.lora.scale)
@@ -61,7 +63,7 @@ def _model(path: str | Path) -> ModelConfig:
 
 
 def _frozen(path: str | Path, model: ModelConfig, base: str | Path | None) -> dict[str, LazyTensor]:
-    """The base's tensors, where the checkpoint does not hold them itself."""
+    """The tensors of the base, if the checkpoint does not hold them itself."""
     checkpoint = open_resolved(resolve_checkpoint(path))
     if checkpoint.manifest.fingerprints.get(BASE) is None:
         if base is not None:
@@ -85,7 +87,7 @@ def _lazy(source: Checkpoint, name: str) -> LazyTensor:
 def _with_adapters(
     tensors: Mapping[str, LazyTensor], names: Iterable[str]
 ) -> Iterator[tuple[str, LazyTensor, tuple[LazyTensor, LazyTensor] | None]]:
-    """(name, tensor, its A and B or None) of each of ``names`` that there is."""
+    """(name, tensor, its A and B or None) for each of ``names`` in ``tensors``."""
     for name in names:
         if name in tensors:
             linear = name.removesuffix(".weight")
@@ -100,3 +102,39 @@ def _sum(weight: LazyTensor, a: LazyTensor, b: LazyTensor, scale: float) -> Lazy
         return cast(values, "F32", weight.dtype)
 
     return LazyTensor(weight.dtype, weight.shape, load)
+
+
+def _widened(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """``tensors`` without scales and with quantised weights as float32, read on demand.
+
+    Args:
+        tensors: by canonical name. ``X.weight``, int8 ``[k, n]`` or pairs uint8 ``[k / 2, n]``, has
+            ``X.scale``: ``[g, n]`` for g groups of input features, or ``[k, 1]`` for the rows of a table.
+    """
+    scales = {
+        name: f"{name.removesuffix('.weight')}.scale"
+        for name, tensor in tensors.items()
+        if tensor.dtype in _FEATURES_IN_A_ROW
+    }
+    return {
+        name: _wide(tensor, tensors[scales[name]]) if name in scales else tensor
+        for name, tensor in tensors.items()
+        if name not in scales.values()
+    }
+
+
+def _wide(stored: LazyTensor, scale: LazyTensor) -> LazyTensor:
+    rows, columns = stored.shape
+    shape = (rows * _FEATURES_IN_A_ROW[stored.dtype], columns)
+
+    def load() -> np.ndarray:
+        levels = stored.read()
+        if stored.dtype == "U8":
+            halves = np.stack([levels & 15, levels >> 4], axis=1).reshape(shape).astype(np.int8)
+            levels = np.where(halves > 7, halves - 16, halves)
+        values, steps = levels.astype(np.float32), scale.read().astype(np.float32)
+        if steps.shape[1] != columns:
+            return values * steps
+        return (values.reshape(len(steps), -1, columns) * steps[:, np.newaxis]).reshape(shape)
+
+    return LazyTensor("F32", shape, load)

@@ -1,8 +1,9 @@
-"""Weights of a model on their way from one format to another, under our canonical names."""
+"""The weights of a model under our canonical names, read from whichever format holds them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from ppfleetx.checkpoint.slices import MODEL, NUMPY_OF_DTYPE, Index, TensorSlice
 from ppfleetx.config.errors import CheckpointError, ConfigError, shown
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.validate import section_of
-from ppfleetx.models.gpt.shape import parameter_shapes
+from ppfleetx.models.gpt.spec import parameter_shapes
+from ppfleetx.utils.progress import ProgressBar
 
 # Dimension that counts vocabulary entries, by canonical name.
 VOCAB_DIM = {"embedding.word_embeddings.weight": 0, "head.weight": 1, "head.bias": 0}
@@ -30,13 +32,13 @@ class Weights:
     Attributes:
         place: where they come from; used in messages.
         tensors: by canonical name, in any order. Vocabulary padding may be there or not.
-        model: keys of the `Model` section as far as the source tells them.
-        vocab_size: true vocabulary; None when the source does not tell it from padding.
-        epoch, step: progress, 0 for formats that do not tell.
-        source: what to remember of the source (any JSON), kept in the checkpoint's state.
+        model: the keys of the `Model` section that the source defines.
+        vocab_size: vocabulary without padding; None if the source does not distinguish the two.
+        epoch, step: progress; 0 for formats that do not record it.
+        source: what to keep about the source (any JSON) in the checkpoint's state.
         tokenizer_dir: directory with the tokenizer's files, if there is one.
-        generation: keys of the `Generation` section that the source says.
-        notes: what to say about how the source was read, one sentence each.
+        generation: the keys of the `Generation` section that the source defines.
+        notes: warnings about how the source was read, one sentence each.
     """
 
     place: str
@@ -57,7 +59,7 @@ class Weights:
         return self.with_tensors({name: tensor.cast(dtype) for name, tensor in self.tensors.items()})
 
     def finite(self) -> Weights:
-        """The same; to read a tensor with a number that is NaN or infinite raises CheckpointError."""
+        """The same, but reading a tensor with a NaN or an infinity raises CheckpointError."""
         return self.with_tensors(
             {name: finite(tensor, name, self.place) for name, tensor in self.tensors.items()}
         )
@@ -71,28 +73,24 @@ class Weights:
         return replace(self, tokenizer_dir=directory)
 
 
-def network_of(told: Mapping[str, Any], place: str) -> ModelConfig:
-    """The network that the keys of a `Model` section describe, as far as a source of weights told them.
+def network_of(keys: Mapping[str, Any], place: str) -> ModelConfig:
+    """The network that keys of a `Model` section describe.
 
     Raises:
-        CheckpointError: there is no such network; names `place`.
+        CheckpointError: they describe none; names `place`, where they are from.
     """
     try:
-        return section_of(ModelConfig, dict(told))
+        return section_of(ModelConfig, dict(keys))
     except ConfigError as error:
         raise CheckpointError(f"{place} describes no valid network: {error}") from error
 
 
 def fitted(weights: Weights, model: ModelConfig) -> dict[str, LazyTensor]:
-    """The parameters `model` has, in its order and shapes; vocabulary padding is made or cut to fit.
+    """The parameters of `model`, in its order and shapes; vocabulary padding is added or cut.
 
     Raises:
-        CheckpointError: tensors are missing, left over or of another shape.
+        CheckpointError: a tensor is missing, unknown or of another shape.
     """
-    if model.num_layers > len(weights.tensors):  # and what follows takes time and memory for each layer
-        raise CheckpointError(
-            f"{weights.place} has {len(weights.tensors)} tensors, the Model section {model.num_layers} layers"
-        )
     shapes = parameter_shapes(model)
     missing = [name for name in shapes if name not in weights.tensors]
     extra = [name for name in weights.tensors if name not in shapes]
@@ -106,7 +104,7 @@ def fitted(weights: Weights, model: ModelConfig) -> dict[str, LazyTensor]:
 
 
 def slices_of(tensors: Mapping[str, LazyTensor]) -> Iterator[TensorSlice]:
-    """One whole slice per parameter, read when the writer comes to it."""
+    """One whole slice per parameter, read when it is written."""
     for name, tensor in tensors.items():
         yield TensorSlice(
             name,
@@ -120,13 +118,29 @@ def slices_of(tensors: Mapping[str, LazyTensor]) -> Iterator[TensorSlice]:
         )
 
 
+@contextmanager
+def shown_reading(tensors: Mapping[str, LazyTensor], description: str) -> Iterator[dict[str, LazyTensor]]:
+    """The same tensors, with a progress bar that counts their bytes as they are read."""
+    total = sum(tensor.num_bytes for tensor in tensors.values())
+    with ProgressBar(description, total=total / 1e6, unit="MB") as bar:
+        yield {name: _counted(tensor, bar) for name, tensor in tensors.items()}
+
+
+def _counted(tensor: LazyTensor, bar: ProgressBar) -> LazyTensor:
+    def load() -> np.ndarray:
+        values = tensor.load()
+        bar.advance(tensor.num_bytes / 1e6)
+        return values
+
+    return LazyTensor(tensor.dtype, tensor.shape, load)
+
+
 def in_stored_types(pieces: Sequence[TensorSlice], stored: Mapping[str, str]) -> list[TensorSlice]:
-    """``pieces`` in the element types that their tensors were loaded from, if that loses no bit of any; else
-    as they are.
+    """``pieces`` in the element types that they were loaded from if no bit is lost, else unchanged.
 
     Args:
         pieces: of a model in memory.
-        stored: element type by name.
+        stored: the element types in the file, by name.
     """
     made = []
     for piece in pieces:
@@ -146,10 +160,7 @@ def _cast_when_read(piece: TensorSlice, wanted: str) -> Callable[[], np.ndarray]
 
 
 class ForeignCheckpoint(Checkpoint):
-    """Weights of another program that can be loaded as if they were a checkpoint of ours.
-
-    There is no optimizer, no progress and no checksum in it.
-    """
+    """Weights of another program behind the interface of a checkpoint: no optimizer state, no checksums."""
 
     def __init__(self, path: Path, weights: Weights) -> None:
         tensors = {}
@@ -171,7 +182,7 @@ class ForeignCheckpoint(Checkpoint):
         result[...] = self._weights.tensors[entry.name].read()[box]
 
     def damage(self) -> Iterator[str]:
-        """Reads every tensor; the formats read here have no checksums of their own to compare."""
+        """Read every tensor: other formats have no checksums that could be compared."""
         for name, tensor in self._weights.tensors.items():
             try:
                 tensor.read()
@@ -180,7 +191,7 @@ class ForeignCheckpoint(Checkpoint):
 
 
 def with_vocabulary(checkpoint: Checkpoint, vocab_size: int) -> Checkpoint:
-    """The checkpoint, told the true size of a vocabulary that it does not know itself."""
+    """The checkpoint, with this vocabulary size if it does not record one."""
     if checkpoint.manifest.vocab_size is None:
         checkpoint.manifest = replace(checkpoint.manifest, vocab_size=vocab_size)
     return checkpoint
@@ -197,7 +208,7 @@ def _padded(tensor: LazyTensor, name: str, shape: Index, model: ModelConfig, pla
     )
     if dim is None or not fits:
         raise CheckpointError(
-            f"{place}: {name} has shape {list(tensor.shape)}, the Model section asks for {list(true_shape)}"
+            f"{place}: {name} has shape {list(tensor.shape)}, the Model section needs {list(true_shape)}"
         )
 
     def load() -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Our own checkpoints on either side of a conversion: weights in, weights out."""
+"""Checkpoints of ours without training state: the source and the target of conversions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from ppfleetx.checkpoint.documents import OF_ONE_CALL, TOKENIZER_DIR, copy_token
 from ppfleetx.checkpoint.entries import MAX_DOCUMENT_BYTES
 from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.checkpoint.manifest import Manifest
-from ppfleetx.checkpoint.progress import shown_reading
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import MODEL, OPTIMIZER
 from ppfleetx.checkpoint.tensors import MASTER_WEIGHT
-from ppfleetx.checkpoint.weights import Weights, slices_of
+from ppfleetx.checkpoint.weights import Weights, shown_reading, slices_of
 from ppfleetx.checkpoint.writer import MAX_FILE_BYTES, save_checkpoint
 from ppfleetx.config.errors import CheckpointError, ConfigError, DataError
 from ppfleetx.config.loader import CONFIG_FILE, load_config
@@ -44,8 +43,8 @@ def read_ppfleetx(path: str | Path, *, masters: bool = False, few_bits: bool = F
 
     Args:
         path: whatever `Engine.save_load.ckpt_dir` accepts.
-        masters: take float32 master weights in place of 16-bit ones where there are some.
-        few_bits: take quantised weights, as they are stored; otherwise they are refused.
+        masters: read float32 master weights in place of 16-bit weights, if there are any.
+        few_bits: accept quantised weights, as they are stored.
     """
     checkpoint = open_resolved(resolve_checkpoint(path))
     manifest = checkpoint.manifest
@@ -70,7 +69,7 @@ def read_ppfleetx(path: str | Path, *, masters: bool = False, few_bits: bool = F
 
 
 def _refuse_quantized(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError for weights of few bits, which no other format here holds."""
+    """Raise CheckpointError for quantised weights, which no other format here can hold."""
     entries = ((name, checkpoint.entry(name).dtype) for name in checkpoint.names())
     small = next((name for name, dtype in entries if dtype in ("I8", "U8")), None)
     if small is not None:
@@ -81,7 +80,7 @@ def _refuse_quantized(checkpoint: Checkpoint) -> None:
 
 
 def model_section(manifest: Manifest) -> dict[str, Any]:
-    """The `Model` section a checkpoint was saved with; empty when it does not say."""
+    """The `Model` section that a checkpoint was saved with; empty if it has none."""
     config = manifest.config
     if isinstance(config, str):
         node = parse_yaml(config, "the configuration in the manifest")
@@ -141,12 +140,14 @@ def write_ppfleetx(
     """Write a checkpoint of weights alone, with `config.yaml` and the tokenizer beside it.
 
     Args:
-        weights: where the tensors come from; progress, source and tokenizer are taken from it.
+        weights: the source of progress, tokenizer and generation defaults.
         tensors: all parameters of `model`, padded.
+        model: the network.
         output: output directory.
+        max_file_bytes: files are split at tensor boundaries so as not to exceed this.
 
     Returns:
-        the step directory.
+        The step directory.
     """
     output = Path(output)
     output.mkdir(parents=True, exist_ok=True)
@@ -182,7 +183,7 @@ def write_ppfleetx(
 
 
 def _end_ids(source: Mapping[str, Any]) -> list[int]:
-    """The tokens that end a text, as a directory of Hugging Face says it."""
+    """The end-of-text tokens that a Hugging Face directory names."""
     said = source.get("generation_config", source.get("config"))
     given = said.get("eos_token_id") if isinstance(said, Mapping) else None
     ids = given if isinstance(given, list) else [given]
@@ -190,7 +191,7 @@ def _end_ids(source: Mapping[str, Any]) -> list[int]:
 
 
 def _add_generation_config(directory: Path, source: Mapping[str, Any]) -> None:
-    """Write down which tokens end a text where only ``config.json`` says so, as transformers does."""
+    """Write the end-of-text tokens that only ``config.json`` names where the tokenizer finds them."""
     path, config = directory / GENERATION_CONFIG, source.get("config")
     if path.exists() or not isinstance(config, Mapping) or config.get("eos_token_id") is None:
         return
@@ -201,16 +202,16 @@ def _add_generation_config(directory: Path, source: Mapping[str, Any]) -> None:
 
 
 def load_tokenizer(directory: Path) -> Tokenizer | None:
-    """The tokenizer in a directory with its own end-of-document token; None when ours cannot read it."""
+    """The tokenizer in a directory with its own end-of-document token; None if ours cannot read it."""
     try:
         return Tokenizer.load(directory)
     except DataError as error:
-        get_logger().warning(f"the tokenizer was copied, but cannot be used here: {error}")
+        get_logger().warning(f"the tokenizer is copied, but cannot be used here: {error}")
         return None
 
 
 def _files_of(tokenizer_dir: Path) -> dict[str, bytes]:
-    """The tokenizer as it was copied, also where ours cannot use it."""
+    """The files of a copied tokenizer as documents of a checkpoint."""
     files = sorted(path for path in tokenizer_dir.glob("*") if path.is_file())
     return {f"{TOKENIZER_DIR}/{path.name}": read_bounded(path, MAX_DOCUMENT_BYTES) for path in files}
 
@@ -218,7 +219,7 @@ def _files_of(tokenizer_dir: Path) -> dict[str, bytes]:
 def _write_config(
     output: Path, model: ModelConfig, tokenizer: Tokenizer | None, generation: Mapping[str, Any]
 ) -> None:
-    """A configuration with the network, ready to be trained from or generated with."""
+    """Write a configuration of the network to train from or generate with."""
     tree: dict[str, Any] = {
         "Global": {"local_batch_size": 1},
         "Model": model.model_dump(mode="json", exclude_unset=True),

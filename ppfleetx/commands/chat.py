@@ -1,4 +1,4 @@
-"""A conversation with a model in a terminal, or over a pipe: what `ppfleetx chat` runs."""
+"""The verb ``chat``: a conversation with a model, in a terminal or over a pipe."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
 
 from ppfleetx.commands.generate import check_checkpoint, check_options, check_plan, load_generator
+from ppfleetx.commands.model_options import ModelOptions
+from ppfleetx.commands.options import option
 from ppfleetx.commands.start_process import start_with, world_size
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, UserError
-from ppfleetx.config.loader import ConfigSource, load_config
+from ppfleetx.config.loader import load_config
 from ppfleetx.config.reading.tree import is_argument
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.data.chat.templates import ChatError, ChatTemplate, chosen_template
@@ -135,29 +137,45 @@ def _stops(options: GenerationConfig) -> Sequence[str]:
     return (stop,) if isinstance(stop, str) else stop
 
 
-def run(path: ConfigSource, overrides: Sequence[str], *, system: str | None, template: str | None) -> None:
-    """Talk until the input ends.
+@dataclass(frozen=True, kw_only=True)
+class Chat(ModelOptions):
+    """Talk with a model, in the terminal or over a pipe.
 
-    Args:
-        path, overrides: the configuration, which names the checkpoint.
-        system: the first system message.
-        template: name of a chat template, or a file with one; None: the model's.
-
-    Raises:
-        UserError: what cannot be chatted with, before the first message.
+    CHECKPOINT is the directory of a run, of one of its checkpoints, of Hugging Face or of FleetX. Its chat
+    template is used, and its settings say how answers are made; -o Generation.KEY=VALUE changes them.
+    Each line is a message; /help lists the commands.
     """
-    cfg = load_config(path, overrides, world_size=world_size(os.environ))
-    check_plan(cfg)
-    if cfg.plan.world_size > 1:
-        raise ConfigError(f"a chat is one process with the whole model, which this plan ({cfg.plan}) is not")
-    check_checkpoint(cfg)
-    options = _options(cfg)
-    cfg, ctx = start_with(cfg)
-    generator = load_generator(cfg, ctx)
-    chosen = chosen_template(generator.tokenizer, template)
-    seed = cfg.Global.seed if cfg.Generation.seed is None else cfg.Generation.seed
-    conversation = Conversation(generator, chosen, options, seed, system)
-    Terminal(sys.stdin, sys.stdout, sys.stderr).talk(conversation)
+
+    examples = """\
+examples:
+  ppfleetx chat output
+  ppfleetx chat output --system "You are brief." -o Generation.temperature=0.7 -o Generation.max_dec_len=200
+  echo "What is a list?" | ppfleetx chat output
+"""
+    system: str | None = option("the system message", metavar="TEXT")
+    template: str | None = option("one of the model's chat templates, or a file", metavar="NAME")
+
+    def run(self) -> None:
+        """Talk until the input ends."""
+        with self.job() as job:
+            conversation = self._begin(
+                load_config(job.config, job.overrides, world_size=world_size(os.environ))
+            )
+            Terminal(sys.stdin, sys.stdout, sys.stderr).talk(conversation)
+
+    def _begin(self, cfg: RunConfig) -> Conversation:
+        check_plan(cfg)
+        if cfg.plan.world_size > 1:
+            raise ConfigError(
+                f"a chat is one process with the whole model, which this plan ({cfg.plan}) is not"
+            )
+        check_checkpoint(cfg)
+        options = _options(cfg)
+        cfg, ctx = start_with(cfg)
+        generator = load_generator(cfg, ctx)
+        template = chosen_template(generator.tokenizer, self.template)
+        seed = cfg.Global.seed if cfg.Generation.seed is None else cfg.Generation.seed
+        return Conversation(generator, template, options, seed, self.system)
 
 
 def _options(cfg: RunConfig) -> GenerationConfig:

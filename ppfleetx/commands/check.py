@@ -1,20 +1,24 @@
-"""What ``tools/train.py --check`` prints: the resolved plan and its arithmetic, without any device."""
+"""The verb ``check``, and ``train --check``: the resolved plan and its arithmetic, without any device."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 
+from ppfleetx.commands.options import ConfigOptions
 from ppfleetx.commands.start_process import refuse_foreign_weights
-from ppfleetx.config.config_notes import missing, not_supported_reasons
+from ppfleetx.config.config_notes import absent_loggers, missing, not_supported_reasons
 from ppfleetx.config.counts import counted
-from ppfleetx.config.loggers import absent_loggers
+from ppfleetx.config.loader import ConfigSource, load_config
 from ppfleetx.config.plan import AXES, ParallelPlan
+from ppfleetx.config.reading.overrides import Override
 from ppfleetx.config.registries import OPTIMIZERS, SCHEDULES
 from ppfleetx.config.sections.engine import EngineConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.without_effect import without_effect
-from ppfleetx.models.gpt.shape import flops_per_step, parameter_count, trained_count
+from ppfleetx.models.gpt.spec import flops_per_step, parameter_count, trained_count
 from ppfleetx.optims.schedules import build_schedule
 from ppfleetx.planner.summary import memory_lines
 from ppfleetx.utils.devices import GPU
@@ -24,6 +28,40 @@ _MAX_GROUPS_SHOWN = 2
 _MAX_RANKS_SHOWN = 8
 _MAX_STAGES_SHOWN = 64
 _RANKS_PER_NODE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check(ConfigOptions):
+    """Look at a configuration without running it: the plan, parameters, batch arithmetic, token ids.
+
+    Needs no Paddle. Exit code 2 when a run with it would be refused, with the reason.
+    """
+
+    examples = """\
+example:
+  ppfleetx check -c FILE -o Distributed.mp_degree=2
+"""
+
+    def run(self) -> None:
+        """Print the report."""
+        check(self.config, self.override)
+
+
+def check(config: ConfigSource, overrides: Sequence[Override]) -> None:
+    """Print the report, and what a look at the run's directory and data adds.
+
+    Raises:
+        UserError: a run would be refused.
+    """
+    from ppfleetx.core.engine.run_directory import check_beginning
+    from ppfleetx.data.token_ids import token_id_lines
+
+    cfg = load_config(config, overrides)
+    report = check_report(cfg)
+    if cfg.Data.Train is not None:
+        check_beginning(cfg)
+    token_ids = token_id_lines(cfg)
+    print("\n".join([report, *token_ids]))  # last, because it says that all is well
 
 
 def check_report(cfg: RunConfig, device: str | None = None) -> str:

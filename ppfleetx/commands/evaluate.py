@@ -1,6 +1,6 @@
-"""Wiring of evaluation: the loss on ``Data.Eval``, and what ``Offline_Eval`` asks for.
+"""The verb ``eval``: the loss on ``Data.Eval``, or what ``Offline_Eval`` asks for.
 
-Files and tokenizer of the latter are looked at before Paddle is loaded, which takes seconds.
+Files and tokenizer of the latter are checked before Paddle is loaded, which takes seconds.
 """
 
 from __future__ import annotations
@@ -9,16 +9,19 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.commands.generate import check_checkpoint, find_tokenizer
+from ppfleetx.commands.launching import LaunchOptions
+from ppfleetx.commands.model_options import Job, ModelOptions
+from ppfleetx.commands.options import option
 from ppfleetx.commands.start_process import start_with, world_size
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.loader import ConfigSource, load_config
+from ppfleetx.config.loader import load_config, read_config
+from ppfleetx.config.reading.overrides import Setting, overridden_keys
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.device_errors import OF_EVALUATION, explained_device_errors
 from ppfleetx.core.engine.watching import EVALUATION_DIR, watched
@@ -46,13 +49,13 @@ RESULT_FILE = "eval_result.json"
 
 @dataclass(frozen=True)
 class Perplexity:
-    """How well a text is predicted.
+    """The perplexity of a text.
 
     Attributes:
         file: the text.
         detokenizer: rules it was changed by before it was encoded.
-        num_tokens: tokens of the model in the whole text.
-        num_words: parts of the text in the file between single spaces.
+        num_tokens: tokens in the whole text.
+        num_words: words of the file, separated by single spaces.
         loss: mean of minus the log probability of every token but the first, in nats.
         ppl: exp(loss).
         token_ratio: (num_tokens - 1) / (num_words - 1); NaN for a text of one word.
@@ -71,14 +74,14 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How many last words are the likeliest ones.
+    """How many last words the model predicts.
 
     Attributes:
         file: the texts.
         strict: whether all tokens of the word count, or only the last of the text.
         num_examples: texts.
-        num_correct: of them right; NaN when logits were not finite.
-        accuracy: their share.
+        num_correct: texts whose last word is right; NaN when logits were not finite.
+        accuracy: ``num_correct / num_examples``.
     """
 
     file: str
@@ -91,17 +94,54 @@ class Accuracy:
 Result = Perplexity | Accuracy
 
 
-def run(path: ConfigSource, overrides: Sequence[str]) -> None:
-    """The program ``tools/eval.py``; arguments as of ``start_process``.
+@dataclass(frozen=True, kw_only=True)
+class Evaluate(LaunchOptions, ModelOptions):
+    """Evaluate a checkpoint.
 
-    Raises:
-        UserError: data, tokenizer, checkpoint or plan that cannot be evaluated with, in words.
+    With the configuration of pretraining, which the checkpoint holds: token-weighted loss and perplexity on
+    Data.Eval. With --text, or Model.module: GPTEvalModule: perplexity of a text file, or accuracy of last
+    words (Offline_Eval, docs/evaluation.md).
     """
-    run_loaded(load_config(path, overrides, world_size=world_size(os.environ)))
+
+    examples = """\
+examples:
+  ppfleetx eval output
+  ppfleetx eval output --text wiki.test.tokens
+  ppfleetx eval -c gpt/eval_gpt_345M_single_card -o Engine.save_load.ckpt_dir=output
+"""
+    text: str | None = option(
+        "perplexity of this text (Offline_Eval.eval_path)", key="Offline_Eval.eval_path", metavar="FILE"
+    )
+    output: str | None = option(
+        "where results are written (Engine.save_load.output_dir)",
+        key="Engine.save_load.output_dir",
+        metavar="DIR",
+    )
+
+    def run(self) -> None:
+        """Evaluate and print the result."""
+        module = [] if self.text is None else [Setting("Model.module", "GPTEvalModule", "--text")]
+        with self.job(*module) as job:
+            window = [] if self.text is None else _window(job)
+            overrides = [*job.overrides, *window]
+            run_loaded(load_config(job.config, overrides, world_size=world_size(os.environ)))
+
+
+def _window(job: Job) -> list[Setting]:
+    """Windows no longer than the model's positions, unless the user chose them."""
+    cfg, origins, _ = read_config(job.config, job.overrides)
+    positions, window = cfg.Model.max_position_embeddings, cfg.Offline_Eval.max_seq_len
+    if positions >= window or "Offline_Eval.max_seq_len" in overridden_keys(job.overrides):
+        return []
+    place = origins.get("Model.max_position_embeddings", "--text")
+    return [
+        Setting("Offline_Eval.max_seq_len", positions, place),
+        Setting("Offline_Eval.overlapping_eval", min(cfg.Offline_Eval.overlapping_eval, positions), place),
+    ]
 
 
 def run_loaded(cfg: RunConfig) -> None:
-    """:func:`run` for a configuration that is loaded already."""
+    """What :class:`Evaluate` does with a configuration that is loaded already."""
     if cfg.Model.task.offline_evaluation:
         _run_offline(cfg)
         return
@@ -125,7 +165,7 @@ def _run_offline(cfg: RunConfig) -> None:
 
 
 def check_plan(cfg: RunConfig) -> None:
-    """Refuse plans whose ranks hold parts of windows where whole ones are needed.
+    """Refuse a plan that splits sequences, where a last word is needed whole.
 
     Raises:
         ConfigError: naming the key.
@@ -157,10 +197,10 @@ def read_windows(cfg: RunConfig) -> SlidingWindows | LastWords:
 
 
 def make_result_dir(cfg: RunConfig) -> Path:
-    """``Engine.save_load.output_dir``, where the result will be written: better refused now than afterwards.
+    """Make ``Engine.save_load.output_dir``, where the result will be written.
 
     Raises:
-        ConfigError: it cannot be made or written.
+        ConfigError: it cannot be made, or nothing can be written there.
     """
     key, directory = "Engine.save_load.output_dir", Path(cfg.Engine.save_load.output_dir)
     try:

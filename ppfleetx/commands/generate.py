@@ -1,6 +1,6 @@
-"""Wiring of generation: from a configuration to a generator, and from prompts to printed text.
+"""The verb ``generate``: from a configuration to a generator, and from prompts to printed text.
 
-What a user may have got wrong is looked at before Paddle is loaded, which takes seconds.
+Most mistakes are found before Paddle is loaded, which takes seconds.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.checkpoint.weights_only import find_tokenizer_dir
+from ppfleetx.commands.launching import LaunchOptions
+from ppfleetx.commands.model_options import ModelOptions
+from ppfleetx.commands.options import option, positional
 from ppfleetx.commands.start_process import start_with, world_size
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.loader import ConfigSource, load_config
+from ppfleetx.config.loader import load_config
 from ppfleetx.config.reading.tree import is_argument
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.weight_sources import named_checkpoint
@@ -40,13 +43,33 @@ _LONGEST_PROMPT = 1 << 24  # bytes of a file that may be earlier results
 DEFAULT_PROMPT = "The first thing she saw when she opened the window was"
 
 
-def run(path: ConfigSource, overrides: Sequence[str], output: str | None = None) -> None:
-    """The program ``tasks/gpt/generation.py``; arguments as of :func:`generate` and ``start_process``."""
-    run_loaded(load_config(path, overrides, world_size=world_size(os.environ)), output)
+@dataclass(frozen=True, kw_only=True)
+class Generate(LaunchOptions, ModelOptions):
+    """Continue prompts with a checkpoint.
+
+    CHECKPOINT is the directory of a run, of one of its checkpoints, of Hugging Face or of FleetX. How text is
+    continued is what the checkpoint says; -o Generation.KEY=VALUE changes it. Prompts are also taken from
+    Generation.prompt and .prompt_file.
+    """
+
+    examples = """\
+examples:
+  ppfleetx generate output "Once upon a time"
+  ppfleetx generate output/epoch_0_step_500 -o Generation.temperature=0.7 -o Generation.max_dec_len=50 "def "
+  ppfleetx generate -c FILE -o Engine.save_load.ckpt_dir=output -o Generation.prompt_file=prompts.txt
+"""
+    prompt: tuple[str, ...] = positional("PROMPT", "texts to continue", default=(), key="Generation.prompt")
+    output: str | None = option("also write prompts and results as jsonl", metavar="FILE")
+
+    def run(self) -> None:
+        """Generate; results go to standard output."""
+        with self.job() as job:
+            cfg = load_config(job.config, job.overrides, world_size=world_size(os.environ))
+            run_loaded(cfg, self.output)
 
 
 def run_loaded(cfg: RunConfig, output: str | None = None) -> None:
-    """:func:`run` for a configuration that is loaded already."""
+    """What :class:`Generate` does with a configuration that is loaded already."""
     check_plan(cfg)
     check_options(cfg)
     prompts = read_prompts(cfg)
@@ -107,10 +130,10 @@ def continue_together(
 
 
 def check_plan(cfg: RunConfig) -> None:
-    """Whether the program can generate under the plan of the run, which need not be that of the checkpoint.
+    """Refuse a plan that generation does not run under. It need not be the plan of the checkpoint.
 
     Raises:
-        ConfigError: it cannot; the message names the nearest plan that works.
+        ConfigError: naming the nearest plan that works.
     """
     plan = cfg.plan
     cut = [name for name, degree in (("pp_degree", plan.pp), ("sep_degree", plan.sep)) if degree > 1]
@@ -133,10 +156,10 @@ def check_plan(cfg: RunConfig) -> None:
 
 
 def check_options(cfg: RunConfig) -> None:
-    """Whether the strategy reads what the command line says of generation.
+    """Refuse an option of the command line that the decoding strategy does not read.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: naming the strategy that reads it.
     """
     section = "Generation."
     places = {k.removeprefix(section): place for k, place in cfg.origins.items() if k.startswith(section)}
@@ -157,11 +180,11 @@ def _refusal(cfg: RunConfig, key: str, value: object, why: str) -> ConfigError:
 
 
 def check_checkpoint(cfg: RunConfig) -> None:
-    """Whether ``Engine.save_load.ckpt_dir`` names a checkpoint of a model that continues text; its data is
-    not looked at.
+    """Refuse an ``Engine.save_load.ckpt_dir`` that is no checkpoint of a model that continues text. No tensor
+    is read.
 
     Raises:
-        UserError: it does not.
+        UserError: naming the reason.
     """
     if not cfg.Model.task.continues_text:
         raise ConfigError(
@@ -175,14 +198,14 @@ def check_checkpoint(cfg: RunConfig) -> None:
 
 
 def check_output(path: Path, *, mark: bytes = b'"generations": [') -> None:
-    """Whether results can be written to ``path``: better said now than after everything is generated.
+    """Refuse a path that results cannot be written to, before anything is generated.
 
     Args:
         path: a new file, an empty one, or earlier results, which are replaced.
-        mark: what results hold near their beginning.
+        mark: bytes that stand near the beginning of results.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: results cannot be written there.
     """
     if path.is_dir():
         reason = "it is a directory; name a file"
@@ -227,15 +250,15 @@ def load_generator(cfg: RunConfig, ctx: ParallelContext) -> Generator:
     start.restore_weights(runner, cfg.Model)
     generator = Generator(runner.model, cfg.Model, tokenizer, ctx.groups.get("mp"))
     gc.collect()
-    gc.freeze()  # what lives for the whole process need not be searched for garbage at every step
+    gc.freeze()  # objects that live as long as the process need not be searched for garbage at every step
     return generator
 
 
 def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
     """The tokenizer of ``Data.tokenizer``, else the one stored in or beside the checkpoint.
 
-    The latter also where the configuration lies beside the checkpoint and its ``Data.tokenizer.dir`` is not
-    there: both were written together, and have been moved since.
+    The stored one is also used where the configuration lies beside the checkpoint and its
+    ``Data.tokenizer.dir`` is gone: both were written together and have been moved since.
 
     Raises:
         ConfigError: there is neither.
@@ -349,7 +372,7 @@ def print_generations(prompt: str, generations: Sequence[Generation]) -> None:
 
 
 def _is_followed(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str]) -> bool:
-    """Whether somebody watches one text as it grows."""
+    """Whether a single text is shown in a terminal as it grows."""
     return (
         ctx.world_size == 1
         and sys.stdout.isatty()

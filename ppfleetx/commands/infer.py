@@ -1,15 +1,14 @@
-"""The program ``tools/inference.py``: prompts answered by an exported model.
-
-What a user may have got wrong is looked at before Paddle is loaded, which takes seconds.
-"""
+"""The verb ``infer``. Most mistakes are found before Paddle is loaded, which takes seconds."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ppfleetx.checkpoint.documents import portable_model
 from ppfleetx.commands.generate import (
     check_output,
     continue_together,
@@ -17,10 +16,13 @@ from ppfleetx.commands.generate import (
     read_prompts,
     write_generations,
 )
-from ppfleetx.commands.replicas import as_replicas
+from ppfleetx.commands.launching import LaunchOptions
+from ppfleetx.commands.options import OptionalConfigOptions, option, positional
+from ppfleetx.commands.resolve_model import ONE_SEQUENCE, as_replicas
 from ppfleetx.commands.start_process import start_with, world_size
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.loader import ConfigSource, load_config
+from ppfleetx.config.loader import load_config
+from ppfleetx.config.reading.files import Sections, model_in
 from ppfleetx.config.sections.root import GenerationConfig, RunConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.deploy.capabilities import check_generation, check_inference, check_onednn
@@ -35,33 +37,60 @@ if TYPE_CHECKING:
 _SHAPE_KEYS = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads", "max_position_embeddings")
 
 
-def run(path: ConfigSource, overrides: Sequence[str], output: str | None = None) -> None:
-    """Answer the prompts of the ``Generation`` section with the exported model ``Inference.model_dir``.
+@dataclass(frozen=True, kw_only=True)
+class Infer(LaunchOptions, OptionalConfigOptions):
+    """Continue prompts with an exported model.
 
-    Of several processes each answers a part of the prompts, which the main one prints and writes, in order.
-
-    Args:
-        path, overrides: the configuration.
-        output: a jsonl file to write prompts and results to as well.
-
-    Raises:
-        UserError: export, prompts or options that cannot be used, in words; most before Paddle is loaded.
+    EXPORT is what `ppfleetx export` wrote; with -c FILE it is Inference.model_dir. Prompts are also taken
+    from Generation.prompt and .prompt_file.
     """
-    cfg, notes = as_replicas(load_config(path, overrides), world_size(os.environ))
-    prompts = read_prompts(cfg)
-    check_inference(cfg, expected_device(cfg.Global.device))
-    directory, manifest = open_export(cfg.Inference.model_dir, verify=False)
-    cfg = cfg.model_copy(update={"Generation": merge_settings(manifest.generation, cfg)})
-    check_generation(cfg.Generation, cfg.origins)
-    if cfg.Inference.onednn:
-        check_onednn(cfg.Generation, manifest.vocab_size, cfg.origins)
-    if output is not None:
-        check_output(Path(output))
-    cfg, ctx = start_with(_without_checkpoint(cfg))
-    for note in notes:
-        get_logger().info(f"NOTE: {note}")
-    _say_what_differs(directory, manifest, cfg)
-    answer(cfg, ctx, prompts, output)
+
+    examples = """\
+examples:
+  ppfleetx infer exported "Once upon a time"
+  ppfleetx infer -c gpt/inference_gpt_345M_single_card -o Inference.model_dir=exported
+"""
+    intermixed = True
+
+    export: str | None = positional("EXPORT", "directory of an exported model", key="Inference.model_dir")
+    prompt: tuple[str, ...] = positional("PROMPT", "texts to continue", default=(), key="Generation.prompt")
+    output: str | None = option("also write prompts and results as jsonl", metavar="FILE")
+
+    @property
+    def num_processes(self) -> None:
+        """Any number may serve an export."""
+        return
+
+    def run(self) -> None:
+        """Answer the prompts.
+
+        Of several processes each answers a part of the prompts; the main one prints and writes all, in order.
+        """
+        if self.export is None and self.config is None:
+            raise ConfigError("give EXPORT, the directory of an exported model, or -c FILE")
+        config = self.config or _config_of(self.export)
+        cfg = load_config(config, [*self.override, *self.settings()])
+        cfg, notes = as_replicas(cfg, world_size(os.environ))
+        prompts = read_prompts(cfg)
+        check_inference(cfg, expected_device(cfg.Global.device))
+        directory, manifest = open_export(cfg.Inference.model_dir, verify=False)
+        cfg = cfg.model_copy(update={"Generation": merge_settings(manifest.generation, cfg)})
+        check_generation(cfg.Generation, cfg.origins)
+        if cfg.Inference.onednn:
+            check_onednn(cfg.Generation, manifest.vocab_size, cfg.origins)
+        if self.output is not None:
+            check_output(Path(self.output))
+        cfg, ctx = start_with(_without_checkpoint(cfg))
+        for note in notes:
+            get_logger().info(f"NOTE: {note}")
+        _say_what_differs(directory, manifest, cfg)
+        answer(cfg, ctx, prompts, self.output)
+
+
+def _config_of(export: str) -> Sections:
+    """A configuration with the network of the export."""
+    _, manifest = open_export(export, verify=False)
+    return Sections({**ONE_SEQUENCE, "Model": portable_model(manifest.model)}, model_in(export))
 
 
 def answer(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output: str | None) -> None:
@@ -81,10 +110,10 @@ def answer(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output:
 
 
 def merge_settings(exported: dict[str, Any], cfg: RunConfig) -> GenerationConfig:
-    """The ``Generation`` section, with the export's settings for keys that nobody wrote.
+    """The ``Generation`` section, with the export's settings for keys that are not given.
 
     Raises:
-        ConfigError: together they make no sense.
+        ConfigError: they contradict each other.
     """
     written = cfg.Generation.model_dump(exclude_unset=True)
     try:

@@ -8,14 +8,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import MISSING, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppfleetx.commands.generate import check_checkpoint, check_output, load_generator
+from ppfleetx.commands.model_options import ModelOptions
+from ppfleetx.commands.options import option
 from ppfleetx.commands.start_process import start_with, world_size
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.loader import ConfigSource, load_config
+from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.utils.files import atomic_write
 
@@ -23,62 +26,54 @@ if TYPE_CHECKING:
     from ppfleetx.commands.lm_eval_model import HarnessModel
 
 
-def run(
-    path: ConfigSource,
-    overrides: Sequence[str],
-    tasks: Sequence[str],
-    *,
-    batch_size: int = 8,
-    num_fewshot: int | None = None,
-    limit: int | None = None,
-    include_path: str | None = None,
-    output: str | None = None,
-) -> None:
-    """The program ``tasks/gpt/lm_eval_harness.py``: measure and print a table.
+@dataclass(frozen=True, kw_only=True)
+class LmEval(ModelOptions):
+    """Measure a checkpoint on tasks of lm-evaluation-harness (docs/evaluation.md)."""
 
-    Args:
-        path, overrides: as of ``start_process``.
-        tasks: names of the harness's tasks or groups.
-        batch_size: texts per forward pass.
-        num_fewshot: examples in each prompt; None: what the task says.
-        limit: only so many examples of each task.
-        include_path: a directory of further task definitions (YAML).
-        output: a JSON file for the results.
+    tasks: str = option("tasks or groups of the harness", default=MISSING, metavar="NAME[,NAME...]")
+    batch_size: int = option("texts per forward pass (8)", default=8)
+    num_fewshot: int | None = option("examples in each prompt (what the task says)")
+    limit: int | None = option("only so many examples of each task")
+    include_path: str | None = option("directory with further task definitions", metavar="DIR")
+    output: str | None = option("also write the results as JSON", metavar="FILE")
 
-    Raises:
-        UserError: ``lm_eval`` is not installed, a number is too small, a task is unknown, or what
-            ``load_generator`` refuses.
-    """
-    require_lm_eval()
-    for key, value, least in (
-        ("--batch-size", batch_size, 1),
-        ("--num-fewshot", num_fewshot, 0),
-        ("--limit", limit, 1),
-    ):
-        if value is not None and value < least:
-            raise ConfigError(f"must be at least {least}", key=key, value=value)
-    if output is not None:
-        check_output(Path(output), mark=b'"alias": ')
-    if include_path is not None and not Path(include_path).is_dir():
-        raise ConfigError("there is no such directory", key="--include-path", value=include_path)
-    cfg = load_config(path, overrides, world_size=world_size(os.environ))
-    check_checkpoint(cfg)
-    if cfg.plan.world_size > 1:
-        raise ConfigError(
-            "the harness runs in one process; start it without a launcher and with all degrees 1 (a "
-            "checkpoint of any plan loads)",
-            key="Distributed",
-        )
-    cfg, ctx = start_with(cfg)
-    manager = find_tasks(tasks, include_path)
-    model = load_model(cfg, ctx, batch_size)
-    results = measure(model, tasks, manager, num_fewshot=num_fewshot, limit=limit)
-    from lm_eval.utils import make_table
+    def run(self) -> None:
+        """Run the harness and print its table."""
+        with self.job() as job:
+            self._check()
+            cfg = load_config(job.config, job.overrides, world_size=world_size(os.environ))
+            check_checkpoint(cfg)
+            if cfg.plan.world_size > 1:
+                raise ConfigError(
+                    "the harness runs in one process; start it without a launcher and with all degrees 1 (a "
+                    "checkpoint of any plan loads)",
+                    key="Distributed",
+                )
+            cfg, ctx = start_with(cfg)
+            names = self.tasks.split(",")
+            manager = find_tasks(names, self.include_path)
+            model = load_model(cfg, ctx, self.batch_size)
+            results = measure(model, names, manager, num_fewshot=self.num_fewshot, limit=self.limit)
+        from lm_eval.utils import make_table
 
-    print(make_table(results), flush=True)
-    if output is not None:
-        with atomic_write(output, "w") as file:
-            json.dump(results["results"], file, indent=2, default=str)
+        print(make_table(results), flush=True)
+        if self.output is not None:
+            with atomic_write(self.output, "w") as file:
+                json.dump(results["results"], file, indent=2, default=str)
+
+    def _check(self) -> None:
+        require_lm_eval()
+        for key, value, least in (
+            ("--batch-size", self.batch_size, 1),
+            ("--num-fewshot", self.num_fewshot, 0),
+            ("--limit", self.limit, 1),
+        ):
+            if value is not None and value < least:
+                raise ConfigError(f"must be at least {least}", key=key, value=value)
+        if self.output is not None:
+            check_output(Path(self.output), mark=b'"alias": ')
+        if self.include_path is not None and not Path(self.include_path).is_dir():
+            raise ConfigError("there is no such directory", key="--include-path", value=self.include_path)
 
 
 def require_lm_eval() -> None:

@@ -1,7 +1,4 @@
-"""Wiring of pruning: from a checkpoint of any kind to one of a smaller model.
-
-What a user may have got wrong is looked at before Paddle is loaded, which takes seconds.
-"""
+"""The verb ``prune``. Most mistakes are found before Paddle is loaded, which takes seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +14,13 @@ from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.weights import slices_of, with_vocabulary
 from ppfleetx.checkpoint.writer import save_checkpoint
-from ppfleetx.commands.shrinking import calibration_samples, check_request, open_model, refuse_adapters
+from ppfleetx.commands.options import option
+from ppfleetx.commands.shrinking import (
+    ShrinkingOptions,
+    calibration_samples,
+    open_model,
+    refuse_adapters,
+)
 from ppfleetx.commands.start_process import start_with, world_size
 from ppfleetx.compress.prune import (
     Criterion,
@@ -35,61 +38,84 @@ from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.models.gpt.shape import flops_per_step, parameter_count
+from ppfleetx.models.gpt.spec import flops_per_step, parameter_count
 from ppfleetx.utils.log import configure_logging, get_logger
 
 REPORT_FILE = "pruning.json"
 
 
-@dataclass(frozen=True)
-class Request:
-    """What ``ppfleetx prune`` was asked for; the fields are its options."""
+@dataclass(frozen=True, kw_only=True)
+class Prune(ShrinkingOptions):
+    """Take attention heads, feed-forward units and layers out of a checkpoint.
 
-    checkpoint: str
-    output: str
-    ratio: float = 0.0
-    criterion: Criterion = "l1_norm"
-    part: Part = "both"
-    multiple: int = 1
-    drop_layers: tuple[int, ...] = ()
-    calibration: str | None = None
-    samples: int = 64
-    config: str | None = None
-    override: tuple[str, ...] = ()
+    CHECKPOINT is the directory of a run, of one of its checkpoints, of Hugging Face or of FleetX. Every layer
+    loses the same number of heads and units, so that the result is an ordinary model: it trains, generates,
+    converts and exports under any plan. A little training makes up for most of the loss (docs/compress.md).
+    """
+
+    examples = """\
+examples:
+  ppfleetx prune output --ratio 0.25 --output output-pruned
+  ppfleetx prune output --ratio 0.25 --criterion saliency --calibration data/train --output output-pruned
+  ppfleetx prune output --drop-layers 9 10 --output output-shallow
+  ppfleetx finetune --from output-pruned --output recovered
+"""
+    ratio: float = option(
+        "share of the heads and units taken out of each layer, rounded to fewer (default 0)",
+        default=0.0,
+        metavar="R",
+    )
+    criterion: Criterion = option(
+        "what matters least: weights with the smallest sum of magnitudes (default) or squares, or what "
+        "the loss would miss least (saliency)",
+        default="l1_norm",
+    )
+    part: Part = option("what is pruned (default both)", default="both")
+    multiple: int = option(
+        "what stays is rounded up to a multiple of N, such as a tensor-parallel degree (default 1)", default=1
+    )
+    drop_layers: tuple[int, ...] = option("layers to leave out, from 0", default=(), metavar="I")
+    calibration: str | None = option(
+        "for saliency: a corpus (prefix of .bin/.idx) or a .txt file", metavar="DATA"
+    )
+
+    def run(self) -> None:
+        """Prune, and print the sizes before and after."""
+        prune(self)
 
 
-def run(request: Request) -> Path:
+def prune(options: Prune) -> Path:
     """Write the smaller model and the report; return its step directory.
 
     Raises:
         UserError: what cannot be pruned, or not so, in words.
     """
     configure_logging()
-    output = Path(request.output)
-    _check(request, output)
-    with open_model(request) as (cfg, directory, tokenizer):
-        _check_model(cfg, request.checkpoint)
+    output = Path(options.output)
+    _check(options)
+    with open_model(options) as (cfg, directory, tokenizer):
+        _check_model(cfg, options.checkpoint)
         sizes = sizes_after(
             cfg.Model,
-            request.ratio,
-            part=request.part,
-            multiple=request.multiple,
-            drop_layers=request.drop_layers,
+            options.ratio,
+            part=options.part,
+            multiple=options.multiple,
+            drop_layers=options.drop_layers,
         )
         checkpoint = open_resolved(resolve_checkpoint(directory, verify=True))
-        scores = _scores(cfg, checkpoint, request, sizes, tokenizer)
-        return _write(cfg, checkpoint, request, sizes, scores, tokenizer, output)
+        scores = _scores(cfg, checkpoint, options, sizes, tokenizer)
+        return _write(cfg, checkpoint, options, sizes, scores, tokenizer, output)
 
 
-def _check(request: Request, output: Path) -> None:
-    check_request(request, output)
+def _check(options: Prune) -> None:
+    options.check()
     if world_size(os.environ) > 1:
         raise ConfigError("one process prunes; the result loads under any plan")
-    if request.criterion == "saliency" and request.calibration is None:
+    if options.criterion == "saliency" and options.calibration is None:
         raise ConfigError(
             "looks at what the loss would lose: give --calibration DATA", key="--criterion", value="saliency"
         )
-    if request.criterion != "saliency" and request.calibration is not None:
+    if options.criterion != "saliency" and options.calibration is not None:
         raise ConfigError("is read with --criterion saliency only", key="--calibration")
 
 
@@ -103,12 +129,12 @@ def _check_model(cfg: RunConfig, place: str) -> None:
 
 
 def _scores(
-    cfg: RunConfig, checkpoint: Checkpoint, request: Request, sizes: Sizes, tokenizer: Tokenizer | None
+    cfg: RunConfig, checkpoint: Checkpoint, options: Prune, sizes: Sizes, tokenizer: Tokenizer | None
 ) -> dict[int, Scores]:
-    samples = calibration_samples(cfg, request, tokenizer, fewest=1)
+    samples = calibration_samples(cfg, options, tokenizer, fewest=1)
     if samples is None:
         tensors = _tensors(checkpoint, cfg)
-        return {i: magnitude_scores(tensors, cfg.Model, i, request.criterion) for i in sizes.layers}
+        return {i: magnitude_scores(tensors, cfg.Model, i, options.criterion) for i in sizes.layers}
     cfg, _ = start_with(cfg)
     from ppfleetx.compress.saliency import saliency_scores
 
@@ -128,7 +154,7 @@ def _tensors(checkpoint: Checkpoint, cfg: RunConfig) -> dict[str, LazyTensor]:
 def _write(
     cfg: RunConfig,
     checkpoint: Checkpoint,
-    request: Request,
+    options: Prune,
     sizes: Sizes,
     scores: dict[int, Scores],
     tokenizer: Tokenizer | None,
@@ -142,7 +168,7 @@ def _write(
         epoch=checkpoint.manifest.epoch,
         step=checkpoint.manifest.step,
         tensors=slices_of(tensors),
-        state={"source": {"pruned": asdict(request), "from": checkpoint.path.name}},
+        state={"source": {"pruned": asdict(options), "from": checkpoint.path.name}},
         plan=asdict(ParallelPlan()),
         config=small.model_dump(mode="json"),
         fingerprints={"tokenizer": tokenizer.fingerprint} if tokenizer is not None else {},

@@ -1,21 +1,18 @@
-"""A directory with a model, whoever wrote it, as a configuration and a checkpoint that programs take.
+"""A model's directory, whoever wrote it, as a configuration and a checkpoint that commands take.
 
-Of ours, what the checkpoint says of itself is used (`checkpoint/documents.py`). A directory of Hugging Face
-is converted into a temporary place, and so is a model of its hub (`hf:NAME`), once it is downloaded. FleetX's
-is read as it is: its network is that of the shipped configuration which has its sizes.
+Our own checkpoints hold their configuration (`checkpoint/documents.py`). A directory of Hugging Face is
+converted into a temporary one, and so is a model of its hub (`hf:NAME`) once it is downloaded. FleetX's is
+read as it is, with the network of the shipped configuration that has its sizes.
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.documents import OF_ONE_CALL, PORTABLE_SECTIONS, portable_model
@@ -24,9 +21,10 @@ from ppfleetx.checkpoint.weights_only import find_tokenizer_dir
 from ppfleetx.commands.shared_directory import shared_directory
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import CONFIG_FILE, load_config
-from ppfleetx.config.reading.files import MadeFile, model_in
-from ppfleetx.config.reading.overrides import Override
+from ppfleetx.config.reading.files import MadeFile, Sections, model_in
+from ppfleetx.config.reading.overrides import Override, Setting, overridden_keys
 from ppfleetx.config.reading.parse import read_yaml
+from ppfleetx.config.sections.root import DistributedConfig, RunConfig
 from ppfleetx.config.shipped import shipped_configs
 from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.conversion.detect import is_hugging_face
@@ -36,12 +34,12 @@ from ppfleetx.utils.log import configure_logging, get_logger
 from ppfleetx.utils.plugins import import_named_plugins
 
 ONE_SEQUENCE = {"Global": {"local_batch_size": 1}}
-"""Batch sizes of a configuration that says none: those of a program that has no batches."""
-# What the configuration in a checkpoint may hold: what `portable_config` writes.
+"""Batch sizes for commands that have no batches."""
+# What the configuration in a checkpoint may hold, which is what `portable_config` writes.
 _OWN_SECTIONS = ("Global", "Model", "Data", "Compress", *PORTABLE_SECTIONS)
 _OWN_GLOBAL = ("seed", "local_batch_size", "micro_batch_size")
-# Keys that the shapes of FleetX's tensors tell -> what says the same of our section.
-_SAID_BY_FLEETX = {
+# Sizes found in the shapes of FleetX's tensors, and what has them in our section.
+_SIZES = {
     "hidden_size": "hidden_size",
     "num_layers": "num_layers",
     "ffn_hidden_size": "ffn_size",
@@ -55,39 +53,36 @@ class ModelPlace:
 
     Attributes:
         name: the directory as it was given.
-        config: the configuration that the checkpoint says of itself; None: it was not looked for.
+        config: the checkpoint's own configuration; None: it was not asked for.
         checkpoint: what ``Engine.save_load.ckpt_dir`` and ``init_from`` take.
         tokenizer: directory of the tokenizer's files, where they are known.
     """
 
     name: str
-    config: Path | MadeFile | None
+    config: Path | MadeFile | Sections | None
     checkpoint: Path
     tokenizer: Path | None
 
     def overrides(
-        self, given: Sequence[str] = (), *, option: str = "CHECKPOINT", key: str = "Engine.save_load.ckpt_dir"
-    ) -> list[str]:
-        """Overrides that make a program load the model, before those of the user.
+        self,
+        given: Iterable[Override] = (),
+        *,
+        option: str = "CHECKPOINT",
+        key: str = "Engine.save_load.ckpt_dir",
+    ) -> list[Override]:
+        """The user's overrides, after those that make a program load the model.
 
         Args:
-            given: the user's; a tokenizer named there holds.
+            given: the user's; a tokenizer named there wins.
             option: how the user named the directory, for messages.
             key: what is to name the checkpoint.
         """
-        named = {text.partition("=")[0].strip() for text in given}
-        ours = [override(key, str(self.checkpoint), option)]
-        if self.tokenizer is not None and not any(name.startswith("Data.tokenizer") for name in named):
-            ours.append(override("Data.tokenizer.dir", str(self.tokenizer), model_in(self.name)))
+        given = list(given)
+        ours = [Setting(key, self.checkpoint, option)]
+        names_one = any(name.startswith("Data.tokenizer") for name in overridden_keys(given))
+        if self.tokenizer is not None and not names_one:
+            ours.append(Setting("Data.tokenizer.dir", self.tokenizer, model_in(self.name)))
         return [*ours, *given]
-
-
-def override(key: str, value: Any, place: str) -> Override:
-    """``key=value`` as ``-o`` takes it, whatever characters are in ``value``; ``place`` is what said so."""
-    text = yaml.safe_dump(
-        [value], default_flow_style=True, allow_unicode=True, width=1 << 30, sort_keys=False
-    )
-    return Override(f"{key}={text.strip()[1:-1]}", place)
 
 
 def resolve_model(place: str | Path, stack: ExitStack, *, with_config: bool = True) -> ModelPlace:
@@ -95,11 +90,11 @@ def resolve_model(place: str | Path, stack: ExitStack, *, with_config: bool = Tr
 
     Args:
         place: the directory, or the name of a model on the Hugging Face hub, which is downloaded.
-        stack: what was made for it is removed when this ends.
+        stack: temporary files are removed when this ends.
         with_config: look for its configuration too; not needed where the user gives one.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it does not say what network it is.
+        CheckpointError: there is none, it is damaged, or it does not describe its network.
         ConfigError: its configuration sets more than a model and its data; a plugin that PPFLEETX_PLUGINS
             names cannot be imported.
     """
@@ -117,14 +112,14 @@ def resolve_model(place: str | Path, stack: ExitStack, *, with_config: bool = Tr
     tokenizer = find_tokenizer_dir(checkpoint.path)
     if not with_config:
         return ModelPlace(str(place), None, checkpoint.path, tokenizer)
-    config: Path | MadeFile
+    config: Path | Sections
     if is_fleetx(checkpoint.path):
-        config = write_config(_sections_of_fleetx(checkpoint.path), stack, model_in(place))
+        config = Sections(_sections_of_fleetx(checkpoint.path), model_in(place))
     elif CONFIG_FILE in checkpoint.manifest.documents:
         config = checkpoint.path / CONFIG_FILE
         _refuse_more_than_a_model(config)
     else:
-        config = write_config(_sections_of_manifest(checkpoint, tokenizer), stack, model_in(place))
+        config = Sections(_sections_of_manifest(checkpoint, tokenizer), model_in(place))
     return ModelPlace(str(place), config, checkpoint.path, tokenizer)
 
 
@@ -140,7 +135,7 @@ def refuse_absent(place: str | Path) -> None:
 
 
 def _refuse_more_than_a_model(config: Path) -> None:
-    """Whoever made a checkpoint must not choose what is overwritten here, or where a server listens."""
+    """A checkpoint from elsewhere must not choose what is overwritten here, or where a server listens."""
     tree = read_yaml(config)
     nodes = {key: node for key, node in tree.value.items() if key not in _OWN_SECTIONS}
     for section, allowed in (("Global", lambda key: key in _OWN_GLOBAL), ("Generation", _is_lasting)):
@@ -161,7 +156,7 @@ def _is_lasting(key: str) -> bool:
 
 
 def _converted(place: str | Path, path: Path, stack: ExitStack) -> ModelPlace:
-    """One process of a machine converts, for all of its job."""
+    """Convert once on each machine, for all processes of the job."""
 
     def fill(target: Path) -> None:
         _log().info(
@@ -189,33 +184,43 @@ def _sections_of_manifest(checkpoint: Checkpoint, tokenizer: Path | None) -> dic
         f"tokenizer. Configuration: that in its manifest. Tokenizer: {found}"
     )
     sections = {name: saved[name] for name in PORTABLE_SECTIONS if saved.get(name) is not None}
-    if isinstance(generation := sections.get("Generation"), Mapping):  # no prompt of whoever saved it
+    if isinstance(generation := sections.get("Generation"), Mapping):  # without the prompt it was saved with
         sections["Generation"] = {key: value for key, value in generation.items() if _is_lasting(key)}
     data = {key: value for key, value in (saved.get("Data") or {}).items() if key != "tokenizer"}
     return {**ONE_SEQUENCE, **sections, "Model": portable_model(saved["Model"]), "Data": data}
 
 
 def _sections_of_fleetx(path: Path) -> dict[str, Any]:
-    told = read_fleetx(path).model
+    sizes = read_fleetx(path).model
     for name, file in shipped_configs().items():
         model = load_config(file).Model
-        if all(told.get(key) == getattr(model, ours) for key, ours in _SAID_BY_FLEETX.items()):
+        if all(sizes.get(key) == getattr(model, ours) for key, ours in _SIZES.items()):
             _log().info(f"{path} is FleetX's; it has the sizes of {name}, whose Model section is used")
             plain = model.model_dump(mode="json") | {"module": "GPTModule", "lora": None, "num_classes": None}
             return {**ONE_SEQUENCE, "Model": portable_model(plain)}
-    sizes = ", ".join(f"{key} {value}" for key, value in told.items())
+    found = ", ".join(f"{key} {value}" for key, value in sizes.items())
     raise CheckpointError(
-        f"{path} is FleetX's and has other sizes ({sizes}) than any shipped configuration. It does not say "
+        f"{path} is FleetX's and has other sizes ({found}) than any shipped configuration. It does not say "
         "the number of attention heads: give a configuration with -c FILE"
     )
 
 
-def write_config(sections: dict[str, Any], stack: ExitStack, place: str) -> MadeFile:
-    """A file with these sections, removed when ``stack`` ends; ``place`` is where they come from."""
-    directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ppfleetx-")))
-    path = directory / CONFIG_FILE
-    path.write_text(yaml.safe_dump(sections, sort_keys=False, allow_unicode=True), "utf-8")
-    return MadeFile(path, place)
+def as_replicas(cfg: RunConfig, processes: int) -> tuple[RunConfig, list[str]]:
+    """``cfg`` for data-parallel processes that each hold the whole model in float32, and notes for the user.
+
+    Export, inference, quantising and pruning run so, whatever the plan was.
+    """
+    notes = []
+    plan = cfg.plan
+    if plan.world_size not in (1, processes) or plan.mp * plan.pp * plan.sep > 1:
+        notes.append(f"the plan of the configuration ({plan}) is not used: a process holds the whole model")
+    if cfg.Engine.mix_precision.enable:
+        notes.append("Engine.mix_precision is disabled: the model computes in float32")
+    distributed = DistributedConfig(dp_degree=processes)
+    model = cfg.Model.model_copy(update={"sequence_parallel": False, "virtual_pp_degree": 1})
+    precision = cfg.Engine.mix_precision.model_copy(update={"enable": False})
+    engine = cfg.Engine.model_copy(update={"mix_precision": precision})
+    return cfg.model_copy(update={"Distributed": distributed, "Model": model, "Engine": engine}), notes
 
 
 def _log() -> Any:

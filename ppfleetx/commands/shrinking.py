@@ -1,15 +1,16 @@
-"""What the two programs that make a checkpoint smaller, pruning and quantisation, ask of their input."""
+"""What ``quantize`` and ``prune``, which make a checkpoint smaller, share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.weights_only import load_tokenizer
-from ppfleetx.commands.replicas import as_replicas
-from ppfleetx.commands.resolve_model import resolve_model
+from ppfleetx.commands.options import OptionalConfigOptions, option, positional
+from ppfleetx.commands.resolve_model import as_replicas, resolve_model
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
@@ -22,37 +23,34 @@ if TYPE_CHECKING:
 _LONGEST = 512  # tokens of a window
 
 
-class Shrinking(Protocol):
-    """The options that both commands have."""
+@dataclass(frozen=True, kw_only=True)
+class ShrinkingOptions(OptionalConfigOptions):
+    """The options that ``quantize`` and ``prune`` share."""
 
-    @property
-    def checkpoint(self) -> str: ...
-    @property
-    def config(self) -> str | None: ...
-    @property
-    def override(self) -> tuple[str, ...]: ...
-    @property
-    def calibration(self) -> str | None: ...
-    @property
-    def samples(self) -> int: ...
+    checkpoint: str = positional("CHECKPOINT", "the directory of a model", default=MISSING)
+    output: str = option("a new or empty directory", default=MISSING, metavar="DIR")
+    samples: int = option("windows to calibrate on (default 64)", default=64)
+    calibration: str | None = option(
+        "a corpus (prefix of .bin/.idx) or a .txt file; its last tenth measures the perplexity",
+        metavar="DATA",
+    )
 
-
-def check_request(request: Shrinking, output: Path) -> None:
-    """Refuse an output that holds something, and a calibration of no samples."""
-    if is_taken(output):
-        raise ConfigError(
-            "is there already; name a new or empty directory", key="--output", value=str(output)
-        )
-    if request.samples < 1:
-        raise ConfigError("must be at least 1", key="--samples", value=request.samples)
+    def check(self) -> None:
+        """Refuse an output that holds something, and a calibration of no samples."""
+        if is_taken(Path(self.output)):
+            raise ConfigError(
+                "is there already; name a new or empty directory", key="--output", value=self.output
+            )
+        if self.samples < 1:
+            raise ConfigError("must be at least 1", key="--samples", value=self.samples)
 
 
 @contextmanager
-def open_model(request: Shrinking) -> Iterator[tuple[RunConfig, Path, Tokenizer | None]]:
+def open_model(options: ShrinkingOptions) -> Iterator[tuple[RunConfig, Path, Tokenizer | None]]:
     """Configuration for one process, directory of the checkpoint, and tokenizer where there is one."""
     with ExitStack() as stack:
-        place = resolve_model(request.checkpoint, stack, with_config=request.config is None)
-        cfg = load_config(request.config or place.config, place.overrides(request.override))
+        place = resolve_model(options.checkpoint, stack, with_config=options.config is None)
+        cfg = load_config(options.config or place.config, place.overrides(options.override))
         cfg, _ = as_replicas(cfg, 1)
         tokenizer = None if place.tokenizer is None else load_tokenizer(place.tokenizer)
         yield cfg, place.checkpoint, tokenizer
@@ -68,18 +66,18 @@ def refuse_adapters(cfg: RunConfig, place: str) -> None:
 
 
 def calibration_samples(
-    cfg: RunConfig, request: Shrinking, tokenizer: Tokenizer | None, fewest: int
+    cfg: RunConfig, options: ShrinkingOptions, tokenizer: Tokenizer | None, fewest: int
 ) -> Samples | None:
     """Windows of the calibration data, at least `fewest` tokens; None where none was named."""
-    if request.calibration is None:
+    if options.calibration is None:
         return None
     from ppfleetx.compress.samples import read_samples
 
     return read_samples(
-        request.calibration,
+        options.calibration,
         tokenizer,
         vocab_size=cfg.Model.vocab_size,
         seq_len=min(cfg.Model.max_position_embeddings, _LONGEST),
-        num_windows=request.samples,
+        num_windows=options.samples,
         fewest=fewest,
     )

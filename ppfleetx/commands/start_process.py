@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.directory import newest_complete, resolve_checkpoint
-from ppfleetx.config.config_notes import not_supported_reasons
-from ppfleetx.config.data_sets import data_sets
+from ppfleetx.config.config_notes import not_supported_reasons, refuse_absent
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import ConfigSource, load_config
-from ppfleetx.config.loggers import refuse_absent
 from ppfleetx.config.reading.tree import is_index
+from ppfleetx.config.sections.root import data_sets
 from ppfleetx.config.weight_sources import sources
 from ppfleetx.config.without_effect import without_effect
 from ppfleetx.core.engine.run_directory import CKPT_DIR, check_beginning, output_dir_of
@@ -46,7 +45,7 @@ def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig,
     """:func:`start_process` for a configuration that is loaded already.
 
     Raises:
-        ConfigError: it needs what is not here, or is to train and its task does not.
+        ConfigError: something it needs is missing, or a task that only evaluates is to be trained.
     """
     main = rank(os.environ) == 0
     logger = configure_logging(quiet=not main and not cfg.plan.knows_loss(rank(os.environ)))
@@ -82,8 +81,8 @@ def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig,
 
 
 def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
-    """Raise at once, and not after Paddle has been loaded, when a corpus or a checkpoint is not there, or a
-    run in ``output_dir`` is in the way."""
+    """Raise, before Paddle is loaded, when a corpus or a checkpoint is missing or another run is in
+    ``output_dir``."""
     for mode in reads:
         if mode == "Test" and not cfg.Model.task.classifies:
             continue  # nothing else reads it
@@ -112,8 +111,8 @@ def refuse_foreign_weights(cfg: RunConfig) -> None:
 
 
 def _is_needed(key: str, cfg: RunConfig, *, trains: bool) -> bool:
-    """Whether a source is still read: a run that goes on has all but its frozen weights in its own
-    checkpoints, and what looks at a run needs none of what that once started from."""
+    """Whether a source is still read. A run that goes on has all but frozen weights in its own checkpoints;
+    evaluation and generation need no weights that the run once started from."""
     if key == "Model.lora.base":
         return True
     if not trains:

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 from ppfleetx.checkpoint.adapters import BASE
 from ppfleetx.checkpoint.documents import documents_of
 from ppfleetx.commands.check import check_report
-from ppfleetx.config.data_sets import data_sets
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registry import load_target
-from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.config.sections.root import RunConfig, data_sets
 from ppfleetx.config.weight_sources import named_checkpoint
 from ppfleetx.core.engine.agreement import Fingerprints
 from ppfleetx.core.engine.beginning import begin, find_sources
@@ -56,8 +55,7 @@ def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = 
 
     Args:
         cfg, ctx: the configuration, and this process's place.
-        callbacks: objects that are told of the run after those of ``Engine.callbacks``, on every rank that
-            gives them.
+        callbacks: their hooks are called after those of ``Engine.callbacks``, on every rank that gives them.
 
     Returns:
         The engine, whose runner has the trained model.
@@ -162,7 +160,7 @@ def _pruning(
 
 
 def _sources(cfg: RunConfig, loader: DataLoader) -> list[str]:
-    """Names of the sources whose losses are to be told apart."""
+    """Names of the sources whose losses are logged separately."""
     if not cfg.Engine.log_source_loss:
         return []
     if not loader.sources:
@@ -227,7 +225,7 @@ def evaluator_of(cfg: RunConfig, ctx: ParallelContext, *, has_labels: bool = Tru
     if measure is None:
         return partial(task.evaluator, ctx, has_labels=has_labels)
     get_logger().warning("ModuleTraits.measure: override `evaluator` of the task in its place")
-    make = load_target(measure) if isinstance(measure, str) else measure
+    make = load_target(measure)
     return partial(make, task, ctx, has_labels=has_labels)
 
 

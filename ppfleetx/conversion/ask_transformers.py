@@ -1,8 +1,8 @@
-"""Logits of a Hugging Face directory, computed by transformers. Run by an interpreter that has it.
+"""Compute logits of a Hugging Face directory with transformers. Run by an interpreter that has it.
 
     python ask_transformers.py DIRECTORY PROBE.npz LOGITS.npy
 
-It imports nothing of this project, loads nothing from the network and runs no code of the model's own.
+It imports nothing of this project, downloads nothing and runs no code of the model's own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main(directory: str, probe: str, answer: str) -> None:
     with np.load(probe) as given:
         tokens, positions = (torch.from_numpy(given[name]) for name in ("tokens", "positions"))
     with torch.no_grad():
-        # Without a mask, positions that are not neighbours would be taken for several packed sequences.
+        # Without a mask, gaps between positions would be taken for the ends of packed sequences.
         output = model(tokens, position_ids=positions, attention_mask=torch.ones_like(tokens))
     np.save(answer, output.logits.numpy())
 

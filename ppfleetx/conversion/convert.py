@@ -1,4 +1,4 @@
-"""One conversion from start to end: what ``tools/convert_checkpoint.py`` calls."""
+"""A conversion from start to end, and its check: ``tools/convert_checkpoint.py``."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ SOURCES, TARGETS = ("hf", "fleetx", "megatron", "ppfleetx"), ("ppfleetx", "hf")
 
 @dataclass(frozen=True)
 class Conversion:
-    """What is to be converted.
+    """What to convert, and how.
 
     Attributes:
         source, target: formats, of SOURCES and TARGETS.
         input, output: directories.
-        model: the network; None where the source says it.
+        model: the network; None: the source describes it.
         dtype: `float32`, `float16`, `bfloat16`, or None to keep each tensor's own.
-        merge: from ppfleetx to ppfleetx: into one rank directory, optimizer state included.
-        plan: the same, cut for this plan.
-        tokenizer: directory of tokenizer files, where the source has none.
+        merge: ppfleetx to ppfleetx, into one rank directory, optimizer state included.
+        plan: ppfleetx to ppfleetx, cut for this plan.
+        tokenizer: directory of tokenizer files to take in place of the source's.
     """
 
     source: str
@@ -58,11 +58,11 @@ class Conversion:
 
 @os_errors(CheckpointError)
 def convert(job: Conversion) -> Path:
-    """Convert, and return the directory that was written: a step directory, or Hugging Face's.
+    """Convert, and return the directory that was written: a step directory or a Hugging Face directory.
 
     Raises:
-        CheckpointError: the source cannot be read or has a weight that is NaN or infinite, or the target
-            cannot hold the network.
+        CheckpointError: the source cannot be read, has a NaN or an infinity, or is no network that the
+            target format has.
         ConfigError: the description of the network is wrong.
     """
     _check(job)
@@ -90,7 +90,7 @@ def convert(job: Conversion) -> Path:
 
 
 def read_weights(job: Conversion) -> Weights:
-    """The weights of the source in the wanted element type, read one at a time."""
+    """The weights of the source in the element type of the job, read one at a time."""
     if job.source == "hf":
         weights = read_hf(job.input)
     elif job.source == "fleetx":
@@ -104,26 +104,26 @@ def read_weights(job: Conversion) -> Weights:
 
 
 def model_of(weights: Weights, given: ModelConfig | None) -> ModelConfig:
-    """The network: what the source says, or what is given, which must not contradict it.
+    """The network that is given, or the one that the source describes.
 
     Raises:
-        CheckpointError: the source does not describe its network and nothing is given, or the two differ.
+        CheckpointError: the source does not describe it and none is given, or the two contradict each other.
     """
-    told = weights.model
+    described = weights.model
     if given is None:
         needed = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads")
-        absent = [key for key in needed if key not in told]
+        absent = [key for key in needed if key not in described]
         if absent:
             raise CheckpointError(
-                f"{weights.place} does not tell {', '.join(absent)} of the network; give --config YAML with "
+                f"{weights.place} does not say {', '.join(absent)} of the network; give --config YAML with "
                 "its Model section"
             )
-        return network_of(told, weights.place)
+        return network_of(described, weights.place)
     for key, value in network(given).items():
-        said = told.get(key)
+        said = described.get(key)
         if key == "rope_scaling":  # where null is a value, and not "not said"
             said = None if said is None else section_of(RopeScalingConfig, said)
-            differs = key in told and said != value
+            differs = key in described and said != value
         else:
             differs = value is not None and said not in (None, value)
         if differs:
@@ -226,7 +226,7 @@ def _check(job: Conversion) -> None:
 
 
 def _refuse_finetuned(job: Conversion, weights: Weights, model: ModelConfig) -> None:
-    """Raise CheckpointError for what is no plain language model, which alone other formats hold."""
+    """Raise CheckpointError for adapters and classifiers, which other formats do not hold."""
     if model.lora is not None:
         raise CheckpointError(
             f"{weights.place} holds adapters (Model.lora) for frozen weights; make one model of both first: "

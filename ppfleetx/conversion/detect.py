@@ -1,6 +1,6 @@
-"""Checkpoints of other programs, by the look of their files: what they are, and how they are converted.
+"""Recognising checkpoints of other programs by their files, to say how to convert them.
 
-Names are looked at, and configurations and headers where a name does not say enough; no tensor is read.
+Names of files are enough for most; for some, configurations and headers are read. No tensor is.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ppfleetx.conversion.safetensors_file import INDEX, SINGLE
 _WEIGHTS = (INDEX, SINGLE, PICKLE_INDEX, PICKLE, PADDLE_INDEX, PADDLE_PICKLE)
 _WEIGHT_FILE = re.compile(r"(.*\.safetensors|pytorch_model.*\.bin|model_state.*\.pdparams)(\.index\.json)?")
 HUB = "hf:"
-"""What a model of the Hugging Face hub begins with, in the place of a directory."""
+"""Prefix of the name of a model on the Hugging Face hub, where a directory is expected."""
 _ITERATION = re.compile(r"iter_\d+|release")
 
 
@@ -48,9 +48,9 @@ def is_hugging_face(path: Path) -> bool:
 
 
 def described(path: Path) -> str | None:
-    """What ``path`` is and what to do with it, in sentences that begin with it.
+    """What ``path`` is and how to convert it, in sentences that begin with the path.
 
-    None where it is nothing that is known, or where it need not be converted.
+    None if it is unknown, or need not be converted.
 
     Args:
         path: a directory or a file, which need not exist.
@@ -82,7 +82,7 @@ def refuse_foreign(cfg: RunConfig) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether it is a step directory, lies in one (as a rank directory does), or points to one."""
+    """Whether it is an output directory, a step directory or a rank directory of ours."""
     return (path / LATEST_FILE).exists() or any(
         (place / name).exists() for place in (path, path.parent) for name in (MANIFEST_FILE, MARKER_FILE)
     )

@@ -1,16 +1,14 @@
-"""FleetX's checkpoints: ``model.pdparams``, alone or in one directory per rank, in as weights.
+"""Reading FleetX's checkpoints: ``model.pdparams``, alone or in one directory per rank.
 
-Only weights are taken: its optimizer state goes by names that Paddle makes up in the order of creation.
-A tensor-parallel rank holds columns of the first and rows of the second linear of each pair and rows of
-the word embedding; a pipeline rank numbers its layers over the whole pipeline, the embedding being 0.
-Every sharding rank writes all parameters, so the first one's are taken.
+Only weights are read: Paddle names optimizer states by order of creation. Tensor-parallel ranks cut the
+parameters as ours do. Pipeline ranks number their layers over the whole pipeline, starting with the embedding
+as 0. Every sharding rank writes all parameters, so the first one's are read.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +19,9 @@ from ppfleetx.checkpoint.weights import ForeignCheckpoint, Weights
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.fused import join_parts
-from ppfleetx.conversion.paddle_file import read_paddle_file
-from ppfleetx.nn.layer_params import qkv_parts
+from ppfleetx.conversion.paddle import read_paddle_file
+from ppfleetx.conversion.ranks import check_complete, joined, ranks_of_stage
+from ppfleetx.nn.attention_spec import qkv_parts
 from ppfleetx.nn.param_spec import Part
 
 MODEL_FILE = "model.pdparams"
@@ -30,25 +29,17 @@ _RANK = re.compile(r"mp_(\d{2,})_sharding_(\d{2,})_pp_(\d{2,})")
 _WRAPPERS = ("_layers.", "_layer.", "module.", "model.", "gpt.")
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Canonical name of a FleetX parameter and the dimension that tensor parallelism cuts, if any."""
-
-    ours: str
-    cut: int | None
-
-
-# Parameters of a layer: theirs -> ours, and the cut dimension of weight and bias.
+# Parameters of a layer: theirs -> ours.
 _IN_LAYER = {
-    "norm1": ("input_norm", None, None),
-    "self_attn.qkv_proj": ("attention.qkv", 1, 0),
-    "self_attn.q_proj": ("attention.q", 1, 0),
-    "self_attn.k_proj": ("attention.k", 1, 0),
-    "self_attn.v_proj": ("attention.v", 1, 0),
-    "self_attn.out_proj": ("attention.out_proj", 0, None),
-    "norm2": ("mlp_norm", None, None),
-    "linear1": ("mlp.fc1", 1, 0),
-    "linear2": ("mlp.fc2", 0, None),
+    "norm1": "input_norm",
+    "self_attn.qkv_proj": "attention.qkv",
+    "self_attn.q_proj": "attention.q",
+    "self_attn.k_proj": "attention.k",
+    "self_attn.v_proj": "attention.v",
+    "self_attn.out_proj": "attention.out_proj",
+    "norm2": "mlp_norm",
+    "linear1": "mlp.fc1",
+    "linear2": "mlp.fc2",
 }
 _EMBEDDING = re.compile(r"(?:.*\.)?(?:embeddings|shared_layers\.embed)\.(word|position)_embeddings\.weight")
 _IN_STACK = re.compile(r"decoder\.layers\.(\d+)\.(.+)\.(weight|bias)")
@@ -60,51 +51,47 @@ _CHUNK_EMBEDDING = re.compile(r"\d+\.embed\.(word|position)_embeddings\.weight")
 
 
 def is_fleetx(path: Path) -> bool:
-    """Whether a directory holds ``model.pdparams``, or rank directories that do."""
+    """Whether a directory, or a rank directory in it, holds ``model.pdparams``."""
     return (path / MODEL_FILE).is_file() or any(
         (child / MODEL_FILE).is_file() for child in path.glob("mp_*_sharding_*_pp_*")
     )
 
 
 def open_fleetx(path: Path) -> ForeignCheckpoint:
-    """A FleetX directory as a checkpoint to load weights from. Raises CheckpointError."""
+    """Open a FleetX directory as a checkpoint to load weights from. Raises CheckpointError."""
     return ForeignCheckpoint(path, read_fleetx(path))
 
 
 def read_fleetx(path: str | Path, model: ModelConfig | None = None) -> Weights:
-    """Weights of a FleetX checkpoint, its ranks put together.
+    """Weights of a FleetX checkpoint, joined from its ranks.
 
     Args:
         path: directory with ``model.pdparams`` or with rank directories, or one rank directory of a run
             with one rank.
-        model: the network; needed only for weights with separate q, k and v.
+        model: the network; needed only if q, k and v are separate.
 
     Raises:
-        RefusedPickleError: a file wants to run something.
-        CheckpointError: ranks are missing, files are damaged, or tensors are not FleetX's GPT's.
+        RefusedPickleError: a file asks for more than arrays and containers.
+        CheckpointError: ranks are missing, files are damaged, or tensors are not those of FleetX's GPT.
     """
     path = Path(path)
-    grid = _rank_files(path)
+    files = _rank_files(path)
     tensors: dict[str, LazyTensor] = {}
-    stages = sorted({pp for _, pp in grid})
-    ranks = sorted({mp for mp, _ in grid})
-    for pp in stages:
-        named = [_canonical(read_paddle_file(grid[mp, pp]), grid[mp, pp]) for mp in ranks]
-        for place, parts in _transposed(named, path):
-            if place.ours not in tensors:  # a tied embedding is on the first and the last stage
-                tensors[place.ours] = _merged(place, parts)
+    for pp in sorted({pp for _, pp in files}):
+        ranks = [_canonical(read_paddle_file(file), file) for file in ranks_of_stage(files, pp)]
+        tensors = joined(ranks, path) | tensors  # a tied embedding is on the first and the last stage
     if "decoder.final_norm.weight" not in tensors:
-        raise CheckpointError(f"{path} lacks the end of the network: a pipeline rank is missing")
+        raise CheckpointError(f"{path} has no final norm: a pipeline rank is missing")
     if any(name.endswith("attention.q.weight") for name in tensors):
         tensors = _fused(tensors, model, path)
     epoch, step = parse_step_directory(path.resolve().name) or (0, 0)
     return Weights(
-        str(path), tensors, model=told_by(tensors), epoch=epoch, step=step, source={"format": "fleetx"}
+        str(path), tensors, model=_sizes(tensors), epoch=epoch, step=step, source={"format": "fleetx"}
     )
 
 
-def told_by(tensors: Mapping[str, LazyTensor]) -> dict[str, int]:
-    """What the shapes say about the `Model` section. The number of heads is not in them."""
+def _sizes(tensors: Mapping[str, LazyTensor]) -> dict[str, int]:
+    """The keys of the `Model` section that follow from shapes. The number of heads does not."""
     positions = tensors.get("embedding.position_embeddings.weight")
     layers = [int(match[1]) for name in tensors if (match := re.match(r"decoder\.layers\.(\d+)\.", name))]
     keys = {"num_layers": max(layers, default=-1) + 1}
@@ -117,11 +104,11 @@ def told_by(tensors: Mapping[str, LazyTensor]) -> dict[str, int]:
 
 
 def _rank_files(path: Path) -> dict[tuple[int, int], Path]:
-    """(mp, pp) -> file of each rank that is needed. Raises CheckpointError when one is missing."""
+    """(mp, pp) -> file of each rank that is needed. Raises CheckpointError if one is missing."""
     if (path / MODEL_FILE).is_file():
         match = _RANK.fullmatch(path.resolve().name)
-        beside = [child for child in path.resolve().parent.glob("mp_*") if (child / MODEL_FILE).is_file()]
-        if match is None or len(beside) == 1:
+        ranks = [child for child in path.resolve().parent.glob("mp_*") if (child / MODEL_FILE).is_file()]
+        if match is None or len(ranks) == 1:
             return {(0, 0): path / MODEL_FILE}
         path = path.resolve().parent
     found = {}
@@ -132,31 +119,27 @@ def _rank_files(path: Path) -> dict[tuple[int, int], Path]:
                 found[mp, pp] = child / MODEL_FILE
     if not found:
         raise CheckpointError(f"{path} holds no {MODEL_FILE}, alone or in rank directories")
-    mp_degree, pp_degree = (max(numbers) + 1 for numbers in zip(*found, strict=True))
-    for mp in range(mp_degree):
-        for pp in range(pp_degree):
-            if (mp, pp) not in found or not found[mp, pp].is_file():
-                raise CheckpointError(f"{path} lacks the {MODEL_FILE} of rank mp {mp}, sharding 0, pp {pp}")
+    check_complete(found, path)
     return found
 
 
-def _canonical(tensors: Mapping[str, LazyTensor], path: Path) -> dict[_Place, LazyTensor]:
+def _canonical(tensors: Mapping[str, LazyTensor], path: Path) -> dict[str, LazyTensor]:
     named = {}
     for name, tensor in tensors.items():
-        place = place_of(name)
-        if place is None:
+        ours = canonical_name(name)
+        if ours is None:
             raise CheckpointError(f"{path}: {shown(name)} is not a parameter of FleetX's GPT")
-        named[place] = tensor
+        named[ours] = tensor
     return named
 
 
-def place_of(name: str) -> _Place | None:
-    """Where a FleetX parameter belongs, or None for a name that is none."""
+def canonical_name(name: str) -> str | None:
+    """Our name of a FleetX parameter; None: FleetX's GPT has no such parameter."""
     bare = _unwrapped(name)
     if match := _EMBEDDING.fullmatch(bare) or _CHUNK_EMBEDDING.fullmatch(bare):
-        return _Place(f"embedding.{match[1]}_embeddings.weight", 0 if match[1] == "word" else None)
+        return f"embedding.{match[1]}_embeddings.weight"
     if match := _FINAL_NORM.fullmatch(bare):
-        return _Place(f"decoder.final_norm.{match[1]}", None)
+        return f"decoder.final_norm.{match[1]}"
     if match := _IN_STACK.fullmatch(bare):
         return _in_layer(int(match[1]), match[2], match[3])
     if match := _IN_CHUNK.fullmatch(bare):
@@ -173,49 +156,22 @@ def _unwrapped(name: str) -> str:
     return name
 
 
-def _in_pipeline(position: int, part: str, kind: str) -> _Place | None:
-    if part == "norm":
-        return _Place(f"decoder.final_norm.{kind}", None)
-    return _in_layer(position - 1, part, kind)
+def _in_pipeline(position: int, part: str, kind: str) -> str | None:
+    return f"decoder.final_norm.{kind}" if part == "norm" else _in_layer(position - 1, part, kind)
 
 
-def _in_layer(index: int, part: str, kind: str) -> _Place | None:
+def _in_layer(index: int, part: str, kind: str) -> str | None:
     if part not in _IN_LAYER or index < 0:
         return None
-    ours, weight_cut, bias_cut = _IN_LAYER[part]
-    return _Place(f"decoder.layers.{index}.{ours}.{kind}", weight_cut if kind == "weight" else bias_cut)
-
-
-def _transposed(
-    ranks: list[dict[_Place, LazyTensor]], path: Path
-) -> Iterator[tuple[_Place, list[LazyTensor]]]:
-    """Each parameter with its parts in the order of the tensor-parallel ranks."""
-    for place in ranks[0]:
-        if any(place not in rank for rank in ranks):
-            raise CheckpointError(f"{path}: {place.ours} is not on every tensor-parallel rank")
-        yield place, [rank[place] for rank in ranks]
-
-
-def _merged(place: _Place, parts: list[LazyTensor]) -> LazyTensor:
-    if len(parts) == 1 or place.cut is None:
-        return parts[0]
-    cut = place.cut
-    if any(part.shape != parts[0].shape for part in parts) or len(parts[0].shape) <= cut:
-        raise CheckpointError(
-            f"{place.ours} has the shapes {', '.join(str(list(part.shape)) for part in parts)} on the "
-            "tensor-parallel ranks, which cannot be put together"
-        )
-    shape = list(parts[0].shape)
-    shape[cut] = sum(part.shape[cut] for part in parts)
-    return derive(parts, shape, lambda *arrays: np.concatenate(arrays, axis=cut), place.ours)
+    return f"decoder.layers.{index}.{_IN_LAYER[part]}.{kind}"
 
 
 def _fused(tensors: dict[str, LazyTensor], model: ModelConfig | None, path: Path) -> dict[str, LazyTensor]:
-    """Separate q, k, v to one matrix, grouped per head."""
+    """Fuse separate q, k and v."""
     if model is None:
         raise CheckpointError(
-            f"{path} has separate q, k and v (fuse_attn_qkv: False), and says nothing about the number of "
-            "heads; convert it with tools/convert_checkpoint.py --from fleetx --config YAML"
+            f"{path} has separate q, k and v (fuse_attn_qkv: False) and does not say the number of heads; "
+            "convert it with tools/convert_checkpoint.py --from fleetx --config YAML"
         )
     heads = model.num_attention_heads
     result = {}
@@ -229,12 +185,12 @@ def _fused(tensors: dict[str, LazyTensor], model: ModelConfig | None, path: Path
             ours = f"{stem}.qkv.{kind}"
             if any(part is None or part.shape != tensor.shape for part in parts):
                 raise CheckpointError(
-                    f"{path}: q, k and v of {stem} are not all there, or of different shapes"
+                    f"{path}: q, k and v of {stem} are not all there, or have different shapes"
                 )
             if not tensor.shape or tensor.shape[-1] % heads:
                 raise CheckpointError(
-                    f"{path}: {name} has shape {list(tensor.shape)}, which {heads} heads "
-                    "(num_attention_heads) cannot share"
+                    f"{path}: {name} has shape {list(tensor.shape)}, which {heads} heads do not "
+                    "divide (num_attention_heads)"
                 )
             declared = qkv_parts(1, tensor.shape[-1] // heads)
             shape = (*tensor.shape[:-1], 3 * tensor.shape[-1])

@@ -1,8 +1,8 @@
-"""``hf:org/name`` and ``hf:org/name@revision``: a model of the Hugging Face hub, as a directory of files.
+"""Downloading ``hf:org/name`` and ``hf:org/name@revision``: a model of the Hugging Face hub.
 
-Nothing here is reached unless somebody writes ``hf:``. ``huggingface_hub`` downloads the files and keeps them
-where it keeps those of other programs too (``HF_HUB_CACHE``, ``HF_HOME``). The address of the hub and the
-user's login are its own settings (``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HUB_OFFLINE``).
+Nothing is downloaded unless the user writes ``hf:``. ``huggingface_hub`` keeps the files in its cache
+(``HF_HUB_CACHE``, ``HF_HOME``) and has its own settings for address and login (``HF_ENDPOINT``, ``HF_TOKEN``,
+``HF_HUB_OFFLINE``).
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class HubName:
 
 
 def hub_name(place: str | Path) -> HubName | None:
-    """The model of the hub that ``place`` names; None where it is a path.
+    """The model of the hub that ``place`` names; None if it is a path.
 
     Raises:
-        CheckpointError: it begins with ``hf:`` and is no name.
+        CheckpointError: it begins with ``hf:`` and is not a valid name.
     """
     text = str(place)
     if not text.startswith(HUB):
@@ -72,20 +72,19 @@ def hub_name(place: str | Path) -> HubName | None:
 
 
 def may_be_of_hub(place: str | Path) -> bool:
-    """Whether ``hf:`` before ``place`` would make it the name of a model: of ``gpt2``, or ``org/name``."""
+    """Whether ``place`` looks like a name on the hub, such as ``gpt2`` or ``org/name``, without ``hf:``."""
     return _NAME.fullmatch(str(place)) is not None
 
 
 def local_directory(place: str | Path) -> Path:
-    """``place`` itself where it is a path; for ``hf:...`` the directory that its files are in.
+    """``place`` itself if it is a path; for ``hf:...`` the directory of the downloaded files.
 
-    Configuration, tokenizer and weights are downloaded: safetensors, or PyTorch's files where there are no
-    others (they are read without running anything in them). Without a connection, what was downloaded before
-    is used.
+    Configuration, tokenizer and weights are downloaded: safetensors, or PyTorch's files if there are no
+    others. Without a connection, an earlier download is used.
 
     Raises:
-        CheckpointError: there is no such model, it is not for this user, its network is not supported, or the
-            download failed or is not what the hub says it is.
+        CheckpointError: the model does not exist, is not accessible to this user or not supported, or the
+            download failed or is corrupt.
         NotInstalledError: ``huggingface_hub`` is not installed.
     """
     name = hub_name(place)
@@ -98,7 +97,7 @@ class _Download:
     def __init__(self, name: HubName) -> None:
         self.name = name
         try:
-            # Each submodule by name: the package itself has only those that something has imported already.
+            # Each submodule by name: the package loads them lazily.
             import huggingface_hub
             from huggingface_hub import constants, errors, utils
         except ModuleNotFoundError:
@@ -107,7 +106,7 @@ class _Download:
                 "installed in this Python: run `pip install 'ppfleetx[hub]'`"
             ) from None
         self._hub, self._errors, self._utils = huggingface_hub, errors, utils
-        # Read here, because the library reads them once, when it is imported.
+        # Read here, because the library reads them only when it is imported.
         self.endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
         self.cache = os.environ.get("HF_HUB_CACHE") or constants.HF_HUB_CACHE
         self.is_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
@@ -141,10 +140,10 @@ class _Download:
         return directory
 
     def _info(self) -> Any:
-        """What the hub says of the model; None where it cannot be reached and something is here already."""
+        """The hub's record of the model; None if it is unreachable and the model is in the cache."""
         api = self._hub.HfApi(endpoint=self.endpoint)
         try:
-            with self._told():
+            with self._errors_as_ours():
                 return api.model_info(self.name.repo, revision=self.name.revision, files_metadata=True)
         except _UnreachableError as error:
             if self._held(CONFIG, self.name.revision) is None:
@@ -172,26 +171,26 @@ class _Download:
         return names
 
     def _file(self, wanted: Any, revision: str, commit: str) -> Path:
-        """One file, downloaded unless it is here, and compared with what the hub says of it."""
+        """One file, downloaded unless it is in the cache, and checked against the hub's record of it."""
         name = wanted.rfilename
         held = self._held(name, commit)
-        with self._told(name):
+        with self._errors_as_ours(name):
             path = Path(
                 self._hub.hf_hub_download(
                     self.name.repo, name, revision=revision, cache_dir=self.cache, endpoint=self.endpoint
                 )
             )
         if held is None and (problem := _difference(path, wanted)) is not None:
-            for file in {path.resolve(), path}:  # both were made just now
+            for file in {path.resolve(), path}:  # the blob and the link to it
                 file.unlink(missing_ok=True)
             raise CheckpointError(
-                f"{self.name}: {name} was downloaded and removed again: {problem}. Try again; if it stays "
-                f"so, something between here and {self.endpoint} changes files"
+                f"{self.name}: {name} was downloaded and removed again: {problem}. Try again; if the error "
+                f"persists, something between here and {self.endpoint} changes files"
             )
         return path
 
     def _cached(self) -> Path:
-        """Where files of an earlier download are, without a question to the hub."""
+        """The directory of an earlier download."""
         config = self._held(CONFIG, self.name.revision)
         if config is None:
             raise CheckpointError(
@@ -206,8 +205,8 @@ class _Download:
         return Path(found) if isinstance(found, str) else None
 
     @contextmanager
-    def _told(self, file: str | None = None) -> Iterator[None]:
-        """Errors of the library in this program's words."""
+    def _errors_as_ours(self, file: str | None = None) -> Iterator[None]:
+        """Turn errors of the library into ours."""
         errors, what = self._errors, str(self.name) if file is None else f"{self.name}: {file}"
         login = "log in with `hf auth login`, or set HF_TOKEN"
         page = f"{self.endpoint}/{self.name.repo}"
@@ -226,7 +225,7 @@ class _Download:
             raise CheckpointError(
                 f"{self.name.repo} has no revision {self.name.revision}; see {page}"
             ) from error
-        except errors.LocalEntryNotFoundError as error:  # for "no connection, and nothing kept"
+        except errors.LocalEntryNotFoundError as error:  # no connection, and not in the cache
             raise _UnreachableError(
                 f"{what} could not be downloaded from {self.endpoint}: {_cause(error)}"
             ) from error
@@ -247,7 +246,7 @@ class _Download:
 
 
 class _UnreachableError(CheckpointError):
-    """The hub did not answer, or not to the end."""
+    """The hub did not answer, or the connection broke."""
 
 
 _OTHER_WEIGHTS = (".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".bin", ".safetensors")
@@ -259,14 +258,14 @@ def _is_template(name: str) -> bool:
 
 
 def _cause(error: BaseException) -> str:
-    """The first line of the error that began it."""
+    """The first line of the root cause."""
     while error.__cause__ is not None and not isinstance(error.__cause__, UserError):
         error = error.__cause__
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _difference(path: Path, wanted: Any) -> str | None:
-    """How a file differs from what the hub says of it: its size, and its SHA-256 or its hash in git."""
+    """How a file differs from the hub's record: in size, or in its SHA-256 or git hash."""
     size = path.stat().st_size
     if wanted.size is not None and size != wanted.size:
         return f"it has {size:,} bytes, and the hub says {wanted.size:,}"

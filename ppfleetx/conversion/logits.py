@@ -1,4 +1,4 @@
-"""The check of a conversion: logits of our network from both sides of it, and those of transformers."""
+"""Logits to check a conversion with: of our network and of transformers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Probe:
         return cls(tokens, _spread(length, model.max_position_embeddings - 1))
 
     def logits(self, weights: Weights) -> np.ndarray:
-        """Those of our network, as the weights describe it."""
+        """Logits of our network with these weights."""
         model = network_of(weights.model, weights.place)
         return our_logits(weights, model, self.tokens, self.positions)
 

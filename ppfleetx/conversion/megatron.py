@@ -1,18 +1,17 @@
-"""Megatron-LM's classic checkpoints (``mp_rank_XX[_YYY]/model_optim_rng.pt``) in as weights.
+"""Reading Megatron-LM's classic checkpoints (``mp_rank_XX[_YYY]/model_optim_rng.pt``).
 
-Read: the weights of GPT with tensor and pipeline parallelism (interleaved or not), under the names of its
-own layers (``language_model.encoder...``) and of Megatron core's (``decoder.layers...``), and the options
-in ``args``. Objects of Megatron's classes become records without behaviour. Not read: optimizer state,
-random states, experts, and the distributed formats (``.distcp``).
-Megatron's linears are ``[out, in]``. From checkpoint version 2 on queries, keys and values are grouped per
-key/value head, as ours are; before, they are ``[3, heads, d]`` (0) or ``[heads, d, 3]`` (1).
+Read are GPT weights with tensor and pipeline parallelism (interleaved or not), under the names of Megatron's
+own layers (``language_model.encoder...``) and of Megatron core (``decoder.layers...``), and the options in
+``args``. Not read are optimizer state, random states, experts, and the distributed formats (``.distcp``).
+
+Megatron's linears are ``[out, in]``. From checkpoint version 2 on, queries, keys and values are grouped per
+key/value head, like ours; before, they are ``[3, heads, d]`` (version 0) or ``[heads, d, 3]`` (version 1).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,9 @@ from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.fused import join_parts
 from ppfleetx.conversion.pickles import Record, flatten, reading
+from ppfleetx.conversion.ranks import check_complete, joined, ranks_of_stage
 from ppfleetx.conversion.torch_file import read_torch_file
-from ppfleetx.nn.layer_params import GATE_AND_UP
+from ppfleetx.nn.mlp_spec import GATE_AND_UP
 from ppfleetx.utils.foreign_files import read_bounded
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -37,51 +37,40 @@ RECORDS = ("argparse.Namespace", "types.SimpleNamespace", "megatron.", "enum.", 
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)\.(weight|bias)")
 
-# How a parameter is put together from its tensor-parallel parts and laid out.
-WHOLE, ROWS, COLUMNS, QKV = "whole", "rows", "columns", "qkv"
-
-# Theirs -> ours and the form of weight and bias. `rows` and `columns` are those of Megatron's [out, in].
+# Parameters of a layer: theirs -> ours.
 _IN_LAYER = {
-    "input_layernorm": ("input_norm", WHOLE, WHOLE),
-    "self_attention.linear_qkv.layer_norm": ("input_norm", WHOLE, WHOLE),
-    "attention.query_key_value": ("attention.qkv", QKV, QKV),
-    "self_attention.query_key_value": ("attention.qkv", QKV, QKV),
-    "self_attention.linear_qkv": ("attention.qkv", QKV, QKV),
-    "attention.dense": ("attention.out_proj", COLUMNS, WHOLE),
-    "self_attention.dense": ("attention.out_proj", COLUMNS, WHOLE),
-    "self_attention.linear_proj": ("attention.out_proj", COLUMNS, WHOLE),
-    "post_attention_layernorm": ("mlp_norm", WHOLE, WHOLE),
-    "post_attention_norm": ("mlp_norm", WHOLE, WHOLE),
-    "input_norm": ("input_norm", WHOLE, WHOLE),
-    "pre_mlp_layernorm": ("mlp_norm", WHOLE, WHOLE),
-    "mlp.linear_fc1.layer_norm": ("mlp_norm", WHOLE, WHOLE),
-    "mlp.dense_h_to_4h": ("mlp.fc1", ROWS, ROWS),
-    "mlp.linear_fc1": ("mlp.fc1", ROWS, ROWS),
-    "mlp.dense_4h_to_h": ("mlp.fc2", COLUMNS, WHOLE),
-    "mlp.linear_fc2": ("mlp.fc2", COLUMNS, WHOLE),
+    "input_layernorm": "input_norm",
+    "self_attention.linear_qkv.layer_norm": "input_norm",
+    "attention.query_key_value": "attention.qkv",
+    "self_attention.query_key_value": "attention.qkv",
+    "self_attention.linear_qkv": "attention.qkv",
+    "attention.dense": "attention.out_proj",
+    "self_attention.dense": "attention.out_proj",
+    "self_attention.linear_proj": "attention.out_proj",
+    "post_attention_layernorm": "mlp_norm",
+    "post_attention_norm": "mlp_norm",
+    "input_norm": "input_norm",
+    "pre_mlp_layernorm": "mlp_norm",
+    "mlp.linear_fc1.layer_norm": "mlp_norm",
+    "mlp.dense_h_to_4h": "mlp.fc1",
+    "mlp.linear_fc1": "mlp.fc1",
+    "mlp.dense_4h_to_h": "mlp.fc2",
+    "mlp.linear_fc2": "mlp.fc2",
 }
 _OUTSIDE = {
-    "embedding.word_embeddings.weight": ("embedding.word_embeddings.weight", ROWS),
-    "embedding.position_embeddings.weight": ("embedding.position_embeddings.weight", WHOLE),
-    "output_layer.weight": ("head.weight", ROWS),
+    "embedding.word_embeddings.weight": "embedding.word_embeddings.weight",
+    "embedding.position_embeddings.weight": "embedding.position_embeddings.weight",
+    "output_layer.weight": "head.weight",
 }
 _FINAL_NORM = re.compile(
     r"(?:encoder|transformer|decoder)\.(?:final_layernorm|final_norm|final_layer_norm)\.(weight|bias)"
 )
-# Second copies of a tied embedding, and what is no weight.
+# Second copies of a tied embedding, and buffers.
 _IGNORED = re.compile(r".*(word_embeddings_for_head\.weight|_extra_state|rotary_pos_emb\..*|inv_freq)")
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Where a parameter belongs and its form."""
-
-    ours: str
-    form: str
-
-
 def read_megatron(path: str | Path, model: ModelConfig | None = None) -> Weights:
-    """Weights of a classic Megatron-LM checkpoint, its ranks put together.
+    """Weights of a classic Megatron-LM checkpoint, joined from its ranks.
 
     Args:
         path: the directory with the tracker file, one iteration's directory (or ``release``), or the
@@ -89,8 +78,8 @@ def read_megatron(path: str | Path, model: ModelConfig | None = None) -> Weights
         model: the network, for checkpoints without ``args``.
 
     Raises:
-        RefusedPickleError: a file wants to run something.
-        CheckpointError: ranks are missing, files are damaged, or options that our layers do not have.
+        RefusedPickleError: a file asks for more than arrays and containers.
+        CheckpointError: ranks are missing, files are damaged, or an option is not supported.
     """
     directory = _iteration(Path(path))
     grid = _rank_files(directory)
@@ -102,30 +91,22 @@ def read_megatron(path: str | Path, model: ModelConfig | None = None) -> Weights
             f"{directory} does not say what network it is (no args); describe it with --config YAML"
         )
     model = model or network_of(keys, f"{directory} (args)")
-    version = first.get("checkpoint_version", 0) or 0
-    if type(version) not in (int, float):
-        raise CheckpointError(f"{grid[0, 0]}: checkpoint_version is {shown(version)}, which is not a number")
+    version = first.get("checkpoint_version") or 0
     tensors: dict[str, LazyTensor] = {}
     start = 0
     for chunk, pp in _chunks(grid, first):
-        ranks = [_chunk(_load(grid[mp, pp]), chunk, grid[mp, pp]) for mp in sorted({mp for mp, _ in grid})]
-        named = [_canonical(rank, start, grid[0, pp]) for rank in ranks]
-        for part, parts in _by_part(named, directory):
-            tensors.setdefault(part.ours, _merged(part, parts, model, version))
-        start += _layers_in(ranks[0])
-    if model.tie_word_embeddings:  # the last stage's copy
+        parts = {file: _chunk(_load(file), chunk, file) for file in ranks_of_stage(grid, pp)}
+        ranks = [_canonical(part, start, file, model, version) for file, part in parts.items()]
+        tensors = joined(ranks, directory) | tensors
+        start += _layers_in(next(iter(parts.values())))
+    if model.tie_word_embeddings:  # a copy on the last stage
         tensors.pop("head.weight", None)
-    iteration = first.get("iteration", 0)
-    if type(iteration) is not int or not 0 <= iteration < 1 << 63:
-        raise CheckpointError(
-            f"{grid[0, 0]}: iteration is {shown(iteration)}, which is not a number of steps"
-        )
     return Weights(
         str(directory),
         tensors,
         model=keys,
         vocab_size=keys.get("vocab_size"),
-        step=iteration,
+        step=int(first.get("iteration") or 0),
         source={"format": "megatron"},
     )
 
@@ -150,18 +131,16 @@ def _rank_files(directory: Path) -> dict[tuple[int, int], Path]:
     for child in sorted(directory.glob("mp_rank_*")):
         match = _RANK.fullmatch(child.name)
         if match is None:
-            raise CheckpointError(f"{child}: a directory of experts or of an unknown kind; it cannot be read")
+            raise CheckpointError(
+                f"{child} is a directory of experts or of an unknown kind, which is not read"
+            )
         file = next((child / name for name in MODEL_FILES if (child / name).is_file()), None)
         if file is not None:
             found[int(match[1]), int(match[2] or 0)] = file
     if not found:
         hint = "; the distributed format (.distcp) is not read" if any(directory.glob("*.distcp")) else ""
         raise CheckpointError(f"{directory} holds no mp_rank_XX[_YYY]/{MODEL_FILES[0]}{hint}")
-    mp_degree, pp_degree = (max(numbers) + 1 for numbers in zip(*found, strict=True))
-    for mp in range(mp_degree):
-        for pp in range(pp_degree):
-            if (mp, pp) not in found:
-                raise CheckpointError(f"{directory} lacks tensor rank {mp}, pipeline rank {pp}")
+    check_complete(found, directory)
     return found
 
 
@@ -200,72 +179,53 @@ def _layers_in(chunk: Mapping[str, LazyTensor]) -> int:
     return len({match[1] for name in chunk if (match := _LAYER.fullmatch(name))})
 
 
-def _canonical(chunk: Mapping[str, LazyTensor], start: int, path: Path) -> dict[_Part, LazyTensor]:
+def _canonical(
+    chunk: Mapping[str, LazyTensor], start: int, path: Path, model: ModelConfig, version: float
+) -> dict[str, LazyTensor]:
+    """The parameters of a chunk under our names and in our layout. Its first layer is number ``start``."""
     named = {}
     for name, tensor in chunk.items():
-        part = _part_of(name, start)
-        if part is None:
+        ours = _canonical_name(name, start)
+        if ours is None:
             raise CheckpointError(f"{path}: {shown(name)} is not a parameter of a GPT that can be read")
-        if part in named:
-            raise CheckpointError(f"{path}: {shown(name)} is there a second time under another name")
-        named[part] = tensor
+        if ours in named:
+            raise CheckpointError(f"{path} holds {shown(name)} twice, under two names")
+        named[ours] = _in_our_layout(ours, tensor, model, version)
     return named
 
 
-def _part_of(name: str, start: int) -> _Part | None:
-    """Where Megatron's parameter belongs; `start` is the number of the chunk's first layer."""
+def _canonical_name(name: str, start: int) -> str | None:
     if name in _OUTSIDE:
-        return _Part(*_OUTSIDE[name])
+        return _OUTSIDE[name]
     if match := _FINAL_NORM.fullmatch(name):
-        return _Part(f"decoder.final_norm.{match[1]}", WHOLE)
+        return f"decoder.final_norm.{match[1]}"
     # Transformer Engine keeps a norm inside of the linear that follows: linear_qkv.layer_norm_weight.
     match = _LAYER.fullmatch(re.sub(r"\.layer_norm_(weight|bias)$", r".layer_norm.\1", name))
     if match is None or match[2] not in _IN_LAYER:
         return None
-    ours, of_weight, of_bias = _IN_LAYER[match[2]]
-    form = of_weight if match[3] == "weight" else of_bias
-    return _Part(f"decoder.layers.{start + int(match[1])}.{ours}.{match[3]}", form)
+    return f"decoder.layers.{start + int(match[1])}.{_IN_LAYER[match[2]]}.{match[3]}"
 
 
-def _by_part(
-    ranks: list[dict[_Part, LazyTensor]], directory: Path
-) -> Iterator[tuple[_Part, list[LazyTensor]]]:
-    for part in ranks[0]:
-        if any(part not in rank for rank in ranks):
-            raise CheckpointError(f"{directory}: {part.ours} is not on every tensor-parallel rank")
-        yield part, [rank[part] for rank in ranks]
+def _in_our_layout(name: str, tensor: LazyTensor, model: ModelConfig, version: float) -> LazyTensor:
+    """One rank's part of the parameter ``name``. All but tables are transposed."""
+    if name.startswith("embedding."):
+        return tensor
+    layer, rows_at_once = name.rpartition(".")[0], 1
+    if layer.endswith("mlp.fc1") and model.is_gated:
+        rows_at_once = 2
+    elif layer.endswith("attention.qkv"):
+        rows_at_once = model.head_size * (1 if version >= 2.0 else 3)
+    if not tensor.shape or tensor.shape[0] % rows_at_once:
+        raise CheckpointError(f"{name} has shape {list(tensor.shape)}, which does not fit the Model section")
 
+    def make(array: np.ndarray) -> np.ndarray:
+        if layer.endswith("mlp.fc1") and model.is_gated:  # gate above up
+            return join_parts(GATE_AND_UP, [half.T for half in np.split(array, 2, axis=0)])
+        if layer.endswith("attention.qkv"):
+            return _grouped(array, model.head_size, version).T
+        return array.T
 
-def _merged(part: _Part, parts: list[LazyTensor], model: ModelConfig, version: float) -> LazyTensor:
-    """Put the ranks' parts together and lay them out as ours."""
-    is_embedding = part.ours.startswith("embedding.")
-    if part.form == WHOLE:
-        return parts[0]
-    axis = 1 if part.form == COLUMNS else 0
-    if any(tensor.shape != parts[0].shape for tensor in parts) or len(parts[0].shape) <= axis:
-        raise CheckpointError(
-            f"{part.ours} has the shapes {', '.join(str(list(tensor.shape)) for tensor in parts)} on the "
-            "tensor-parallel ranks, which cannot be put together"
-        )
-    gated = part.ours.rpartition(".")[0].endswith("mlp.fc1") and model.is_gated
-
-    def make(*arrays: np.ndarray) -> np.ndarray:
-        if gated:  # each rank has its gate above its up
-            halves = [np.split(array, 2, axis=0) for array in arrays]
-            gate, up = (np.concatenate(side, axis=0) for side in zip(*halves, strict=True))
-            return join_parts(GATE_AND_UP, (gate.T, up.T))
-        if part.form == QKV:
-            arrays = tuple(_grouped(array, model.head_size, version) for array in arrays)
-        whole = np.concatenate(arrays, axis=axis)
-        return whole if is_embedding else whole.T
-
-    shape = list(parts[0].shape)
-    shape[axis] = sum(tensor.shape[axis] for tensor in parts)
-    rows = model.head_size * (1 if version >= 2.0 else 3)
-    unit = 2 if gated else rows if part.form == QKV else 1
-    if parts[0].shape[0] % unit:
-        raise CheckpointError(f"{part.ours} has {shape[0]} rows, which does not fit the Model section")
-    return derive(parts, shape if is_embedding else shape[::-1], make, part.ours)
+    return derive([tensor], tensor.shape[::-1], make, name)
 
 
 def _grouped(array: np.ndarray, head_dim: int, version: float) -> np.ndarray:
@@ -280,7 +240,7 @@ def _grouped(array: np.ndarray, head_dim: int, version: float) -> np.ndarray:
 
 
 def _model_keys(arguments: Record, directory: Path) -> dict[str, Any]:
-    """The `Model` section out of Megatron's command line. Raises CheckpointError for what ours cannot do."""
+    """The `Model` section for Megatron's options. Raises CheckpointError for those that are not supported."""
 
     def get(name: str, default: Any = None) -> Any:
         value = arguments.get(name, default)
@@ -326,11 +286,11 @@ def _model_keys(arguments: Record, directory: Path) -> dict[str, Any]:
         "add_bias_linear": get("add_bias_linear", True),
         "add_qkv_bias": True if get("add_qkv_bias") else None,
     }
-    told = {key: value for key, value in keys.items() if value is not None}
-    return told | {"rope_scaling": _rope_scaling(get, directory)} if rope else told
+    given = {key: value for key, value in keys.items() if value is not None}
+    return given | {"rope_scaling": _rope_scaling(get, directory)} if rope else given
 
 
-# What Megatron's --use-rope-scaling means beside its factor.
+# The constants of Megatron's --use-rope-scaling.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -351,6 +311,6 @@ def _activation(get: Any) -> str:
         return "swiglu"
     if get("squared_relu"):
         return "relu2"
-    # Megatron's fused bias and GeLU is the tanh form; without the fusion it calls the exact one.
+    # Megatron's fusion of bias and GeLU uses the tanh form; without it, GeLU is exact.
     tanh = get("bias_gelu_fusion") or get("openai_gelu")
     return "gelu" if tanh else "gelu_exact"

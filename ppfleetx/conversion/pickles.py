@@ -1,7 +1,7 @@
-"""Pickled weights, read by an unpickler that can build arrays and containers and nothing else.
+"""Reading pickled weights with an unpickler that can only build arrays and containers.
 
-What a pickle names comes from the tables below; any other name is refused before anything is imported.
-Objects of classes that are not here (Megatron's options) come as :class:`Record`, if they are asked for.
+A pickle may use the names in the tables below; any other is refused before anything is imported. Objects of
+other classes (Megatron's options) are read as :class:`Record`, if their names are allowed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.checkpoint.slices import DTYPE_OF_NUMPY
 from ppfleetx.config.errors import CheckpointError, shown
 
-# What the standard library and NumPy raise for a damaged or senseless pickle.
+# What the standard library and NumPy raise for damaged pickles.
 _DAMAGE = (
     pickle.UnpicklingError,
     ArithmeticError,
@@ -40,7 +40,7 @@ _MOST_LEVELS = 16
 
 
 class RefusedPickleError(CheckpointError):
-    """A pickle asks for more than arrays and containers. `wanted` is what it names."""
+    """A pickle asks for more than arrays and containers: for `wanted`."""
 
     def __init__(self, wanted: str) -> None:
         self.wanted = wanted
@@ -48,7 +48,7 @@ class RefusedPickleError(CheckpointError):
 
 
 class Record:
-    """Stands for an object of a class that is not there: its arguments and its state, and no behaviour."""
+    """The arguments and the state of an object of another class, without its behaviour."""
 
     class_name = ""
     args: tuple[Any, ...] = ()
@@ -64,14 +64,14 @@ class Record:
         self.state = state
 
     def get(self, key: str, default: Any = None) -> Any:
-        """An attribute out of the state; that of ``argparse.Namespace`` and most classes is a dictionary."""
+        """An attribute, for a class whose state is a dictionary, as that of ``argparse.Namespace`` is."""
         return self.state.get(key, default) if isinstance(self.state, dict) else default
 
 
 class Kind:
     """A class that a pickle may name."""
 
-    def __setstate__(self, state: Any) -> None:  # which keeps a pickle from setting attributes of the class
+    def __setstate__(self, state: Any) -> None:  # keeps pickles from setting attributes
         raise RefusedPickleError(f"a state of {type(self).__name__}")
 
 
@@ -79,10 +79,10 @@ class WeightsUnpickler(pickle.Unpickler):
     """The standard library's unpickler with a closed list of names.
 
     Args:
-        file: where to read.
-        names: what each name stands for.
-        record_prefixes: names beginning with one of these stand for a :class:`Record`.
-        persistent: makes an object of a persistent id (PyTorch's storages); None: they are refused.
+        file: the pickle.
+        names: allowed name -> what it stands for.
+        record_prefixes: names with one of these prefixes stand for a :class:`Record`.
+        persistent: makes the object of a persistent id (PyTorch's storages); None: they are refused.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class WeightsUnpickler(pickle.Unpickler):
         text = f"{module}.{name}".replace("__builtin__.", "builtins.", 1)
         if text in self._names:
             found = self._names[text]
-            # A pickle can set attributes of what it names: of a function of its own, which nobody else calls.
+            # A pickle can set attributes of a function that it names, so it gets one of its own.
             return found if isinstance(found, type) else lambda *args: found(*args)
         if text.startswith(self._prefixes):
             return type("Record", (Record,), {"class_name": text})
@@ -114,11 +114,11 @@ class WeightsUnpickler(pickle.Unpickler):
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Around what reads a pickle: errors name the file.
+    """Name the file in errors of the block that reads it.
 
     Raises:
-        RefusedPickleError: it asks for something that is not in the tables.
-        CheckpointError: it is damaged.
+        RefusedPickleError: the pickle asks for a name that is not allowed.
+        CheckpointError: the file is damaged.
     """
     try:
         yield
@@ -132,11 +132,11 @@ def reading(path: Path) -> Iterator[None]:
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
     except _DAMAGE as error:
-        raise CheckpointError(f"{path} is no file of weights, or it is damaged") from error
+        raise CheckpointError(f"{path} is damaged, or not a file of weights") from error
 
 
 class PickledType:
-    """Stands for ``numpy.dtype``, of plain numbers only."""
+    """A ``numpy.dtype`` of plain numbers."""
 
     def __init__(self, code: str, *_: Any) -> None:
         self.dtype = np.dtype(code)
@@ -149,7 +149,7 @@ class PickledType:
 
 
 class PickledArray:
-    """Stands for ``numpy.ndarray``, whose own way to take a state trusts it."""
+    """A ``numpy.ndarray``, whose own ``__setstate__`` would trust the pickle."""
 
     array = np.empty(0, np.uint8)
 
@@ -172,10 +172,10 @@ def tensor_of(array: np.ndarray, *, bfloat16_as_uint16: bool = False) -> LazyTen
 
 
 def flatten(tree: Mapping[Any, Any]) -> dict[str, LazyTensor]:
-    """Tensors in nested dictionaries by their keys joined with dots. Everything else is passed over.
+    """The tensors in nested dictionaries, by their keys joined with dots. Everything else is ignored.
 
     Raises:
-        CheckpointError: the nesting has no end, or two tensors have the same name.
+        CheckpointError: the nesting is too deep, or two tensors have the same name.
     """
     named: dict[str, LazyTensor] = {}
 
@@ -206,14 +206,14 @@ def _scalar(kind: PickledType, raw: Any = b"") -> Any:
 
 
 def _encode(text: str, encoding: str = "latin1") -> bytes:
-    """How protocols 0 to 2 write bytes."""
+    """Bytes, as protocols 0 to 2 write them."""
     if encoding not in ("latin1", "latin-1"):
         raise RefusedPickleError(f"_codecs.encode with {shown(encoding)}")
     return text.encode("latin-1")
 
 
 def _paddle_tensor(*arguments: Any) -> PickledArray:
-    """Paddle writes a DenseTensor as ``eval('data', {'data': array})``; that one form is known here."""
+    """Paddle writes a DenseTensor as ``eval('data', {'data': array})``; only this form is allowed."""
     if len(arguments) == 2 and arguments[0] == "data" and isinstance(arguments[1], dict):
         scope = arguments[1]
         if list(scope) == ["data"] and isinstance(scope["data"], PickledArray):

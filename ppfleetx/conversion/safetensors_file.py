@@ -1,4 +1,4 @@
-"""Safetensors files: tensors read one at a time, and written one at a time with Hugging Face's index."""
+"""Reading safetensors files lazily, and writing them with Hugging Face's index."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ppfleetx.utils.files import atomic_write
 from ppfleetx.utils.foreign_files import opened, parse_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-# What the metadata's `format` says where PaddleNLP and PaddleFormers wrote the file.
+# `format` in the metadata of files that PaddleNLP and PaddleFormers write.
 PADDLE_FORMATS = frozenset({"np", "paddle", "pd"})
 
 
@@ -82,7 +82,7 @@ def _tensor(path: Path, dtype: str, shape: list[int], start: int, offsets: list[
 def write_sharded(
     directory: Path, tensors: Mapping[str, LazyTensor], *, max_bytes: int, metadata: Mapping[str, str]
 ) -> None:
-    """Write tensors into one file, or several and their index; one tensor is held at a time."""
+    """Write tensors into one file, or several and their index; one tensor is in memory at a time."""
     where = {}
     for name, pieces in split_into_files(list(slices_of(tensors)), max_bytes):
         write_safetensors(directory / name, name, pieces, metadata)

@@ -1,16 +1,16 @@
-"""Tensors in PyTorch's files (``.bin``, ``.pt``), without PyTorch and without running what they hold.
+"""Reading PyTorch's files (``.bin``, ``.pt``) without PyTorch and without running anything in them.
 
-Two layouts: a zip archive with ``data.pkl`` and one member for each storage (since 1.6), and before that
-five pickles in a row followed by the storages. Storages stay in the file until a tensor is read.
+Since 1.6, a file is a zip archive with ``data.pkl`` and one member per storage; before, it is five pickles
+followed by the storages. Storages stay in the file until a tensor is read.
 """
 
 from __future__ import annotations
 
 import operator
+import os
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from io import BytesIO
 from math import prod
@@ -46,7 +46,6 @@ _STORAGE_DTYPES = {
     "Byte": "U8",
     "Bool": "BOOL",
 }
-# What the library raises for damaged archives.
 _ZIP_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, OverflowError)
 
 
@@ -64,14 +63,11 @@ class ElementType(Kind):
 
 @dataclass(eq=False)
 class TorchStorage(Kind):
-    """A run of elements that tensors are views of.
-
-    `read(start, end)` gives its bytes; it is set once the place in the file is known.
-    """
+    """A run of elements that tensors are views of. `read(start, end)` gives some of its bytes."""
 
     dtype: str | None
     count: int
-    read: Callable[[int, int], np.ndarray] | None = None
+    read: Callable[[int, int], np.ndarray]
 
 
 class TorchTensor(LazyTensor):
@@ -84,11 +80,12 @@ def read_torch_file(path: str | Path, *, record_prefixes: Iterable[str] = ()) ->
     """The object saved in `path`, its tensors as :class:`LazyTensor`.
 
     Args:
-        record_prefixes: objects of classes whose full names begin like this come as ``Record``.
+        path: the file.
+        record_prefixes: objects of classes whose full names have one of these prefixes become ``Record``.
 
     Raises:
-        RefusedPickleError: the file wants to run something; nothing has been run.
-        CheckpointError: it cannot be read or is not such a file.
+        RefusedPickleError: the file asks for more than tensors and containers; nothing has been run.
+        CheckpointError: it cannot be read or is not a file of PyTorch.
     """
     path, prefixes = Path(path), tuple(record_prefixes)
     with opened(path) as file, reading(path):
@@ -97,130 +94,91 @@ def read_torch_file(path: str | Path, *, record_prefixes: Iterable[str] = ()) ->
         return _read_zip(file, path, prefixes) if is_zip else _read_legacy(file, path, prefixes)
 
 
-# -- archives
+# ---- zip archives
 
 
 def _read_zip(file: BinaryIO, path: Path, prefixes: tuple[str, ...]) -> Any:
-    if not zipfile.is_zipfile(file):
-        raise CheckpointError("it begins like an archive of PyTorch, and its end is missing: it is cut off")
-    with _zip_damage(), zipfile.ZipFile(file) as archive:
-        members = {info.filename: info for info in archive.infolist()}
-        pickles = [name for name in members if name.rpartition("/")[2] == "data.pkl"]
-        if len(pickles) != 1:
-            raise CheckpointError(
-                f"a zip archive, but not one of PyTorch: it has {len(pickles)} data.pkl, not one"
-            )
-        root = pickles[0].removesuffix("data.pkl")
-        if f"{root}byteorder" in members and archive.read(f"{root}byteorder") != b"little":
-            raise CheckpointError("it was written on a big-endian machine")
-        content = archive.read(pickles[0])
-    storages: dict[str, TorchStorage] = {}
+    try:
+        with zipfile.ZipFile(file) as archive:
+            members = {info.filename: info for info in archive.infolist()}
+            pickles = [name for name in members if name.rpartition("/")[2] == "data.pkl"]
+            if len(pickles) != 1:
+                raise CheckpointError(f"a zip archive with {len(pickles)} data.pkl; PyTorch's have one")
+            content = archive.read(pickles[0])
+    except _ZIP_DAMAGE as error:
+        raise CheckpointError(f"a zip archive that is cut off or damaged ({error})") from error
+    root = pickles[0].removesuffix("data.pkl")
 
     def persistent(identity: Any) -> TorchStorage:
-        storage, key = _storage(storages, identity)
-        if storage.read is None:
-            info = members.get(f"{root}data/{key}")
-            if info is None or info.file_size < storage.count * _item_size(storage.dtype):
-                what = "is missing" if info is None else "is too short"
-                raise CheckpointError(f"the storage {shown(key)} {what}")
-            storage.read = _member_reader(path, info)
-        return storage
+        kind, key, count = _storage_id(identity)
+        info = members.get(f"{root}data/{key}")
+        if info is None or info.file_size < count * _item_size(kind.dtype):
+            raise CheckpointError(f"the storage {shown(key)} is missing or too short")
+        return TorchStorage(kind.dtype, count, lambda start, end: _read_member(path, info, start, end))
 
     return WeightsUnpickler(
         BytesIO(content), TORCH_NAMES, record_prefixes=prefixes, persistent=persistent
     ).load()
 
 
-@contextmanager
-def _zip_damage() -> Iterator[None]:
-    try:
-        yield
-    except _ZIP_DAMAGE as error:
-        raise CheckpointError(f"it is a damaged zip archive ({error})") from error
-
-
-def _member_reader(path: Path, info: zipfile.ZipInfo) -> Callable[[int, int], np.ndarray]:
-    def read(start: int, end: int) -> np.ndarray:
-        if info.compress_type == zipfile.ZIP_STORED:
-            return _stored_range(path, info, start, end)
-        with opened(path) as file, reading(path), _zip_damage(), zipfile.ZipFile(file) as archive:
-            return np.frombuffer(archive.read(info), np.uint8)[start:end]
-
-    return read
-
-
-def _stored_range(path: Path, info: zipfile.ZipInfo, start: int, end: int) -> np.ndarray:
-    """Bytes of an uncompressed member; the archive's checksum is compared when they are all of it."""
+def _read_member(path: Path, info: zipfile.ZipInfo, start: int, end: int) -> np.ndarray:
+    """Bytes of a member, which PyTorch does not compress. If they are all of it, its checksum is compared."""
     header = read_bytes(path, info.header_offset, _LOCAL_HEADER).tobytes()
-    if not header.startswith(_LOCAL_SIGNATURE):
+    if not header.startswith(_LOCAL_SIGNATURE) or info.compress_type != zipfile.ZIP_STORED:
         raise CheckpointError(f"{path} is damaged: {info.filename} is not where the archive says")
     names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
     content = read_bytes(path, info.header_offset + _LOCAL_HEADER + names + start, end - start)
-    # PyTorch can be told to leave the checksums out; it then writes 0.
+    # PyTorch may be configured to leave checksums out; it then writes 0.
     if end - start == info.file_size and info.CRC and zlib.crc32(content) != info.CRC:
         raise CheckpointError(f"{path} is damaged: the checksum of {info.filename} is wrong")
     return content
 
 
-# -- the layout before archives
+# ---- the layout before 1.6
 
 
 def _read_legacy(file: BinaryIO, path: Path, prefixes: tuple[str, ...]) -> Any:
     storages: dict[str, TorchStorage] = {}
+    starts: dict[str, int] = {}
 
     def persistent(identity: Any) -> TorchStorage:
+        kind, key, count = _storage_id(identity)
         if len(identity) > 5 and identity[5] is not None:
             raise RefusedPickleError("a view of a storage, as PyTorch before 0.4 wrote them")
-        return _storage(storages, identity)[0]
+        read = lambda start, end: read_bytes(path, starts[key] + start, end - start)  # noqa: E731
+        return storages.setdefault(key, TorchStorage(kind.dtype, count, read))
 
     def load() -> Any:
         return WeightsUnpickler(file, TORCH_NAMES, record_prefixes=prefixes, persistent=persistent).load()
 
-    if load() != _MAGIC:
-        raise CheckpointError("not a file of PyTorch")
-    if load() != _LEGACY_PROTOCOL:
-        raise CheckpointError("a file of PyTorch of an unknown version")
-    if load().get("little_endian") is not True:
-        raise CheckpointError("it was written on a big-endian machine")
+    if load() != _MAGIC or load() != _LEGACY_PROTOCOL:
+        raise CheckpointError("not a file of PyTorch, or of an unknown version")
+    load()  # sizes and byte order of the machine
     tree, keys = load(), load()
-    _place_storages(file, path, keys, storages)
+    # The storages follow, each after its number of elements.
+    position, end = file.tell(), file.seek(0, os.SEEK_END)
+    for key in keys:
+        file.seek(position)
+        if key not in storages or int.from_bytes(file.read(8), "little") != storages[key].count:
+            raise CheckpointError("its storages are not those that it announces")
+        starts[key] = position + 8
+        position += 8 + storages[key].count * _item_size(storages[key].dtype)
+    if position > end or starts.keys() != storages.keys():
+        raise CheckpointError("it ends too early")
     return tree
 
 
-def _place_storages(file: BinaryIO, path: Path, keys: list[str], storages: dict[str, TorchStorage]) -> None:
-    """Find the storages that follow the pickles of the old layout, each after its number of elements."""
-    position = file.tell()
-    end = file.seek(0, 2)
-    for key in keys:
-        file.seek(position)
-        storage, count = storages.get(key), int.from_bytes(file.read(8), "little")
-        if storage is None or storage.count != count:
-            raise CheckpointError("not a sound file of PyTorch: its storages are not those it announces")
-        storage.read = _range_reader(path, position + 8)
-        position += 8 + count * _item_size(storage.dtype)
-    if position > end or any(storage.read is None for storage in storages.values()):
-        raise CheckpointError("not a sound file of PyTorch: it ends too early")
+# ---- storages and tensors
 
 
-def _range_reader(path: Path, begin: int) -> Callable[[int, int], np.ndarray]:
-    return lambda start, end: read_bytes(path, begin + start, end - start)
-
-
-# -- storages and tensors
-
-
-def _storage(storages: dict[str, TorchStorage], identity: Any) -> tuple[TorchStorage, str]:
-    """The storage of PyTorch's ('storage', class, key, device, count, ...), and its key."""
+def _storage_id(identity: Any) -> tuple[type[StorageKind], str, int]:
+    """Class, key and number of elements out of PyTorch's ('storage', class, key, device, count, ...)."""
     if not isinstance(identity, tuple) or len(identity) < 5 or identity[0] != "storage":
         raise RefusedPickleError("a persistent object that is not a storage")
     _, kind, key, _, count = identity[:5]
     if not (isinstance(kind, type) and issubclass(kind, StorageKind)):
         raise RefusedPickleError("a storage of another class")
-    count = operator.index(count)
-    storage = storages.setdefault(key, TorchStorage(kind.dtype, count))
-    if (storage.dtype, storage.count) != (kind.dtype, count):
-        raise CheckpointError(f"the storage {shown(key)} has two types or lengths")
-    return storage, key
+    return kind, str(key), operator.index(count)
 
 
 def _item_size(dtype: str | None) -> int:
@@ -238,10 +196,9 @@ def _rebuild_tensor_v3(
 
 
 def _view(storage: TorchStorage, dtype: str, offset: int, size: Any, stride: Any) -> LazyTensor:
-    """A strided view of a storage. Raises CheckpointError when it reaches outside, or repeats elements."""
+    """A strided view of a storage. Raises CheckpointError if it reaches outside or repeats elements."""
     held = NUMPY_OF_DTYPE[dtype]
     room = storage.count * _item_size(storage.dtype) // held.itemsize
-    # Python's own numbers, which do not overflow.
     offset, shape, stride = operator.index(offset), _numbers(size), _numbers(stride)
     count = prod(shape)
     span = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) if count else 0
@@ -249,10 +206,7 @@ def _view(storage: TorchStorage, dtype: str, offset: int, size: Any, stride: Any
         raise CheckpointError("a tensor in it is larger than its storage")
 
     def load() -> np.ndarray:
-        assert storage.read is not None, "the storage was never placed"
         content = storage.read(offset * held.itemsize, (offset + span) * held.itemsize)
-        if content.nbytes != span * held.itemsize:
-            raise CheckpointError("a storage is shorter than its archive says")
         content = content.view(held)
         if not count:
             return content.reshape(shape)
@@ -271,7 +225,7 @@ def _rebuild_parameter(data: LazyTensor, *_: Any) -> LazyTensor:
 
 
 def _member(owner: Any, name: str) -> Record:
-    """How some versions of Python write a member of an enumeration: of an absent one only."""
+    """A member of an enumeration, as some versions of Python write it; only of a :class:`Record`."""
     if not (isinstance(owner, type) and issubclass(owner, Record)):
         raise RefusedPickleError("builtins.getattr")
     return owner(name)

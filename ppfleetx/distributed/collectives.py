@@ -174,6 +174,11 @@ def sum_of_ranks(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
     return _SumOfRanks.apply(tensor, group)
 
 
+def sum_gradient(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
+    """A copy of ``tensor`` whose gradient is summed over ``group``."""
+    return _SumGradient.apply(tensor, group)
+
+
 def all_gather_columns(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
     """``[..., n]`` of each member of ``group``, side by side in their order; carries no gradient."""
     parts: list[paddle.Tensor] = []
@@ -190,6 +195,18 @@ class _SumOfRanks(PyLayer):
 
     @staticmethod
     def backward(ctx: Any, upstream: paddle.Tensor) -> paddle.Tensor:
+        return upstream
+
+
+class _SumGradient(PyLayer):
+    @staticmethod
+    def forward(ctx: Any, tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
+        ctx.group = group
+        return tensor.clone()  # Paddle would take the tensor itself for a change in place
+
+    @staticmethod
+    def backward(ctx: Any, upstream: paddle.Tensor) -> paddle.Tensor:
+        distributed.stream.all_reduce(upstream, group=ctx.group, use_calc_stream=True)
         return upstream
 
 

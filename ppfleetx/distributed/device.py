@@ -259,31 +259,6 @@ def _operators_of_plugin(kind: str) -> ModuleType | None:
         return None
 
 
-COMPLETED = ("c_identity", "bfloat16")
-"""The kernel, and its element type, that :func:`complete_identity` takes the place of."""
-
-
-def complete_identity(device: str) -> None:
-    """Give a device the identity of tensor parallelism in bfloat16 where its build of Paddle has none.
-
-    For plugins Paddle (3.3.1) registers ``c_identity`` in all types but this one, and no CPU kernel takes
-    its place: the first step in bfloat16 would end with "not registered".
-    """
-    import paddle
-    from paddle import _C_ops
-
-    original = _C_ops.c_identity
-    name, dtype = COMPLETED
-    if dtype in kernel_types(name, device) or hasattr(original, "__wrapped__"):
-        return
-
-    @functools.wraps(original)
-    def c_identity(tensor: paddle.Tensor, *options: Any) -> paddle.Tensor:
-        return paddle.assign(tensor) if tensor.dtype == paddle.bfloat16 else original(tensor, *options)
-
-    _C_ops.c_identity = c_identity
-
-
 def moves_powers(device: str) -> bool:
     """Whether AdamW's kernels move the powers of beta, which Paddle makes in host memory, to the device: a
     GPU's leave them."""

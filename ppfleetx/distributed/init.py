@@ -12,7 +12,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.plan import AXES, ParallelPlan
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.device import choose_device, complete_identity, is_card, join, name_errors, place
+from ppfleetx.distributed.device import choose_device, is_card, join, name_errors, place
 from ppfleetx.distributed.random import register_sliced_stream, seed_everything
 from ppfleetx.resilience.flight_recorder import OPERATIONS, RECORD
 
@@ -88,7 +88,6 @@ def start_fleet(plan: ParallelPlan, batch: BatchPlan, device: str) -> ParallelCo
     else:
         RECORD.record_class(paddle.base.core.ProcessGroup, OPERATIONS)
         RECORD.join_device = partial(join, place())
-        complete_identity(device)
     # A second plan in the same process (tests): fleet would keep the first one's topology.
     fleet.base.topology._HYBRID_PARALLEL_GROUP = None
     fleet.init(is_collective=True, strategy=_strategy(plan, batch))

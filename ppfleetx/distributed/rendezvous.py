@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.distributed.cpu.watch import end_when_silent
 from ppfleetx.utils.log import get_logger
 
 Address = tuple[str, int]
@@ -245,6 +246,7 @@ class _Reception:
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):  # it is gone already
             connection, address = listener.accept()
+            end_when_silent(connection)
             line = Line(connection)
             self._strangers[line] = address[0]
             self._selector.register(connection, selectors.EVENT_READ, line)
@@ -350,6 +352,7 @@ def _connect(point: Address, name: str, wait: _Wait) -> socket.socket:
         try:
             connection = socket.create_connection(point, max(0.2, min(_CONNECT_SECONDS, wait.next_look())))
             if connection.getsockname() != connection.getpeername():
+                end_when_silent(connection)
                 return connection
             # TCP may connect a local port to itself while nobody listens there.
             connection.close()

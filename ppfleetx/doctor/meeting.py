@@ -1,8 +1,8 @@
 """Processes that have met exchange values before they trust anything else.
 
 The first of them is the host, the others are its guests. Every wait ends in a known time and then names who
-did not answer and what it was last doing. A thread of each process says that it runs, so a process that is
-stopped is told from one that is slow.
+did not answer and what it was last doing. A thread of each process says that it runs, so one that is stopped
+is distinguished from one that is slow.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import selectors
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,8 +29,7 @@ from ppfleetx.distributed.rendezvous import (
 PULSE_SECONDS = 1.0
 LEAST_QUIET_SECONDS = 60.0
 """While a large library is loaded, no other thread of the process runs."""
-_CLOCK_SECONDS = 10.0
-_WAITING = "waiting for the others"
+_ROUNDS = 10  # a guest waits so many times as long as the host, which decides when to give up
 
 
 @dataclass(frozen=True)
@@ -41,26 +40,16 @@ class Answer:
     problem: str = ""
 
 
-@dataclass(frozen=True)
-class Clock:
-    """The clock of a guest: seconds it is ahead of the host's, and seconds that a message takes both ways."""
-
-    ahead: float
-    round_trip: float
-
-
 class Meeting(Protocol):
     """One member's side.
 
     Attributes:
         number: of this member; the host has 0.
         names: of all members, by number.
-        clocks: of the guests, by number; only the host knows them.
     """
 
     number: int
     names: list[str]
-    clocks: dict[int, Clock]
 
     def tell(self, place: str) -> None:
         """Say what this member does now; it is reported with it when it does not answer."""
@@ -145,28 +134,14 @@ class _Host:
     def __init__(self, members: Members, quiet: float) -> None:
         self.number, self.names, self._quiet = members.number, members.names, quiet
         self._guests = {number: _Seen(line) for number, line in members.lines.items()}
-        self.clocks = {number: self._clock(number, seen.line) for number, seen in self._guests.items()}
         self._pulse = _Pulse(members.lines.values())
-
-    def _clock(self, number: int, line: Line) -> Clock:
-        asked, before = time.time(), time.perf_counter()
-        try:
-            line.send("clock")
-            theirs = line.receive(time.monotonic() + _CLOCK_SECONDS)
-        except OSError as error:
-            raise RendezvousError(
-                f"{self.names[number]} came, and then gave no answer ({error or 'time is up'})",
-                "look at that machine and its log",
-            ) from error
-        trip = time.perf_counter() - before
-        return Clock(theirs - asked - trip / 2, trip)
 
     def tell(self, place: str) -> None:
         self._send({"at": place})
 
     def exchange(self, value: Any, seconds: float, quiet: float | None = None) -> list[Answer]:
         quiet, begun = _least(quiet or self._quiet, seconds), time.monotonic()
-        answers, relayed = {0: Answer(value)}, 0.0
+        answers = {0: Answer(value)}
         with selectors.DefaultSelector() as selector:
             for number, guest in self._guests.items():
                 if guest.problem:
@@ -176,7 +151,6 @@ class _Host:
                 guest.line.connection.setblocking(False)
                 selector.register(guest.line.connection, selectors.EVENT_READ, number)
             while selector.get_map():
-                relayed = self._relay(relayed)
                 self._give_up(seconds, quiet, answers, selector)
                 for key, _ in selector.select(min(PULSE_SECONDS, quiet / 4)):
                     answer = self._hear(self._guests[key.data])
@@ -186,14 +160,6 @@ class _Host:
         ordered = [answers[number] for number in range(len(self.names))]
         self._send({"all": [[answer.value, answer.problem] for answer in ordered]})
         return ordered
-
-    def _relay(self, relayed: float) -> float:
-        """While some guests advance, let the others wait on; gives the time of the last relay."""
-        now = time.monotonic()
-        if now - relayed < PULSE_SECONDS or max(guest.moved for guest in self._guests.values()) <= relayed:
-            return relayed
-        self.tell(_WAITING)
-        return now
 
     def _give_up(
         self, seconds: float, quiet: float, answers: dict[int, Answer], selector: selectors.BaseSelector
@@ -242,15 +208,10 @@ class _Host:
 
 class _Guest:
     def __init__(self, members: Members, quiet: float, where: str) -> None:
-        self.number, self.names, self.clocks = members.number, members.names, {}
+        self.number, self.names = members.number, members.names
         self._line, self._quiet, self._where = members.lines[0], quiet, where
         self._place = "its start"
-        self._answering(self._tell_time)
         self._pulse = _Pulse([self._line])
-
-    def _tell_time(self) -> None:
-        self._line.receive(time.monotonic() + _CLOCK_SECONDS * len(self.names))
-        self._line.send(time.time())
 
     def tell(self, place: str) -> None:
         with contextlib.suppress(OSError):  # exchange() says that the host is gone
@@ -262,31 +223,26 @@ class _Guest:
                 self._place = str(message.get("at", self._place))
 
     def exchange(self, value: Any, seconds: float, quiet: float | None = None) -> list[Answer]:
-        return self._answering(lambda: self._exchange(value, seconds, _least(quiet or self._quiet, seconds)))
+        try:
+            return self._exchange(value, seconds, _least(quiet or self._quiet, seconds))
+        except OSError as error:
+            why = error.strerror or "no answer in time"
+            raise self._gone(f"{why}; it was last heard of at: {self._place}") from error
 
     def _exchange(self, value: Any, seconds: float, quiet: float) -> list[Answer]:
         self._line.send({"value": value})
-        moved = time.monotonic()
+        limit = time.monotonic() + _ROUNDS * seconds
         while True:
-            heard = time.monotonic()
-            end = min(heard + quiet, moved + seconds)
+            silent = time.monotonic() + quiet + MARGIN_SECONDS
             try:
-                message = self._line.receive(end + MARGIN_SECONDS)
+                message = self._line.receive(min(silent, limit))
             except TimeoutError:
-                if end == heard + quiet:
+                if silent < limit:
                     raise self._gone(_silence(quiet + MARGIN_SECONDS, self._place)) from None
                 raise
             if "all" in message:
                 return [Answer(value, problem) for value, problem in message["all"]]
-            if "at" in message:
-                self._place, moved = str(message["at"]), time.monotonic()
-
-    def _answering(self, act: Callable[[], Any]) -> Any:
-        try:
-            return act()
-        except OSError as error:
-            why = error.strerror or "no answer in time"
-            raise self._gone(f"{why}; it was last heard of at: {self._place}") from error
+            self._place = str(message.get("at", self._place))
 
     def _gone(self, why: str) -> RendezvousError:
         return RendezvousError(

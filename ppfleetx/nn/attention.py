@@ -6,17 +6,15 @@ head, d head size. MHA is r = 1, MQA is one key/value head in all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
 import paddle
 from paddle import nn
 
+from ppfleetx.nn.attention_spec import AttentionSpec
 from ppfleetx.nn.flash import packed_flash_attention
-from ppfleetx.nn.init import Init
 from ppfleetx.nn.kernels import KernelOptions, attend, packed_attention_serves
-from ppfleetx.nn.layer_params import qkv_parts
 from ppfleetx.nn.masks import window_start
 from ppfleetx.nn.positions import Rotary
 from ppfleetx.nn.recompute import may_recompute, recompute
@@ -50,18 +48,9 @@ class Attention(nn.Layer):
 
     Args:
         factory: makes the projections and says how many key/value heads are held here.
-        hidden_size: h.
-        num_heads: query heads of the whole model.
-        num_kv_heads: key/value heads of the whole model; divides ``num_heads``.
-        head_dim: d.
+        spec: sizes; its norms of queries and keys come before the rotary positions.
         layer_index: place of this layer's keys in the cache.
         rotary: rotary positions, or None.
-        qkv_bias, output_bias: whether the projections have biases.
-        dropout: probability of dropping an attention weight.
-        window: how many positions before its own each position may attend to; None: all.
-        head_norm: makes the norm of queries, and that of keys, ``[..., d]``, which come before the rotary
-            positions; None: there are none.
-        init, output_init: initial values of the projections.
         options: which kernel, and how.
         recompute_core: recompute scores and weights in the backward pass instead of keeping them.
     """
@@ -69,38 +58,25 @@ class Attention(nn.Layer):
     def __init__(
         self,
         factory: LayerFactory,
+        spec: AttentionSpec,
         *,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
         layer_index: int,
         rotary: Rotary | None,
-        qkv_bias: bool,
-        output_bias: bool,
-        dropout: float,
-        init: Init,
-        output_init: Init,
         options: KernelOptions,
-        window: int | None = None,
-        head_norm: Callable[[], nn.Layer] | None = None,
         recompute_core: bool = False,
     ) -> None:
         super().__init__()
-        assert num_heads % num_kv_heads == 0
         self.factory, self.strategy = factory, factory.attention
-        self.layer_index, self.head_dim, self.rotary, self.options = layer_index, head_dim, rotary, options
-        self.window, self.recompute_core = window, recompute_core
-        self.queries_per_group = num_heads // num_kv_heads
-        self.num_groups = factory.local_count(num_kv_heads, "key/value heads")
-        width = num_kv_heads * (self.queries_per_group + 2) * head_dim
-        parts = qkv_parts(self.queries_per_group, head_dim)
-        self.qkv = factory.column_linear(hidden_size, width, init=init, bias=qkv_bias, parts=parts)
-        self.q_norm, self.k_norm = (None, None) if head_norm is None else (head_norm(), head_norm())
-        self.out_proj = factory.row_linear(
-            num_heads * head_dim, hidden_size, init=output_init, bias=output_bias
+        self.layer_index, self.rotary, self.options = layer_index, rotary, options
+        self.window, self.recompute_core = spec.window, recompute_core
+        self.head_dim, self.queries_per_group = spec.head_dim, spec.queries_per_group
+        self.num_groups = factory.local_count(spec.num_kv_heads, "key/value heads")
+        self.qkv = factory.linear(spec.qkv)
+        self.q_norm, self.k_norm = (
+            factory.norm(spec.head_norm) if spec.head_norm is not None else None for _ in range(2)
         )
-        self.dropout = factory.dropout(dropout, inside_heads=True)
+        self.out_proj = factory.linear(spec.out_proj)
+        self.dropout = factory.dropout(spec.dropout, inside_heads=True)
 
     def forward(
         self,
@@ -131,7 +107,7 @@ class Attention(nn.Layer):
         query, key, value = self.divide(qkv, position_ids)
         if cache is not None:
             key, value, penalty = cache.update(self.layer_index, key, value, self.window)
-            context = _joined(self.attend(query, key, value, document_start, penalty))
+            context = _joined(self.attend_heads(query, key, value, document_start, penalty))
         elif recomputes:
             context = recompute(self.core, query, key, value, document_start)
         else:
@@ -173,9 +149,9 @@ class Attention(nn.Layer):
         document_start: paddle.Tensor | None,
     ) -> paddle.Tensor:
         """Attention itself, ``[s, b, g * r * d]``: what recomputation repeats."""
-        return _joined(self.strategy.core(self.attend, query, key, value, document_start))
+        return _joined(self.strategy.core(self.attend_heads, query, key, value, document_start))
 
-    def attend(
+    def attend_heads(
         self,
         query: paddle.Tensor,
         key: paddle.Tensor,

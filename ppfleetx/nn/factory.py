@@ -18,15 +18,21 @@ from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.registries import NORMS
 from ppfleetx.config.sections.compress import Form, QuantizationConfig
 from ppfleetx.config.sections.lora import LoraConfig
-from ppfleetx.distributed.collectives import sum_of_ranks
+from ppfleetx.distributed.collectives import sum_gradient, sum_of_ranks
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.nn import layer_params
 from ppfleetx.nn.attention_strategy import AttentionStrategy, Ulysses
 from ppfleetx.nn.dropout import Dropout, NoDropout, SlicedDropout
+from ppfleetx.nn.embedding import VocabParallelEmbedding
 from ppfleetx.nn.fake_quant import FakeQuantizer, unreduced
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 from ppfleetx.nn.init import Init
-from ppfleetx.nn.layer_params import Specs
+from ppfleetx.nn.layer_spec import (
+    LayerSpec,
+    LinearSpec,
+    NormSpec,
+    Specs,
+    TableSpec,
+)
 from ppfleetx.nn.linear import Linear
 from ppfleetx.nn.lora import LoraBranch
 from ppfleetx.nn.loss import parallel_token_loss, token_loss
@@ -34,24 +40,21 @@ from ppfleetx.nn.loss_output import SAME_ON_MP, LossOutput
 from ppfleetx.nn.matmul import Exchange, Matmul
 from ppfleetx.nn.norm import RMSNorm
 from ppfleetx.nn.packed_weights import InferenceLinear
-from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Part, Shard, placed
+from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, placed
 from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedLinear
 from ppfleetx.nn.scores import parallel_token_scores, token_scores
 from ppfleetx.nn.stage import declare
+from ppfleetx.nn.transforms import adapter, quantizer, quantizer_numbers
 
 # Paddle would draw random values that build_stage replaces; zeros cost less.
 _ZEROS = nn.initializer.Constant(0.0)
+# What `Compress.Quantization.quantizable_layer_type` calls a linear.
+_KINDS = {"columns": "ColumnParallelLinear", "rows": "RowParallelLinear"}
 
 
 def _matrix_of(linear: nn.Layer) -> ParamSpec:
     """The matrix ``[in, out]`` of a linear, however it is stored."""
     return linear.spec if isinstance(linear, QuantizedLinear) else linear.weight.spec
-
-
-def _of_kind(kind: str, linear: nn.Layer) -> nn.Layer:
-    """``linear``, which knows what `Compress.Quantization.quantizable_layer_type` calls it."""
-    linear.kind = kind
-    return linear
 
 
 def layer_factory(ctx: ParallelContext, *, train: bool = True) -> LocalFactory:
@@ -102,35 +105,24 @@ class LocalFactory:
             self.declare(getattr(layer, name), spec)
         return layer
 
-    def column_linear(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        init: Init,
-        bias: bool,
-        kind: str = "matrix",
-        parts: tuple[Part, ...] = (),
-    ) -> nn.Layer:
-        specs = layer_params.column_linear(
-            in_features, out_features, bias=bias, init=init, kind=kind, parts=parts
-        )
-        return _of_kind("ColumnParallelLinear", self._linear(specs))
+    def linear(self, spec: LinearSpec) -> nn.Layer:
+        layer = self.linear_cls(spec.in_features, spec.out_features, bias=spec.bias)
+        return self._finished(layer, spec)
 
-    def row_linear(self, in_features: int, out_features: int, *, init: Init, bias: bool) -> nn.Layer:
-        specs = layer_params.row_linear(
-            in_features, out_features, bias=bias, init=init, sequence_parallel=self.sequence_parallel
-        )
-        return _of_kind("RowParallelLinear", self._linear(specs))
+    def _finished(self, layer: nn.Layer, spec: LinearSpec) -> nn.Layer:
+        layer.linear, layer.kind = self.matmul.linear, _KINDS.get(spec.cut)
+        return self._declared(layer, self._parameters(spec))
+
+    def _parameters(self, spec: LayerSpec) -> Specs:
+        return spec.parameters(sequence_parallel=self.sequence_parallel)
 
     def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> FakeQuantizer:
         keeps = self.keeps_weights or linear.weight.stop_gradient
         return self._declared_quantizer(FakeQuantizer(cfg, follows=follows, keeps=keeps), linear)
 
-    def _declared_quantizer(self, quantizer: FakeQuantizer, linear: nn.Layer) -> FakeQuantizer:
-        names = [name for name, _ in quantizer.named_parameters()]
+    def _declared_quantizer(self, fake: FakeQuantizer, linear: nn.Layer) -> FakeQuantizer:
         matrix, split = linear.weight.spec, self.sequence_parallel
-        return self._declared(quantizer, layer_params.quantizer(matrix, names, sequence_parallel=split))
+        return self._declared(fake, quantizer(matrix, quantizer_numbers(fake.cfg), sequence_parallel=split))
 
     def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
         return self._adapter(linear, cfg, self.dropout(cfg.dropout))
@@ -152,7 +144,7 @@ class LocalFactory:
             matmul=self.matmul,
         )
         split = self.sequence_parallel
-        return self._declared(branch, layer_params.adapter(matrix, cfg.rank, sequence_parallel=split))
+        return self._declared(branch, adapter(matrix, cfg.rank, sequence_parallel=split))
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
         return QuantizedLinear(linear, form, declare=self.declare)
@@ -163,48 +155,30 @@ class LocalFactory:
     def whole_linear(
         self, in_features: int, out_features: int, *, init: Init, bias: bool, of_trunk: bool = False
     ) -> nn.Layer:
-        partial = of_trunk and self.sequence_parallel
-        return self._linear(
-            layer_params.whole_linear(in_features, out_features, bias=bias, init=init, partial=partial)
-        )
+        return self.linear(LinearSpec(in_features, out_features, "whole", bias, init, of_trunk=of_trunk))
 
-    def _linear(self, specs: Specs) -> nn.Layer:
-        layer = self.linear_cls(*specs["weight"].shape, bias="bias" in specs)
-        layer.linear = self.matmul.linear
-        return self._declared(layer, specs)
+    def embedding(self, spec: TableSpec) -> nn.Layer:
+        layer = nn.Embedding(spec.rows, spec.width, weight_attr=paddle.ParamAttr(initializer=_ZEROS))
+        return self._declared(layer, spec.parameters())
 
-    def vocab_embedding(self, padded_vocab_size: int, hidden_size: int, *, init: Init) -> nn.Layer:
-        return self._embedding(layer_params.word_table(padded_vocab_size, hidden_size, init=init))
-
-    def embedding(self, num_embeddings: int, hidden_size: int, *, init: Init) -> nn.Layer:
-        return self._embedding(layer_params.position_table(num_embeddings, hidden_size, init=init))
-
-    def _embedding(self, specs: Specs) -> nn.Layer:
-        layer = nn.Embedding(*specs["weight"].shape, weight_attr=paddle.ParamAttr(initializer=_ZEROS))
-        return self._declared(layer, specs)
-
-    def norm(
-        self, kind: str, size: int, *, epsilon: float, gain: float = 1.0, inside_heads: bool = False
-    ) -> nn.Layer:
-        """A norm of the last dimension, of ``size`` elements, whose gain starts at ``gain``.
+    def norm(self, spec: NormSpec) -> nn.Layer:
+        """A norm of the last dimension.
 
         Raises:
-            ConfigError: ``kind`` is no norm, or has other parameters than it was registered with.
+            ConfigError: there is no such norm, or it has other parameters than it was registered with.
         """
-        layer = NORMS.make(kind, size, epsilon, gives=nn.Layer)
+        layer = NORMS.make(spec.kind, spec.size, spec.epsilon, gives=nn.Layer)
         if isinstance(layer, RMSNorm):
             layer.fused = self.fused
-        parameters = dict(layer.named_parameters())
-        declared = NORMS.traits(kind).parameters
+        parameters, declared = dict(layer.named_parameters()), NORMS.traits(spec.kind).parameters
         if {*parameters} != {*declared} or not {*declared} <= {"weight", "bias"}:
             raise ConfigError(
                 f"has the parameters {', '.join(parameters) or 'none'}, and was registered with "
                 f"{', '.join(declared) or 'none'}; a norm has weight, bias, both or neither",
                 key="Model.normalization",
-                value=kind,
+                value=spec.kind,
             )
-        partial = self.sequence_parallel or inside_heads
-        return self._declared(layer, layer_params.norm(parameters, size, gain=gain, partial=partial))
+        return self._declared(layer, self._parameters(spec))
 
     def dropout(self, probability: float, *, inside_heads: bool = False) -> nn.Layer:
         return Dropout(probability)
@@ -289,68 +263,50 @@ class TensorParallelFactory(LocalFactory):
             )
         return count // self.group.nranks
 
-    def column_linear(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        init: Init,
-        bias: bool,
-        kind: str = "matrix",
-        parts: tuple[Part, ...] = (),
-    ) -> nn.Layer:
-        from paddle.distributed.fleet.meta_parallel import ColumnParallelLinear
-        from paddle.distributed.fleet.utils.sequence_parallel_utils import ColumnSequenceParallelLinear
+    def linear(self, spec: LinearSpec) -> nn.Layer:
+        from paddle.distributed.fleet import meta_parallel
+        from paddle.distributed.fleet.utils import sequence_parallel_utils
 
-        cls = ColumnSequenceParallelLinear if self.sequence_parallel else ColumnParallelLinear
-        layer = cls(
-            in_features,
-            out_features,
-            weight_attr=paddle.ParamAttr(initializer=_ZEROS),
-            has_bias=bias,
-            gather_output=False,
-            mp_group=self.group,
+        if spec.cut == "whole":
+            return super().linear(spec)
+        prefix, options = {
+            "columns": ("Column", {"gather_output": False}),
+            "rows": ("Row", {"input_is_parallel": True}),
+        }[spec.cut]
+        cls = (
+            getattr(sequence_parallel_utils, f"{prefix}SequenceParallelLinear")
+            if self.sequence_parallel
+            else getattr(meta_parallel, f"{prefix}ParallelLinear")
         )
-        layer.linear = self.matmul.linear
-        if self.exchange is not None:
+        layer = cls(
+            spec.in_features,
+            spec.out_features,
+            weight_attr=paddle.ParamAttr(initializer=_ZEROS),
+            has_bias=spec.bias,
+            mp_group=self.group,
+            **options,
+        )
+        if spec.cut == "rows":
+            layer.mp_skip_c_identity = True  # a copy of the gradient
+        elif self.exchange is not None:
             layer.forward = lambda x: self.matmul.column(x, layer.weight, layer.bias, self.exchange)
-        specs = layer_params.column_linear(
-            in_features, out_features, bias=bias, init=init, kind=kind, parts=parts
-        )
-        return _of_kind("ColumnParallelLinear", self._declared(layer, specs))
-
-    def row_linear(self, in_features: int, out_features: int, *, init: Init, bias: bool) -> nn.Layer:
-        from paddle.distributed.fleet.meta_parallel import RowParallelLinear
-        from paddle.distributed.fleet.utils.sequence_parallel_utils import RowSequenceParallelLinear
-
-        cls = RowSequenceParallelLinear if self.sequence_parallel else RowParallelLinear
-        layer = cls(
-            in_features,
-            out_features,
-            weight_attr=paddle.ParamAttr(initializer=_ZEROS),
-            has_bias=bias,
-            input_is_parallel=True,
-            mp_group=self.group,
-        )
-        layer.linear = self.matmul.linear
-        specs = layer_params.row_linear(
-            in_features, out_features, bias=bias, init=init, sequence_parallel=self.sequence_parallel
-        )
-        return _of_kind("RowParallelLinear", self._declared(layer, specs))
+        elif not self.sequence_parallel:  # fleet's needs c_identity, which plugins lack in bfloat16
+            layer.forward = lambda x: layer.linear(self._for_sliced_output(x), layer.weight, layer.bias)
+        return self._finished(layer, spec)
 
     def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> FakeQuantizer:
         """Maxima over what is sliced are those of all ranks; so are the gradients of learned bounds."""
         has_sliced_input = linear.weight.spec.lies("mp") == Shard(0)
         per_channel = cfg.weight_quantize_type == "channel_wise_abs_max"
         own_channels = per_channel and not has_sliced_input
-        quantizer = FakeQuantizer(
+        fake = FakeQuantizer(
             cfg,
             over_weight=unreduced if own_channels else self._largest,
             over_input=self._largest if has_sliced_input else unreduced,
             follows=follows,
             keeps=self.keeps_weights or linear.weight.stop_gradient,
         )
-        return self._declared_quantizer(quantizer, linear)
+        return self._declared_quantizer(fake, linear)
 
     def _largest(self, maxima: paddle.Tensor) -> paddle.Tensor:
         from paddle import distributed
@@ -376,36 +332,30 @@ class TensorParallelFactory(LocalFactory):
         return made() if cut == REPLICATE else made(enter=self._for_sliced_output)
 
     def quantized_embedding(self, embedding: nn.Layer) -> nn.Layer:
+        return QuantizedEmbedding(embedding, declare=self.declare, join=self._sum)
+
+    def _sum(self, low: paddle.Tensor) -> paddle.Tensor:
         from paddle.distributed.fleet.layers.mpu.mp_ops import _mp_allreduce
 
-        join = partial(_mp_allreduce, group=self.group, use_calc_stream=True, use_model_parallel=True)
-        return QuantizedEmbedding(embedding, declare=self.declare, join=join)
+        return _mp_allreduce(low, group=self.group, skip_c_identity_dynamic=True)
 
     def _sum_parts(self, low: paddle.Tensor) -> paddle.Tensor:
-        from paddle.distributed.fleet.layers.mpu.mp_ops import _mp_allreduce
         from paddle.distributed.fleet.utils.sequence_parallel_utils import ReduceScatterOp
 
-        if self.sequence_parallel:
-            return ReduceScatterOp.apply(low)
-        return _mp_allreduce(low, group=self.group, use_calc_stream=True, use_model_parallel=True)
+        return ReduceScatterOp.apply(low) if self.sequence_parallel else self._sum(low)
 
     def _for_sliced_output(self, low: paddle.Tensor) -> paddle.Tensor:
-        from paddle.distributed.fleet.layers.mpu.mp_ops import _c_identity
         from paddle.distributed.fleet.utils.sequence_parallel_utils import AllGatherOp
 
         # Either way the gradient is summed over the ranks' columns.
-        return AllGatherOp.apply(low) if self.sequence_parallel else _c_identity(low, group=self.group)
+        return AllGatherOp.apply(low) if self.sequence_parallel else sum_gradient(low, self.group)
 
-    def vocab_embedding(self, padded_vocab_size: int, hidden_size: int, *, init: Init) -> nn.Layer:
-        from paddle.distributed.fleet.meta_parallel import VocabParallelEmbedding
-
-        layer = VocabParallelEmbedding(
-            padded_vocab_size,
-            hidden_size,
-            weight_attr=paddle.ParamAttr(initializer=_ZEROS),
-            mp_group=self.group,
-        )
-        return self._declared(layer, layer_params.word_table(padded_vocab_size, hidden_size, init=init))
+    def embedding(self, spec: TableSpec) -> nn.Layer:
+        if not spec.of_words:
+            return super().embedding(spec)
+        specs = spec.parameters()
+        shape = placed(specs["weight"], self.mesh, self.rank).local_shape
+        return self._declared(VocabParallelEmbedding(shape, rank=self.group.rank, join=self._sum), specs)
 
     def dropout(self, probability: float, *, inside_heads: bool = False) -> nn.Layer:
         sliced = inside_heads or self.sequence_parallel

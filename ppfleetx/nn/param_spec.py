@@ -71,6 +71,7 @@ class ParamSpec:
         parts: the matrices that it is made of.
         tie: the key of the tie by which several stages of the model hold it.
         trains: whether it has a gradient.
+        dtype: the type that it is stored in, where that is not the model's.
         name: canonical name, e.g. ``decoder.layers.3.attention.qkv.weight``; empty until the layer is part of
             a stage.
     """
@@ -83,6 +84,7 @@ class ParamSpec:
     parts: tuple[Part, ...] = ()
     tie: str | None = None
     trains: bool = True
+    dtype: str | None = None
     name: str = ""
 
     @property

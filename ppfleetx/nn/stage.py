@@ -19,12 +19,13 @@ from ppfleetx.config.mesh import Mesh
 from ppfleetx.nn.fused import FusedOps
 from ppfleetx.nn.init import Init, draw
 from ppfleetx.nn.loss_output import LossOutput
-from ppfleetx.nn.param_spec import PARTIAL, REPLICATE, ParamInfo, ParamSpec, Part, placed
+from ppfleetx.nn.param_spec import PARTIAL, REPLICATE, ParamInfo, ParamSpec, placed
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.compress import Form, QuantizationConfig
     from ppfleetx.config.sections.lora import LoraConfig
     from ppfleetx.nn.attention_strategy import AttentionStrategy
+    from ppfleetx.nn.layer_spec import LinearSpec, NormSpec, TableSpec
     from ppfleetx.nn.matmul import Matmul
 
 NameOf = Callable[[str], str]
@@ -100,21 +101,8 @@ class LayerFactory(Protocol):
     def declare(self, parameter: paddle.Tensor, spec: ParamSpec) -> None:
         """Say what a parameter is that a layer has made by itself, with the shape that this rank holds."""
 
-    def column_linear(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        init: Init,
-        bias: bool,
-        kind: str = "matrix",
-        parts: tuple[Part, ...] = (),
-    ) -> nn.Layer:
-        """Linear ``[in, out]`` whose output features may be sliced; the output stays sliced. ``parts``: the
-        matrices that it is made of."""
-
-    def row_linear(self, in_features: int, out_features: int, *, init: Init, bias: bool) -> nn.Layer:
-        """Linear ``[in, out]`` whose input features may be sliced (and arrive sliced); output is whole."""
+    def linear(self, spec: LinearSpec) -> nn.Layer:
+        """The declared linear; see :class:`LinearSpec` for what is sliced."""
 
     def whole_linear(
         self, in_features: int, out_features: int, *, init: Init, bias: bool, of_trunk: bool = False
@@ -135,17 +123,11 @@ class LayerFactory(Protocol):
     def quantized_embedding(self, embedding: nn.Layer) -> nn.Layer:
         """What takes the place of a word embedding made here, its rows stored in 8 bits."""
 
-    def vocab_embedding(self, padded_vocab_size: int, hidden_size: int, *, init: Init) -> nn.Layer:
-        """Embedding ``[V, h]`` whose rows may be sliced; output is whole."""
+    def embedding(self, spec: TableSpec) -> nn.Layer:
+        """The declared table; the output is whole."""
 
-    def embedding(self, num_embeddings: int, hidden_size: int, *, init: Init) -> nn.Layer:
-        """Embedding held whole by every rank."""
-
-    def norm(
-        self, kind: str, size: int, *, epsilon: float, gain: float = 1.0, inside_heads: bool = False
-    ) -> nn.Layer:
-        """The norm named ``kind`` over the last dimension, its gain starting at ``gain``; ``inside_heads``
-        when it is of a tensor that is sliced over heads."""
+    def norm(self, spec: NormSpec) -> nn.Layer:
+        """The declared norm."""
 
     def dropout(self, probability: float, *, inside_heads: bool = False) -> nn.Layer:
         """Dropout; ``inside_heads`` when the tensor is sliced over heads and masks must differ by rank."""

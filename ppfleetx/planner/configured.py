@@ -12,7 +12,8 @@ from ppfleetx.config.plan import CONFIG_KEYS, ParallelPlan
 from ppfleetx.config.record import dump_config
 from ppfleetx.config.resolve import resolve
 from ppfleetx.config.sections.root import RunConfig, plan_of
-from ppfleetx.planner.case import Case, Recompute
+from ppfleetx.nn.cost import Recompute
+from ppfleetx.planner.case import Case
 from ppfleetx.utils.files import atomic_write
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.models.gpt.shape import parameter_count
+from ppfleetx.models.gpt.spec import parameter_count
 from ppfleetx.planner.case import Case
 from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.prediction import Prediction
@@ -152,60 +151,6 @@ class Questions:
             save = checkpoint_bytes(prediction.case) / (nodes * _NODE_WRITES)
         node_mtbf = self.node_mtbf_hours * _HOUR
         return failures(prediction, node_mtbf=node_mtbf, save=save, restart=self.restart_seconds)
-
-
-def add_question_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments about the whole run."""
-    asked = parser.add_argument_group("about the whole run")
-    asked.add_argument("--tokens", type=float, metavar="T", help="tokens of the run (else Engine.max_steps)")
-    asked.add_argument(
-        "--price", type=float, metavar="P", help="of a card-hour: what the run and a token cost"
-    )
-    asked.add_argument(
-        "--mtbf",
-        type=float,
-        metavar="HOURS",
-        help="between failures of one node: the best checkpoint interval",
-    )
-    asked.add_argument("--save-seconds", type=float, metavar="S", help="that a checkpoint holds the job up")
-    asked.add_argument(
-        "--restart-seconds", type=float, default=300.0, metavar="S", help="from failure to step (default 300)"
-    )
-    asked.add_argument(
-        "--scale", metavar="N,N,...", help="the plan with more replicas on other numbers of cards"
-    )
-    asked.add_argument(
-        "--ramp",
-        metavar="START,STEP,SAMPLES",
-        help="a batch that grows, as Megatron-LM's --rampup-batch-size",
-    )
-
-
-def questions_of(args: argparse.Namespace) -> Questions:
-    """The questions in ``args``.
-
-    Raises:
-        ConfigError: a number is out of range.
-    """
-    for name in ("price", "mtbf", "save_seconds", "restart_seconds"):
-        value = getattr(args, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError("must be greater than 0", key=f"--{name.replace('_', '-')}", value=value)
-    ramp = None
-    if args.ramp is not None:
-        numbers = _numbers(args.ramp, "--ramp")
-        if len(numbers) != 3:
-            raise ConfigError("takes three numbers: START,STEP,SAMPLES", key="--ramp", value=args.ramp)
-        ramp = Ramp(*numbers)
-    scale = _numbers(args.scale, "--scale") if args.scale is not None else ()
-    return Questions(args.price, args.mtbf, args.save_seconds, args.restart_seconds, tuple(scale), ramp)
-
-
-def _numbers(text: str, key: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and len(part) < 12 and int(part) > 0 for part in parts):
-        raise ConfigError("takes integers of at least 1, with commas between", key=key, value=text)
-    return [int(part) for part in parts]
 
 
 def answers(prediction: Prediction, tokens: float, asked: Questions) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ppfleetx.models.gpt.shape import parameter_count
+from ppfleetx.models.gpt.spec import parameter_count
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.case import Case
 from ppfleetx.planner.flops import model_flops_utilization, step_flops, tflops_per_device

@@ -13,7 +13,7 @@ import paddle
 import pytest
 
 import ppfleetx
-from ppfleetx.api.configuration import override_texts
+from ppfleetx.api.configuration import settings_of
 from ppfleetx.api.corpus import corpus_prefix
 from ppfleetx.api.gpt2 import _is_text
 from ppfleetx.api.streaming import stream_of
@@ -64,7 +64,7 @@ def test_generation_takes_texts_ids_and_batches(model: ppfleetx.GPT) -> None:
 
 def test_a_seed_comes_from_the_call_else_from_the_configuration(place: Path) -> None:
     def texts(overrides: dict[str, Any], **options: Any) -> str:
-        cfg = ppfleetx.load_config(place / "output", ["Global.device=cpu", *override_texts(overrides)])
+        cfg = ppfleetx.load_config(place / "output", ["Global.device=cpu", *settings_of(overrides)])
         loaded = ppfleetx.GPT(cfg, model.network, model.tokenizer)
         return loaded.generate("The quick", max_dec_len=8, **options).text
 

@@ -14,7 +14,7 @@ from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.conversion.convert import Conversion, convert
-from ppfleetx.models.gpt.shape import parameter_shapes
+from ppfleetx.models.gpt.spec import parameter_shapes
 from tests.models.gpt_builders import LLAMA_STYLE, tiny_config
 
 STATE = {"train": {"step": 4, "consumed_samples": 32}, "rng": {"python": [1, 2]}}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import shutil
 import subprocess
@@ -11,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.cli.completion import bash_script
-from ppfleetx.cli.main import call, parser_of, usage
-from ppfleetx.cli.verbs import GROUPS, VERBS
+from ppfleetx.commands.completion import bash_script
+from ppfleetx.commands.main import call, usage
+from ppfleetx.commands.verbs import GROUPS, VERBS
 from ppfleetx.config.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,8 +35,7 @@ def test_every_verb_explains_itself(name: str, capsys: pytest.CaptureFixture[str
         call(name, ["--help"])
     said = capsys.readouterr().out
     assert end.value.code == 0 and said.startswith(f"usage: ppfleetx {name} ")
-    module = importlib.import_module(f"ppfleetx.cli.{VERBS[name].module}")
-    assert module.__doc__.splitlines()[0] in said and name in usage()
+    assert VERBS[name].command().__doc__.splitlines()[0] in said and name in usage()
 
 
 def test_a_tool_is_a_verb() -> None:
@@ -51,7 +49,7 @@ def test_a_tool_is_a_verb() -> None:
 
 def test_the_command_starts_without_what_is_slow() -> None:
     program = (
-        "import sys, time; from ppfleetx.cli.main import main; sys.argv[1:] = ['--help']\n"
+        "import sys, time; from ppfleetx.commands.main import main; sys.argv[1:] = ['--help']\n"
         "try:\n    main()\nfinally:\n"
         "    slow = {'paddle', 'numpy', 'pydantic', 'yaml', 'rich', 'tokenizers'} & set(sys.modules)\n"
         "    assert not slow, slow\n    assert time.process_time() < 0.3, time.process_time()"
@@ -105,6 +103,7 @@ def test_bash_completes_verbs_options_and_choices() -> None:
     assert completed("tr") == {"train", "translate"}
     assert completed("train", "--ov") == {"--override"}
     assert completed("completion", "z") == {"zsh"}
-    options = {word for action in parser_of(importlib.import_module("ppfleetx.cli.convert"))._actions
-               for word in action.option_strings}  # fmt: skip
+    options = {
+        word for action in VERBS["convert"].command().parser()._actions for word in action.option_strings
+    }
     assert options <= completed("convert", "-")

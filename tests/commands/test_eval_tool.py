@@ -154,7 +154,7 @@ def test_mistakes_are_found_before_paddle_is_loaded(
     size = 2 if any("Distributed" in key for key in changes) else 1
     monkeypatch.setattr(evaluate, "world_size", lambda environ: size)
     with pytest.raises(UserError) as caught:
-        evaluate.run(str(SHIPPED), overrides(place, **changes))
+        evaluate.Evaluate(config=str(SHIPPED), override=tuple(overrides(place, **changes))).run()
     for word in words:
         assert word in str(caught.value)
 

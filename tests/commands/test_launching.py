@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from paddle.distributed.launch.context.device import Device
 
-from ppfleetx.cli.launching import RankErrors
-from ppfleetx.cli.main import call
+from ppfleetx.commands.launching import RankErrors
+from ppfleetx.commands.main import call
 from ppfleetx.config.errors import UserError
 from ppfleetx.utils.cpu_launcher import LAUNCHER, name_devices
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ppfleetx.commands.lm_eval import find_tasks, load_model, measure, run
+from ppfleetx.commands.lm_eval import LmEval, find_tasks, load_model, measure
 from ppfleetx.commands.lm_eval_options import generation_options
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
@@ -59,9 +58,10 @@ def test_options_of_tasks_in_words_of_ours() -> None:
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """Our model and the harness's, of the same weights: 48 positions, so that texts have to be cut."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the import that reads it: nothing is looked up
     reason = "needs lm-evaluation-harness (pip install 'ppfleetx[lm_eval]') with torch and transformers"
-    huggingface = pytest.importorskip("lm_eval.models.huggingface", reason=reason)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")  # before the import that reads it: nothing is looked up
+        huggingface = pytest.importorskip("lm_eval.models.huggingface", reason=reason)
     torch = pytest.importorskip("torch", reason=reason)
     transformers = pytest.importorskip("transformers", reason=reason)
     place = tmp_path_factory.mktemp("harness")
@@ -170,13 +170,13 @@ def test_mistakes_are_found_before_paddle_is_loaded(
         "ppfleetx.commands.lm_eval.start_with", lambda cfg: pytest.fail("a process was started")
     )
     with pytest.raises(ConfigError, match=words):
-        run(str(NANO), [], ["a task"], **options)
+        LmEval(config=str(NANO), tasks="a task", **options).run()
 
 
 def test_a_missing_harness_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ppfleetx.commands.lm_eval.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'ppfleetx\[lm_eval\]'"):
-        run("there is no such file", [], ["a task"])
+        LmEval(config="there is no such file", tasks="a task").run()
 
 
 def test_bos_begins_a_text_once(monkeypatch: pytest.MonkeyPatch) -> None:

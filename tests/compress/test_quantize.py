@@ -15,7 +15,7 @@ import pytest
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.merge_lora import merge_lora
 from ppfleetx.commands.generate import load_generator
-from ppfleetx.commands.quantize import REPORT_FILE, Request, run
+from ppfleetx.commands.quantize import REPORT_FILE, Quantize, quantize
 from ppfleetx.commands.resolve_model import resolve_model
 from ppfleetx.commands.training import refuse_small_weights
 from ppfleetx.compress.distill import load_teacher
@@ -45,7 +45,7 @@ def corpus(tmp_path_factory) -> str:
 
 def _quantize(run_dir: Path, output: Path, **options) -> dict:
     options = {"to": "int8", "samples": 16, **options}
-    run(Request(checkpoint=str(run_dir), output=str(output), **options))
+    quantize(Quantize(checkpoint=str(run_dir), output=str(output), **options))
     return json.loads((output / REPORT_FILE).read_text())
 
 

@@ -11,10 +11,10 @@ import yaml
 from pydantic import ValidationError
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.field_types import field_types, section_in
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.record import dump_config, run_record
 from ppfleetx.config.sections.root import LRConfig, ModelConfig, RunConfig
-from ppfleetx.config.words import field_types, section_in
 
 CONFIGS = Path(__file__).parents[2] / "ppfleetx" / "configs"
 

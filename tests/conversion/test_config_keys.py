@@ -28,14 +28,6 @@ def golden_model(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_equal_hugging_face(name):
-    _, arrays, _, model = golden_model(name)
-    model.eval()
-    logits = model(paddle.to_tensor(arrays["tokens"])).transpose([1, 0, 2]).numpy()
-    np.testing.assert_allclose(logits[..., :97], arrays["logits"], rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
 def test_loss_and_gradients_equal_hugging_face(name):
     hf_config, arrays, _, model = golden_model(name)
     tokens = paddle.to_tensor(arrays["tokens"])
@@ -51,31 +43,6 @@ def test_loss_and_gradients_equal_hugging_face(name):
     assert len(expected) >= 3
     for key, value in expected.items():
         np.testing.assert_allclose(ours[key], value, rtol=1e-3, atol=1e-5, err_msg=key)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_maps_are_inverse(name):
-    hf_config, _, weights, model = golden_model(name)
-    padded = {key: p.numpy() for key, p in canonical_parameters(model).items()}
-    back = dict(canonical_to_hf(hf_config, padded.__getitem__))
-    tied = {"lm_head.weight"} if name == "hf_gpt2" else set()
-    assert back.keys() == weights.keys() - tied
-    for key, value in back.items():
-        np.testing.assert_array_equal(value, weights[key], err_msg=key)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"model_type": "bert"},
-        {"activation_function": "tanh"},
-        {"scale_attn_by_inverse_layer_idx": True},
-    ],
-)
-def test_unsupported_models_are_refused_in_words(change):
-    hf_config, _ = load_golden("hf_gpt2")
-    with pytest.raises(CheckpointError, match="not supported"):
-        model_keys(hf_config | change)
 
 
 # config.json files as they are published, by the programs and releases that wrote them.
@@ -145,10 +112,13 @@ def test_published_files_have_no_key_that_is_not_known(name):
         ("hf_gpt2", {"rope_theta": 1e4}, "rope_theta"),
         ("hf_gpt2", {"hidden_size": 64}, "hidden_size .*n_embd .*are one size"),
         ("hf_gpt2", {"scale_attn_weights": False}, "scale_attn_weights: False"),
+        ("hf_gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("hf_gpt2", {"add_cross_attention": True}, "add_cross_attention"),
+        ("hf_gpt2", {"activation_function": "tanh"}, "activation_function 'tanh' of this gpt2"),
         ("hf_gpt2", {"is_encoder_decoder": True}, "is_encoder_decoder"),
         ("hf_gpt2", {"pruned_heads": {"0": [1]}}, "pruned_heads"),
         ("hf_llama", {"quantization_config": {"bits": 4}}, "weights are quantized"),
-        ("hf_llama", {"auto_map": {"AutoModel": "own.Model"}}, "program of its own"),
+        ("hf_llama", {"auto_map": {"AutoModel": "own.Model"}}, "its own code"),
         ("hf_llama", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ("hf_llama", {"sliding_window": 16}, "sliding_window: 16"),
         ("hf_llama", {"alibi": True}, "alibi: True"),

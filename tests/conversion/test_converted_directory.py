@@ -19,7 +19,7 @@ from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.conversion.huggingface.directory import write_hf
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.models.gpt.shape import parameter_shapes
+from ppfleetx.models.gpt.spec import parameter_shapes
 from tests.conversion import hf_dirs
 from tests.models.gpt_builders import LLAMA_STYLE, tiny_config
 

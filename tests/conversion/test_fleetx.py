@@ -16,7 +16,7 @@ from ppfleetx.checkpoint.tensors import load_model
 from ppfleetx.checkpoint.weights import fitted, with_vocabulary
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.conversion.convert import Conversion, convert, load_model_section
-from ppfleetx.conversion.fleetx import place_of, read_fleetx
+from ppfleetx.conversion.fleetx import canonical_name, read_fleetx
 from ppfleetx.nn.stage import canonical_parameters
 from tests.conversion.hf_dirs import write_tokenizer
 from tests.helpers import programs
@@ -138,11 +138,14 @@ def test_ranks_are_merged(tmp_path, source, mp, pp):
 
 
 def test_names_of_an_interleaved_pipeline():
-    assert place_of("3.0.self_attn.qkv_proj.weight").ours == "decoder.layers.2.attention.qkv.weight"
-    assert place_of("3.1.linear1.bias").ours == "decoder.layers.3.mlp.fc1.bias"
-    assert place_of("0.embed.word_embeddings.weight").ours == "embedding.word_embeddings.weight"
-    assert place_of("_layers.gpt.decoder.norm.bias").ours == "decoder.final_norm.bias"
-    assert place_of("gpt.decoder.layers.0.moe.gate.weight") is None
+    for name, ours in {
+        "3.0.self_attn.qkv_proj.weight": "decoder.layers.2.attention.qkv.weight",
+        "3.1.linear1.bias": "decoder.layers.3.mlp.fc1.bias",
+        "0.embed.word_embeddings.weight": "embedding.word_embeddings.weight",
+        "_layers.gpt.decoder.norm.bias": "decoder.final_norm.bias",
+        "gpt.decoder.layers.0.moe.gate.weight": None,
+    }.items():
+        assert canonical_name(name) == ours
 
 
 def test_separate_projections(tmp_path, source):
@@ -220,16 +223,6 @@ def test_generation_takes_it_as_ckpt_dir(tmp_path):
     assert texts[0] == texts[1] and '"abc"' in texts[0]
 
 
-def test_ranks_read_their_own_part(tmp_path, source):
-    save(tmp_path, source[1])
-    checkpoint = open_resolved(tmp_path)
-    name = "decoder.layers.1.attention.qkv.weight"
-    whole = checkpoint.read(name)
-    np.testing.assert_array_equal(checkpoint.read(name, offset=(0, 48), shape=(32, 48)), whole[:, 48:])
-    with pytest.raises(CheckpointError, match="no part of shape"):
-        checkpoint.read(name, offset=(0, 48), shape=(32, 49))
-
-
 def test_a_table_padded_otherwise_gives_its_true_rows(tmp_path, source):
     """FleetX pads the vocabulary to 128 times the tensor-parallel degree."""
     _, weights = source
@@ -240,18 +233,6 @@ def test_a_table_padded_otherwise_gives_its_true_rows(tmp_path, source):
     check_fit = fitted(read_fleetx(tmp_path), tiny_config())
     np.testing.assert_array_equal(check_fit["embedding.word_embeddings.weight"].read()[:61], wide[:61])
     assert not check_fit["embedding.word_embeddings.weight"].read()[61:].any()
-
-
-def test_a_malicious_file_in_its_place_runs_nothing(tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return os.system, (f"touch {tmp_path / 'executed'}",)
-
-    (tmp_path / "model.pdparams").write_bytes(pickle.dumps({"w": Evil()}))
-    path = resolve_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=r"posix\.system"):
-        open_resolved(path)
-    assert not (tmp_path / "executed").exists()
 
 
 def test_parameters_of_another_network_are_named(tmp_path, source):

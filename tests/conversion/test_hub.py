@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from ppfleetx.checkpoint.weights_only import read_ppfleetx
-from ppfleetx.cli.main import call
+from ppfleetx.commands.main import call
 from ppfleetx.commands.resolve_model import resolve_model
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.model import ModelConfig

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from ppfleetx.checkpoint.lazy import cast
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.conversion.convert import Conversion, check_logits, convert, model_of
 from ppfleetx.conversion.huggingface.directory import read_hf
@@ -45,13 +44,6 @@ def test_what_was_written_for_hugging_face_is_checked_too(tmp_path):
     change(tmp_path / "out", "model.norm.weight", lambda weight: weight * 2)
     with pytest.raises(CheckpointError, match=f"logits of {tmp_path / 'out'} .* differ"):
         check_logits(job, tmp_path / "out")
-
-
-def test_floats_are_rounded_to_the_nearest_and_to_even():
-    one = np.array([1, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-16, -1 - 2**-9, np.nan], np.float32)
-    wide = cast(cast(one, "F32", "BF16"), "BF16", "F32")
-    np.testing.assert_array_equal(wide, np.array([1, 1, 1 + 2**-6, 1 + 2**-7, -1, np.nan], np.float32))
-    np.testing.assert_array_equal(cast(one, "F32", "F16"), one.astype(np.float16))
 
 
 # Stands for an interpreter with transformers: it answers with the logits it was given.

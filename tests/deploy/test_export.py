@@ -7,16 +7,16 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import paddle
 import pytest
 
 from ppfleetx.checkpoint.directory import resolve_checkpoint
-from ppfleetx.commands.export import run as run_export
-from ppfleetx.commands.infer import merge_settings
-from ppfleetx.commands.infer import run as run_inference
-from ppfleetx.commands.replicas import as_replicas
+from ppfleetx.commands.export import Export
+from ppfleetx.commands.infer import Infer, merge_settings
+from ppfleetx.commands.resolve_model import as_replicas
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import GenerationConfig
@@ -152,6 +152,10 @@ def small(exported: Exported) -> list[str]:
     return [str(exported.run.parent / "pretrain.yaml"), f"Engine.save_load.ckpt_dir={exported.run}"]
 
 
+def run_export(path: str | Path, overrides: Sequence[str]) -> None:
+    Export(config=str(path), override=tuple(overrides)).run()
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -230,7 +234,8 @@ def test_a_place_that_cannot_be_written_is_told_at_once(
 def test_what_cannot_be_answered(exported: Exported, override: str, words: str) -> None:
     given = [] if "model_dir" in override else [f"Inference.model_dir={exported.directory}"]
     with pytest.raises(ConfigError, match=words):
-        run_inference(str(CONFIGS / "inference_gpt_345M_single_card.yaml"), [*given, override])
+        config = CONFIGS / "inference_gpt_345M_single_card.yaml"
+        Infer(config=str(config), override=(*given, override)).run()
 
 
 def test_options_of_another_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,14 +13,6 @@ TOLERANCE = 0.05 if place().is_reference else 0.25
 """Of predictions; what cuBLAS takes to work in is not predicted."""
 
 
-def _marks(case):
-    """Where a device takes more than is predicted."""
-    if case[1] == {"mp": 2, "pp": 2}:
-        reason = "Paddle composes the sliced embedding of plugins' devices, of tensors that are not predicted"
-        return [pytest.mark.xfail(reason=reason, strict=True)]
-    return []
-
-
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     prefix = tmp_path_factory.mktemp("corpus") / "toy"
@@ -32,7 +24,7 @@ def corpus(tmp_path_factory):
     "case",
     [
         *(pytest.param(one, id=f"short: {device_plan_name(*one)}") for one in SHORT_DEVICE_PLANS),
-        *(pytest.param(one, id=device_plan_name(*one), marks=_marks(one)) for one in DEVICE_PLANS),
+        *(pytest.param(one, id=device_plan_name(*one)) for one in DEVICE_PLANS),
     ],
 )
 def test_peaks_are_predicted(

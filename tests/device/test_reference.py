@@ -25,7 +25,7 @@ WITHOUT_KERNEL = {
         ("fused_rotary_position_embedding rms_norm", _ALL, ("", "_grad")),
         ("fused_softmax_mask_upper_triangle", _ALL, ("_grad",)),
         ("fused_linear_param_grad_add", _HALF, ("",)),
-        ("all_reduce c_identity", ("bfloat16",), ("",)),
+        ("all_reduce", ("bfloat16",), ("",)),
     )
     for kernel in kernels.split()
     for end in ends

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from ppfleetx.commands.quantize import Request, run
+from ppfleetx.commands.quantize import Quantize, quantize
 from ppfleetx.config.plan import ParallelPlan as Plan
 from tests.compress.runs import MODELS
 from tests.compress.runs import write_run as write_small_run
@@ -86,14 +86,14 @@ def test_two_cards_generate_what_one_does(pools, need_cards, device, style, trai
 def test_weights_of_few_bits(alone, need_type, device, style, tmp_path, record_property, way):
     """float32 gives the CPU's tokens; 16 bits begin with the same ones."""
     source = write_small_run(tmp_path / "run", MODELS[style])
-    run(Request(checkpoint=str(source), output=str(tmp_path / "small"), **SMALL[way]))
+    quantize(Quantize(checkpoint=str(source), output=str(tmp_path / "small"), **SMALL[way]))
     texts = partial(alone, "texts:generate_with_few_bits", run=str(tmp_path / "small"))
     expected = texts(device="cpu", dtype="float32")
     assert texts(device=device, dtype="float32") == expected
     for dtype in ("float16", "bfloat16"):
         need_type(dtype)
         pairs = zip(texts(device=device, dtype=dtype), expected, strict=True)
-        same = [_common_length(*pair) / len(pair[1]) for pair in pairs]
+        same = [sum(a == b for a, b in zip(*pair, strict=False)) / len(pair[1]) for pair in pairs]
         record_property(dtype, same)
         assert max(same) > 0.5
 
@@ -108,9 +108,3 @@ def test_an_exported_program_writes_the_same(alone, device, style, trained, tmp_
     for runs_on in dict.fromkeys((device, "cpu")):
         found = alone("texts:infer", exported=exported, device=runs_on, strategies=strategies, **arguments)
         assert found == expected, f"made on {made_on}, run on {runs_on}"
-
-
-def _common_length(text: str, other: str) -> int:
-    """How many characters two texts have in common from the beginning."""
-    different = (i for i, (one, two) in enumerate(zip(text, other, strict=False)) if one != two)
-    return next(different, min(len(text), len(other)))

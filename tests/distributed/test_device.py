@@ -117,22 +117,6 @@ def test_errors_of_a_plugin_come_with_their_place(kind, level):
         paddle.set_flags(before)
 
 
-def test_the_identity_of_tensor_parallelism_is_completed_where_its_type_is_missing(monkeypatch):
-    from paddle import _C_ops
-
-    for kind, is_complete in (("gpu", True), ("npu", False)):
-        keys = ["(GPU, Undefined(AnyLayout), bfloat16)", "(CUSTOM, Undefined(AnyLayout), float32)"]
-        monkeypatch.setattr(core, "_get_registered_phi_kernels", lambda _, keys=keys: {"c_identity": keys})
-        monkeypatch.setattr(_C_ops, "c_identity", lambda tensor, *options: options)
-        device.kernel_types.cache_clear()
-        device.complete_identity(kind)
-        x = paddle.ones([2]).astype("bfloat16")
-        assert _C_ops.c_identity(paddle.ones([2]), 3, True, True) == (3, True, True)
-        copy = _C_ops.c_identity(x, 3, True, True)
-        assert copy == (3, True, True) if is_complete else copy.data_ptr() != x.data_ptr()
-    device.kernel_types.cache_clear()
-
-
 def test_kinds():
     assert not device.on_card() and device.is_card("npu:1") and device.is_gpu("gpu:0")
     assert device.kind_of("xpu:2") == "xpu" and not device.is_card("cpu")

@@ -22,7 +22,7 @@ from ppfleetx.distributed.rendezvous import (
     receive,
     visit,
 )
-from ppfleetx.utils.start import START_VARIABLE
+from ppfleetx.utils.peers import START_VARIABLE
 from tests.helpers.ranks import free_port
 
 

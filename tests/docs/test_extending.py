@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = list(blocks(ROOT / "docs/extending.md"))
 COMMANDS = [to_run(command) for block in BLOCKS if block.is_shell for command in commands(block)]
 EXAMPLES = [
-    *("scale_norm", "parallel_gpt", "layer_scale", "penalized_gpt", "fill", "csv_log", "lion", "counting"),
-    *("small_parts", "geglu", "gathered_attention", "whole_matrix_rule"),
+    *("scale_norm", "parallel_gpt", "layer_scale", "penalized_gpt", "two_experts", "fill", "csv_log", "lion"),
+    *("counting", "small_parts", "geglu", "gathered_attention", "whole_matrix_rule"),
 ]
 
 
@@ -160,17 +160,27 @@ def test_an_architecture_runs_under_every_plan(folder: Path, pools: Pools) -> No
     assert plain != pytest.approx(one, rel=1e-3), "it is another function"
 
 
-def test_a_loss_with_two_parts_is_in_the_log(folder: Path) -> None:
+@pytest.mark.parametrize(("name", "metric"), [("penalized_gpt", "trunk_size"), ("two_experts", "balance")])
+def test_a_loss_with_two_parts_is_in_the_log(folder: Path, name: str, metric: str) -> None:
     """tests/parity/test_aux_loss.py runs it under the plans."""
-    done = run(folder, command_of("penalized_gpt"))
+    assert (folder / f"{name}.py").read_text() == (ROOT / f"examples/{name}.py").read_text()
+    done = run(folder, command_of(name))
     assert done.returncode == 0, done.stderr
-    lines = (folder / "output/penalized_gpt/metrics.jsonl").read_text().splitlines()
+    lines = (folder / f"output/{name}/metrics.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in lines]
     assert {record["kind"] for record in found} == {"train", "eval"}
     for record in found:
-        size = record["metrics"]["trunk_size"]
+        value = record["metrics"][metric]
         if record["kind"] == "train":
-            assert f"metrics at global step {record['step']}, trunk_size: {size:.9g}\n" in done.stdout
+            assert f"metrics at global step {record['step']}, {metric}: {value:.9g}\n" in done.stdout
+
+
+def test_experts_under_four_ranks_have_their_balance_in_the_log(folder: Path) -> None:
+    on_four = next(c for c in COMMANDS if c and "two_experts_dp2_mp2" in c)
+    done = run(folder, on_four)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = records(folder / "output/two_experts_dp2_mp2")
+    assert len(found) == 8 and all(1.0 < record["metrics"]["balance"] < 2.0 for record in found)
 
 
 def test_a_metric_of_a_task(folder: Path, pools: Pools) -> None:

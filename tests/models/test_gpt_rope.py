@@ -149,7 +149,8 @@ def test_what_is_not_there_is_refused_in_words(settings, words):
 def test_what_is_passed_over_is_said():
     said = {name: " ".join(rope_notes(config)) for name, config in golden()[0].items()}
     assert (
-        "rope_scaling and rope_parameters, which differ; rope_scaling holds" in said["both, only one scales"]
+        "rope_scaling and rope_parameters, which differ; rope_scaling is used"
+        in said["both, only one scales"]
     )
     assert "differ" in said["both, the other way round"]
     assert "7000" in said["theta twice"]

@@ -26,7 +26,6 @@ from ppfleetx.nn import flash, fused, kernels, quantized
 from tests.helpers import low_precision
 
 GRADIENTS_OF = (
-    "c_embedding",
     "c_softmax_with_cross_entropy",
     "flash_attn",
     "flashmask_attention",

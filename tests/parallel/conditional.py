@@ -17,9 +17,9 @@ def train(plan: dict[str, Any], world_size: int, micro_batch_size: int) -> list[
     from ppfleetx.nn.init import Normal
 
     class Conditional(Block):
-        def __init__(self, factory: Any, **arguments: Any) -> None:
-            super().__init__(factory, **arguments)
-            size = arguments["shape"].hidden_size
+        def __init__(self, factory: Any, spec: Any, **arguments: Any) -> None:
+            super().__init__(factory, spec, **arguments)
+            size = spec.hidden_size
             self.extra = factory.whole_linear(size, size, init=Normal(0.1), bias=True, of_trunk=True)
 
         def transform(self, hidden: Any, *arguments: Any) -> Any:

@@ -260,7 +260,6 @@ def train(
     with contextlib.ExitStack() as stack:
         stack.enter_context(paddle.utils.unique_name.guard())
         stack.enter_context(training.default_dtype(dtype))
-        stack.enter_context(training.sliced_embedding(dtype))
         if extra.get(f"{MIXED}enable"):
             stack.enter_context(emulated())
             stack.enter_context(fused_products())

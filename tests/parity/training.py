@@ -140,10 +140,9 @@ def train(
     with paddle.utils.unique_name.guard(), default_dtype(dtype):
         cfg, ctx, runner = build(plan, world_size, model, optimizer, micro_batch_size, extra or {})
         first = _compare(runner, weights_dir, "first.npz", ctx)
-        with sliced_embedding(dtype):
-            eval_before = runner.eval_step(micro_batches(steps, cfg, ctx, documents))
-            outputs = [take_step(runner, step, cfg, ctx, documents) for step in range(steps)]
-            eval_after = runner.eval_step(micro_batches(steps, cfg, ctx, documents))
+        eval_before = runner.eval_step(micro_batches(steps, cfg, ctx, documents))
+        outputs = [take_step(runner, step, cfg, ctx, documents) for step in range(steps)]
+        eval_after = runner.eval_step(micro_batches(steps, cfg, ctx, documents))
         last = _compare(runner, weights_dir, "last.npz", ctx)
     return {
         "loss": [eval_before[0] / eval_before[1], *(o.loss for o in outputs), eval_after[0] / eval_after[1]],
@@ -165,22 +164,6 @@ def default_dtype(dtype: str) -> Iterator[None]:
         yield
     finally:
         paddle.set_default_dtype(before)
-
-
-@contextlib.contextmanager
-def sliced_embedding(dtype: str) -> Iterator[None]:
-    """In float64 another one: Paddle's gradient of a sliced embedding (3.3.1) is memory nobody wrote."""
-    import paddle
-    import paddle.nn.functional as F
-
-    def look_up(table: Any, index: Any, start: int = 0, vocab_size: int = -1) -> Any:
-        here = (index >= start).logical_and(index < start + table.shape[0])
-        rows = F.embedding(paddle.where(here, index - start, paddle.zeros_like(index)), table)
-        return rows * here.unsqueeze(-1).astype(table.dtype)
-
-    patch = mock.patch.object(paddle._C_ops, "c_embedding", look_up)
-    with patch if dtype == "float64" else contextlib.nullcontext():
-        yield
 
 
 def build(
@@ -244,8 +227,7 @@ def train_part(
             load_model(runner.named_parameters(), checkpoint, model_names=names)
             state = runner.optimizer_state()
             load_optimizer(state, runner.named_parameters(), checkpoint, model_names=names)
-        with sliced_embedding(dtype):
-            outputs = [take_step(runner, step, cfg, ctx) for step in range(first_step, end_step)]
+        outputs = [take_step(runner, step, cfg, ctx) for step in range(first_step, end_step)]
         if save_to is not None:
             written = [(name, p) for name, p in runner.named_parameters() if runner.writes(p)]
             names = {name for name, _ in written}

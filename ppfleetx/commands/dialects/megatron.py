@@ -20,7 +20,7 @@ from ppfleetx.core.engine.run_directory import METRICS_FILE
 from ppfleetx.dialects.megatron import gpt2_sizes
 from ppfleetx.dialects.megatron.dialect import of_arguments, without_launcher
 from ppfleetx.dialects.translation import Translation
-from ppfleetx.models.gpt.shape import parameter_count
+from ppfleetx.models.gpt.spec import parameter_count
 from ppfleetx.utils.files import atomic_write
 
 USAGE = """\

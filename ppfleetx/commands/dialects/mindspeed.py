@@ -14,7 +14,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.dialects.megatron.dialect import without_launcher
 from ppfleetx.dialects.mindspeed.dialect import file_of, of_file
 from ppfleetx.dialects.translation import Translation
-from ppfleetx.utils.start import START_VARIABLE
+from ppfleetx.utils.peers import START_VARIABLE
 
 USAGE = """\
 usage: pretrain_gpt.py [--yaml-cfg FILE] [Megatron's arguments, which replace what the file says]

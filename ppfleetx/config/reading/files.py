@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ppfleetx.config.errors import UNSET, ConfigError
 
@@ -22,6 +24,19 @@ class MadeFile:
     """
 
     path: Path
+    place: str
+
+
+@dataclass(frozen=True)
+class Sections:
+    """A configuration that is in no file, as nested sections.
+
+    Attributes:
+        values: plain Python values.
+        place: where they come from, for messages.
+    """
+
+    values: Mapping[str, Any]
     place: str
 
 

@@ -1,9 +1,8 @@
-"""Every key of a Hugging Face ``config.json``, and what becomes of it: our ``Model`` section, nothing, or a
-refusal. NumPy only.
+"""Every key of a Hugging Face ``config.json``: mapped to our ``Model`` section, ignored, or refused.
 
-A key either is mapped to one of ours, or has no effect on what the network computes, or is accepted at the
-value that switches it off, because other networks read it. Any other key is passed over, as transformers
-does, and :func:`unknown_keys` names it for a warning. null is "not given" everywhere.
+A key is mapped to one of ours, or has no effect on what the network computes, or belongs to other networks
+and is accepted only at the value that switches it off. Any other key is ignored, as in transformers, and
+:func:`unknown_keys` names it for a warning. null means "not given".
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from ppfleetx.conversion.huggingface.families import FAMILIES, Family, with_gpt2
 from ppfleetx.conversion.huggingface.generation import KEYS as GENERATION_KEYS
 from ppfleetx.conversion.huggingface.values import check_values
 
-# Where a file came from, how it is stored, what runs it, how it generates and what else it may be used for.
+# Origin, storage, runtime, generation and other uses of a model.
 _WITHOUT_EFFECT = {
     "model_type", "architectures", "transformers_version", "_name_or_path", "name_or_path", "_commit_hash",
     "torch_dtype", "dtype", "unsloth_version", "unsloth_fixed", "transformers.js_config", "is_llama_config",
@@ -34,8 +33,7 @@ _WITHOUT_EFFECT = {
     "predict_special_tokens", "_num_labels", "max_window_layers", "custom_pipelines", "output_past",
     *GENERATION_KEYS,  # which older files have here
 }  # fmt: skip
-# PaddleNLP's and PaddleFormers' parallelism, kernels and training. Which tensors are fused, the tensors say
-# themselves.
+# PaddleNLP's and PaddleFormers' parallelism, kernels and training. Fused tensors are recognised by name.
 _OF_PADDLE = {
     "paddlenlp_version", "paddleformers_version",
     "seq_length", "use_recompute", "recompute", "recompute_granularity", "recompute_use_reentrant",
@@ -49,7 +47,7 @@ _OF_PADDLE = {
     "hidden_dropout_prob", "attention_probs_dropout_prob", "dpo_config", "kto_config",
     "use_last_token_for_generation", "immediate_clear_past_key_value",
 }  # fmt: skip
-# The value at which an option is not there.
+# The values at which an option is off.
 _SWITCHED_OFF: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "cross_attention_hidden_size": (),
@@ -70,8 +68,7 @@ _SWITCHED_OFF: dict[str, tuple[Any, ...]] = {
     "use_rmsnorm": (True,),
     "use_long_sequence_strategies": (False,),
 }
-# What networks read that are not ours, beside what one of FAMILIES reads and another does not: options at the
-# value at which they are not there (false, 0 and nothing at all always are) ...
+# Options of networks that are not ours, which are accepted when they are off (false, 0, empty) ...
 _OF_OTHER_NETWORKS = {
     # experts
     "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok",
@@ -100,7 +97,7 @@ _OF_OTHER_NETWORKS = {
     "attn_layer_period", "hybrid_override_pattern", "ssm_cfg", "state_size", "quantization",
     "compression_config",
 }  # fmt: skip
-# ... and factors, which do nothing at 1.
+# ... and factors, which are accepted at 1.
 _FACTORS = {"scale_emb", "embedding_multiplier", "residual_multiplier", "logits_scaling", "rope_ratio"}
 _SAME_AS_NONE: dict[str, tuple[Any, ...]] = {
     "is_causal": (True,),
@@ -108,7 +105,7 @@ _SAME_AS_NONE: dict[str, tuple[Any, ...]] = {
 }
 _WHY = {
     "quantization_config": "its weights are quantized",
-    "auto_map": "its network is a program of its own. Without auto_map it is read as what model_type says",
+    "auto_map": "it brings its own code. Without auto_map it is read as its model_type",
 }
 _LAYER_KINDS = {"layer_types": "full_attention", "mlp_layer_types": "dense"}
 
@@ -116,10 +113,8 @@ _LAYER_KINDS = {"layer_types": "full_attention", "mlp_layer_types": "dense"}
 def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of our ``Model`` section for a Hugging Face ``config.json``.
 
-    Dropout is taken over for GPT-2 where it is one probability for all residual branches.
-
     Raises:
-        CheckpointError: a model type, an option or a key that our layers do not have, or an impossible value.
+        CheckpointError: the model type, an option or a value is not supported.
     """
     kind = hf_config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
@@ -138,17 +133,17 @@ def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_paddle(config: Mapping[str, Any]) -> bool:
-    """Whether PaddleNLP or PaddleFormers says that it wrote a configuration."""
+    """Whether a configuration says that PaddleNLP or PaddleFormers wrote it."""
     return any(mark in config for mark in ("paddlenlp_version", "paddleformers_version"))
 
 
 def without_paddle(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """A ``config.json`` for transformers: what Paddle's libraries alone write there is taken out, what they
-    leave out is put in.
+    """A ``config.json`` for transformers: without the keys of Paddle's libraries, and with those they leave
+    out.
 
     Args:
         config: one that :func:`model_keys` accepts.
-        keys: what it made of it.
+        keys: its result.
     """
     if _OF_PADDLE.isdisjoint(config):
         return dict(config)
@@ -157,7 +152,7 @@ def without_paddle(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[s
 
 
 def unknown_keys(config: Mapping[str, Any]) -> list[str]:
-    """Keys of a ``config.json`` that :func:`model_keys` accepts, and about which nothing is known here."""
+    """Unknown keys of a ``config.json`` that :func:`model_keys` accepts."""
     family = FAMILIES[config["model_type"]]
     known = {*family.mapped, *family.off, *_SWITCHED_OFF, *_LAYER_KINDS, *_WITHOUT_EFFECT, *_OF_PADDLE}
     return sorted(
@@ -173,12 +168,12 @@ def _is_of_other_networks(key: str) -> bool:
     )
 
 
-# What one of the families reads.
+# Keys that one family reads are refused by the others, unless they are off.
 _OF_FAMILIES = {key for family in FAMILIES.values() for key in (*family.mapped, *family.off)}
 
 
 def _classify(config: Mapping[str, Any], kind: str, family: Family) -> None:
-    """Raise CheckpointError for a key that makes another network of this one."""
+    """Raise CheckpointError for a key that makes this a network that is not supported."""
     off = _SWITCHED_OFF | family.off
     for key, value in config.items():
         if key in family.mapped:
@@ -197,7 +192,7 @@ def _classify(config: Mapping[str, Any], kind: str, family: Family) -> None:
 
 
 def _changes_nothing(key: str, value: Any, config: Mapping[str, Any]) -> bool:
-    """Whether a key that other networks read says here what holds without it."""
+    """Whether a key of other networks has the value that this network implies."""
     hidden, heads = (config.get(name) for name in ("hidden_size", "num_attention_heads"))
     if key == "num_key_value_heads":
         return value == heads

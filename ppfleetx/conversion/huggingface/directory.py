@@ -1,4 +1,4 @@
-"""Hugging Face directories: in as weights under canonical names, and out again."""
+"""Reading and writing Hugging Face directories."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 from ppfleetx.checkpoint.documents import copy_tokenizer, tokenizer_files
 from ppfleetx.checkpoint.lazy import LazyTensor, derive
-from ppfleetx.checkpoint.progress import shown_reading
-from ppfleetx.checkpoint.weights import Weights, network_of
+from ppfleetx.checkpoint.weights import Weights, network_of, shown_reading
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.model import ModelConfig
@@ -26,7 +25,7 @@ from ppfleetx.conversion.huggingface.files import (
 from ppfleetx.conversion.huggingface.generation import generation_defaults
 from ppfleetx.conversion.huggingface.rope import rope_notes
 from ppfleetx.conversion.huggingface.tensors import Rule, rules
-from ppfleetx.conversion.paddle_layout import in_hf_layout
+from ppfleetx.conversion.paddle import in_hf_layout
 from ppfleetx.conversion.safetensors_file import write_sharded
 from ppfleetx.utils.files import atomic_write
 
@@ -41,10 +40,10 @@ def read_hf(directory: str | Path) -> Weights:
     """Weights of a Hugging Face model of one of ``families.FAMILIES``, or of a Llama of PaddleNLP or
     PaddleFormers.
 
-    Nothing but headers is read before a tensor is asked for.
+    Only headers are read before a tensor is.
 
     Raises:
-        CheckpointError: files are missing or damaged, or the network is one that ours cannot be.
+        CheckpointError: files are missing or damaged, or the network is not supported.
     """
     directory = Path(directory)
     config, files = read_hf_config(directory), read_stored(directory)
@@ -76,12 +75,12 @@ def read_hf(directory: str | Path) -> Weights:
 
 
 def _notes(config: Mapping[str, Any]) -> list[str]:
-    """How a ``config.json`` was taken, where that is not plain to see."""
+    """What to warn of about a ``config.json``."""
     notes = rope_notes(config) if config["model_type"] != "gpt2" else []
     if unknown := unknown_keys(config):
         notes.append(
-            f"config.json has keys that are not known for a {config['model_type']}, and are passed over as "
-            f"in transformers: {', '.join(shown(key) for key in unknown)}"
+            f"config.json has keys that are not known for a {config['model_type']} and are ignored, as in "
+            f"transformers: {', '.join(shown(key) for key in unknown)}"
         )
     return notes
 
@@ -95,7 +94,7 @@ def _model_keys(
     except CheckpointError as error:
         raise CheckpointError(f"{directory}: {error}") from error
     model = network_of(keys, str(directory / CONFIG))
-    if model.num_layers > len(stored):  # and what follows takes time and memory for each layer
+    if model.num_layers > len(stored):  # before time and memory go into each layer
         raise CheckpointError(
             f"{directory / CONFIG} says {counted(model.num_layers, 'layer')}, but the files have "
             f"{counted(len(stored), 'tensor')}"
@@ -118,13 +117,13 @@ def write_hf(
     Args:
         tensors: all parameters of `model` by canonical name, vocabulary padding included.
         model: the network.
-        source: what :func:`read_hf` said the weights came with, if they did.
-        tokenizer_dir: whose files are copied.
+        source: ``Weights.source`` of :func:`read_hf`, if the weights came from there.
+        tokenizer_dir: the tokenizer to copy.
         token_ids: `bos_token_id` and `eos_token_id` of that tokenizer.
         max_file_bytes: weights beyond this go into several files with an index.
 
     Raises:
-        CheckpointError: none of Hugging Face's networks is this one.
+        CheckpointError: none of Hugging Face's networks can express this one.
     """
     directory = Path(directory)
     kinds = sorted({tensor.dtype for tensor in tensors.values()})
@@ -151,7 +150,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _present(stored: Mapping[str, LazyTensor], name: str, directory: Path) -> str:
-    """The name under which a tensor is there: GPT-2's prefix is optional, GPT-NeoX's head has two names."""
+    """The name of a tensor in the files: GPT-2's prefix is optional, GPT-NeoX's head has two names."""
     for candidate in (name, name.removeprefix(_GPT2_PREFIX), _OTHER_HEAD.get(name, name)):
         if candidate in stored:
             return candidate
@@ -177,7 +176,7 @@ def _split(rule: Rule, tensor: LazyTensor) -> dict[str, LazyTensor]:
 def _check_left_over(
     names: set[str], keys: Mapping[str, Any], stored: Mapping[str, LazyTensor], directory: Path
 ) -> None:
-    """Buffers and the second copy of a tied head may be left over; anything else is a part of the network."""
+    """Check that only buffers and the second copy of a tied head are left over."""
     known = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
     known += (".attention.bias", ".attention.masked_bias")  # GPT-NeoX's
     tied = _HEADS & names if keys["tie_word_embeddings"] else set()

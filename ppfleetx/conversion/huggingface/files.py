@@ -1,4 +1,4 @@
-"""The files of a Hugging Face, PaddleNLP or PaddleFormers directory: its configuration and its tensors."""
+"""Configuration and tensors in the files of a Hugging Face, PaddleNLP or PaddleFormers directory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.config.errors import CheckpointError, shown
-from ppfleetx.conversion.paddle_file import read_paddle_file
+from ppfleetx.conversion.paddle import read_paddle_file
 from ppfleetx.conversion.pickles import flatten, reading
 from ppfleetx.conversion.safetensors_file import (
     INDEX,
@@ -30,12 +30,12 @@ _MAX_CONFIG_BYTES = 8 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Stored:
-    """The tensors of a directory as they lie in its files.
+    """The tensors of a directory as they are stored.
 
     Attributes:
         tensors: by the names in the files.
-        formats: what the files say of their format: `pt`, `np`, ...; None: nothing; `pdparams`: pickles of
-            Paddle.
+        formats: `format` in the metadata of the files: `pt`, `np`, ..., None if it is missing; `pdparams` for
+            pickles of Paddle.
     """
 
     tensors: dict[str, LazyTensor]
@@ -43,7 +43,7 @@ class Stored:
 
     @property
     def is_paddle(self) -> bool:
-        """Whether PaddleNLP or PaddleFormers says that it wrote the files."""
+        """Whether the files say that PaddleNLP or PaddleFormers wrote them."""
         return not self.formats.isdisjoint(PADDLE_FORMATS | {PADDLE_PICKLE_FORMAT})
 
 
@@ -55,13 +55,13 @@ def read_hf_config(directory: Path) -> dict[str, Any]:
 
 
 def read_generation_config(directory: Path) -> dict[str, Any] | None:
-    """`generation_config.json`, if there is one. Raises CheckpointError when it is damaged."""
+    """`generation_config.json`, if there is one. Raises CheckpointError if it is damaged."""
     path = directory / GENERATION_CONFIG
     return read_json(path, max_bytes=_MAX_CONFIG_BYTES) if path.is_file() else None
 
 
 def read_stored(directory: Path) -> Stored:
-    """All tensors of a directory, from whichever files hold them. Raises CheckpointError."""
+    """All tensors of a directory. Raises CheckpointError."""
     for index, single, read, format_of in (
         (INDEX, SINGLE, read_safetensors, safetensors_format),
         (PICKLE_INDEX, PICKLE, _read_pickle, lambda path: "pt"),
@@ -113,7 +113,7 @@ def _indexed(
 
 
 def _flattened(content: Mapping[str, Any]) -> dict[str, Any]:
-    """An older PaddleNLP's arguments of nested classes as one object; the outermost value of a key holds."""
+    """The nested arguments of an older PaddleNLP as one object; outer values of a key take precedence."""
     flat = {key: value for key, value in content.items() if key not in ("init_args", "init_class")}
     inner = content.get("init_args")
     for arguments in inner if isinstance(inner, list) else ():

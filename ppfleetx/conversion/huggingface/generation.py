@@ -1,8 +1,8 @@
-"""Every key of a Hugging Face ``generation_config.json``, and what becomes of it.
+"""Every key of a Hugging Face ``generation_config.json`` and its counterpart here.
 
-transformers reads these keys from ``generation_config.json``; where there is no such file, from
-``config.json``, where older models have them. A key is taken over under a name of our ``Generation`` section,
-or decides nothing about which tokens come, or is left out and said so.
+transformers reads these keys from ``generation_config.json`` or, for older models without it, from
+``config.json``. A key becomes one of our ``Generation`` section, or does not affect which tokens are
+generated, or is left out with a warning.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ppfleetx.config.errors import shown
 
 @dataclass(frozen=True)
 class GenerationKey:
-    """One key of transformers'.
+    """One key of transformers.
 
     Attributes:
-        ours: the key of our ``Generation`` section that means the same.
-        loses: what a model that asks for it does without here; None: nothing.
-        idle: values at which it asks for nothing.
-        when: ``sampling``: it asks for nothing unless tokens are sampled; ``search``: unless there are beams.
+        ours: the equivalent key of our ``Generation`` section.
+        loses: the effect of leaving it out; None: there is none.
+        idle: values at which it has no effect.
+        when: ``sampling`` or ``search``: it only has an effect when tokens are sampled, or with beams.
     """
 
     ours: str | None = None
@@ -46,8 +46,8 @@ _SAME = {
     "early_stopping": "early_stopping",
     "forced_eos_token_id": "forced_eos_token_id",
 }
-# The strategy; tokens that begin, fill and end texts, which go with the tokenizer; caches, compilation and
-# guessed tokens, which change the speed; what a call of transformers gives back.
+# The strategy; special tokens, which go with the tokenizer; caches, compilation and speculative decoding,
+# which only affect speed; what a call of transformers returns.
 _HARMLESS = (
     "do_sample", "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "use_cache",
     "cache_implementation", "cache_config", "max_cache_len", "compile_config", "disable_compile",
@@ -63,7 +63,7 @@ _HARMLESS = (
 KEYS: dict[str, GenerationKey] = {
     **{theirs: GenerationKey(ours=ours) for theirs, ours in _SAME.items()},
     **dict.fromkeys(_HARMLESS, GenerationKey()),
-    # 20 is what transformers takes where nothing is said.
+    # 20 is the default of transformers.
     "max_length": GenerationKey(
         loses="the prompt counts there; Generation.max_dec_len counts new tokens", idle=(20,)
     ),
@@ -102,7 +102,7 @@ KEYS: dict[str, GenerationKey] = {
 }
 """By transformers' name."""
 DEFAULTS = {"top_k": 50, "length_penalty": 1.0}
-"""Keys of ours that transformers takes at another value where nothing is said."""
+"""Keys of ours that have another default in transformers."""
 
 
 def generation_defaults(
@@ -129,7 +129,7 @@ def _translated(said: Mapping[str, Any], *, is_own_file: bool) -> tuple[dict[str
 
     Args:
         said: a ``generation_config.json``, or the ``config.json`` of a model without one.
-        is_own_file: the former, in which a key that is not known is worth a word.
+        is_own_file: whether it is the former, of which unknown keys are reported.
     """
     given = {key: value for key, value in said.items() if value is not None}
     samples, searches = given.get("do_sample") is True, _above_one(given.get("num_beams"))
@@ -147,7 +147,7 @@ def _translated(said: Mapping[str, Any], *, is_own_file: bool) -> tuple[dict[str
             lost.append((name, value, key.loses))
     if samples and searches:
         lost.append(("num_beams", given["num_beams"], "tokens are sampled without beams"))
-    if "max_new_tokens" in given:  # goes before the other in transformers
+    if "max_new_tokens" in given:  # takes precedence in transformers
         lost = [one for one in lost if one[0] != "max_length"]
     return keys, [f"{name} = {shown(value)} ({why})" for name, value, why in lost]
 

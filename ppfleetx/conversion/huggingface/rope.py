@@ -1,9 +1,8 @@
-"""Rotary settings in a Hugging Face ``config.json`` against those of our ``Model`` section, both ways.
+"""Rotary settings between a Hugging Face ``config.json`` and our ``Model`` section.
 
-transformers 4 writes ``rope_theta`` and ``rope_scaling`` side by side, transformers 5 one ``rope_parameters``
-with the base inside. Where both are there, they are read as transformers 5 reads them (``rope_scaling`` goes
-first, unless it is empty, and its own ``rope_theta`` before the one beside it), and :func:`rope_notes` says
-what was passed over.
+transformers 4 writes ``rope_theta`` and ``rope_scaling``, transformers 5 one ``rope_parameters`` with the
+base inside. If both are there, they are read as in transformers 5: ``rope_scaling`` takes precedence unless
+it is empty, and a ``rope_theta`` inside over the one outside. :func:`rope_notes` reports what was ignored.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ DEFAULT_BASE = 10000.0
 _TYPES = ("default", "linear", "llama3", "yarn")
 _ORIGINAL = "original_max_position_embeddings"
 _TURNS_A_PART = ("gpt_neox",)
-_NEOX_PART = 0.25  # where a file does not say it
-# Keys that transformers knows; those of other types have no effect there, and none here.
+_NEOX_PART = 0.25  # the default of transformers
+# Keys that transformers knows; those of another type of scaling have no effect.
 _KNOWN = {
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", _ORIGINAL, "attention_factor",
     "beta_fast", "beta_slow", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "mscale",
@@ -37,7 +36,7 @@ def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
         config: contents of a ``config.json`` that ``check_values`` has passed.
 
     Raises:
-        CheckpointError: the positions are of a kind that our layers do not have, or a value is none.
+        CheckpointError: the kind of scaling is not supported, or a value is invalid.
     """
     config = _with_usual_names(config)
     place, given = _in_effect(config)
@@ -59,7 +58,7 @@ def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_notes(config: Mapping[str, Any]) -> list[str]:
-    """What to say about how the rotary settings of a ``config.json`` were taken, one sentence each.
+    """Warnings about how the rotary settings of a ``config.json`` were read, one sentence each.
 
     Args:
         config: one that :func:`rope_keys` accepts.
@@ -69,11 +68,13 @@ def rope_notes(config: Mapping[str, Any]) -> list[str]:
     notes = []
     other = next(name for name in PLACES if name != place)
     if config.get(other) and not _equal(config, {**config, place: None}):
-        notes.append(f"config.json has {place} and {other}, which differ; {place} holds, as in transformers")
+        notes.append(
+            f"config.json has {place} and {other}, which differ; {place} is used, as in transformers"
+        )
     if "rope_theta" in given and config.get("rope_theta") not in (None, given["rope_theta"]):
         notes.append(
             f"config.json has rope_theta {given['rope_theta']!r} in {place} and {config['rope_theta']!r} "
-            "beside it; the former holds, as in transformers"
+            "beside it; the former is used, as in transformers"
         )
     scaling = rope_keys(config)["rope_scaling"]
     if scaling is not None and scaling["type"] == "yarn" and config.get("max_position_embeddings"):
@@ -81,14 +82,14 @@ def rope_notes(config: Mapping[str, Any]) -> list[str]:
         if _ORIGINAL in given and ratio != scaling["factor"]:
             notes.append(
                 f"config.json has the YaRN factor {scaling['factor']:g}, and max_position_embeddings is "
-                f"{ratio:g} times {_ORIGINAL}; the factor holds, as in transformers 5 (some releases of "
+                f"{ratio:g} times {_ORIGINAL}; the factor is used, as in transformers 5 (some releases of "
                 "transformers 4 compute with the ratio)"
             )
     return notes
 
 
 def hf_rope(model: ModelConfig) -> dict[str, Any]:
-    """The keys of a ``config.json`` for the rotary settings of ``model``, in the form both versions read."""
+    """The keys of a ``config.json`` for the rotary settings of ``model``, as both versions read them."""
     if model.rope_scaling is None:
         return {"rope_theta": model.rotary_base}
     given = model.rope_scaling.model_dump(mode="json", exclude_none=True)
@@ -102,7 +103,7 @@ def hf_neox_rope(model: ModelConfig) -> dict[str, Any]:
 
 
 def _with_usual_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """GPT-NeoX's own names of the base and of the part that is turned under those of the others."""
+    """A configuration with GPT-NeoX's own names of base and rotated part replaced by the usual ones."""
     if config.get("model_type") != "gpt_neox" or "partial_rotary_factor" in config:
         return config
     names = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
@@ -111,7 +112,7 @@ def _with_usual_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _in_effect(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """The mapping that holds, and its name."""
+    """The settings that are used, and their key."""
     place = next((name for name in PLACES if config.get(name)), PLACES[0])
     given = config.get(place) or {}
     for key, value in given.items():
@@ -126,7 +127,7 @@ def _equal(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
     try:
         return rope_keys(one) == rope_keys(two)
     except CheckpointError:
-        return False  # one of them is of a kind that is not there
+        return False  # one of them is not supported
 
 
 def _base(config: Mapping[str, Any]) -> float:
@@ -169,7 +170,7 @@ _WITHOUT_DYNAMIC = (
 
 
 def _yarn(given: Mapping[str, Any]) -> dict[str, Any]:
-    """YaRN's own keys; which values stand for "not given" is transformers' choice."""
+    """YaRN's own keys. As in transformers, 0 means "not given" for some of them."""
     values = {"beta_fast": given.get("beta_fast") or None, "beta_slow": given.get("beta_slow") or None}
     values["truncate"] = bool(given.get("truncate", True))
     if given.get("attention_factor") is not None:

@@ -1,4 +1,4 @@
-"""What may stand in a Hugging Face ``config.json``: type and range of each key that decides the network."""
+"""Type and range of each key of a Hugging Face ``config.json`` that decides the network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ppfleetx.config.fields import MAX_SIZE
 
 @dataclass(frozen=True)
 class _Rule:
-    """What a value must be. ``types`` are exact: true is no integer, 8.0 is none either."""
+    """What a value must be. ``types`` are exact: neither true nor 8.0 is an integer."""
 
     words: str
     types: tuple[type, ...]
@@ -65,10 +65,10 @@ _VALUES = {
 
 
 def check_values(config: Mapping[str, Any]) -> None:
-    """Check the keys that are there and decide the network, also within the objects on rotary positions.
+    """Check the values that decide the network, including those of rotary settings.
 
     Raises:
-        CheckpointError: a value of another type or out of range; names key, value and rule.
+        CheckpointError: a value has the wrong type or is out of range; names key, value and rule.
     """
     _check(config, "")
     for key in ("rope_parameters", "rope_scaling"):

@@ -16,7 +16,7 @@ from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.memory import CARD_PARTS
 from ppfleetx.planner.summary import run_prediction
 from ppfleetx.resilience.activity import PROGRESS
-from ppfleetx.resilience.places import raised_at
+from ppfleetx.resilience.hang_report import raised_at
 
 _OF_PADDLE = (
     "ResourceExhaustedError",
@@ -33,7 +33,7 @@ _OF_PLUGIN, _ALLOCATOR = "CustomDevice error", re.compile(r"memory::allocation::
 _SAID = re.compile(r"Cannot (?:malloc|allocate)[^\n]*|Fail to alloc[^\n]*|Unable to allocate[^\n]*")
 _OF_DEVICE = re.compile(r"CustomDevice error, the error code is : \d+|(?:CUDA|XPU) error\(\d+\)[^\n(]*")
 _BLOCKING = {"gpu": "CUDA_LAUNCH_BLOCKING=1", "npu": "FLAGS_npu_blocking_run=1"}
-_CURES = 3
+_MOST_SAVINGS = 3
 _WORTH_SHOWING = 0.01
 
 
@@ -105,11 +105,11 @@ def message(error: BaseException, cfg: RunConfig, ctx: ParallelContext, advice: 
     """What ran out where, what holds the memory, and the cheapest settings that need less."""
     found = _SAID.search(str(error))
     said = found.group().strip() if found else (str(error).strip().splitlines() or ["no memory is left"])[-1]
-    rest = _holders_and_cures(cfg, ctx) if advice is None else [advice]
+    rest = _holders_and_savings(cfg, ctx) if advice is None else [advice]
     return "\n".join([f"out of memory ({_where(ctx)}): {said}", *rest])
 
 
-def _holders_and_cures(cfg: RunConfig, ctx: ParallelContext) -> Iterator[str]:
+def _holders_and_savings(cfg: RunConfig, ctx: ParallelContext) -> Iterator[str]:
     prediction = run_prediction(cfg, ctx.device, device_name=device_name(ctx.device))
     if prediction is None:
         yield (
@@ -125,14 +125,14 @@ def _holders_and_cures(cfg: RunConfig, ctx: ParallelContext) -> Iterator[str]:
         if size > _WORTH_SHOWING * memory.total
     ]
     yield f"What should hold it at the worst moment: {', '.join(shown)}; together {_size(memory.total)}."
-    cures = reliefs(prediction)[:_CURES]
-    if not cures:
+    savings = reliefs(prediction)[:_MOST_SAVINGS]
+    if not savings:
         yield "No setting alone saves much: this run needs more devices (ppfleetx plan ranks what fits)."
         return
     yield "What needs less, the cheapest first:"
-    for cure in cures:
-        price = "in the same time" if cure.costs < 0.005 else f"a step takes {cure.costs:.0%} longer"
-        yield f"  {cure.options}   saves {_size(cure.saves)}, {price}"
+    for saving in savings:
+        price = "in the same time" if saving.costs < 0.005 else f"a step takes {saving.costs:.0%} longer"
+        yield f"  {saving.options}   saves {_size(saving.saves)}, {price}"
 
 
 def _size(num_bytes: float) -> str:

@@ -19,8 +19,7 @@ from ppfleetx.utils.cli import EXIT_HUNG
 from ppfleetx.utils.peers import ended_peer_in, ends_this_process
 
 HANG_DIR, EVALUATION_DIR, GENERATION_DIR = HANG_DIRS
-"""Of a training; programs that may run beside it have directories of their own, so that what one of them lays
-down is not taken for the other's."""
+"""Directories of reports. Evaluation and generation, which may run beside a training, have their own."""
 
 
 def watch_start(cfg: RunConfig, rank: int, device: str) -> None:

@@ -82,7 +82,7 @@ def open_socket(cfg: RunConfig) -> socket.socket:
     """A socket bound to the address; it listens once the model is loaded.
 
     Raises:
-        ConfigError: the address cannot be had.
+        ConfigError: the address cannot be bound.
     """
     host, port = cfg.Serve.host, cfg.Serve.port
     try:
@@ -201,7 +201,7 @@ def _warn_if_open(cfg: ServeConfig, *, has_key: bool) -> None:
         is_local = cfg.host == "localhost"
     if not is_local and not has_key:
         get_logger().warning(
-            "Serve.host = %s: whoever reaches this machine may use the model; set %s to ask for a key",
+            "Serve.host = %s: anyone who reaches this machine can use the model; set %s to require a key",
             cfg.host,
             API_KEY_VARIABLE,
         )

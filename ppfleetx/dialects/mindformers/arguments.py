@@ -9,7 +9,7 @@ from pathlib import Path
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.reading.tree import Node
 from ppfleetx.dialects.given import Given, given_arguments, normal_name
-from ppfleetx.dialects.keys import Key, KeyTable, fixed, joint, unused
+from ppfleetx.dialects.keys import Key, KeyTable, Kind
 from ppfleetx.dialects.mindformers.files import option, put, read_with_bases
 
 RUN_MODES = ("train", "finetune", "eval", "predict")
@@ -42,17 +42,21 @@ def _flag(name: str) -> Key:
     target = {**_FIRST, **_LAST}.get(name)
     if target is None:
         target = f"train_dataset.{_OF_DATASET[name]} or eval_dataset.{_OF_DATASET[name]}, by the run mode"
-    return joint(f"--{name}", (), f"sets {target}")
+    return Key(f"--{name}", Kind.MAPPED, says=f"sets {target}")
 
 
 FLAGS = KeyTable(
     [
-        joint("--config", (), "the YAML file; needed"),
+        Key("--config", Kind.MAPPED, says="the YAML file; needed"),
         *map(_flag, (*_FIRST, *_LAST, *_OF_DATASET)),
-        joint("--options", (), "block.key=value ..., each read as YAML reads it: True is true, [1,2] a list"),
-        joint("--check", (), "ours: print plan, parameters and batch arithmetic, and run nothing"),
-        unused("--dataset_id", "ModelArts passes it; there is none here"),
-        fixed("--help", "prints the flags"),
+        Key(
+            "--options",
+            Kind.MAPPED,
+            says="block.key=value ..., each read as YAML reads it: True is true, [1,2] a list",
+        ),
+        Key("--check", Kind.MAPPED, says="ours: print plan, parameters and batch sizes; run nothing"),
+        Key("--dataset_id", Kind.UNUSED, says="ModelArts passes it; there is none here"),
+        Key("--help", Kind.FIXED, says="prints the flags"),
     ],
     normal=lambda name: f"--{normal_name(name)}",
 )

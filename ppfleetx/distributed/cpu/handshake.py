@@ -29,7 +29,7 @@ from ppfleetx.distributed.rendezvous import (
     receive,
     visit,
 )
-from ppfleetx.utils.start import START_VARIABLE, start_timeout
+from ppfleetx.utils.peers import START_VARIABLE, start_timeout
 
 DIRECT_VARIABLE = "PADDLE_CPU_COMM_DIRECT"
 HANDSHAKE_SECONDS = 30.0

@@ -45,8 +45,7 @@ from ppfleetx.distributed.cpu.wire import (
 )
 from ppfleetx.resilience.flight_recorder import RECORD
 from ppfleetx.resilience.os_processes import killed_for_memory
-from ppfleetx.utils.peers import note_raised, report_lost
-from ppfleetx.utils.start import seconds_in
+from ppfleetx.utils.peers import note_raised, report_lost, seconds_in
 
 TIMEOUT_VARIABLE = "PADDLE_CPU_COMM_TIMEOUT"
 DIRECT_BYTES = 1 << 16  # below this a copy through the socket is faster than the acknowledgement

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 import random
 import struct
 import tracemalloc
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from ppfleetx.config.errors import ConfigError, DataError, UserError
+from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections.data import DatasetConfig
 from ppfleetx.config.sections.generation import OfflineEvalConfig
 from ppfleetx.data.indexed import IndexedDataset
@@ -19,7 +18,6 @@ from ppfleetx.data.prepare.corpus import find_sources, iterate_texts
 from ppfleetx.data.prepare.cut_documents import cut_documents
 from ppfleetx.data.prepare.preprocess import preprocess
 from ppfleetx.data.tasks.evaluation import read_text
-from ppfleetx.data.tasks.glue import TASKS, read_glue
 from ppfleetx.data.tasks.records import PromptResponseDataset
 from ppfleetx.data.text import files as text_files
 from ppfleetx.data.text.files import TextFile, read_lines
@@ -143,25 +141,6 @@ def test_text_compressed_in_another_way_is_not_passed_over(tmp_path: Path, name:
     for place in (tmp_path, tmp_path / name):
         with pytest.raises(DataError, match=f"{name} is in an unsupported compression"):
             find_sources([place])
-
-
-def test_only_files_are_read(tmp_path, tokenizer) -> None:
-    os.mkfifo(tmp_path / "train.jsonl")
-    os.mkfifo(tmp_path / "train.tsv")
-    cfg = DatasetConfig(name="PromptResponseDataset", input_dir=str(tmp_path), split="train")
-    for look in (
-        lambda: PromptResponseDataset(cfg, tokenizer),
-        lambda: read_glue(TASKS["SST2"], tmp_path, "train"),
-        lambda: read_text(OfflineEvalConfig(eval_path=str(tmp_path / "train.tsv"))),
-        lambda: find_sources([tmp_path / "train.jsonl"]),
-    ):
-        with pytest.raises(UserError, match=r"a pipe|pipes cannot be read"):
-            look()
-    for name, why in (("/dev/zero", "a device"), (str(tmp_path), "a directory")):
-        with pytest.raises(ConfigError, match=why):
-            read_text(OfflineEvalConfig(eval_path=name))
-    with pytest.raises(DataError, match="too long"):
-        find_sources(["n" * 300])
 
 
 def test_a_file_that_expands_like_no_text_is_refused_before_it_fills_memory(

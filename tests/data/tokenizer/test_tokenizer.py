@@ -249,13 +249,13 @@ def test_saved_files_load_in_the_library(trained, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("tokenizer.json", "{", "not sound JSON"),
+        ("tokenizer.json", "{", "not valid JSON"),
         ("tokenizer.json", "[]", "holds no JSON object"),
         ("tokenizer.json", "{}", "no model"),
         ("tokenizer.json", '{"model": {"vocab": {"a": 0}, "merges": ["a b"]}}', "'b', not in the vocabulary"),
         ("tokenizer.json", '{"model": {"vocab": {"a": 0, "b": 0}, "merges": []}}', "share an id"),
         ("tokenizer.json", '{"model": {"vocab": {"a": "0"}, "merges": []}}', "integers"),
-        ("tokenizer.json", b"\xff\xfe", "not sound JSON"),
+        ("tokenizer.json", b"\xff\xfe", "not valid JSON"),
         ("vocab.json", '{"a": 0}', "merges.txt cannot be read: No such file"),
         ("merges.txt", "a b", "vocab.json cannot be read: No such file"),
         ("other.txt", "", "holds no tokenizer"),
