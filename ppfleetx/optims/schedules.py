@@ -26,8 +26,8 @@ class Schedule:
     """Everything that decides the learning rate and the weight decay of a step.
 
     `decay_steps` is D; after it the learning rate stays at `min_lr` (unless the style does not decay).
-    Two schedules are equal when all their fields are; `state()` goes into a checkpoint. The section has checked
-    each number; whether the lengths fit together is checked here (ConfigError).
+    Two schedules are equal when all their fields are; `state()` goes into a checkpoint. The section has
+    checked each number; whether the lengths fit together is checked here (ConfigError).
     """
 
     max_lr: float
